@@ -1,15 +1,21 @@
-"""Convolutions of volumes and im2col: each window becomes a row, and the product with the weight is a linear layer."""
+"""Convolutions of volumes, by products of linear layers with a row for each window; im2col and col2im."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.elementwise import per_channel
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.matmul import emit_batched, emit_linear
+from npu_compiler.ops.reductions import reduce
 from npu_compiler.ops.registry import register_op
 from npu_compiler.program.views import Shape, View, numel
 
 MOST_UNFOLDED = 2**26  # elements of all windows
+_WINDOW = ("stride", "padding", "dilation")
 
 
 def _per_axis(node: OpNode, name: str, default: int, spatial: int = 3) -> list[int]:
@@ -32,8 +38,9 @@ def volumes_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     is_plain = node.base == "aten.convolution" and not node.attrs.get("transposed")
     if is_plain and any(node.attrs.get("output_padding") or []):
         return "output_padding on a convolution that is not transposed"
-    channels = x[-4] // groups if is_transposed(node) else weight[1]
-    unfolded = numel(out) // max(out[-4], 1) * groups * channels * numel(weight[2:])
+    unfolded = numel(out) * numel(weight[2:])  # what a transposed convolution sums up
+    if not is_transposed(node):
+        unfolded = unfolded // max(out[-4], 1) * groups * weight[1]
     return f"a convolution of volumes whose windows hold {unfolded} elements" if unfolded > MOST_UNFOLDED else None
 
 
@@ -41,30 +48,71 @@ def is_transposed(node: OpNode) -> bool:
     return bool(node.attrs.get("transposed")) or "transpose" in node.base
 
 
-@register_op(
-    "aten.conv3d aten.conv_transpose3d",
-    tensors=("input", "weight", "bias"),
-    unsupported=volumes_unsupported,
-    one_dtype=True,
-)
+@register_op("aten.conv3d", tensors=("input", "weight", "bias"), unsupported=volumes_unsupported, one_dtype=True)
 def lower_conv3d(ctx: Lowering, node: OpNode) -> None:
+    if is_transposed(node):
+        lower_conv_transpose3d(ctx, node)
+        return
     x, weight, *biases = (ctx.view(name) for name in node.inputs)
     out = ctx.output(order=(0, 2, 3, 4, 1) if x.rank == 5 else (1, 2, 3, 0))
     x, out = (view.unsqueeze(0) if view.rank == 4 else view for view in (x, out))
     groups, dilation = node.attrs.get("groups", 1), _per_axis(node, "dilation", 1)
     spans = [gap * (taps - 1) for gap, taps in zip(dilation, weight.shape[2:], strict=True)]
-    if is_transposed(node):
-        x, weight = _spread(ctx, node, x, spans, out), _turned(ctx, weight, groups)
-        stride = [1, 1, 1]
-    else:
-        x, stride = _padded(ctx, x, _paddings(node, spans)), _per_axis(node, "stride", 1)
-    windows = _windows(x, out.shape[2:], weight.shape[2:], stride, dilation)
+    padded = _padded(ctx, x, _paddings(node, spans))
+    windows = _windows(padded, out.shape[2:], weight.shape[2:], _per_axis(node, "stride", 1), dilation)
     if groups == 1:
         rows = ctx.reshaped(windows, (numel(windows.shape[:4]), numel(windows.shape[4:])))
         flat = ctx.reshaped(weight, (weight.shape[0], rows.shape[1]))
         emit_linear(ctx, rows, flat, out.permute([0, 2, 3, 4, 1]), biases[0] if biases else None)
         return
     _emit_grouped(ctx, windows, weight, out.permute([0, 2, 3, 4, 1]), biases, groups)
+
+
+@register_op(
+    "aten.conv_transpose3d", tensors=("input", "weight", "bias"), unsupported=volumes_unsupported, one_dtype=True
+)
+def lower_conv_transpose3d(ctx: Lowering, node: OpNode) -> None:
+    """Each element times the weight of each tap goes where that tap puts it; the output is the sum over the taps."""
+    x, weight, *biases = (ctx.view(name) for name in node.inputs)
+    out = ctx.output()
+    x, out = (view.unsqueeze(0) if view.rank == 4 else view for view in (x, out))
+    groups, (batch, channels, *sizes) = node.attrs.get("groups", 1), x.shape
+    outputs, taps = weight.shape[1], numel(weight.shape[2:])
+    split = ctx.reshaped(x, (batch, groups, channels // groups, *sizes)).permute([1, 0, 3, 4, 5, 2])
+    rows = ctx.reshaped(split, (groups, batch * numel(sizes), channels // groups))
+    product = ctx.temp((groups, rows.shape[1], outputs * taps), "float32")
+    emit_batched(ctx, rows, ctx.reshaped(weight, (groups, rows.shape[2], outputs * taps)), product)
+    by_tap = product.reshape((groups, batch, *sizes, outputs, taps))
+    total = ctx.temp(out.shape, "float32") if biases else out
+    target = total.reshape((batch, groups, outputs, *out.shape[2:]))
+    assert by_tap is not None and target is not None
+    sources = [by_tap.select(6, tap).permute([1, 0, 5, 2, 3, 4]) for tap in range(taps)]
+    _sum_over_taps(ctx, node, sources, weight.shape[2:], target)
+    if biases:
+        ctx.elementwise("add", [total, per_channel(biases[0], total.rank)], out)
+
+
+def _sum_over_taps(ctx: Lowering, node: OpNode, sources: Sequence[View], window: Shape, out: View) -> None:
+    """Fill `out` with the sum of what the taps of a sliding window put there.
+
+    Args:
+        sources: For each tap, the elements [*lead, *places] that it puts into [*lead, *axes].
+    """
+    summands = ctx.temp((len(sources), *out.shape), "float32")
+    ctx.emit("fill_kernel", [], [summands], {"value": 0.0, "int_value": 0})
+    stride, padding, dilation = (_per_axis(node, x, int(x != "padding"), len(window)) for x in _WINDOW)
+    for number, tap in enumerate(itertools.product(*(range(count) for count in window))):
+        source, target = sources[number], summands.select(0, number)
+        axes = zip(stride, padding, dilation, tap, strict=True)
+        for dim, (step, pad, gap, index) in enumerate(axes, out.rank - len(window)):
+            first = gap * index - pad  # where the first element goes; what lies outside is cut off
+            skipped = -(first // step) if first < 0 else 0
+            end = max(min(source.shape[dim], (target.shape[dim] - 1 - first) // step + 1), skipped)
+            start = min(first + skipped * step, target.shape[dim])
+            source = source.slice(dim, skipped, end)
+            target = target.slice(dim, start, start + max((end - skipped - 1) * step + 1, 0), step)
+        ctx.copy(source, target)
+    reduce(ctx, "sum", summands, 0, out)
 
 
 def _emit_grouped(ctx: Lowering, windows: View, weight: View, out: View, biases: list[View], groups: int) -> None:
@@ -108,34 +156,6 @@ def _padded(ctx: Lowering, x: View, paddings: list[tuple[int, int]]) -> View:
     return padded
 
 
-def _spread(ctx: Lowering, node: OpNode, x: View, spans: list[int], out: View) -> View:
-    """Zeros around and between the elements of x, over which the turned weight slides in steps of one."""
-    strides, paddings = _per_axis(node, "stride", 1), _per_axis(node, "padding", 0)
-    shape = (*x.shape[:2], *(size + span for size, span in zip(out.shape[2:], spans, strict=True)))
-    spread = ctx.temp(shape, x.dtype)
-    ctx.emit("fill_kernel", [], [spread], {"value": 0.0, "int_value": 0})
-    target = spread
-    for dim, (step, pad, span) in enumerate(zip(strides, paddings, spans, strict=True), 2):
-        first = span - pad  # where the first element goes; those that come before the beginning are not read
-        skipped = -(first // step) if first < 0 else 0
-        count = min(x.shape[dim] - skipped, (shape[dim] - 1 - first) // step + 1 - skipped)
-        start = first + skipped * step
-        x = x.slice(dim, skipped, skipped + count)
-        target = target.slice(dim, start, start + (count - 1) * step + 1, step)
-    ctx.copy(x, target)
-    return spread
-
-
-def _turned(ctx: Lowering, weight: View, groups: int) -> View:
-    """A transposed convolution's weight [c, o / groups, *taps] as that of a convolution: [o, c / groups, *taps]."""
-    flipped = ctx.temp(weight.shape, weight.dtype)
-    ctx.emit("flip_kernel", [weight], [flipped], {"dims": [0, 0, 1, 1, 1, 0, 0, 0]})
-    channels, outputs, *taps = weight.shape
-    split = flipped.reshape((groups, channels // groups, outputs, *taps))
-    assert split is not None
-    return ctx.reshaped(split.transpose(1, 2), (groups * outputs, channels // groups, *taps))
-
-
 def _windows(x: View, places: Shape, window: Shape, stride: list[int], dilation: list[int]) -> View:
     """[batch, *places, channels, *taps]: a view of [batch, channels, *axes] in which windows overlap."""
     batch, channel, *axes = x.strides
@@ -168,3 +188,26 @@ def lower_im2col(ctx: Lowering, node: OpNode) -> None:
     target = out.reshape((x.shape[0], x.shape[1], *window, *places))
     assert target is not None
     ctx.copy(windows.permute([0, 3, 4, 5, 1, 2]), target)
+
+
+def _col2im_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    x, out = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
+    if x.dtype not in FLOAT_DTYPES:
+        return "col2im of integers"
+    summands = numel(tuple(_per_axis(node, "kernel_size", 1, 2))) * out.numel
+    return f"col2im that sums up {summands} elements" if summands > MOST_UNFOLDED else None
+
+
+@register_op("aten.col2im", unsupported=_col2im_unsupported)
+def lower_col2im(ctx: Lowering, node: OpNode) -> None:
+    """[batch, channels · taps, places] → [batch, channels, height, width], the sum of all windows."""
+    x, out = ctx.view(node.inputs[0]), ctx.output()
+    x, out = (view.unsqueeze(0) if view.rank == rank else view for view, rank in ((x, 2), (out, 3)))
+    window = tuple(_per_axis(node, "kernel_size", 1, 2))
+    stride, padding, dilation = (_per_axis(node, name, int(name != "padding"), 2) for name in _WINDOW)
+    places = [
+        (size + 2 * pad - gap * (taps - 1) - 1) // step + 1
+        for size, pad, gap, taps, step in zip(out.shape[2:], padding, dilation, window, stride, strict=True)
+    ]
+    by_tap = ctx.reshaped(x, (x.shape[0], out.shape[1], numel(window), *places))
+    _sum_over_taps(ctx, node, [by_tap.select(2, tap) for tap in range(numel(window))], window, out)

@@ -12,6 +12,7 @@ from npu_compiler.ops import ranges
 from npu_compiler.ops.conv import MAX_POOL
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Range, register_op
+from npu_compiler.ops.tensor import emit_arange
 from npu_compiler.ops.windows import fits_pooling
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
@@ -173,24 +174,67 @@ def lower_adaptive_avg_pool3d(ctx: Lowering, node: OpNode) -> None:
     _in_two_steps(ctx, node, "adaptive_avg_pool2d_kernel", {}, {})
 
 
-@register_op("aten.upsample_nearest3d aten._upsample_nearest_exact3d")
-def lower_upsample_nearest3d(ctx: Lowering, node: OpNode) -> None:
-    _resample(ctx, node, "upsample_nearest_kernel", exact=int("exact" in node.base))
-
-
-@register_op("aten.upsample_trilinear3d", unsupported=_pooling_unsupported)
-def lower_upsample_trilinear3d(ctx: Lowering, node: OpNode) -> None:
-    _resample(ctx, node, "upsample_bilinear_kernel", align_corners=int(bool(node.attrs.get("align_corners"))))
-
-
-def _resample(ctx: Lowering, node: OpNode, kernel: str, **params: int) -> None:
-    x, out = (ctx.spec(name).shape[2:] for name in (node.inputs[0], node.outputs[0]))
+def _scales(node: OpNode, graph: IRGraph) -> list[float]:
+    """Input elements per output element along depth, height and width; a factor that the user gave beats the sizes."""
+    x, out = (graph.tensors[name].shape[2:] for name in (node.inputs[0], node.outputs[0]))
     given = node.attrs.get("scale_factors")
     if not isinstance(given, list):
         given = [node.attrs.get(name) for name in ("scales_d", "scales_h", "scales_w")]
     sizes = zip(x, out, given, strict=True)
-    depth, *plane = (1.0 / factor if factor and factor > 0 else source / target for source, target, factor in sizes)
-    _in_two_steps(ctx, node, kernel, {"scale": plane, **params}, {"scale": [depth, 1.0], **params})
+    return [1.0 / factor if factor and factor > 0 else source / target for source, target, factor in sizes]
+
+
+@register_op("aten.upsample_nearest3d aten._upsample_nearest_exact3d")
+def lower_upsample_nearest3d(ctx: Lowering, node: OpNode) -> None:
+    depth, *plane = _scales(node, ctx.graph)
+    exact = int("exact" in node.base)
+    planes, columns = ({"scale": scale, "exact": exact} for scale in (plane, [depth, 1.0]))
+    _in_two_steps(ctx, node, "upsample_nearest_kernel", planes, columns)
+
+
+@register_op("aten.upsample_trilinear3d", unsupported=_pooling_unsupported)
+def lower_upsample_trilinear3d(ctx: Lowering, node: OpNode) -> None:
+    """Planes are resampled by themselves; then each output plane is a mean of two, weighted by how near they are."""
+    x, out = _as_volumes(ctx.view(node.inputs[0]), 3), ctx.output()
+    align_corners, (scale, *plane) = bool(node.attrs.get("align_corners")), _scales(node, ctx.graph)
+    between = ctx.temp((*x.shape[:3], *out.shape[3:]), "float32")
+    params = {"scale": plane, "align_corners": int(align_corners)}
+    source = ctx.inner_contiguous(_planes(ctx, x), 3)
+    ctx.emit("upsample_bilinear_kernel", [source], [_planes(ctx, between)], params, flops=8 * between.numel)
+    places, weights = _between_planes(ctx, x.shape[2], out.shape[2], None if align_corners else scale)
+    terms = []
+    for place, weight in zip(places, weights, strict=True):
+        picked, term = ctx.temp(out.shape, "float32"), ctx.temp(out.shape, "float32")
+        ctx.emit("index_select_kernel", [between, place], [picked], {"dim": 2})
+        ctx.elementwise("mul", [picked, weight.unsqueeze(1).unsqueeze(1)], term)
+        terms.append(term)
+    ctx.elementwise("add", terms, out)
+
+
+def _between_planes(
+    ctx: Lowering, size: int, count: int, scale: float | None
+) -> tuple[tuple[View, View], tuple[View, View]]:
+    """The two planes that each of `count` output planes lies between, and their weights.
+
+    Args:
+        scale: Input planes per output plane; None where the first and the last plane stay.
+    """
+
+    def of_numbers(op: str, *operands: View | float) -> View:
+        result = ctx.temp((count,), "float32")
+        ctx.elementwise(op, operands, result)
+        return result
+
+    place = ctx.temp((count,), "float32")
+    if scale is None:
+        emit_arange(ctx, place, 0.0, (size - 1) / (count - 1) if count > 1 else 0.0)
+    else:
+        emit_arange(ctx, place, 0.5, 1.0)
+        place = of_numbers("clamp_min", of_numbers("sub", of_numbers("mul", place, scale), 0.5), 0.0)
+    low = of_numbers("clamp_max", of_numbers("floor", place), float(size - 1))
+    high = of_numbers("clamp_max", of_numbers("add", low, 1.0), float(size - 1))
+    share = of_numbers("sub", place, low)
+    return (ctx.cast(low, "int32"), ctx.cast(high, "int32")), (of_numbers("rsub", share, 1.0), share)
 
 
 def _in_two_steps(ctx: Lowering, node: OpNode, kernel: str, planes: Params, columns: Params) -> None:

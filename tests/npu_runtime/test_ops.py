@@ -1513,6 +1513,12 @@ case(
     w(4, 3, 2, 3, 2),
     spread=1,
 )
+case(
+    "col2im",
+    lambda x: (F.fold(x, (5, 6), 3, padding=1), F.fold(x[0], (5, 18), (1, 9), 1, (0, 1), (1, 2))),
+    f(2, 27, 30),
+    spread=1,
+)
 case("im2col", lambda x: (F.unfold(x, 3), F.unfold(x[0], (2, 3), (1, 2), (1, 0), (2, 1))), f(2, 3, 9, 8))
 
 

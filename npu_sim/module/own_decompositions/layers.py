@@ -40,3 +40,9 @@ def rrelu(
     if training:
         raise NotImplementedError("its slopes are random numbers")
     return F.leaky_relu(x, (lower + upper) / 2)
+
+
+@decomposes("aten._softmax_backward_data.default")
+def softmax_backward_data(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The sum is taken off before the product, as PyTorch does: infinities then stay what they are."""
+    return ((grad - (grad * output).sum(dim, keepdim=True)) * output).to(dtype)

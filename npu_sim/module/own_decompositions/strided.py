@@ -35,6 +35,11 @@ def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int |
     return place
 
 
+@decomposes("aten.empty_strided.default")
+def empty_strided(size: Sequence[int], stride: Sequence[int], **options: Any) -> Tensor:
+    return torch.empty(size, **options)
+
+
 @decomposes("aten.new_empty_strided.default")
 def new_empty_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], **options: Any) -> Tensor:
     """Memory whose elements nobody has set has no order to keep."""
