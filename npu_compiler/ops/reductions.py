@@ -157,7 +157,14 @@ def lower_var_mean(ctx: Lowering, node: OpNode) -> None:
     correction = node.attrs.get("correction")
     value = float(correction) if correction is not None else float(bool(node.attrs.get("unbiased", True)))
     reduce(ctx, "var", view, dims, ctx.output(0), correction=value)
-    reduce(ctx, "mean", view, dims, ctx.output(1))
+    out = ctx.output(1)
+    if view.numel == out.numel:
+        reduce(ctx, "mean", view, dims, out)
+        return
+    mean = ctx.temp(out.shape, "float32")
+    reduce(ctx, "mean", view, dims, mean)
+    # PyTorch's running mean is no number once it is infinite: it goes on by the distance of the next element from it.
+    ctx.elementwise("add", [mean, mean], out, {"alpha": 0})
 
 
 @register_op("aten.max.dim aten.min.dim", unsupported=_extreme_unsupported, integer_range=_value_and_index_range)
