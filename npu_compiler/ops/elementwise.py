@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from npu_compiler.graph.dtypes import FLOAT_MAX, is_float, is_int
+import numpy as np
+
+from npu_compiler.graph.dtypes import FLOAT_MAX, is_float, is_int, numpy_dtype
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.ops import ranges
 from npu_compiler.ops.aliases import write_whole
@@ -622,12 +624,27 @@ _CAST: dict[str, Any] = {
     "tensors": ("self", "other"),
     "moves": True,
     "identity": always,
+    "saturates": True,
     "shard": shard_elementwise,
 }
 
 
 def lower_cast(ctx: Lowering, node: OpNode) -> None:
-    ctx.finish(ctx.view(node.inputs[0]))
+    """Numbers that a narrow integer dtype does not hold lose their upper bits."""
+    view, (source, result) = ctx.view(node.inputs[0]), (ctx.spec(x).dtype for x in (node.inputs[0], node.outputs[0]))
+    if result not in NARROW_INTS or source == "bool" or (is_int(source) and holds(result, source)):
+        ctx.finish(view)
+        return
+    info = np.iinfo(numpy_dtype(result))
+    low, high = int(info.min), int(info.max)
+    bits = ctx.temp(view.shape, "int32")
+    ctx.elementwise("bitwise_and", [ctx.cast(view, "int32"), high - low], bits)
+    if low < 0:  # the uppermost bit is the sign
+        flipped = ctx.temp(view.shape, "int32")
+        ctx.elementwise("bitwise_xor", [bits, -low], flipped)
+        bits = ctx.temp(view.shape, "int32")
+        ctx.elementwise("add", [flipped, low], bits)
+    ctx.finish(bits)
 
 
 register_op(

@@ -69,12 +69,12 @@ def _picked(x: Tensor, places: Sequence[Tensor]) -> Tensor:
     index = None
     for place, size in zip(places, x.shape[2:], strict=True):
         within = torch.logical_and(place >= 0, place <= size - 1)
-        whole = torch.clamp(torch.where(within, place, torch.zeros_like(place)).to(torch.int64), 0, size - 1)
+        whole = torch.where(within, place, torch.zeros_like(place)).to(torch.int32)
         inside = within if inside is None else torch.logical_and(inside, within)
         index = whole if index is None else index * size + whole
     assert index is not None and inside is not None
     batch, channels, shape = x.shape[0], x.shape[1], index.shape[1:]
-    flat = index.reshape(batch, 1, -1).expand(batch, channels, -1)
+    flat = index.to(torch.int64).reshape(batch, 1, -1).expand(batch, channels, -1)
     picked = torch.gather(x.flatten(2), 2, flat).reshape(batch, channels, *shape)
     return torch.where(inside.unsqueeze(1), picked, torch.zeros_like(picked))
 
@@ -195,7 +195,7 @@ def _antialiased(
         weight = shape((first - center + (tap + 0.5)) * narrowing)
         weight = torch.where(count > tap, weight, torch.zeros_like(weight))
         sum_of_weights = weight if sum_of_weights is None else sum_of_weights + weight
-        place = torch.clamp_max(first + tap, source - 1).to(torch.int64)
+        place = torch.clamp(first + tap, 0, source - 1).to(torch.int32)
         aligned = [-1 if d == dim else 1 for d in range(x.dim())]
         term = torch.index_select(x, dim, place) * weight.reshape(aligned)
         term = torch.where((weight != 0).reshape(aligned), term, torch.zeros_like(term))
