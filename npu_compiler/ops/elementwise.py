@@ -421,12 +421,6 @@ elementwise(
     one_dtype=True,
     integer_range=lambda a, b: ranges.hull((0, 1), b),
 )
-elementwise(
-    "hypot",
-    "self other",
-    "isinf(a) || isinf(b) ? (isinf(a) ? fabs(a) : fabs(b)) : fabs(a) < fabs(b) ? fabs(b) * sqrt(1 + a / b * (a / b))"
-    " : a == 0 ? fabs(b) : fabs(a) * sqrt(1 + b / a * (b / a))",
-)
 elementwise("xlogy", "self other", "b != b ? b : a == 0 ? 0 : a * log(b)", aten="xlogy special_xlogy")
 elementwise(
     "xlog1py", "self other", "b != b ? b : a == 0 ? 0 : a * log1p(b)", "torch.special.xlog1py", "special_xlog1py"

@@ -165,7 +165,13 @@ def _index_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-@register_op("aten.index", tensors=("self", "*indices"), unsupported=_index_unsupported, moves=True, selects=True)
+@register_op(
+    "aten.index aten._unsafe_index",
+    tensors=("self", "*indices"),
+    unsupported=_index_unsupported,
+    moves=True,
+    selects=True,
+)
 def lower_index(ctx: Lowering, node: OpNode) -> None:
     source, *indices = (ctx.view(name) for name in node.inputs)
     used = [dim for dim, indexed in enumerate(_index_mask(node, ctx.graph)) if indexed]

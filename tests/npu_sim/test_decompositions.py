@@ -208,3 +208,70 @@ def test_torch_compile_decomposes_too() -> None:
 def test_an_op_has_one_decomposition_of_our_own() -> None:
     with pytest.raises(ValueError, match="has two decompositions"):
         decomposes("aten.hypot.default")(torch.hypot)
+
+
+ROWS, IDS = torch.randn(5, 4), torch.tensor([3, 0, 3, 1, 2, 3])
+NAN = torch.tensor([[1.0, float("nan"), 3.0, 3.0, 2.0], [2.0, 5.0, 5.0, 5.0, float("nan")], [4.0, 1.0, 4.0, 1.0, 2.0]])
+HALVES = torch.tensor([[0.5, 1.5, 1.5, 3.0]])
+OWN_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]] = {
+    "median": (lambda x: (torch.median(x, 0), torch.median(x, -1, keepdim=True), torch.median(x)), NAN),
+    "nanmedian": (
+        lambda x: (torch.nanmedian(x, 0), torch.nanmedian(x), torch.nanmedian(x * float("nan"), 1).values),
+        NAN,
+    ),
+    "median of a scalar": (lambda x: (torch.median(x, 0), torch.nanmedian(x)), torch.tensor(2.0)),
+    "median of integers": (lambda x: (torch.median(x), torch.nanmedian(x, 0).values), IDS),
+    "kthvalue": (lambda x, y: (torch.kthvalue(x, 2), torch.kthvalue(y, 3, 0, keepdim=True).values), ROWS, NAN),
+    "mode": (lambda x: (torch.mode(x), torch.mode(x.t(), 0, keepdim=True)), NAN),
+    "searchsorted": (
+        lambda b, x: (torch.searchsorted(b, x), torch.searchsorted(b, x, side="right", out_int32=True)),
+        HALVES.expand(3, 4).contiguous(),
+        NAN,
+    ),
+    "searchsorted, sorter": (
+        lambda b, x: torch.searchsorted(b.flip(0), x, sorter=torch.tensor([3, 2, 1, 0])),
+        HALVES[0],
+        NAN,
+    ),
+    "searchsorted, numbers": (lambda b: (torch.searchsorted(b, 1.5), torch.bucketize(1.5, b, right=True)), HALVES[0]),
+    "cummax": (lambda x: (torch.cummax(x, 1), torch.cummax(x, 0), torch.cummin(x, -1)), NAN),
+    "cummax of integers": (lambda x: (torch.cummax(x, 0), torch.cummin(x, 0)), IDS),
+    "cumprod": (lambda x: (x.cumprod(0), x.cumprod(-1), x.sum().cumprod(0)), ROWS),
+    "logcumsumexp": (lambda x: (x.logcumsumexp(0), (x * float("-inf")).logcumsumexp(1), x[0, 0].logcumsumexp(0)), ROWS),
+    "put": (lambda x, n: (x.put(n, x[0, :2]), x.put(n, x[0, :2], accumulate=True)), ROWS, torch.tensor([2, -1])),
+    "take": (lambda x, n: (x.take(n - 4), x.take(n[0])), ROWS, IDS),
+    "index_copy on a scalar": (lambda x, n: x.sum().index_copy(0, n, x[0, 0]), ROWS, torch.tensor(0)),
+    "masked_scatter": (lambda x, y: (x.masked_scatter(x > 0, y), x.masked_scatter(x[:, :1] > 0, y)), ROWS, ROWS + 7),
+    "nonzero_static": (
+        lambda x: (torch.nonzero_static(x > 0, size=5), torch.nonzero_static(x, size=30, fill_value=-7)),
+        ROWS,
+    ),
+    "embedding, max_norm": (lambda n, w: F.embedding(n, w, max_norm=0.5) * 2, IDS, ROWS),
+    "embedding_bag": (
+        lambda n, w, o: [F.embedding_bag(n, w, o, mode=mode) for mode in ("sum", "mean", "max")],
+        IDS,
+        ROWS,
+        torch.tensor([0, 2, 2, 5]),
+    ),
+    "embedding_bag, padding": (
+        lambda n, w, o: [F.embedding_bag(n, w, o, mode=mode, padding_idx=3) for mode in ("sum", "mean", "max")],
+        IDS,
+        ROWS,
+        torch.tensor([0, 1, 4]),
+    ),
+    "embedding_bag, weights": (
+        lambda n, w, s: F.embedding_bag(n.view(2, 3), w, mode="sum", per_sample_weights=s),
+        IDS,
+        ROWS,
+        torch.randn(2, 3),
+    ),
+    "cdist": (lambda x: [torch.cdist(x, x[:3] + 1, p) for p in (0.0, 1.0, 2.0, 3.0, float("inf"))], ROWS),
+    "cdist of many": (lambda x: torch.cdist(x, x[:, :3] - 1), torch.randn(2, 30, 4)),
+    "cdist of none": (lambda x: (torch.cdist(x[:, :0], x[:, :0]), torch.cdist(x[:0], x)), ROWS),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CASES)
+def test_our_own_decompositions_do_what_pytorch_does(name: str) -> None:
+    function, *args = OWN_CASES[name]
+    runs_on_device(Net(function), *args)

@@ -1,8 +1,6 @@
 // Elements put to, or joined with, the places of a row that indices name. A thread per place looks through the row's
 // indices, so that no two write one place and a sum has one order. An index out of range names none.
 
-#include "common/common.cuh"
-
 constexpr int last = Out::rank - 1;
 
 // Integers wrap around, as PyTorch's do when they are stored in 32 bits.

@@ -1,0 +1,134 @@
+"""Decompositions of ops that pick or write elements by index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._decomp import decomposition_table
+
+from npu_sim.module.own_decompositions.table import decomposes
+
+
+@decomposes("aten.take.default")
+def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.index.Tensor(x.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
+
+
+@decomposes("aten._unsafe_masked_index.default")
+def masked_index(
+    x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], fill: float
+) -> torch.Tensor:
+    """PyTorch's own decomposition, which changes the list that it is given."""
+    return decomposition_table[torch.ops.aten._unsafe_masked_index.default](x, mask, list(indices), fill)  # type: ignore[no-any-return]
+
+
+@decomposes("aten._unsafe_masked_index_put_accumulate.default")
+def masked_index_put(
+    x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
+) -> torch.Tensor:
+    """PyTorch's own decomposition, which changes the list that it is given."""
+    function = decomposition_table[torch.ops.aten._unsafe_masked_index_put_accumulate.default]
+    return function(x, mask, list(indices), values)  # type: ignore[no-any-return]
+
+
+@decomposes("aten.put.default")
+def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    flat = x.reshape(-1).index_put([index.reshape(-1)], source.reshape(-1), accumulate)
+    return flat.reshape(x.shape)
+
+
+@decomposes("aten.index_copy.default")
+def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Of a scalar, which a vector of one element stands for."""
+    if x.dim():
+        raise NotImplementedError("index_copy on more than a scalar")
+    return x.reshape(1).index_copy(0, index.reshape(-1), source.reshape(-1)).reshape(())
+
+
+@decomposes("aten.masked_scatter.default")
+def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The source's elements in turn where the mask is true."""
+    whole, flags = torch.broadcast_tensors(x, mask)
+    if whole.numel() == 0:
+        return whole.clone()
+    if source.numel() == 0:
+        raise NotImplementedError("a source without elements")
+    turn = flags.reshape(-1).to(torch.int64).cumsum(0) - 1
+    picked = source.reshape(-1).index_select(0, turn.clamp(min=0)).reshape(whole.shape)
+    return torch.where(flags, picked, whole)
+
+
+@decomposes("aten.nonzero_static.default")
+def nonzero_static(x: torch.Tensor, *, size: int, fill_value: int = -1) -> torch.Tensor:
+    """The places of the first `size` elements that are not 0; rows of `fill_value` for those that are missing."""
+    if x.dim() == 0 or x.numel() == 0:
+        return torch.full((size, x.dim()), fill_value, dtype=torch.int64, device=x.device)
+    flags = x.reshape(-1) != 0
+    turn = flags.to(torch.int64).cumsum(0) - 1
+    target = torch.where(flags & (turn < size), turn, size)
+    numbers = torch.arange(x.numel(), device=x.device)
+    places = (
+        torch.full((size + 1,), -1, dtype=torch.int64, device=x.device).scatter(0, target, numbers).narrow(0, 0, size)
+    )
+    inner, columns = x.numel(), []
+    for extent in x.shape:
+        inner //= extent
+        columns.append(torch.div(places.clamp(min=0), inner, rounding_mode="floor") % extent)
+    return torch.where(places.unsqueeze(1) < 0, fill_value, torch.stack(columns, 1))
+
+
+@decomposes("aten.embedding_renorm.default")
+def embedding_renorm(weight: torch.Tensor, ids: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Rows that are named and whose norm is above a limit are scaled down to it."""
+    is_named = torch.zeros(weight.size(0), dtype=torch.bool, device=weight.device).scatter(0, ids.reshape(-1), True)
+    norms = torch.linalg.vector_norm(weight, norm_type, dim=1)
+    scale = torch.where(is_named & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)
+    return weight * scale.unsqueeze(1)
+
+
+@decomposes("aten._embedding_bag.default aten._embedding_bag_forward_only.default")
+def embedding_bag(
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums (mode 0), means (1) or maxima (2) of the rows of each bag, which begins at its offset.
+
+    What PyTorch returns beside them for gradients it fills as it likes; here it is each element's bag, the bags'
+    sizes, and for maxima the ids of their rows.
+    """
+    count, bags = ids.numel(), offsets.numel() - int(include_last_offset)
+    if count == 0 or bags == 0:
+        raise NotImplementedError("no bags, or nothing in them")
+    places = torch.arange(count, device=ids.device, dtype=offsets.dtype)
+    bag = torch.searchsorted(offsets.narrow(0, 0, bags), places, right=True) - 1
+    rows, is_kept = torch.nn.functional.embedding(ids, weight), ids != padding_idx
+    sizes = torch.zeros(bags, dtype=torch.int64, device=ids.device).index_add(0, bag, is_kept.to(torch.int64))
+    width = weight.size(1)
+    empty = weight.new_zeros(bags, width)
+    if mode == 2:
+        target = torch.where(is_kept, bag, bags).unsqueeze(1).expand(count, width)
+        slots = weight.new_zeros(bags + 1, width)
+        result = slots.scatter_reduce(0, target, rows, "amax", include_self=False)
+        is_largest = rows == result.index_select(0, target[:, 0])
+        first = torch.where(is_largest, places.to(torch.int64).unsqueeze(1), count - 1)
+        found = torch.zeros(bags + 1, width, dtype=torch.int64, device=ids.device)
+        found = found.scatter_reduce(0, target, first, "amin", include_self=False)
+        largest = ids.to(torch.int64).index_select(0, found.reshape(-1)).reshape(found.shape)
+        is_filled = (sizes > 0).unsqueeze(1)
+        result, largest = result.narrow(0, 0, bags), largest.narrow(0, 0, bags)
+        return result, bag.to(ids.dtype), sizes.to(ids.dtype), torch.where(is_filled, largest, 0).to(ids.dtype)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    rows = torch.where(is_kept.unsqueeze(1), rows, 0.0)
+    total = empty.index_add(0, bag, rows)
+    if mode == 1:
+        total = total / sizes.clamp(min=1).unsqueeze(1).to(total.dtype)
+    return total, bag.to(ids.dtype), sizes.to(ids.dtype), sizes.to(ids.dtype)
