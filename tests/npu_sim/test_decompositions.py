@@ -213,7 +213,7 @@ def test_an_op_has_one_decomposition_of_our_own() -> None:
 ROWS, IDS = torch.randn(5, 4), torch.tensor([3, 0, 3, 1, 2, 3])
 NAN = torch.tensor([[1.0, float("nan"), 3.0, 3.0, 2.0], [2.0, 5.0, 5.0, 5.0, float("nan")], [4.0, 1.0, 4.0, 1.0, 2.0]])
 HALVES = torch.tensor([[0.5, 1.5, 1.5, 3.0]])
-OWN_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]] = {
+PICKING_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]] = {
     "median": (lambda x: (torch.median(x, 0), torch.median(x, -1, keepdim=True), torch.median(x)), NAN),
     "nanmedian": (
         lambda x: (torch.nanmedian(x, 0), torch.nanmedian(x), torch.nanmedian(x * float("nan"), 1).values),
@@ -240,6 +240,12 @@ OWN_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]] = 
     "logcumsumexp": (lambda x: (x.logcumsumexp(0), (x * float("-inf")).logcumsumexp(1), x[0, 0].logcumsumexp(0)), ROWS),
     "put": (lambda x, n: (x.put(n, x[0, :2]), x.put(n, x[0, :2], accumulate=True)), ROWS, torch.tensor([2, -1])),
     "take": (lambda x, n: (x.take(n - 4), x.take(n[0])), ROWS, IDS),
+    "masked index_put": (
+        lambda x, n, y: torch.ops.aten._unsafe_masked_index_put_accumulate(x, n > 1, [n, n], y),
+        ROWS,
+        IDS,
+        torch.randn(6),
+    ),
     "index_copy on a scalar": (lambda x, n: x.sum().index_copy(0, n, x[0, 0]), ROWS, torch.tensor(0)),
     "masked_scatter": (lambda x, y: (x.masked_scatter(x > 0, y), x.masked_scatter(x[:, :1] > 0, y)), ROWS, ROWS + 7),
     "nonzero_static": (
@@ -271,7 +277,7 @@ OWN_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]] = 
 }
 
 
-@pytest.mark.parametrize("name", OWN_CASES)
+@pytest.mark.parametrize("name", PICKING_CASES)
 def test_our_own_decompositions_do_what_pytorch_does(name: str) -> None:
-    function, *args = OWN_CASES[name]
+    function, *args = PICKING_CASES[name]
     runs_on_device(Net(function), *args)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch._decomp import decomposition_table
 
 from npu_sim.module.own_decompositions.table import decomposes
 
@@ -10,6 +13,15 @@ from npu_sim.module.own_decompositions.table import decomposes
 @decomposes("aten.take.default")
 def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.index.Tensor(x.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
+
+
+@decomposes("aten._unsafe_masked_index_put_accumulate.default")
+def masked_index_put(
+    x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
+) -> torch.Tensor:
+    """PyTorch's own decomposition, which changes the list that it is given."""
+    function = decomposition_table[torch.ops.aten._unsafe_masked_index_put_accumulate.default]
+    return function(x, mask, list(indices), values)  # type: ignore[no-any-return]
 
 
 @decomposes("aten.put.default")
