@@ -1,7 +1,7 @@
 """Which integers an op may return, given which its operands may hold: the rules that rows of the op table name.
 
 A range is (lowest, highest), both included, in Python's unbounded integers: what the op would return in exact
-arithmetic. Booleans are 0 and 1; a float is taken to hold no integer beyond 2^24, where float32 stops holding each.
+arithmetic. Booleans are 0 and 1; `float_ranges.py` says which integers a float may become.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from npu_compiler.ops.registry import Args, Range, RangeFn, find_op
 
 Ranges: TypeAlias = Mapping[str, Range]
 
-FLOAT_RANGE = (-(2**24), 2**24)
 _MOST_FACTORS = 64  # two to this power is beyond int64, and so is every higher power
 
 

@@ -9,7 +9,8 @@ result passes 32 bits, and are checked against them when they are written:
 
 Where even small inputs would not do, nodes are refused: they run on the CPU, in 64 bits.
 
-The integer that a float becomes is taken to be at most 2^24; one beyond int32 becomes the nearest limit of int32.
+A float may become an int64 on the device where ops tell that it is small enough (see `ops/float_ranges.py`): else the
+node that makes it one runs on the CPU. Infinities and NaN do not count: PyTorch does not say what they become.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from functools import cached_property
 
 import numpy as np
 
-from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, is_int
+from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, is_float, is_int
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
-from npu_compiler.ops.ranges import FLOAT_RANGE, moved
+from npu_compiler.ops.float_ranges import Interval, as_integers, interval_of, of_dtype
+from npu_compiler.ops.ranges import moved
 from npu_compiler.ops.registry import Range, find_op, well_formed
 
 INT32_RANGE = (INT32_MIN, INT32_MAX)
@@ -122,19 +124,34 @@ class _Walk:
         self.known = {name: spec.bounds or _range_of_dtype(spec) for name, spec in graph.tensors.items()}
         constants = ((name, value) for name, value in graph.constants.items() if is_int(graph.tensors[name].dtype))
         self.known |= {name: _extremes(value) for name, value in constants if value.size}
+        self.intervals: dict[str, Interval] = {
+            name: _finite_extremes(value)
+            for name, value in graph.constants.items()
+            if is_float(graph.tensors[name].dtype)
+        }
         made = [out for node in graph.nodes if node.name in on_cpu for out in node.outputs]
         checked = (*graph.inputs, *made)
         self.known |= {name: found for name, found in index_bounds(graph, on_cpu).items() if name in checked}
         self.sources = {name for name in (*checked, *graph.weights) if self.known[name] == INT32_RANGE}
-        self.nodes = [
-            node
-            for node in graph.nodes
-            if node.name not in on_cpu and any(is_int(graph.tensors[out].dtype) for out in node.outputs)
-        ]
+        self.known |= {name: as_integers(found) for name, found in self.intervals.items()}
+        device = [node for node in graph.nodes if node.name not in on_cpu]
+        self.nodes = [node for node in device if any(is_int(graph.tensors[out].dtype) for out in node.outputs)]
+        made_of_floats = [node for node in self({})[1] if any(is_float(graph.tensors[x].dtype) for x in node.inputs)]
+        if made_of_floats:
+            wanted = _ancestors(made_of_floats, device)
+            names = {node.name for node in self.nodes} | wanted
+            self.nodes = [node for node in device if node.name in names]
 
     def __call__(self, bounds: Mapping[str, Range]) -> tuple[dict[str, Range], list[OpNode]]:
-        ranges, overflowing = {**self.known, **bounds}, []
+        ranges, intervals, overflowing = {**self.known, **bounds}, {**self.intervals}, []
         for node in self.nodes:
+            if is_float(self.graph.tensors[node.outputs[0]].dtype):
+                known = {name: intervals.get(name, ranges[name]) for name in node.inputs}
+                with well_formed(node):
+                    intervals[node.outputs[0]] = interval_of(node, self.graph, known)
+                ranges[node.outputs[0]] = as_integers(intervals[node.outputs[0]])
+            if not any(is_int(self.graph.tensors[out].dtype) for out in node.outputs):
+                continue
             for out, found in zip(node.outputs, _results(node, self.graph, ranges), strict=False):
                 spec = self.graph.tensors[out]
                 if not is_int(spec.dtype):
@@ -177,13 +194,30 @@ def _range_of_dtype(spec: TensorSpec) -> Range:
     if spec.dtype == "bool":
         return 0, 1
     if not is_int(spec.dtype):
-        return FLOAT_RANGE
+        return of_dtype(spec.dtype)
     info = np.iinfo(spec.dtype if spec.dtype != "int64" else "int32")
     return int(info.min), int(info.max)
 
 
 def _extremes(value: np.ndarray) -> Range:
     return int(value.min()), int(value.max())
+
+
+def _finite_extremes(value: np.ndarray) -> Interval:
+    finite = value[np.isfinite(value.astype(np.float64))].astype(np.float64)
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def _ancestors(nodes: Collection[OpNode], among: Collection[OpNode]) -> set[str]:
+    """The names of the nodes of which these are made."""
+    producers = {out: node for node in among for out in node.outputs}
+    pending, seen = [name for node in nodes for name in node.inputs], set()
+    while pending:
+        node = producers.get(pending.pop())
+        if node is not None and node.name not in seen:
+            seen.add(node.name)
+            pending += node.inputs
+    return seen
 
 
 def _fits(found: Range) -> bool:

@@ -197,6 +197,84 @@ def test_partitions_know_the_ranges_of_what_crosses_to_them() -> None:
     assert isinstance(compile(last.ir_dict), CompiledProgram)
 
 
+def whole(g: IRBuilder, x: Tensor) -> Tensor:
+    return g("aten.to.dtype", x, dtype="torch.int64")
+
+
+def t5_bucket(g: IRBuilder) -> Tensor:
+    """The bucket of a distance, as T5 computes it: of 0, the logarithm is minus infinity, which is not taken."""
+    distance = g("aten.abs.default", ints(g, "x"))
+    scaled = g("aten.div.Tensor", g("aten.to.dtype", distance, dtype="torch.float32"), 8)
+    scaled = g("aten.mul.Tensor", g("aten.div.Tensor", g("aten.log.default", scaled), 2.77), 8)
+    bucket = g("aten.add.Tensor", whole(g, scaled), 8)
+    return g("aten.where.self", g("aten.lt.Scalar", distance, 8), distance, g("aten.clamp.default", bucket, max=15))
+
+
+FROM_FLOATS: dict[str, tuple[Callable[[IRBuilder], Tensor], bool]] = {
+    "any float": (lambda g: whole(g, g.input("x", 3)), False),
+    "sum of two": (lambda g: g("aten.add.Tensor", whole(g, g.input("x", 3)), whole(g, g.input("y", 3))), False),
+    "sum of floats as integers": (lambda g: g("aten.sum.default", g.input("x", 3), dtype="torch.int64"), False),
+    "copied into integers": (lambda g: g("aten.copy.default", ints(g, "y"), g.input("x", 3)), False),
+    "clamped": (lambda g: whole(g, g("aten.clamp.default", g.input("x", 3), -1e9, 1e9)), True),
+    "clamped too widely": (lambda g: whole(g, g("aten.clamp.default", g.input("x", 3), -3e9, 3e9)), False),
+    "16 bits": (lambda g: whole(g, g.input("x", 3, dtype="float16")), True),
+    "share": (lambda g: whole(g, g("aten.mul.Tensor", g("aten.sigmoid.default", g.input("x", 3)), 1000)), True),
+    "too large a share": (
+        lambda g: whole(g, g("aten.mul.Tensor", g("aten.tanh.default", g.input("x", 3)), 3e9)),
+        False,
+    ),
+    "bucket": (t5_bucket, True),
+    "int32, which is as in C": (lambda g: g("aten.to.dtype", g.input("x", 3), dtype="torch.int32"), True),
+    "argmax": (lambda g: g("aten.argmax.default", g.input("x", 3)), True),
+}
+
+
+@pytest.mark.parametrize("name", FROM_FLOATS)
+def test_a_float_becomes_an_int64_on_the_device_where_it_is_known_to_be_small(name: str) -> None:
+    make, is_on_device = FROM_FLOATS[name]
+    plan = partition(build(make).ir())
+    assert (not plan.reasons) == is_on_device
+    assert set(plan.reasons.values()) <= {"its int64 result may not fit in 32 bits"}
+
+
+def test_a_float_beyond_32_bits_is_the_same_integer_as_in_pytorch() -> None:
+    g = build(lambda g: whole(g, g.input("x", 3)))
+    assert run_partitioned(g, x=np.array([2.0**40, -(2.0**33), 7], np.float32)).tolist() == [2**40, -(2**33), 7]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_floats_that_are_known_to_be_small_are(data: st.DataObject) -> None:
+    """Random chains of ops from integers through floats to integers: within their ranges, or refused."""
+    g = IRBuilder()
+    x = g(
+        "aten.to.dtype",
+        g("aten.clamp.default", ints(g, "x"), -50, data.draw(st.integers(0, 300))),
+        dtype="torch.float32",
+    )
+    values = [x]
+    for _ in range(data.draw(st.integers(1, 6))):
+        op = data.draw(
+            st.sampled_from("log log1p abs sqrt exp tanh neg floor ceil round square add mul sub div sum amax".split())
+        )
+        a = data.draw(st.sampled_from(values))
+        if op in ("add", "mul", "sub", "div"):
+            scalar = data.draw(st.sampled_from([0.3, -2.5, 7, 1e5]))
+            other = scalar if op == "div" or data.draw(st.booleans()) else data.draw(st.sampled_from(values))
+            values.append(g(f"aten.{op}.Tensor", a, other))
+        else:
+            values.append(g(f"aten.{op}.default", a))
+    g.output(whole(g, g("aten.add.Tensor", values[-1], x)), values[-1])
+    graph = read_ir(g.ir())
+    found = find_integer_ranges(graph)
+    assume(not found.overflows)
+    inputs = {"x": np.random.default_rng(data.draw(st.integers(0, 2**31))).integers(-400, 400, 3)}
+    integers, floats = execute_cpu_partition(graph, inputs).values()
+    low, high = found.ranges[graph.outputs[0]]
+    finite = integers[np.broadcast_to(np.isfinite(floats), integers.shape)]
+    assert not finite.size or (low <= finite.min() and finite.max() <= high)
+
+
 BINARY = "add.Tensor sub.Tensor mul.Tensor maximum.default minimum.default bitwise_and.Tensor bitwise_or.Tensor"
 BINARY += " bitwise_xor.Tensor rsub.Tensor floor_divide.default remainder.Tensor fmod.Tensor div.trunc div.floor"
 UNARY = "neg abs square sign relu bitwise_not cumsum sum amax prod argmax sort tril pow clamp roll pad flip diff full"

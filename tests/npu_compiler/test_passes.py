@@ -69,7 +69,7 @@ def test_noops_and_assertions_disappear() -> None:
     y = g("aten.view.default", y, [2, 8])
     y = g("aten.slice.Tensor", y, 0, 0, 2)
     y = g("aten.relu.default", g("aten.mul.Tensor", y, 1))
-    g.output(g("aten.add.Scalar", y, 0), x)
+    g.output(g("aten.sub.Scalar", g("aten.add.Scalar", y, -0.0), 0.0), x)
     check(
         eliminate_noops,
         g,
@@ -80,9 +80,19 @@ def test_noops_and_assertions_disappear() -> None:
     )
 
 
+def test_adding_zero_to_integers_disappears() -> None:
+    g = IRBuilder()
+    x = g.input("x", 3, dtype="int64")
+    g.output(g("aten.relu.default", g("aten.sub.Scalar", g("aten.add.Scalar", x, 0), 0)))
+    check(eliminate_noops, g, "%relu = aten.relu(%x)\nreturn %relu")
+
+
 @pytest.mark.parametrize(
     ("op_type", "args"),
     [
+        ("aten.add.Scalar", (0.0,)),
+        ("aten.add.Scalar", (0,)),
+        ("aten.sub.Scalar", (-0.0,)),
         ("aten.dropout.default", (0.5, True)),
         ("aten.to.dtype", ("float16",)),
         ("aten.view.default", ([8, 2],)),
