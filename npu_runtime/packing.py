@@ -102,12 +102,12 @@ def beyond_range(value: float, dtype: str) -> str:
 
 
 def out_of_bounds(data: np.ndarray, low: int, high: int) -> str | None:
-    """What is wrong with an array of integers, if it holds one beyond its bounds. Those of an index begin at 0."""
+    """What is wrong with an array of integers, if it holds one beyond its bounds; an index's are 0..n-1 or -n..n-1."""
     smallest, largest = int(data.min()), int(data.max())
     if low <= smallest and largest <= high:
         return None
     problem = f"holds {smallest if smallest < low else largest}, which is outside {low}..{high}"
-    if low == 0 or (low, high) == (INT32_MIN, INT32_MAX):
+    if low in (0, -high - 1):
         return problem
     return (
         f"{problem}: integer arithmetic in 32 bits could overflow; partition() with that op on the CPU computes in 64"

@@ -29,7 +29,8 @@ class TensorSpec:
         storage: The dtype it has in device memory; empty until the precision stage has run.
         alloc_shape: Its shape in device memory when channels are padded, else None (dense).
         bounds: Smallest and largest value that an integer input or weight may hold, where the graph tells: an index
-            counts rows, from 0; other bounds keep int64 results that are made of it within 32 bits.
+            counts rows, from 0 or, below 0, from the end; other bounds keep int64 results that are made of it within
+            32 bits.
         quantized: How a weight is stored in few bits, until `split_quantized_weights` makes a tensor of each part.
     """
 
@@ -51,7 +52,7 @@ class TensorSpec:
     @property
     def is_index(self) -> bool:
         """Whether its bounds are those of an index."""
-        return self.bounds is not None and self.bounds[0] == 0
+        return self.bounds is not None and self.bounds[0] in (0, -self.bounds[1] - 1)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import QuantizedRule, register_op
+from npu_compiler.ops.registry import QuantizedRule, Range, register_op
 from npu_compiler.ops.sharding import shard_embedding, shard_rows_update
 from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
 from npu_compiler.program.views import MAX_RANK, Shape, View, broadcast_shapes, numel
@@ -98,10 +98,27 @@ def is_checked_index(ctx: Lowering, name: str) -> int:
     return int(name in ctx.graph.inputs and ctx.spec(name).bounds is not None)
 
 
-def rows_along_dim(node: OpNode, graph: IRGraph) -> int | None:
-    """How many rows the dimension has that the op indexes."""
+def rows_along_dim(node: OpNode, graph: IRGraph) -> dict[str, Range]:
+    """For `Op.index_bound`: the second input counts the rows along a dimension of the first; a scalar is one row."""
     shape = graph.tensors[node.inputs[0]].shape
-    return shape[node.attrs["dim"]] if shape else None
+    return {node.inputs[1]: (0, shape[node.attrs["dim"]] - 1 if shape else 0)}
+
+
+def indexed_dims(node: OpNode, indices: int) -> list[int]:
+    """The dimensions that have one of so many index tensors; others are taken whole."""
+    masks = node.attrs.get("_tensor_list_none_masks")
+    given = [not is_none for is_none in masks[0]] if masks else [True] * indices
+    return [dim for dim, is_given in enumerate(given) if is_given]
+
+
+def counted_from_both_ends(node: OpNode, graph: IRGraph, indices: Sequence[str]) -> dict[str, Range]:
+    """For `Op.index_bound`: each index tensor counts along its dimension of the first input, below 0 from the end."""
+    shape, bounds = graph.tensors[node.inputs[0]].shape, {}
+    for dim, name in zip(indexed_dims(node, len(indices)), indices, strict=True):
+        if graph.tensors[name].dtype not in ("bool", "uint8"):
+            low, high = bounds.get(name, (-shape[dim], shape[dim] - 1))
+            bounds[name] = (max(low, -shape[dim]), min(high, shape[dim] - 1))
+    return bounds
 
 
 @register_op(
@@ -109,7 +126,7 @@ def rows_along_dim(node: OpNode, graph: IRGraph) -> int | None:
     tensors=("weight", "indices"),
     moves=True,
     selects=True,
-    index_bound=lambda node, graph: graph.tensors[node.inputs[0]].shape[0],
+    index_bound=lambda node, graph: {node.inputs[1]: (0, graph.tensors[node.inputs[0]].shape[0] - 1)},
     quantized=QuantizedRule(0, "npu.quantized_embedding", is_table=True),
     shard_table=shard_embedding,
 )
@@ -148,18 +165,10 @@ def lower_gather(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("gather_kernel", [source, index], [ctx.output()], {"dim": source.dim(node.attrs["dim"])})
 
 
-def _index_mask(node: OpNode, graph: IRGraph) -> list[bool]:
-    """Which leading dimensions of the source are indexed (True) and which are taken whole."""
-    masks = node.attrs.get("_tensor_list_none_masks")
-    if masks:
-        return [not is_none for is_none in masks[0]]
-    return [True] * (len(node.inputs) - 1)
-
-
 def _index_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     if any(graph.tensors[name].dtype in ("bool", "uint8") for name in node.inputs[1:]):
         return "indexing with a boolean mask: the result's shape depends on the data"
-    used = [dim for dim, indexed in enumerate(_index_mask(node, graph)) if indexed]
+    used = indexed_dims(node, len(node.inputs) - 1)
     if used and used != list(range(used[0], used[-1] + 1)):
         return "indexed dimensions that are not adjacent"
     return None
@@ -171,10 +180,11 @@ def _index_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     unsupported=_index_unsupported,
     moves=True,
     selects=True,
+    index_bound=lambda node, graph: counted_from_both_ends(node, graph, node.inputs[1:]),
 )
 def lower_index(ctx: Lowering, node: OpNode) -> None:
     source, *indices = (ctx.view(name) for name in node.inputs)
-    used = [dim for dim, indexed in enumerate(_index_mask(node, ctx.graph)) if indexed]
+    used = indexed_dims(node, len(indices))
     if not used:
         ctx.finish(source)
         return

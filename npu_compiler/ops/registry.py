@@ -122,7 +122,7 @@ class Op:
         layout: What it does with channel padding.
         channel_axis: For a product with a weight: the weight's axis of output channels, where a factor per channel
             can be folded into it; None for a node where it cannot.
-        index_bound: For an op that reads its second input as indices: the number of rows that they count.
+        index_bound: For an op that reads inputs as indices: their names, with the lowest and highest index allowed.
         selects: Whether its elements are some of the first input's, chosen by the other inputs.
         activation: For an op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them.
         one_dtype: Whether PyTorch wants all its float operands in one dtype, instead of promoting them.
@@ -149,7 +149,7 @@ class Op:
     is_pure: bool = True
     layout: Layout = Layout.DENSE
     channel_axis: Callable[[OpNode], int | None] | None = None
-    index_bound: Callable[[OpNode, IRGraph], int | None] | None = None
+    index_bound: Callable[[OpNode, IRGraph], Mapping[str, Range]] | None = None
     selects: bool = False
     activation: Callable[[Attrs], str | None] | None = None
     one_dtype: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from npu_compiler.graph.dtypes import is_float
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops import ranges
-from npu_compiler.ops.indexing import rows_along_dim
+from npu_compiler.ops.indexing import counted_from_both_ends, indexed_dims, rows_along_dim
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Range, register_op
 from npu_compiler.program.kernels import Family, declare_kernel
@@ -179,13 +179,6 @@ def lower_index_add(ctx: Lowering, node: OpNode) -> None:
     _scatter(ctx, base, index.expand(source.shape), source, out, dim, _reduction(node), includes_self)
 
 
-def _indexed_dims(node: OpNode) -> list[int]:
-    """The dimensions that have an index; others are taken whole."""
-    masks = node.attrs.get("_tensor_list_none_masks")
-    given = [not is_none for is_none in masks[0]] if masks else [True] * (len(node.inputs) - 2)
-    return [dim for dim, is_given in enumerate(given) if is_given]
-
-
 def _index_put_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     whole, *indices, values = (graph.tensors[name] for name in node.inputs)
     masks = [index for index in indices if index.dtype in ("bool", "uint8")]
@@ -197,7 +190,7 @@ def _index_put_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         return "index_put with a mask among several indices"
     if masks[0].dtype == "uint8":
         return "index_put with a mask of bytes"
-    first = _indexed_dims(node)[0]
+    first = indexed_dims(node, len(node.inputs) - 2)[0]
     rest = whole.shape[first + len(masks[0].shape) :]
     # The values of a mask are as many as its true elements: known only where one value, or row, stands for all.
     if len(values.shape) > len(rest) and (first or numel(values.shape[: len(values.shape) - len(rest)]) != 1):
@@ -217,13 +210,14 @@ def _index_put_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -
     "aten.index_put aten._unsafe_index_put",
     tensors=("self", "*indices_and_values"),
     unsupported=_index_put_unsupported,
+    index_bound=lambda node, graph: counted_from_both_ends(node, graph, node.inputs[1:-1]),
     one_dtype=True,
     integer_range=_index_put_range,
 )
 def lower_index_put(ctx: Lowering, node: OpNode) -> None:
     """Elements at the places of index tensors, which are broadcast together; an index below 0 counts from the end."""
     base, *indices, values = (ctx.view(name) for name in node.inputs)
-    used = _indexed_dims(node)
+    used = indexed_dims(node, len(node.inputs) - 2)
     if indices[0].dtype == "bool":
         _put_where(ctx, node, base, indices[0], values, used[0])
         return

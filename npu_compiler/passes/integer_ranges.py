@@ -105,11 +105,11 @@ def index_bounds(graph: IRGraph, on_cpu: Collection[str] = ()) -> dict[str, Rang
         if op is None or op.index_bound is None or node.name in on_cpu:
             continue
         with well_formed(node):
-            rows, name = op.index_bound(node, graph), node.inputs[1]
-        if rows is not None:
+            allowed = op.index_bound(node, graph)
+        for name, (least, most) in allowed.items():
             low, high = bounds.get(name) or graph.tensors[name].bounds or INT32_RANGE
-            high = min(high, rows - 1)
-            bounds[name] = (max(min(low, high), 0), high)
+            high = min(high, most)
+            bounds[name] = (max(min(low, high), least), high)
     return bounds
 
 

@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 from ir_builder import IRBuilder, Tensor
 from torch_ir.executor import ExecutionError
 
-from npu_compiler import CompiledProgram, IRError, compile, is_op_supported, partition, print_graph, read_ir
+from npu_compiler import (
+    CompiledProgram,
+    DeviceError,
+    InputError,
+    IRError,
+    compile,
+    is_op_supported,
+    partition,
+    print_graph,
+    read_ir,
+)
 from npu_compiler.constraint_checker import find_violations
 from npu_compiler.graph.dtypes import FLOAT_DTYPES, HALF_DTYPES, is_int, numpy_dtype, saturating_cast
 from npu_compiler.graph.model import IRGraph
@@ -743,3 +753,77 @@ def test_special_values_become_what_pytorch_makes_of_them(op: str) -> None:
 @pytest.mark.parametrize("op", special_overloads())
 def test_many_special_values_become_what_pytorch_makes_of_them(op: str, seed: int) -> None:
     check_special_draws(op, random.Random(f"special {op} {seed}"), 40)
+
+
+# Arguments named as indices that are none: numbers, which lowering checks, and a count.
+NO_INDICES = {
+    "aten.tensor_split.tensor_indices_or_sections": "a count or places, which the table refuses",
+}
+
+
+def index_arguments(op: str) -> list[str]:
+    """The tensor arguments of an overload's schema that its name calls indices."""
+    _, name, overload = op.split(".")
+    arguments = getattr(getattr(torch.ops.aten, name), overload)._schema.arguments
+    return [x.name for x in arguments if x.name.startswith("ind") and "Tensor" in str(x.type)]
+
+
+def indexing_overloads() -> list[str]:
+    return [op for op in overloads() if index_arguments(op) and op not in NO_INDICES]
+
+
+def test_every_op_that_takes_indices_bounds_them() -> None:
+    rows = {op: find_op(op) for op in indexing_overloads()}
+    assert {"aten.scatter.src", "aten.index_put.default", "aten.gather.default"} <= rows.keys()
+    assert [op for op, row in rows.items() if row is None or row.index_bound is None] == []
+
+
+def index_node(op: str, values: list[int], *, computed: bool) -> tuple[dict[str, Any], Arrays]:
+    """A node over a tensor of five rows, whose index is an input, or computed from one."""
+    _, name, overload = op.split(".")
+    g = IRBuilder("node")
+    size = len(values)
+    arguments: dict[str, Any] = {}
+    for argument in getattr(getattr(torch.ops.aten, name), overload)._schema.arguments:
+        kind = str(argument.type)
+        if argument.name.startswith("ind"):
+            at = g.input("at", size, dtype="int64")
+            at = g("aten.mul.Tensor", at, 1 + computed) if computed else at
+            arguments[argument.name] = [at] if "List" in kind else at
+        elif argument.name in ("self", "weight"):
+            rank = 2 if argument.name == "weight" else 1
+            arguments[argument.name] = g.input(argument.name, *(5, 3)[:rank])
+        elif kind == "Tensor":
+            arguments[argument.name] = g.input(argument.name, size)
+        elif argument.name == "dim":
+            arguments["dim"] = 0
+        elif argument.name == "reduce":
+            arguments["reduce"] = "add" if name == "scatter" else "sum" if name == "scatter_reduce" else "amax"
+        elif not argument.has_default_value():
+            arguments[argument.name] = 1.5
+    graph = read_ir(g.output(g(op, **arguments)).ir())
+    rng = np.random.default_rng(0)
+    inputs = {x: rng.random(graph.tensors[x].shape).astype(np.float32) for x in graph.inputs if x != "at"}
+    return g.ir(), inputs | {"at": np.array(values) // (1 + computed)}
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["input", "computed"])
+@pytest.mark.parametrize("op", indexing_overloads())
+def test_an_index_out_of_range_is_an_error(op: str, computed: bool) -> None:
+    """7 of 5 rows, and -6; -2 where PyTorch takes none below 0."""
+    for values in ([0, 8], [-6, 2], [-2, 4], [4, 0]):
+        ir, inputs = index_node(op, values, computed=computed)
+        graph = read_ir(ir)
+        assert not find_violations(graph)
+        try:
+            (reference,) = execute_cpu_partition(graph, inputs).values()
+        except DeviceError:
+            reference = None
+        program = compile(ir, CPUS[0].target, compute_dtype="float32")
+        for backend in CPUS:
+            if reference is None:
+                with pytest.raises((InputError, DeviceError), match="out of|outside|out-of"):
+                    run_program(program, backend, inputs, {})
+            else:
+                (got,) = run_program(program, backend, inputs, {}).values()
+                np.testing.assert_allclose(got, reference, rtol=1e-6)
