@@ -48,6 +48,10 @@ class NumericalWarning(UserWarning):
     """A result holds values that are not finite, or that were clamped to the range of its dtype."""
 
 
+class PrecisionWarning(UserWarning):
+    """What PyTorch computes in float64 is computed in float32."""
+
+
 class InputError(NPUError):
     """What the user handed in (a run-time input, a file, an argument) does not fit."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from npu_compiler.errors import PrecisionWarning
 from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_sim.module.report import narrowed_nodes
 
 if TYPE_CHECKING:
     from npu_compiler.partitioner import PartitionPlan
@@ -31,6 +34,8 @@ def plan_for(
         target: The device's.
         quantization: As for `npu_compiler.compile`.
 
+    Warns (`PrecisionWarning`) where a module of float64 inputs or results computes in float32.
+
     Raises:
         IRError: the IR is malformed.
     """
@@ -43,4 +48,14 @@ def plan_for(
     if dtype is None:
         own = native_dtype(graph)
         dtype = own if own in HALF_DTYPES else "float32"
-    return partition(graph, target=target, compute_dtype=dtype, quantization=quantization)
+    plan = partition(graph, target=target, compute_dtype=dtype, quantization=quantization)
+    if any(graph.tensors[name].dtype == "float64" for name in (*graph.inputs, *graph.outputs)):
+        narrowed = narrowed_nodes(plan)
+        if narrowed:
+            warnings.warn(
+                f"the device computes float64 in float32 ({len(narrowed)} nodes, such as {narrowed[0].op_type}); "
+                "run the module in PyTorch where that is not enough",
+                PrecisionWarning,
+                stacklevel=2,
+            )
+    return plan

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from npu_compiler.graph.model import OpNode
     from npu_compiler.partitioner import PartitionPlan
 
 
@@ -26,6 +27,7 @@ class ProgramReport:
 
     Attributes:
         partitions: The number of nodes of each partition, with the device: `npu`, or `cpu` for PyTorch.
+        narrowed: The number of nodes whose float64 arithmetic the device does in float32.
     """
 
     sizes: dict[str, int]
@@ -33,6 +35,7 @@ class ProgramReport:
     nodes: int
     partitions: tuple[tuple[str, int], ...]
     off_device: tuple[OffDevice, ...]
+    narrowed: int = 0
 
     @property
     def device_share(self) -> float:
@@ -71,12 +74,33 @@ class Report:
                 f"{program.nodes} nodes in {len(program.partitions)} partitions, "
                 f"{program.device_share:.1%} on the device"
             )
+            if program.narrowed:
+                lines.append(f"    in float32 instead of float64: {program.narrowed} nodes")
             reasons = Counter((node.op, node.reason) for node in program.off_device)
             for (op, reason), count in reasons.most_common():
                 lines.append(f"    in PyTorch on {self.tensors}: {op}{f' x {count}' if count > 1 else ''}: {reason}")
         for index, reason in enumerate(self.graph_breaks, 1):
             lines.append(f"  graph break {index}: {reason}")
         return "\n".join(lines)
+
+
+def _moves(node: OpNode) -> bool:
+    from npu_compiler.ops.registry import find_op
+
+    op = find_op(node.op_type)
+    return op is not None and op.moves
+
+
+def narrowed_nodes(plan: PartitionPlan) -> list[OpNode]:
+    """The nodes on the device that compute a float64 in PyTorch."""
+    tensors = plan.graph.tensors
+    return [
+        node
+        for part in plan.partitions
+        if part.device == "npu"
+        for node in part.graph.nodes
+        if any(tensors[name].dtype == "float64" for name in node.outputs) and not _moves(node)
+    ]
 
 
 def report(
@@ -90,5 +114,6 @@ def report(
         off = [OffDevice(node.name, node.op_type, reasons[node.name]) for node in nodes if node.name in reasons]
         sizes = dict(zip(symbols, key, strict=True))
         parts = tuple((part.device, len(part.graph.nodes)) for part in plan.partitions)
-        programs.append(ProgramReport(sizes, plan.compute_dtype, len(nodes), parts, tuple(off)))
+        narrowed = len(narrowed_nodes(plan))
+        programs.append(ProgramReport(sizes, plan.compute_dtype, len(nodes), parts, tuple(off), narrowed))
     return Report(name, device, tensors, tuple(programs))
