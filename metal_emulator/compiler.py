@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +29,6 @@ from metal_emulator.translation import (
     translate,
 )
 from npu_compiler.files import seal, unseal, working_folder, write_atomically
-from npu_runtime.forks import free_lock
 
 __all__ = [
     "Argument",
@@ -190,7 +190,7 @@ class Library:
 
     def __init__(self, path: Path, checks: bool, has_mutants: bool) -> None:
         self.checks = checks
-        self.lock = free_lock()
+        self.lock = threading.Lock()
         self._library = ctypes.CDLL(str(path))
         self._has_mutants = has_mutants
         self._library.metal_attach.argtypes = (ctypes.c_void_p,)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from npu_compiler.errors import IRError
-from npu_compiler.graph.model import SHARES, TENSOR_NAMES, base_op, unique_name
+from npu_compiler.graph.model import SHARES, TENSOR_NAMES, unique_name
 from npu_compiler.graph.reader import normalize_attr
 from npu_compiler.graph.symbolic import symbolic
 from npu_compiler.ops.registry import find_op, is_in_place
@@ -28,7 +28,9 @@ UNBACKED = ("u", "zuf", "zf")  # how the names of numbers begin that are no size
 _GETITEM = "<built-in function getitem>"
 _NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _ASSERTIONS = ("_assert", "sym_constrain_range")
-_BY_STRIDES = ("aten.as_strided",)  # beside the ops that may copy: it counts in the memory that strides speak of
+_BY_STRIDES = (
+    torch.ops.aten.as_strided.default,
+)  # beside the ops that may copy: it counts in the memory that strides speak of
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Nodes:
             # A copy, since the tensor may be written later.
             name = self.take_name(node.name)
             copy = Reference(name, args[0].value, name)
-            self._append(name, "aten.clone.default", [args[0]], [copy], {})
+            self._append(name, str(torch.ops.aten.clone.default), [args[0]], [copy], {})
             self.numbers[str(value.node.expr)] = copy
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
             # What depends on data may be there only to be asserted; an op that reads it is refused.
@@ -277,7 +279,7 @@ class Nodes:
             if position is not None:
                 self._note_shared(out.name, inputs[position], position)
             op = find_op(str(target))
-            if inputs and (base_op(str(target)) in _BY_STRIDES or (op is not None and op.view and op.view.may_copy)):
+            if inputs and (target in _BY_STRIDES or (op is not None and op.view and op.view.may_copy)):
                 self.by_strides.append((self._root(inputs[0].name), self._root(out.name)))
         op = find_op(str(target))
         if not is_in_place(str(target)) and (any(x >= 0 for x in shares) or (op is not None and op.view is not None)):
