@@ -431,7 +431,11 @@ def _is_references(value: Value) -> bool:
 
 
 def _outputs(name: str, value: Any) -> tuple[Reference | None, ...]:
-    """An op's outputs in order; those that are no tensors are None."""
+    """An op's outputs in order; those that are no tensors are None.
+
+    Raises:
+        IRError: one of several results is a list.
+    """
     if isinstance(value, torch.Tensor):
         return (Reference(name, value, name),)
     made: list[Reference | None] = []

@@ -151,6 +151,11 @@ def test_control_flow_that_depends_on_data_is_an_error_with_pytorchs_reason() ->
         traced(Net(branch), torch.randn(3))
 
 
+def test_an_op_that_returns_a_list_among_its_results_is_refused() -> None:
+    with pytest.raises(IRError, match="node 'histogramdd': an op that returns a list among other results"):
+        traced(Net(lambda x: torch.histogramdd(x, [3, 3])[0]), torch.randn(5, 2))
+
+
 @pytest.mark.parametrize(
     "change", [lambda x: x.t_(), lambda x: x.resize_(1, 2), lambda x: x.as_strided_((2,), (1,), 0)]
 )
