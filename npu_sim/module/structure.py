@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from npu_compiler.program.codec import NOT_STORED
+
+AnyClass: TypeAlias = type[Any]
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Tree:
             case _:
                 return self._make(**dict(zip(self.keys, parts, strict=True)))
 
-    def with_classes(self, classes: Iterable[type]) -> Tree:
+    def with_classes(self, classes: Iterable[AnyClass]) -> Tree:
         """The same structure, whose namedtuples and objects may also be of these classes."""
         named = {type_path(kind): kind for kind in classes}
         return replace(self, children=tuple(child.with_classes(classes) for child in self.children), classes=named)

@@ -138,6 +138,12 @@ def test_changed_files_are_refused_in_words(name: str, tmp_path: Path, seed: int
     assert refused
 
 
+def test_a_run_without_a_target_has_files_of_every_format() -> None:
+    parts = mutations._parts(None, 1_000_000)
+    assert parts.keys() == TARGETS.keys() and min(parts.values()) > 10_000
+    assert abs(sum(parts.values()) - 1_000_000) < 100
+
+
 class Trouble:
     """A target whose files are digits, some of which do what a reader must not."""
 
