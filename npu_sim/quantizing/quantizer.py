@@ -98,6 +98,9 @@ def quantize(
     narrow = dtype or stored.dtype
     named = NAMED_FORMATS[weights]
     network = Layerwise(checkpoint, device)
+    if not network.shapes:
+        kind = checkpoint.config.model_type
+        raise InputError(f"{checkpoint.name} (model type '{kind}') has no layers that can be quantized")
     wanted = _fitting_group(network, named.group) if group is None else group
     format = QuantizedFormat(named.codes, wanted, narrow, "zero_point" if zero_points else "none")
     _check_shapes(network, format)
