@@ -238,6 +238,12 @@ PICKING_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]
     "cummax of integers": (lambda x: (torch.cummax(x, 0), torch.cummin(x, 0)), IDS),
     "cumprod": (lambda x: (x.cumprod(0), x.cumprod(-1), x.sum().cumprod(0)), ROWS),
     "logcumsumexp": (lambda x: (x.logcumsumexp(0), (x * float("-inf")).logcumsumexp(1), x[0, 0].logcumsumexp(0)), ROWS),
+    "frexp": (
+        lambda x: torch.frexp(x * 10),
+        torch.tensor(
+            [0.0, -0.0, 1.0, 0.05, -0.3, 3e37, 1e-38, float("inf"), -float("inf"), float("nan"), 12.8, 0.0999]
+        ),
+    ),
     "put": (lambda x, n: (x.put(n, x[0, :2]), x.put(n, x[0, :2], accumulate=True)), ROWS, torch.tensor([2, -1])),
     "take": (lambda x, n: (x.take(n - 4), x.take(n[0])), ROWS, IDS),
     "masked index_put": (

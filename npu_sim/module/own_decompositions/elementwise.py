@@ -23,3 +23,18 @@ def hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def itself(x: torch.Tensor) -> torch.Tensor:
     """A real tensor as it is; a complex one has another dtype, or is more than the device runs."""
     return x
+
+
+@decomposes("aten.frexp.Tensor")
+def frexp(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mantissa from 0.5 up to 1 and a power of two; the logarithm's guess is right up to one."""
+    is_number = torch.isfinite(x) & (x != 0)
+    number = torch.where(is_number, x, 1.0)
+    exponent = torch.floor(torch.log2(torch.abs(number))) + 1
+    half = torch.floor(exponent / 2)  # a float may not hold two to the whole power
+    mantissa = number * torch.exp2(-half) * torch.exp2(half - exponent)
+    size = torch.abs(mantissa)
+    correction = torch.where(size >= 1, 1.0, torch.where(size < 0.5, -1.0, 0.0)).to(x.dtype)
+    mantissa = mantissa * torch.exp2(-correction)
+    whole = torch.where(is_number, exponent + correction, 0.0).to(torch.int32)
+    return torch.where(is_number, mantissa, x), whole
