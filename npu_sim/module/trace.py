@@ -35,6 +35,7 @@ from npu_sim.module.library_models import register_caches
 from npu_sim.module.quiet import quiet_tracing
 from npu_sim.module.storages import storages_of
 from npu_sim.module.structure import NUMBER, InputLeaf, OutputLeaf
+from npu_sim.module.substitutes import Substitutes
 from npu_sim.module.views import AliasedView, check_replayable
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def export(
     args, kwargs = distinct_examples(module, tuple(args), dict(kwargs or {}))
     seen = module.register_forward_hook(lambda _module, _inputs, result: _register_dataclasses(result))
     try:
-        with tracing(), quiet_tracing():
+        with tracing(), quiet_tracing(), Substitutes():
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
             return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise

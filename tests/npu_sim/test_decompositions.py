@@ -136,6 +136,24 @@ def test_images_are_sampled_at_any_place(mode: str, padding: str, corners: bool,
     runs_on_device(Net(lambda x, places: F.grid_sample(x, places, mode, padding, corners)), images, grid)
 
 
+CHECKED = {
+    "cov": (torch.cov, X),
+    "cov of one row": (lambda x: x[0].cov(correction=0), X),
+    "cov of one column": (lambda x: torch.cov(x[:, :1]), X),
+    "corrcoef": (lambda x: x.corrcoef(), X),
+    "corrcoef of one row": (lambda x: torch.corrcoef(x[0]), X),
+    "combinations": (torch.combinations, X[0]),
+    "three of each": (lambda x: torch.combinations(x, 3, True), X[0]),
+    "too many to choose": (lambda x: torch.combinations(x, 7), X[0]),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_functions_that_check_values_are_traced_without(name: str) -> None:
+    function, *args = CHECKED[name]
+    runs_on_device(Net(function), *args)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_on_the_device(kind: type[nn.Module]) -> None:
     runs_on_device(kind(4, 5, num_layers=2, bidirectional=True), torch.randn(3, 2, 4))

@@ -1,0 +1,76 @@
+"""Functions of PyTorch that look at the values of tensors to check them, replaced while tracing by ones that do not.
+
+`torch.export` cannot trace such a look, though the result does not depend on it: `torch.cov` warns where it divides by
+zero, `torch.combinations` counts the elements of a mask that is the same for all vectors of that length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_MOST_COMBINATIONS = 2**16
+
+
+class Substitutes(TorchFunctionMode):
+    """Context in which these functions are called instead of PyTorch's, where they take the arguments."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        substitute = _SUBSTITUTES.get(func)
+        result = NotImplemented if substitute is None else substitute(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is NotImplemented else result
+
+
+def _cov(
+    x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None, **named: Any
+) -> Any:
+    """Covariances of the rows; weights stay with PyTorch, which refuses negative ones."""
+    if named or fweights is not None or aweights is not None:
+        return NotImplemented
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() > 2 or 0 in x.shape:
+        return NotImplemented
+    rows = x.reshape(1, -1) if x.dim() < 2 else x
+    centered = rows - rows.sum(1, keepdim=True) / rows.shape[1]
+    return (torch.mm(centered, centered.T) / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+def _corrcoef(x: Tensor, **named: Any) -> Any:
+    covariances = _cov(x, **named)
+    if covariances is NotImplemented:
+        return NotImplemented
+    if covariances.dim() == 0:
+        return covariances / covariances
+    deviations = torch.sqrt(covariances.diagonal())
+    return torch.clamp(covariances / deviations.unsqueeze(1) / deviations, -1, 1)
+
+
+def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False, **named: Any) -> Any:
+    """The choices of `r` positions are the same for all vectors of that length."""
+    if named or not isinstance(x, Tensor) or x.dim() != 1 or not isinstance(x.shape[0], int) or r < 1:
+        return NotImplemented
+    size = x.shape[0]
+    if math.comb(size + (r - 1 if with_replacement else 0), r) > _MOST_COMBINATIONS:
+        return NotImplemented
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    chosen = list(choose(range(size), r))
+    if not chosen:
+        return x.new_empty((0, r))
+    index = torch.tensor(chosen, device=x.device)
+    return torch.index_select(x, 0, index.reshape(-1)).reshape(len(chosen), r)
+
+
+_SUBSTITUTES: dict[Any, Callable[..., Any]] = {
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
+    torch.combinations: _combinations,
+}
