@@ -374,6 +374,7 @@ UNEXPORTED = ("out", "names", "imname", "prim_", "Dict_Tensor", "hacked_twin", "
 NEVER_DRAWN = {
     "aten._grouped_mm.default",
     "aten.conv3d.default",
+    "aten.col2im.default",
     "aten.conv3d.padding",
     "aten.linalg_norm.ord_str",
     "aten._batch_norm_no_update.default",
