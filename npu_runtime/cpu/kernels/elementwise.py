@@ -59,8 +59,7 @@ _COMPOSED: dict[str, Callable[..., torch.Tensor]] = {
     "npu.dequantize": lambda x, scale, zero_point: (x - zero_point) * scale,
 }
 _TENSOR_ONLY = frozenset(
-    "maximum minimum fmax fmin atan2 copysign logaddexp logaddexp2 logical_and logical_or logical_xor "
-    "fmod lerp".split()
+    "maximum minimum fmax fmin atan2 copysign logaddexp logaddexp2 logical_and logical_or logical_xor fmod lerp".split()
 )
 
 
