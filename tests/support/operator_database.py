@@ -48,6 +48,7 @@ _TIES = re.compile(r"^(arg)?sort$|^topk$|^kthvalue$|^(nan)?median$|^mode$")  # w
 
 # Answers that differ from PyTorch's, and why that is right: op and route → reason.
 EXCUSES: dict[tuple[str, str], str] = {
+    ("bucketize", "special values"): "boundaries with special values among them are not sorted, as the op wants them",
     ("nn_functional_gelu", "special values"): "at minus infinity ours is 0, the limit, where PyTorch has NaN",
     ("nn_functional_scaled_dot_product_attention", "special values"): (
         "whether NaN or infinity at a masked position reaches the result differs among PyTorch's own kernels"
