@@ -365,13 +365,16 @@ def _shares(piece: Product, arrays: int) -> Iterator[tuple[Product, int]]:
     groups = min(piece.batch, arrays)
     batch, rest = -(-piece.batch // groups), arrays // groups
     seen = set()
-    for along_m in range(1, rest + 1):
+    along_m = 1
+    while along_m <= rest:
         along_n = rest // along_m
         share = Product(-(-piece.m // along_m), -(-piece.n // along_n), piece.k, batch)
         if share not in seen:
             seen.add(share)
             used = -(-piece.m // share.m) * -(-piece.n // share.n) * -(-piece.batch // batch)
             yield share, used
+        # On to where either part of the share may change: there are few such places, and may be many arrays.
+        along_m = min(rest // along_n + 1, -(-piece.m // (share.m - 1)) if share.m > 1 else rest + 1)
 
 
 def fold_cycles(product: Product, matrix: Matrix) -> float:

@@ -6,14 +6,17 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ir_builder import IRBuilder
 
 import npu_model.simulator
 from npu_compiler import CompiledProgram
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import InputError
+from npu_compiler.program.products import Product
 from npu_model import Cause, Chip, Result, load_chip, simulate
-from npu_model.mapper import Tiling
+from npu_model.mapper import Tiling, _shares
 from npu_model.simulation import MONOTONE_WITHIN
 from npu_model.simulator import Machine
 
@@ -195,3 +198,16 @@ def test_tiles_that_repeat_are_skipped_without_a_difference(channels: int, monke
             assert quick.stalls[cause] == pytest.approx(thorough.stalls[cause], rel=1e-6, abs=1.0)
         for mine, other in zip(quick.spans, thorough.spans, strict=True):
             assert (mine.start, mine.end) == pytest.approx((other.start, other.end))
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 70), st.integers(1, 2000))
+def test_the_shares_of_a_product_are_those_of_every_division(m: int, n: int, batch: int, arrays: int) -> None:
+    each = arrays // min(batch, arrays)
+    largest = -(-batch // min(batch, arrays))
+    divisions = [(-(-m // along), -(-n // (each // along)), largest) for along in range(1, each + 1)]
+    shares = [(share.m, share.n, share.batch) for share, _ in _shares(Product(m, n, 8, batch), arrays)]
+    assert shares == list(dict.fromkeys(divisions))
+
+
+def test_a_product_is_shared_among_very_many_arrays_in_few_ways() -> None:
+    assert len(list(_shares(Product(10**9, 10**9, 64), 65536))) < 600
