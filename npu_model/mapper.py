@@ -360,6 +360,9 @@ def _cut(size: int, step: int) -> list[tuple[int, int]]:
     return [(length, count) for length, count in ((step, whole), (rest, 1 if rest else 0)) if count]
 
 
+_MANY_ARRAYS = 1024
+
+
 def _shares(piece: Product, arrays: int) -> Iterator[tuple[Product, int]]:
     """The ways to share a product among arrays: the largest share, and how many arrays have one."""
     groups = min(piece.batch, arrays)
@@ -368,6 +371,8 @@ def _shares(piece: Product, arrays: int) -> Iterator[tuple[Product, int]]:
     along_m = 1
     while along_m <= rest:
         along_n = rest // along_m
+        if rest > _MANY_ARRAYS:  # of all divisions that cut n alike, only the smallest share is tried
+            along_m = rest // along_n
         share = Product(-(-piece.m // along_m), -(-piece.n // along_n), piece.k, batch)
         if share not in seen:
             seen.add(share)

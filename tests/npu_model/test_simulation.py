@@ -200,7 +200,7 @@ def test_tiles_that_repeat_are_skipped_without_a_difference(channels: int, monke
             assert (mine.start, mine.end) == pytest.approx((other.start, other.end))
 
 
-@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 70), st.integers(1, 2000))
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 70), st.integers(1, 1024))
 def test_the_shares_of_a_product_are_those_of_every_division(m: int, n: int, batch: int, arrays: int) -> None:
     each = arrays // min(batch, arrays)
     largest = -(-batch // min(batch, arrays))
