@@ -492,8 +492,8 @@ def lower_nan_to_num(ctx: Lowering, node: OpNode) -> None:
     out = ctx.output()
     largest = FLOAT_MAX.get(out.dtype, 0.0)
     limits = {"nan": 0.0, "posinf": largest, "neginf": -largest}
-    values = {name: node.attrs.get(name) for name in limits}
-    params = {name: limits[name] if values[name] is None else float(values[name]) for name in limits}
+    args = Args(node)
+    params = {name: float(args.attr(name, limit)) for name, limit in limits.items()}
     ctx.elementwise("nan_to_num", [ctx.view(node.inputs[0])], out, params)
 
 

@@ -273,7 +273,7 @@ declare_function(
     Let("phase", "x - turn"),
     result="0.797884561f / sqrt(x) * (first * cos(phase) - second / x * sin(phase))",
 )
-for _order, _p, _q, _near, _roots, _turn in (
+for _order, _p, _q, _between, _roots, _turn in (
     (0, _P0, _Q0, _J0_NEAR, (5.783185963, 30.47126234), 0.785398163),
     (1, _P1, _Q1, _J1_NEAR, (14.68197064, 49.21845632), 2.35619449),
 ):
@@ -285,7 +285,7 @@ for _order, _p, _q, _near, _roots, _turn in (
         "x",
         Let("z", "x * x"),
         Let("t", "0.08f * z - 1"),
-        Let("near", f"{'x * ' * _order}(z - {_roots[0]}f) * (z - {_roots[1]}f) * {polynomial(_near, 't')}"),
+        Let("near", f"{'x * ' * _order}(z - {_roots[0]}f) * (z - {_roots[1]}f) * {polynomial(_between, 't')}"),
         result=f"x < 5 ? near : bessel_wave(x, bessel_p{_order}(x), bessel_q{_order}(x), {_turn}f)",
     )
 _unary("bessel_j0", "bessel_j0_of(fabs(a))")

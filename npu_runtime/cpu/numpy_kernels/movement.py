@@ -100,7 +100,7 @@ def scatter(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Elements of `source` that name a place of a row of `base`, put there or joined with what is there."""
     base, index, source = inputs
     mode, joins = params["reduce"], params["include_self"]
-    places = (*np.indices(index.shape, sparse=True)[:-1], in_range(index, base.shape[-1]))
+    places: tuple[np.ndarray, ...] = (*np.indices(index.shape, sparse=True)[:-1], in_range(index, base.shape[-1]))
     value, old = to_float(source), to_float(base)
     if mode == "last":
         out = old.copy()

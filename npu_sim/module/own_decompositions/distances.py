@@ -19,6 +19,7 @@ def cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: int | 
     if 0 in (x.size(-1), x.size(-2), y.size(-2)):
         return (x.unsqueeze(-2) - y.unsqueeze(-3)).sum(-1)
     if p != 2 or not by_product:
-        return torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
+        distances: torch.Tensor = torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
+        return distances
     squares = (x * x).sum(-1, keepdim=True) + (y * y).sum(-1).unsqueeze(-2)
     return (squares - 2 * torch.matmul(x, y.mT)).clamp(min=0).sqrt()
