@@ -13,7 +13,6 @@ from torch import nn
 from torch.export import Dim
 
 import npu_sim
-from npu_compiler import DeviceError
 from npu_compiler.graph.symbolic import is_symbolic
 from npu_sim.module import decompositions
 from npu_sim.module.decompositions import LARGEST
@@ -263,16 +262,6 @@ PICKING_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]
             [0.0, -0.0, 1.0, 0.05, -0.3, 3e37, 1e-38, float("inf"), -float("inf"), float("nan"), 12.8, 0.0999]
         ),
     ),
-    "segment_reduce": (
-        lambda x, n: [torch.segment_reduce(x, r, lengths=n) for r in ("sum", "mean", "max", "min", "prod")],
-        ROWS,
-        torch.tensor([2, 0, 3]),
-    ),
-    "segment_reduce, offsets": (
-        lambda x, n: [torch.segment_reduce(x[:, 0], r, offsets=n, initial=1) for r in ("sum", "mean", "max", "prod")],
-        ROWS,
-        torch.tensor([0, 0, 4, 5]),
-    ),
     "put": (lambda x, n: (x.put(n, x[0, :2]), x.put(n, x[0, :2], accumulate=True)), ROWS, torch.tensor([2, -1])),
     "take": (lambda x, n: (x.take(n - 4), x.take(n[0])), ROWS, IDS),
     "masked index_put": (
@@ -316,12 +305,3 @@ PICKING_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]
 def test_our_own_decompositions_do_what_pytorch_does(name: str) -> None:
     function, *args = PICKING_CASES[name]
     runs_on_device(Net(function), *args)
-
-
-@pytest.mark.parametrize("lengths", [[2, 2], [2, 4]])
-def test_lengths_of_segments_that_are_not_the_datas_are_an_error(lengths: list[int]) -> None:
-    module = Net(lambda x, n: torch.segment_reduce(x, "sum", lengths=n)).eval()
-    compiled = npu_sim.compile(module, (ROWS, torch.tensor([2, 3])))
-    assert off_device(compiled) == []
-    with pytest.raises(DeviceError):
-        compiled(ROWS, torch.tensor(lengths))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -127,43 +126,3 @@ def embedding_bag(
     if mode == 1:
         total = total / sizes.clamp(min=1).unsqueeze(1).to(total.dtype)
     return total, bag.to(ids.dtype), sizes.to(ids.dtype), sizes.to(ids.dtype)
-
-
-_OF_NO_ELEMENTS = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
-_JOINED_BY = {"sum": "sum", "mean": "sum", "prod": "prod", "max": "amax", "min": "amin"}
-
-
-@decomposes("aten.segment_reduce.default")
-def segment_reduce(
-    data: torch.Tensor,
-    reduce: str,
-    *,
-    lengths: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
-    axis: int = 0,
-    unsafe: bool = False,
-    initial: float | None = None,
-) -> torch.Tensor:
-    """Segments of rows, each reduced to one."""
-    if axis % data.dim() != 0 or data.numel() == 0 or indices is not None:
-        raise NotImplementedError("segments of other than the first dimension, or of nothing")
-    if offsets is None:
-        assert lengths is not None
-        ends = lengths.to(torch.int64).cumsum(0)
-    else:
-        ends = offsets.to(torch.int64).narrow(0, 1, offsets.size(0) - 1)
-    rows = torch.arange(data.size(0), device=data.device)
-    # Lengths that are not those of the data make an index out of range here or below, which is an error.
-    excess = rows.index_select(0, ends.narrow(0, ends.size(0) - 1, 1) - 1) - (data.size(0) - 1)
-    segment = torch.searchsorted(ends, rows, right=True) + excess
-    shape, flat = (ends.size(0), *data.shape[1:]), data.reshape(data.size(0), -1)
-    start = data.new_full((ends.size(0), flat.size(1)), _OF_NO_ELEMENTS[reduce] if initial is None else initial)
-    target = segment.unsqueeze(1).expand(flat.shape)
-    result = start.scatter_reduce(0, target, flat, _JOINED_BY[reduce])
-    if reduce == "mean":
-        ones = data.new_ones(data.size(0))
-        counts = data.new_zeros(ends.size(0)).index_add(0, segment, ones).unsqueeze(1)
-        of_none = math.nan if initial is None else initial
-        result = torch.where(counts > 0, result / counts.clamp(min=1), of_none)
-    return result.reshape(shape)
