@@ -53,11 +53,11 @@ class Survival(nn.Module):
 
 def main() -> None:
     hazards = torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
-    ir = extract_ir(Survival(), (hazards,))
     print("aten.cumprod supported:", is_op_supported("aten.cumprod.default"))
     add_cumprod()
     print("aten.cumprod supported:", is_op_supported("aten.cumprod.default"))
 
+    ir = extract_ir(Survival(), (hazards,))  # without the row, it would be taken apart into ops that have one
     program = npu_compiler.compile(ir, compute_dtype="float32")
     print(program.describe())
     executor = Executor(program, Device("cpu"))

@@ -47,8 +47,13 @@ class TooLong(Exception):
 
 @dataclass
 class Decompositions:
-    """Decompositions of the nodes of one graph; equal calls share one."""
+    """Decompositions of the nodes of one graph; equal calls share one.
 
+    Attributes:
+        describe: A call → the same as IR; raises `IRError` where IR has no form for it.
+    """
+
+    describe: Callable[[Node], dict[str, Any]]
     _traced: dict[Any, GraphModule | None] = field(default_factory=dict)
 
     def find(self, node: Node, description: Mapping[str, Any], weights: frozenset[str]) -> GraphModule | None:
@@ -93,8 +98,9 @@ class Decompositions:
             return not isinstance(node.target, torch._ops.HigherOrderOperator)
         if not isinstance(node.target, torch._ops.OpOverload):
             return False
-        description = _describe(node)
-        if description is None:
+        try:
+            description = self.describe(node)
+        except IRError:
             return False
         if not _is_lacking(node, description, frozenset()):
             return True
@@ -162,16 +168,6 @@ def _is_dense(node: Node) -> bool:
 
 def _spec(described: Mapping[str, Any]) -> TensorSpec:
     return TensorSpec(described["name"], tuple(described["shape"]), described["dtype"])
-
-
-def _describe(node: Node) -> dict[str, Any] | None:
-    """A call in a decomposition as IR; None where IR has no form for it."""
-    from npu_sim.module.fx_reader import describe_call
-
-    try:
-        return describe_call(node)
-    except IRError:
-        return None
 
 
 def _hints(node: Node) -> dict[str, int]:

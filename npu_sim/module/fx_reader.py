@@ -86,7 +86,7 @@ class Nodes:
     _shares: dict[str, list[int]] = field(default_factory=dict)
     _bases: dict[str, Reference] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
-    _decompositions: Decompositions = field(default_factory=Decompositions)
+    _decompositions: Decompositions = field(default_factory=lambda: Decompositions(describe_call))
 
     def read(self, graph_module: GraphModule, arguments: Sequence[Value], prefix: str = "") -> Value:
         """Add a graph's nodes; returns what its output node returns.
@@ -150,7 +150,7 @@ class Nodes:
             # A copy, since the tensor may be written later.
             name = self.take_name(node.name)
             copy = Reference(name, args[0].value, name)
-            self._append(name, str(torch.ops.aten.clone.default), [args[0]], [copy], {})
+            self._append(_description(name, str(torch.ops.aten.clone.default), [args[0]], [copy], {}), [copy])
             self.numbers[str(value.node.expr)] = copy
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
             # What depends on data may be there only to be asserted; an op that reads it is refused.

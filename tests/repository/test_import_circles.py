@@ -24,7 +24,8 @@ def modules(package: str) -> dict[str, Path]:
 
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """The modules among `known` that a file imports, those that `deferred` imports when they are used included."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -33,7 +34,16 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
                 yield from (x for x in ([name] if name in known else [node.module]) if x in known)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "deferred":
             package = ".".join(path.relative_to(ROOT).parts[:-1])
-            yield from (f"{package}.{module}" for module in ast.literal_eval(node.args[1]).values())
+            yield from (f"{package}.{module}" for module in literal(tree, node.args[1]).values())
+
+
+def literal(tree: ast.Module, node: ast.expr) -> dict[str, str]:
+    """The value of a dict, written in place or under a name of the module."""
+    if isinstance(node, ast.Name):
+        assignments = [x for x in tree.body if isinstance(x, ast.Assign)]
+        (node,) = [x.value for x in assignments if isinstance(x.targets[0], ast.Name) and x.targets[0].id == node.id]
+    value: dict[str, str] = ast.literal_eval(node)
+    return value
 
 
 def find_circle(arrows: dict[str, set[str]]) -> list[str]:

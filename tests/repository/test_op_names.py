@@ -11,12 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("npu_compiler", "cuda_compiler", "npu_runtime", "cuda_runtime", "metal_emulator", "npu_sim")
-# The op table, the patterns that fusions look for, what hands ops to PyTorch, and what builds graphs to be measured.
+# The op table, the patterns that fusions look for, what hands ops to PyTorch or takes them apart, and what builds graphs
+# to be measured.
 NAME_OPS = (
     "npu_compiler/ops/",
     "npu_compiler/fusions/",
     "npu_runtime/cpu_fallback.py",
     "npu_sim/calibration.py",
+    "npu_sim/module/own_decompositions/",
     "npu_sim/probes.py",
 )
 

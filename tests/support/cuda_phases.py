@@ -73,7 +73,7 @@ class Phases:
         if normed:
             gain = self.operand(f"{name}.gain", k, kind="weight")
             normal = self.operand(f"{name}.normal", m, k, kind="arena")
-            self.call("rmsnorm_kernel", [x, gain], [normal], rows=m, width=k, eps=1e-5, weight_offset=1.0)
+            self.call("rmsnorm_kernel", [x, gain], [normal], rows=m, width=k, eps=1e-5, weight_offset=1.0, has_weight=1)
             value = self.expected[normal.buffer] = twins.rms_norm(value, self.data[gain.buffer], 1e-5, 1.0)
             x = normal
         rows = 2 * n if gated else n
