@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("npu_compiler", "cuda_compiler", "npu_runtime", "cuda_runtime", "metal_emulator", "npu_sim")
-# The op table, the patterns that fusions look for, what hands ops to PyTorch or takes them apart, and what builds graphs
-# to be measured.
+# The op table, the patterns that fusions look for, what hands ops to PyTorch, what takes them apart, and what builds
+# graphs to be measured.
 NAME_OPS = (
     "npu_compiler/ops/",
     "npu_compiler/fusions/",
