@@ -113,7 +113,8 @@ def indexed_dims(node: OpNode, indices: int) -> list[int]:
 
 def counted_from_both_ends(node: OpNode, graph: IRGraph, indices: Sequence[str]) -> dict[str, Range]:
     """For `Op.index_bound`: each index tensor counts along its dimension of the first input, below 0 from the end."""
-    shape, bounds = graph.tensors[node.inputs[0]].shape, {}
+    shape = graph.tensors[node.inputs[0]].shape
+    bounds: dict[str, Range] = {}
     for dim, name in zip(indexed_dims(node, len(indices)), indices, strict=True):
         if graph.tensors[name].dtype not in ("bool", "uint8"):
             low, high = bounds.get(name, (-shape[dim], shape[dim] - 1))

@@ -74,7 +74,7 @@ def as_dtype(value: Scalar, dtype: str) -> Scalar:
         return value
     if is_int(dtype) and math.isfinite(value):
         info = np.iinfo(numpy_dtype(dtype))
-        return (int(value) - int(info.min)) % 2**info.bits + int(info.min)
+        return int((int(value) - int(info.min)) % 2 ** int(info.bits) + int(info.min))
     if dtype in HALF_DTYPES and math.isfinite(value):
         with np.errstate(over="ignore"):
             rounded = float(np.float64(value).astype(numpy_dtype(dtype)))

@@ -56,7 +56,7 @@ def read_generation(folder: Path, config: Any) -> dict[str, Any]:
     path = folder / "generation_config.json"
     with as_input_error(f"{path} cannot be used"):
         # Old checkpoints have such settings in the config itself.
-        old = {} if path.is_file() else {"config_file_name": "config.json", "_from_model_config": True}
+        old: dict[str, Any] = {} if path.is_file() else {"config_file_name": "config.json", "_from_model_config": True}
         settings = GenerationConfig.from_pretrained(folder, local_files_only=True, **old)
         eos_ids |= as_ids(settings.eos_token_id)
         penalty = getattr(settings, "repetition_penalty", None)

@@ -1,9 +1,11 @@
 """Hugging Face model folders: config.json, *.safetensors and a tokenizer."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +19,9 @@ from npu_sim.llm.families import HEADS, TABLES, check_fields, check_tensors, rea
 from npu_sim.llm.generation_config import read_generation
 from npu_sim.llm.packages import require_packages
 from npu_sim.llm.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from npu_runtime.weight_loader import MappedCheckpoint
 
 
 def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
@@ -139,7 +144,7 @@ def _read_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _mapped_tensors(folder: Path) -> Mapping[str, Any]:
+def _mapped_tensors(folder: Path) -> MappedCheckpoint:
     """The safetensors files of a folder, memory-mapped: model.safetensors alone where there is one, as in transformers.
 
     Rotary frequencies, which old checkpoints include, are left out: the model computes them.

@@ -260,7 +260,7 @@ def _tracing(mode: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(torch._guards.tracing(None))
         stack.enter_context(torch.no_grad())
         stack.enter_context(mode)
-        stack.enter_context(_Count())
+        stack.enter_context(_Count())  # type: ignore[no-untyped-call]
         if mode.shape_env is not None:
             stack.enter_context(_fixed_guards(mode.shape_env))
             stack.enter_context(enable_python_dispatcher())

@@ -172,7 +172,7 @@ class Nodes:
             and isinstance(args[1], bool)
             and args[0].value.dtype == torch.bool
         ):
-            value = _power_of_booleans(node, value)
+            value = _power_of_booleans(node, node.meta["val"])
         inputs, attrs = _bind(node.name, target._schema, args, kwargs)
         name = unique_name(prefix + node.name, self._names)
         outputs = _outputs(name, value)
@@ -197,7 +197,7 @@ class Nodes:
             if isinstance(placeholder, torch.Tensor) and isinstance(argument, Reference):
                 self.storages.substitute(placeholder, argument.value)
         result = self.read(decomposition, arguments, f"{prefix}{node.name}_")
-        value = node.meta.get("val")
+        value = node.meta["val"]
         if isinstance(result, Reference):
             return replace(result, value=value)
         if isinstance(result, (list, tuple)):
