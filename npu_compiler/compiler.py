@@ -26,6 +26,7 @@ from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.integer_ranges import bound_integers
 from npu_compiler.passes.layout import assign_layout
 from npu_compiler.passes.noops import eliminate_noops
+from npu_compiler.passes.outer_products import lower_outer_products
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.quantize import Quantization, mark_quantized_weights, split_quantized_weights
 from npu_compiler.passes.shard import shard
@@ -77,6 +78,7 @@ def default_stages(
         ("check_constraints", check_constraints),
         ("bound_integers", bound_integers),
         ("eliminate_common_subexpressions", eliminate_common_subexpressions),
+        ("lower_outer_products", lower_outer_products),
         ("fold_padding", fold_padding),
         ("fold_batch_norm", fold_batch_norm),
         ("lower_batch_norm", lower_batch_norm),

@@ -37,6 +37,7 @@ from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.layout import assign_layout, pad_channels
 from npu_compiler.passes.noops import eliminate_noops
+from npu_compiler.passes.outer_products import lower_outer_products
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype
 from npu_runtime import CPUBackend, Executor, NPUBuffer
 
@@ -271,6 +272,48 @@ def test_batch_norm_without_affine_parameters_folds_into_a_convolution_without_b
         return %batch_norm
     """,
     )
+
+
+def rotary_angles(g: IRBuilder) -> Tensor:
+    return g("aten.matmul.default", g.input("frequencies", 2, 4, 1), g.input("positions", 2, 1, 3))
+
+
+def test_rotary_angles_are_an_element_wise_product_in_either_order() -> None:
+    g = IRBuilder()
+    g.output(g("aten.transpose.int", rotary_angles(g), -1, 1))
+    check(
+        lower_outer_products,
+        g,
+        """
+        %positions.transposed = aten.transpose(%positions) {dim0=-2, dim1=-1}
+        %frequencies.transposed = aten.transpose(%frequencies) {dim0=-2, dim1=-1}
+        %transpose = aten.mul(%positions.transposed, %frequencies.transposed)
+        return %transpose
+    """,
+    )
+
+
+def test_an_outer_product_that_is_read_as_it_is_stays_in_its_order() -> None:
+    g = IRBuilder()
+    angles = rotary_angles(g)
+    g.output(g("aten.transpose.int", angles, 1, 2))
+    g.output(angles)
+    check(
+        lower_outer_products,
+        g,
+        """
+        %matmul = aten.mul(%frequencies, %positions)
+        %transpose = aten.transpose(%matmul) {dim0=1, dim1=2}
+        return %transpose, %matmul
+    """,
+    )
+
+
+@pytest.mark.parametrize(("left", "right"), [((3, 2), (2, 3)), ((1,), (1, 3)), ((3, 1), (1,))])
+def test_a_product_that_sums_or_has_a_vector_is_no_outer_product(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    g = IRBuilder()
+    g.output(g("aten.matmul.default", g.input("a", *left), g.input("b", *right)))
+    check(lower_outer_products, g, "%matmul = aten.matmul(%a, %b)\nreturn %matmul")
 
 
 def test_batch_norm_after_a_value_that_is_read_twice_becomes_a_multiply_add() -> None:
