@@ -32,6 +32,7 @@ from npu_sim.module.fx_reader import (
     plain_number,
 )
 from npu_sim.module.library_models import register_caches
+from npu_sim.module.own_decompositions.recurrent import lstm_shapes
 from npu_sim.module.quiet import quiet_tracing
 from npu_sim.module.storages import storages_of
 from npu_sim.module.structure import NUMBER, InputLeaf, OutputLeaf
@@ -115,7 +116,7 @@ def export(
     args, kwargs = distinct_examples(module, tuple(args), dict(kwargs or {}))
     seen = module.register_forward_hook(lambda _module, _inputs, result: _register_dataclasses(result))
     try:
-        with tracing(), quiet_tracing(), Substitutes():
+        with tracing(), quiet_tracing(), Substitutes(), lstm_shapes():
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
             return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise

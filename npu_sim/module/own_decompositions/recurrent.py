@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch._decomp.decompositions import _rnn_helper, gather_params, one_layer_lstm
+from torch._decomp import decompositions
+from torch._decomp.decompositions import _rnn_helper, gather_params
 
 from npu_sim.module.own_decompositions.table import decomposes
 
@@ -26,7 +29,26 @@ def lstm(
     parameters = gather_params(weights, has_biases, states[0].size(2) != states[1].size(2))
     initial = list(zip(states[0], states[1], strict=True))
     out, last = _rnn_helper(
-        x, initial, parameters, has_biases, layers, dropout, train, bidirectional, batch_first, one_layer_lstm
+        x, initial, parameters, has_biases, layers, dropout, train, bidirectional, batch_first, _lstm_layer
     )
     hidden, cells = zip(*last, strict=True)
     return out, torch.stack(hidden), torch.stack(cells)
+
+
+_pytorchs_lstm_layer = decompositions.one_layer_lstm
+
+
+def _lstm_layer(x: torch.Tensor, states: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's layer, whose last states have a dimension of 1 too many in some versions (2.9 to 2.11 among them)."""
+    out, last = _pytorchs_lstm_layer(x, states, *args, **kwargs)
+    return out, tuple(state.reshape(first.shape) for state, first in zip(last, states, strict=True))
+
+
+@contextmanager
+def lstm_shapes() -> Iterator[None]:
+    """Context in which PyTorch traces an LSTM with the shapes that the layer returns, in each version."""
+    decompositions.one_layer_lstm = _lstm_layer
+    try:
+        yield
+    finally:
+        decompositions.one_layer_lstm = _pytorchs_lstm_layer
