@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,10 @@ class DeviceBuffer(ABC):
         dtype: Storage dtype name.
         native_handle: The device's own object; two buffers with the same handle are the same memory.
         prepared: The content in other layouts, for buffers that stay constant; filled in by the backend.
+        dlpack_copies: Whether `__dlpack__` gives a copy instead of the memory itself.
     """
+
+    dlpack_copies: ClassVar[bool] = False
 
     def __init__(self, shape: Shape, alloc_shape: Shape | None, dtype: str, native_handle: Any) -> None:
         self.shape = tuple(shape)

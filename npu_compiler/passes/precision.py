@@ -2,7 +2,8 @@
 
 A model whose weights are 16-bit says itself where it wants float32, so its float32 tensors stay float32. A float32
 model compiled for 16 bits says nothing; there, what is computed from integers and constants alone (positions, rotary
-angles, masks) stays float32, because a position of 3000 has no 16-bit float; all else takes the compute dtype.
+angles, masks) stays float32, because a position of 3000 has no 16-bit float; all else takes the compute dtype. What a
+float32 model that is compiled for float32 casts to 16 bits is stored in them: so the cast rounds.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ def assign_storage(graph: IRGraph, compute_dtype: str) -> IRGraph:
     else:
         graph, wide = _split_wide_weights(graph)
         narrow = {name for name in graph.tensors if name not in wide}
-    tensors = {
-        name: replace(spec, storage=_storage(spec.dtype, compute_dtype if name in narrow else "float32"))
-        for name, spec in graph.tensors.items()
-    }
+    keeps_halves = native not in HALF_DTYPES and compute_dtype == "float32"
+    tensors = {}
+    for name, spec in graph.tensors.items():
+        float_dtype = "float32" if name not in narrow else spec.dtype if keeps_halves else compute_dtype
+        tensors[name] = replace(spec, storage=_storage(spec.dtype, float_dtype))
     for name in in_bytes(graph):
         info = np.iinfo(tensors[name].dtype)
         bounds = tensors[name].bounds or (int(info.min), int(info.max))

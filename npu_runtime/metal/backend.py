@@ -29,6 +29,8 @@ from npu_runtime.metal.mps_accel import MPSLaunch, Product, addend_of, as_produc
 class MetalBuffer(DeviceBuffer):
     """Memory in an `MTLBuffer` (`native_handle`) that the CPU shares."""
 
+    dlpack_copies = True
+
     def __init__(
         self, device: MetalDevice, shape: Shape, alloc_shape: Shape | None, dtype: str, native_handle: Any = None
     ) -> None:

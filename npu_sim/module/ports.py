@@ -75,6 +75,8 @@ class TensorPorts:
 
 def shared_tensor(buffer: DeviceBuffer) -> torch.Tensor | None:
     """A tensor over a buffer's memory, without padding; None where PyTorch cannot reach that memory."""
+    if buffer.dlpack_copies:
+        return None
     try:
         return torch.utils.dlpack.from_dlpack(buffer)
     except (AttributeError, BufferError, NotImplementedError, RuntimeError, TypeError, ValueError):

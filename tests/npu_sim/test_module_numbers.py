@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from metal_harness import CPU_AND_METAL
 from torch import nn
 
 import npu_sim
@@ -146,3 +147,54 @@ def test_a_module_that_only_converts_to_float64_gives_no_warning() -> None:
         module = compiled(lambda x: (x + 1).double(), x)
         assert_same(module(x), (x + 1).double())
     assert module.report().programs[0].narrowed == 0
+
+
+class Counter(nn.Module):
+    """A module that adds to a buffer and to its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.sum.add_(x)
+        x.mul_(2)
+        return x + 1, self.sum * 2
+
+
+@pytest.mark.parametrize("device", CPU_AND_METAL)
+def test_results_and_writes_reach_the_caller_on_every_device(device: str) -> None:
+    ours, theirs = Counter().eval(), Counter().eval()
+    module = npu_sim.compile(ours, (torch.ones(4),), device=device)
+    for _ in range(2):
+        given, wanted = torch.arange(4.0), torch.arange(4.0)
+        torch.testing.assert_close(module(given), theirs(wanted))
+        torch.testing.assert_close((given, ours.sum), (wanted, theirs.sum))
+
+
+@pytest.mark.parametrize("device", CPU_AND_METAL)
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_a_cast_to_16_bits_rounds_in_a_float32_module(device: str, half: torch.dtype) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        narrow = x.to(half)
+        return narrow.float(), (narrow * 3).float() + x, narrow.float() @ narrow.float().T, narrow.to(torch.float16)
+
+    x = torch.tensor([[1.0001, 3.14159, 70000.0], [1e-9, -2.7182818, 0.1]])
+    module = npu_sim.compile(Calls(function).eval(), (x,), device=device)
+    torch.testing.assert_close(module(x), function(x), rtol=1e-6, atol=0)
+
+
+def test_a_module_under_autocast_computes_in_16_bits_as_pytorch_does() -> None:
+    layer = nn.Linear(8, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x).float()
+
+    x = torch.randn(5, 8)
+    module = Calls(function).eval()
+    module.layer = layer
+    with torch.no_grad():
+        result = npu_sim.compile(module, (x,))(x)
+        torch.testing.assert_close(result, function(x), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(result, result.bfloat16().float(), rtol=0, atol=0)

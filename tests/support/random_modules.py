@@ -315,6 +315,9 @@ def _sizes(draw: random.Random, values: Tensors, index: int, module: RandomModul
         "heads": lambda x: x.view(*x.shape[:-1], 1, x.shape[-1]).transpose(-2, -3) if x.dim() > 1 else x,
         "causal": lambda x: x.masked_fill(torch.ones(x.shape[-2:]).triu(1).bool(), 0.0),
         "rows": lambda x: torch.stack([row * 0.5 for row in x]),
+        # Of a number that is exact: one that differs in its last place might round the other way.
+        "rounded": lambda x: x + x.clamp(1.3, 1.3).half().float(),
+        "in_bfloat16": lambda x: x + (x.clamp(1.3, 1.3).bfloat16() * 3).float(),
         "full": lambda x: torch.full_like(x, 0.3) + x,
         "new": lambda x: torch.zeros(x.shape[0], 2, dtype=x.dtype) + x.sum(),
     }
