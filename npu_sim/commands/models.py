@@ -25,6 +25,7 @@ from npu_sim.commands.options import (
     LanguageModelName,
     NoTune,
     Quantization,
+    RepetitionPenalty,
     Seed,
     Temperature,
     TensorParallel,
@@ -59,15 +60,7 @@ def generate(
         typer.Option("--top-k", min=1, metavar="INTEGER", help="Sample from this many of the most probable tokens."),
     ] = None,
     seed: Seed = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            "--repetition-penalty",
-            metavar="NUMBER",
-            help="Divides the positive logits of tokens that have occurred, and multiplies the negative ones; "
-            "1: leaves them. Default: the checkpoint's.",
-        ),
-    ] = None,
+    repetition_penalty: RepetitionPenalty = None,
     cache_length: Annotated[
         int | None,
         typer.Option(
@@ -97,11 +90,8 @@ def generate(
     from npu_compiler.errors import InputError
     from npu_runtime import Profiler
     from npu_sim.llm.loading import find_checkpoint
-    from npu_sim.llm.sampling import check_penalty
 
     check_device_options(device, cpu_level, fast, no_tune)
-    if repetition_penalty is not None:
-        check_penalty(repetition_penalty)
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise InputError("--top-k and --top-p are for sampling; give a --temperature above 0")
     if max_tokens is not None and cache_length is not None and max_tokens > cache_length:

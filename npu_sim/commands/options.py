@@ -60,6 +60,14 @@ def _temperature(value: float) -> float:
     return value
 
 
+def _repetition_penalty(value: float | None) -> float | None:
+    from npu_compiler.errors import InputError
+
+    if value is not None and not 0 < value < math.inf:
+        raise InputError(f"--repetition-penalty must be a finite number above 0, not {value}")
+    return value
+
+
 IRFile = Annotated[
     Path,
     typer.Argument(
@@ -232,6 +240,16 @@ TopP = Annotated[
         metavar="FLOAT",
         callback=_top_p,
         help="Nucleus sampling: smallest set of tokens with this total probability.",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        metavar="FLOAT",
+        callback=_repetition_penalty,
+        help="Divides the positive logits of tokens that have occurred, and multiplies the negative ones; "
+        "1: leaves them. Default: the checkpoint's.",
     ),
 ]
 Seed = Annotated[

@@ -79,6 +79,7 @@ DEVICE_OPTIONS = [
     (["--cpu-level", "ABSENT"], "this machine cannot run CPU level"),
 ]
 DTYPE = (["--dtype", "int4"], "unknown compute dtype 'int4'; choose one of float16, bfloat16, float32")
+PENALTY = "--repetition-penalty must be a finite number above 0, not"
 SEED = (["--seed", "-1"], "Invalid value for '--seed'")
 WEIGHTS = [
     (["-w", "absent.pt"], "no such weights: 'absent.pt'"),
@@ -232,6 +233,8 @@ WRONG = [
         (["--tokens", "8"], "--tokens and --cache-length are for language models"),
         (["--cache-length", "8"], "--tokens and --cache-length are for language models"),
         (["--tokens", "1"], "Invalid value for '--tokens'"),
+        *((["--repetition-penalty", value], PENALTY) for value in ("0", "-1.5", "nan", "inf")),
+        (["--repetition-penalty", "x"], "Invalid value for '--repetition-penalty'"),
         (["--cache-length", "0"], "Invalid value for '--cache-length'"),
         (["--trace", "no/such.json"], "cannot write 'no/such.json'"),
         (["--trace", "tiny.npubin"], "cannot write 'tiny.npubin': it is one of the files to read"),

@@ -19,7 +19,7 @@ from toy_batches import logits_of as toy_logits
 from npu_compiler.errors import DeviceError, InputError
 from npu_sim.llm import Checkpoint, StreamDecoder, load_checkpoint
 from npu_sim.serving.engine import MOST_FAILURES, Engine, EngineClosedError, QueueFullError
-from npu_sim.serving.request import Request, SamplingSettings, Update
+from npu_sim.serving.request import GRAMMAR_FAILED, Request, SamplingSettings, Update
 from npu_sim.serving.text import TextOutput
 
 LIMIT = 49
@@ -318,7 +318,7 @@ def test_a_grammar_that_fails_or_allows_nothing_ends_its_request(
     nothing = Even()
     monkeypatch.setattr(nothing, "allowed", lambda: np.zeros(VOCAB, bool))
     answers = engine.generate([Request((1,), 5, token_filter=filter) for filter in (Broken(), nothing)])
-    assert [answer.error for answer in answers] == ["no such state", "the grammar allows no further token"]
+    assert [answer.error for answer in answers] == ["no such state", f"{GRAMMAR_FAILED}: it allows no further token"]
 
 
 def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
