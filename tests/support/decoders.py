@@ -22,8 +22,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,6 +76,7 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
+_NO_TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **_: "")
 
 
 @dataclass(frozen=True)
@@ -192,8 +195,9 @@ def opened(folder: Path) -> Outcome:
 def generated(folder: Path, expected: Any) -> Outcome:
     from npu_sim.llm import LanguageModel, load_checkpoint
 
-    model = LanguageModel(load_checkpoint(folder, "float32"), device="cpu", chunk=64)
-    ours = list(model.generate(prompts()[0], NEW, stop=frozenset()))
+    checkpoint = load_checkpoint(folder, "float32")
+    model = LanguageModel(checkpoint, device="cpu", chunk=64)
+    ours = list(model.generate(prompts()[0], NEW, stop=checkpoint.eos_ids))
     return compared(ours, *expected[0])
 
 
@@ -203,9 +207,10 @@ def served(folder: Path, expected: Any) -> Outcome:
     from npu_sim.serving.paged_model import PagedModel
     from npu_sim.serving.request import Request
 
-    model = PagedModel(load_checkpoint(folder, "float32"), device="cpu", max_tokens=64, max_sequences=2)
-    with Engine(model) as engine:
-        updates = engine.generate([Request(tuple(prompt), NEW, stop_ids=frozenset()) for prompt in prompts()])
+    checkpoint = replace(load_checkpoint(folder, "float32"), load_tokenizer=lambda: _NO_TOKENIZER)
+    model = PagedModel(checkpoint, device="cpu", max_tokens=64, max_sequences=2)
+    with Engine(model, checkpoint) as engine:
+        updates = engine.generate([Request(tuple(prompt), NEW) for prompt in prompts()])
     for update, (tokens, gaps) in zip(updates, expected, strict=True):
         if update.error:
             return Outcome("raw", f"the engine says: {update.error[:300]}")
@@ -249,18 +254,18 @@ def save_default(model_type: str, folder: Path) -> None:
     save_file({"model.layers.0.weight": torch.zeros(1)}, folder / "model.safetensors")
 
 
-def _child(send: Any, model_type: str, changes: Mapping[str, Any] | None) -> None:
+def _child(send: Any, action: Callable[[], dict[str, Outcome]]) -> None:
     start = time.monotonic()
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        outcome = tried(model_type, changes)
-    send.send((outcome, time.monotonic() - start))
+        outcomes = action()
+    send.send((outcomes, time.monotonic() - start))
 
 
-def isolated(model_type: str, changes: Mapping[str, Any] | None = None) -> tuple[dict[str, Outcome], float]:
-    """`tried` in a process of its own: (outcomes, seconds)."""
+def isolated(action: Callable[[], dict[str, Outcome]]) -> tuple[dict[str, Outcome], float]:
+    """The outcomes of an action in a process of its own, and the seconds that it took."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(False)
-    process = context.Process(target=_child, args=(send, model_type, changes))
+    process = context.Process(target=_child, args=(send, action))
     process.start()
     send.close()
     try:
@@ -287,7 +292,7 @@ def cases(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 def main(names: Iterable[str]) -> int:
     counts: Counter[str] = Counter()
     for name, changes in cases(names or model_types()):
-        outcomes, seconds = isolated(name, changes)
+        outcomes, seconds = isolated(partial(tried, name, changes))
         for route, outcome in outcomes.items():
             counts[outcome.kind] += 1
             window = f"window {CONTEXT}" if changes else ""
