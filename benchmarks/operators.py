@@ -93,7 +93,7 @@ def _cell(text: str) -> str:
 
 
 def integers_of(op: Op) -> str:
-    """What integer results an op may have."""
+    """Return a phrase for the integer results that an op may have."""
     if op.moves:
         return "all"
     if op.integer_range is not None or op.is_cast:
@@ -145,7 +145,7 @@ def _named(function: FunctionType, name: str) -> Any:
 
 
 def _results(expression: ast.expr) -> Iterator[ast.expr]:
-    """What an expression may evaluate to."""
+    """Return the constants that an expression may evaluate to."""
     if isinstance(expression, ast.IfExp):
         yield from _results(expression.body)
         yield from _results(expression.orelse)

@@ -49,7 +49,7 @@ class NumericalWarning(UserWarning):
 
 
 class PrecisionWarning(UserWarning):
-    """What PyTorch computes in float64 is computed in float32."""
+    """Arithmetic that PyTorch does in float64 is done in float32."""
 
 
 class InputError(NPUError):
@@ -74,7 +74,7 @@ def reading(refuse: Callable[[str], NPUError]) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """What a built-in error says of the data that was read."""
+    """Return the message of a built-in error about data that was read."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, KeyError):
         return f"{text:.80} is missing or unknown"

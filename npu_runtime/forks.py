@@ -21,7 +21,7 @@ _ATTEMPT = 0.05  # seconds to wait for one lock with others taken, which somebod
 
 
 class Locked(Protocol):
-    """What has a lock that is held throughout a call."""
+    """An object with a lock that is held throughout a call."""
 
     lock: Any
 

@@ -102,7 +102,7 @@ def beyond_range(value: float, dtype: str) -> str:
 
 
 def out_of_bounds(data: np.ndarray, low: int, high: int) -> str | None:
-    """What is wrong with an array of integers, if it holds one beyond its bounds; an index's are 0..n-1 or -n..n-1."""
+    """Return what is wrong with integers beyond their bounds, or None; an index's bounds are 0..n-1 or -n..n-1."""
     smallest, largest = int(data.min()), int(data.max())
     if low <= smallest and largest <= high:
         return None

@@ -1,4 +1,4 @@
-"""What the finite elements of a float tensor may be, as far as ops tell: so that one made an integer fits in 32 bits.
+"""Bounds of the finite elements of float tensors, as far as ops tell: a cast to an integer within them fits in 32 bits.
 
 An interval is (lowest, highest) in exact arithmetic. NaN and infinities have no place in it: PyTorch does not promise
 which integer they become.

@@ -131,7 +131,7 @@ def lower_scatter_value(ctx: Lowering, node: OpNode) -> None:
     integer_range=_scattered_range,
 )
 def lower_scatter(ctx: Lowering, node: OpNode) -> None:
-    """Where several indices name one place, the last one counts, or all are joined."""
+    """Scatter values; of several for one place the last counts, or all are reduced."""
     base, index, source = (ctx.view(name) for name in node.inputs)
     dim = base.dim(node.attrs["dim"]) if base.rank else 0
     includes_self = bool(node.attrs.get("include_self", True))

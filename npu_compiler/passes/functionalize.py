@@ -94,7 +94,7 @@ class _Functionalizer:
                 self.aliases[out] = _Alias(parent.base, (*parent.chain, _Step(step, position)), version)
 
     def _shared_input(self, node: OpNode, index: int, step: OpNode) -> int | None:
-        """Which input of the step that makes an output shares memory with it; None where it has memory of its own.
+        """Return the input that an output shares memory with, by position; None where it has memory of its own.
 
         Raises:
             IRError: the IR names an input that is not there.

@@ -45,7 +45,7 @@ def address(array: np.ndarray) -> int:
 
 
 def memory_span(array: np.ndarray) -> tuple[int, int]:
-    """Where its elements' first byte is, and the end of the last one, in bytes from the first element on."""
+    """Return the first byte of the elements and the end of the last one, in bytes counted from element 0."""
     if array.flags.c_contiguous:
         return 0, array.nbytes
     if array.size == 0:

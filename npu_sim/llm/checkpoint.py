@@ -63,7 +63,7 @@ class StoredConfig:
         return config
 
     def changed(self, **changes: Any) -> "StoredConfig":
-        """The same config with other values of some fields."""
+        """Return a copy of the config with other values of some fields."""
         return StoredConfig(self._fields, self._read, {**self._changes, **changes})
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which checkpoints are computed right: what others are is said by name, before anything of them is built.
+"""Model types and features that are supported; others are refused by name before anything is built.
 
 A model type is in `SUPPORTED` once `tests/support/decoders.py` has found its greedy tokens to be those of transformers,
 in `LanguageModel` and in the serving engine, and again with each field of its config changed.

@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read_generation(folder: Path, config: Any) -> dict[str, Any]:
-    """What `Checkpoint` has of a folder's generation config, by its names, as JSON data.
+    """Return the fields of `Checkpoint` that a folder's generation config sets, as JSON data.
 
     Args:
         config: The transformers config.

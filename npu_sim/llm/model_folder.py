@@ -132,7 +132,7 @@ def _facts_key(folder: Path, files: Sequence[str]) -> list[Any]:
 
 
 def _find_facts(folder: Path) -> dict[str, Any]:
-    """What transformers reads from a folder's configs: the config's fields, and how tokens are chosen."""
+    """Return the config's fields and the settings of generation, as transformers reads them from a folder."""
     config = _read_config(folder)
     return {"config": stored_fields(config), "generation": read_generation(folder, config)}
 

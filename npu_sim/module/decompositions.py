@@ -213,7 +213,7 @@ def _mode_of(value: torch.Tensor) -> FakeTensorMode | None:
 
 
 def _trace(function: Function, node: Node, *, pre_dispatch: bool) -> GraphModule | None:
-    """What a function does with a call's arguments, as a graph; None where it cannot be traced for all sizes.
+    """Trace a function on a call's arguments; None where the trace does not hold for all sizes.
 
     Args:
         pre_dispatch: Whether to keep ops that PyTorch composes of others, as `torch.export` does.

@@ -320,7 +320,7 @@ def describe_call(node: Node) -> dict[str, Any]:
 
 
 def _power_of_booleans(node: Node, value: torch.Tensor) -> torch.Tensor:
-    """What PyTorch computes, a boolean, where it traces an int64.
+    """Return a traced boolean in place of the int64 that PyTorch traces for a power of booleans.
 
     Raises:
         IRError: others compute with it, whose dtypes were traced of an int64.

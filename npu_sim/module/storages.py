@@ -1,4 +1,4 @@
-"""Which tensors of a trace share memory, for the strides with which PyTorch traced it."""
+"""Memory of traced tensors: finds those that share it, for the strides with which PyTorch traced them."""
 
 from __future__ import annotations
 

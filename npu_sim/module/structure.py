@@ -176,13 +176,13 @@ class Tree:
                 return self._make(**dict(zip(self.keys, parts, strict=True)))
 
     def with_classes(self, classes: Iterable[AnyClass]) -> Tree:
-        """The same structure, whose namedtuples and objects may also be of these classes."""
+        """Return the structure with further classes that its namedtuples and objects may have."""
         named = {type_path(kind): kind for kind in classes}
         return replace(self, children=tuple(child.with_classes(classes) for child in self.children), classes=named)
 
     @cached_property
     def _make(self) -> Callable[..., Any]:
-        """What makes a namedtuple or an object of its fields: its own class where that may be made, else a stand-in.
+        """Return a function from fields to a namedtuple or object: its own class where that may be made, else a stand-in.
 
         A file names the class. So nothing is imported for it, no module is asked but those of `_PACKAGES`, and no class
         is called but a namedtuple or dataclass that has these fields and runs nothing else when it is made.
@@ -205,7 +205,7 @@ _PACKAGES = frozenset({"collections", "diffusers", "timm", "torch", "torchaudio"
 
 
 def _imported(path: str) -> Any:
-    """What a module of `_PACKAGES` defines under `module:name`, if it is imported; None otherwise.
+    """Return what an imported module of `_PACKAGES` defines under `module:name`, or None.
 
     Only what is there is looked at: asked for an attribute, some modules import others.
     """

@@ -89,7 +89,7 @@ class PlainTensors:
                     self._places.setdefault(key, _Place(part, path, title))
 
     def now(self) -> list[Any]:
-        """What is in their places."""
+        """Return the tensors that are in these places now."""
         return [place.value() for place in self._places.values()]
 
     def current(self, key: str, known: torch.Tensor) -> torch.Tensor | None:
@@ -120,7 +120,7 @@ class _Place:
     title: str
 
     def value(self) -> Any:
-        """What is there; None where nothing is."""
+        """Return the tensor at a place; None where there is none."""
         value: Any = self.owner.__dict__
         try:
             for step in self.path:

@@ -1,4 +1,4 @@
-"""What the host makes of an output's logits: a token, where a grammar or a penalty has a say, and log probabilities."""
+"""Host-side choice from an output's logits: a token, for grammars and penalties, and log probabilities."""
 
 import numpy as np
 

@@ -122,7 +122,7 @@ def _run_program(folder: Path) -> Check:
 
 
 def _runner() -> Callable[[CompiledProgram], str]:
-    """What runs a program on the CPU with weights and inputs of zeros.
+    """Return a function that runs a program on the CPU with weights and inputs of zeros.
 
     All that may take at most `_FACTOR` times the memory that the program declares, and `_SLACK`.
     """

@@ -431,7 +431,7 @@ def overloads() -> list[str]:
 
 @dataclass(frozen=True)
 class Draws:
-    """What random nodes are made of: the dtypes of tensors, the numbers beside them, and the elements of inputs."""
+    """Ingredients of random nodes: the dtypes of tensors, the numbers beside them, and the elements of inputs."""
 
     dtypes: tuple[str, ...]
     scalars: tuple[float, ...]

@@ -46,7 +46,7 @@ class Recording(AnyKernel):
 
 
 def launches_of(layer: Layer) -> list[NativeLaunch]:
-    """What a layer runs, its operands holding what one run leaves there; nothing where it does not compile."""
+    """Launches of a layer, after one run over its operands; none where it does not compile."""
     backend = Recording()
     if lacks_an_op(layer):
         return []
@@ -294,7 +294,7 @@ BINDINGS: dict[str, Callable[[Operands], tuple[Callable[..., Any], list[np.ndarr
 @settings(max_examples=40)
 @given(seed=SEEDS)
 def test_bindings_survive_operands_that_are_too_small(name: str, seed: int) -> None:
-    """What they do not refuse runs: with guarded arrays it ends the process if it touches more than there is."""
+    """Launches that are not refused run; with guarded arrays, touching more than there is ends the process."""
     o = Operands(seed)
     binding, arrays = BINDINGS[name](o)
     position = o.rng.randrange(len(arrays))

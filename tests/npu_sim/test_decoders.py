@@ -1,4 +1,4 @@
-"""Which decoders are right and which are refused by name: checkpoints of every model type, and what configs can say."""
+"""Decoders are right or refused by name: checkpoints of every model type, and of what configs can say."""
 
 from __future__ import annotations
 

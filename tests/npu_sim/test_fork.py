@@ -61,7 +61,7 @@ HARNESS = """
 
 
 def run(script: str) -> str:
-    """What a script prints in a process of its own."""
+    """Run a script in a process of its own; return what it prints."""
     source = textwrap.dedent(HARNESS) + textwrap.dedent(script)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

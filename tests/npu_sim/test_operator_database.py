@@ -17,7 +17,7 @@ from npu_compiler.ops.registry import OPS
 
 
 def faults_of_drawn_cases(seed: int, count: int) -> list[str]:
-    """What is wrong in cases drawn from the database, in words."""
+    """Return what is wrong in cases drawn from the database, in words."""
     draw = random.Random(seed)
     names = draw.choices(sorted(database.operators().keys() - database.FAULTY), k=count)
     return [fault for name in names if (fault := database.fault_of_drawn_case(name, draw)) is not None]

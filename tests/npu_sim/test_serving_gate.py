@@ -465,7 +465,7 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def sent_until_refused(connection: socket.socket, piece: bytes, most: int) -> int:
-    """How many bytes, of that many, the server reads before it takes no more for a second, or ends the connection."""
+    """Count the bytes that the server reads before it takes no more for a second, or ends the connection."""
     connection.settimeout(1)
     sent = 0
     try:

@@ -81,7 +81,7 @@ _NO_TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **_: "")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a model type by one route."""
+    """Outcome of a model type by one route."""
 
     kind: str
     detail: str = ""

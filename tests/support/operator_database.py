@@ -76,7 +76,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: its kind, what went wrong, and what left the device and why."""
+    """Outcome of a case: its kind, what went wrong, and what left the device and why."""
 
     kind: str
     message: str
@@ -85,7 +85,7 @@ class Outcome:
 
 @dataclass
 class Examination:
-    """What became of an op.
+    """Outcome of an op.
 
     Attributes:
         on_device: Whether all samples of its first dtype ran wholly on the device; None if there were none.
@@ -256,7 +256,7 @@ def _routes(op: Any, dtype: torch.dtype, position: int, order: int) -> list[str]
 
 
 def fault_of_drawn_case(name: str, draw: random.Random) -> str | None:
-    """What is wrong, in words, in a drawn sample of an op, dtype and route; None if nothing is."""
+    """Return what is wrong, in words, in a drawn sample of an op, dtype and route; None if nothing is."""
     op = operators()[name]
     choices = dtypes_of(op)
     if not choices:
@@ -504,7 +504,7 @@ def _difference(ours: Any, expected: Any, others: Sequence[Any], is_drawn: bool)
 
 
 def _float_difference(ours: torch.Tensor, expected: torch.Tensor, others: Sequence[torch.Tensor]) -> str | None:
-    """What differs beyond rounding; how much eager PyTorch itself is off in this dtype is the measure."""
+    """Return what differs beyond rounding; the error of eager PyTorch in this dtype is the measure."""
     info = torch.finfo(expected.dtype)
     relative, absolute = (1e-4, 1e-5) if info.eps < 1e-4 else (4 * info.eps, 2 * info.eps)
     a, b = ours.double(), expected.double()

@@ -549,7 +549,7 @@ class Bench:
         self.backends = [AnyKernel(), CPUBackend(tune=False), CPUBackend(native=False, tune=False), numpy]
 
     def check(self, layer: Layer, number: int) -> str:
-        """What is wrong with the device's result, or nothing; `off` where the device lacks one of the ops."""
+        """Return what is wrong with the device's result, or nothing; `off` where the device lacks one of the ops."""
         if lacks_an_op(layer):
             return "off"
         # By turns: the kernels of its own come first, then PyTorch's and NumPy's.
@@ -603,7 +603,7 @@ def repeat(device: str, seed: int, number: int) -> str:
 
 @dataclass
 class Outcome:
-    """What batches of layers came to.
+    """Outcome of batches of layers.
 
     Attributes:
         failures: A line for each layer that was wrong or ended its process.

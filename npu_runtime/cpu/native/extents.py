@@ -1,4 +1,4 @@
-"""What native kernels touch of their operands, checked when a launch is prepared: a kernel itself checks nothing.
+"""Checks of the memory that native kernels touch, made when a launch is prepared: a kernel itself checks nothing.
 
 Every argument block tells, from its own fields and nothing else, which memory its kernel reads or writes. So a binding
 that changes sizes or strides (rows that run together, a stride that does not count) is held to what it says in the end,
@@ -63,7 +63,7 @@ def item_size(dtype: int) -> int:
 
 
 class ArgumentBlock(ctypes.Structure):
-    """What a kernel gets, field by field as in its C++ declaration."""
+    """Argument block of a kernel, field by field as in its C++ declaration."""
 
     def extents(self, kernel: str) -> Iterable[Extent]:
         """All memory that `kernel` may touch, its own scratch memory apart."""

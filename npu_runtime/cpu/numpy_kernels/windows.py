@@ -112,7 +112,7 @@ def max_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @numpy_kernel("max_pool2d_index_kernel")
 def max_pool2d_index(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """Where each maximum is in its plane, counted row by row: the first of equal ones, the last of several NaNs."""
+    """Compute the place of each maximum in its plane, row by row: the first of equal ones, the last of several NaNs."""
     x, out = as_float32(inputs[0]), outputs[0]
     height, width = x.shape[2:]
     padded = _padded(x, out, params, params["dilation"], -np.inf)

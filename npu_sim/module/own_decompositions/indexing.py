@@ -33,7 +33,7 @@ def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: 
 
 @decomposes("aten.index_copy.default")
 def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Of a scalar, which a vector of one element stands for."""
+    """Copy into a scalar, which is treated as a vector of one element."""
     if x.dim():
         raise NotImplementedError("index_copy on more than a scalar")
     return x.reshape(1).index_copy(0, index.reshape(-1), source.reshape(-1)).reshape(())

@@ -43,7 +43,7 @@ def _picked(
 
 
 def _numbers(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """How many elements of each row are no NaN."""
+    """Count the elements of each row that are not NaN."""
     return torch.isnan(rows).logical_not().sum(dim, keepdim=True)
 
 
@@ -116,7 +116,7 @@ def searchsorted(
     side: str | None = None,
     sorter: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How many boundaries of its row are below an element, or on the right side not above it."""
+    """Count the boundaries of the row that are below each element, or for `right` not above it."""
     _check_pairs(x.numel() * boundaries.size(-1))
     if sorter is not None:
         boundaries = boundaries.gather(-1, sorter)
@@ -144,7 +144,7 @@ def bucketize_scalar(
 def _running(
     combine: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Tensors], values: Tensors, dim: int
 ) -> Tensors:
-    """What an associative function makes of all elements up to each, in as many steps as the size has binary digits."""
+    """Scan with an associative function, in as many steps as the size has binary digits."""
     size, step = values[0].size(dim), 1
     while step < size:
         joined = combine(

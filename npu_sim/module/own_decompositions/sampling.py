@@ -45,7 +45,7 @@ def _unnormalized(coordinate: Tensor, size: int, align_corners: bool) -> Tensor:
 
 
 def _bounded(coordinate: Tensor, size: int, padding: int, align_corners: bool) -> Tensor:
-    """Where the padding takes a coordinate's element from; with zeros, it may be outside."""
+    """Return the coordinate that the padding mode reads instead; with zeros it may lie outside."""
     if padding == ZEROS:
         return coordinate
     if padding == REFLECTION:

@@ -48,7 +48,7 @@ def new_empty_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], **o
 
 @decomposes("aten._unsafe_masked_index.default")
 def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float) -> Tensor:
-    """Where the mask is off, an index may be out of range."""
+    """Index where the mask is on; elsewhere an index may be out of range."""
     inside = [
         None if index is None else torch.clamp(index, 0, size - 1)
         for index, size in zip(indices, x.shape, strict=False)

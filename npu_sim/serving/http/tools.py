@@ -169,7 +169,7 @@ class CallParser:
         return "" if self._only_calls else shown, calls
 
     def flush(self) -> tuple[str, list[Call]]:
-        """What is left at the end; a call that is not complete is text, unless the reply must consist of calls."""
+        """Return the rest at the end; an incomplete call is text, unless the reply must consist of calls."""
         shown, calls = self._rest()
         return "" if self._only_calls else shown, calls
 
