@@ -182,7 +182,7 @@ class Tree:
 
     @cached_property
     def _make(self) -> Callable[..., Any]:
-        """Return a function from fields to a namedtuple or object: its own class where that may be made, else a stand-in.
+        """Return a function from fields to a namedtuple or object, of its own class where that may be made.
 
         A file names the class. So nothing is imported for it, no module is asked but those of `_PACKAGES`, and no class
         is called but a namedtuple or dataclass that has these fields and runs nothing else when it is made.
