@@ -58,8 +58,8 @@ def _tree(spec: pytree.TreeSpec) -> Tree:
         return Tree("leaf")
     children = tuple(_tree(child) for child in spec.children())
     kind, context = spec.type, spec.context
-    if kind is tuple or kind is list:
-        return Tree("tuple" if kind is tuple else "list", children)
+    if kind in (tuple, torch.Size, list):
+        return Tree("list" if kind is list else "tuple", children)
     if kind is namedtuple:
         return Tree("namedtuple", children, context._fields, type_path(context))
     if isinstance(kind, type) and issubclass(kind, tuple) and field_names(kind) is not None:

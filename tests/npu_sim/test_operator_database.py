@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
+from pathlib import Path
 
 import operator_database as database
 import pytest
@@ -113,6 +115,33 @@ def test_half_precision_is_judged_by_pytorchs_own_error() -> None:
     eager = exact.to(torch.bfloat16)
     assert database._float_difference(eager, eager, [exact]) is None
     assert database._float_difference(eager * 1.1, eager, [exact]) is not None
+
+
+def test_a_more_exact_answer_is_right_where_pytorchs_own_is_nan() -> None:
+    exact = torch.tensor([94.0366, 1.0], dtype=torch.float64)
+    eager = torch.tensor([float("nan"), 1.0], dtype=torch.bfloat16)
+    assert database._float_difference(exact.to(torch.bfloat16), eager, [exact]) is None
+    assert database._float_difference(exact.to(torch.bfloat16) * 1.1, eager, [exact]) is not None
+
+
+def test_indices_of_equal_elements_are_alike_with_and_without_their_dimension() -> None:
+    values = torch.tensor([[3, 1, 3], [2, 2, 5]])
+    ours, theirs = torch.tensor([2, 0]), torch.tensor([0, 1])
+    assert database._pick_the_same(values, ours, theirs)
+    assert database._pick_the_same(values, ours.unsqueeze(1), theirs.unsqueeze(1))
+    assert not database._pick_the_same(values, torch.tensor([1, 0]), theirs)
+
+
+def test_what_a_causal_mask_hides_may_take_no_part() -> None:
+    x = torch.randn(1, 4, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    torch.testing.assert_close(database._attention(x, x, x, is_causal=True), expected)
+
+
+def test_results_of_a_process_that_was_ended_as_it_wrote_are_read(tmp_path: Path) -> None:
+    line = json.dumps(asdict(database.Examination("add", "float32", True, {}, {RIGHT: 3}, [])))
+    (tmp_path / "results.jsonl").write_text(f'{line}\n{{"op": "sub", "dty')
+    assert list(database.read_results(tmp_path / "results.jsonl")) == ["add"]
 
 
 def test_special_values_are_put_into_floating_point_tensors_alone() -> None:

@@ -119,10 +119,13 @@ def embedding_bag(
         is_filled = (sizes > 0).unsqueeze(1)
         result, largest = result.narrow(0, 0, bags), largest.narrow(0, 0, bags)
         return result, bag.to(ids.dtype), sizes.to(ids.dtype), torch.where(is_filled, largest, 0).to(ids.dtype)
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        rows, empty = rows.float(), empty.float()  # as PyTorch does: 16 bits may not hold a product that is summed
     if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(1)
+        rows = rows * per_sample_weights.unsqueeze(1).to(rows.dtype)
     rows = torch.where(is_kept.unsqueeze(1), rows, 0.0)
     total = empty.index_add(0, bag, rows)
     if mode == 1:
         total = total / sizes.clamp(min=1).unsqueeze(1).to(total.dtype)
+    total = total.to(weight.dtype)
     return total, bag.to(ids.dtype), sizes.to(ids.dtype), sizes.to(ids.dtype)
