@@ -198,3 +198,23 @@ def test_a_module_under_autocast_computes_in_16_bits_as_pytorch_does() -> None:
         result = npu_sim.compile(module, (x,))(x)
         torch.testing.assert_close(result, function(x), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(result, result.bfloat16().float(), rtol=0, atol=0)
+
+
+class TrainedNorm(nn.Module):
+    """A batch normalization that updates its statistics though the module is in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+def test_statistics_of_a_batch_norm_in_training_are_updated() -> None:
+    ours, theirs, x = TrainedNorm().eval(), TrainedNorm().eval(), torch.randn(4, 3)
+    module = npu_sim.compile(ours, (x,))
+    for _ in range(2):
+        torch.testing.assert_close(module(x), theirs(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close((ours.mean, ours.var), (theirs.mean, theirs.var))

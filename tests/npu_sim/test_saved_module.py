@@ -673,3 +673,11 @@ def test_a_module_with_state_is_saved_with_its_constants_as_they_are_now(tmp_pat
     module.scale = torch.full((2,), 5.0)
     compiled.save(tmp_path / "counting.npumod")
     np.testing.assert_allclose(npu_sim.load(tmp_path / "counting.npumod")(x.numpy()), 5 * x.numpy(), rtol=1e-6)
+
+
+def test_sizes_among_the_results_are_a_tuple(tmp_path: Path) -> None:
+    module, x = Function(lambda x: (x + 1, torch.broadcast_shapes(x.shape, (1, 3)), torch.Size([]))), torch.ones(2, 3)
+    _, loaded = saved(module, tmp_path, x)
+    total, shape, none = loaded(x)
+    assert tuple(shape) == (2, 3) and none == ()
+    np.testing.assert_array_equal(total, x + 1)
