@@ -1,7 +1,8 @@
-"""Functions of PyTorch that look at the values of tensors to check them, replaced while tracing by ones that do not.
+"""Functions of PyTorch that `torch.export` cannot trace, or loses something of, replaced by others while tracing.
 
-`torch.export` cannot trace such a look, though the result does not depend on it: `torch.cov` warns where it divides by
-zero, `torch.combinations` counts the elements of a mask that is the same for all vectors of that length.
+Some look at the values of tensors to check them, though the result does not depend on it: `torch.cov` warns where it
+divides by zero, `torch.combinations` counts the elements of a mask that is the same for all vectors of that length.
+`torch.tensor(0.5)` on the meta device is traced as a constant whose value is lost; `torch.full` keeps it.
 """
 
 from __future__ import annotations
@@ -67,10 +68,18 @@ def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False, **named
     return torch.index_select(x, 0, index.reshape(-1)).reshape(len(chosen), r)
 
 
+def _tensor(data: Any, *, device: Any = None, dtype: torch.dtype | None = None, **named: Any) -> Any:
+    """A number on the meta device."""
+    if named or device is None or torch.device(device).type != "meta" or not isinstance(data, (bool, int, float)):
+        return NotImplemented
+    return torch.full((), data, device=device, dtype=dtype)
+
+
 _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     torch.cov: _cov,
     Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations,
+    torch.tensor: _tensor,
 }

@@ -38,6 +38,28 @@ def test_outputs_are_called_by_the_keys_under_which_the_module_returns_them() ->
     np.testing.assert_allclose(np.asarray(outputs["more.twice"]), 2 * X.numpy())
 
 
+class Numbers(torch.nn.Module):
+    """Makes tensors of Python numbers on the device of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        zero = torch.tensor(0.5, device=x.device, dtype=x.dtype)
+        return torch.where(x > torch.tensor(2, device=x.device), zero, x * self.scale) * torch.tensor(
+            True, device=x.device
+        )
+
+
+def test_numbers_that_forward_makes_keep_their_values_on_the_meta_device() -> None:
+    model, device = Numbers(), CPUBackend()
+    program = compile(extract_ir(Numbers().to("meta"), (X,)), compute_dtype="float32")
+    outputs = Executor(program, device).run({"x": X}, load_weights(model.state_dict(), program, device))
+    (result,) = outputs.values()
+    np.testing.assert_array_equal(np.asarray(result), model(X).detach().numpy())
+
+
 def test_a_module_is_left_as_it_is() -> None:
     model = Named().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}

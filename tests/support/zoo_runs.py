@@ -19,6 +19,7 @@ import npu_compiler
 from npu_compiler import PartitionPlan
 from npu_runtime import Backend, DAGExecutor, Executor, NPUBuffer
 from npu_runtime.weight_loader import load_weights, to_numpy
+from npu_sim.module.substitutes import Substitutes
 
 IN_BFLOAT16 = [
     "ResNet",
@@ -61,8 +62,12 @@ def extracted_in_bfloat16(name: str) -> Any:
 
 
 def extract(model: nn.Module, inputs: Sequence[Tensor]) -> Any:
-    """The IR of a copy of the model without values, as users are told to extract it."""
-    with torch.no_grad():  # else some versions of PyTorch keep the regions of a model that have it as nodes
+    """The IR of a copy of the model without values, as users are told to extract it.
+
+    Outside `no_grad` some versions of PyTorch keep the regions of a model that have it as nodes; without `Substitutes`
+    numbers that some versions of transformers make on the meta device have no values.
+    """
+    with torch.no_grad(), Substitutes():
         empty = copy.deepcopy(model).to("meta")
         return torch_ir.extract_ir(empty, tuple(torch.empty_like(x, device="meta") for x in inputs), model_name="zoo")
 
