@@ -159,7 +159,10 @@ def _is_static(placeholder: Node) -> bool:
     value = placeholder.meta.get("example_value")
     if isinstance(value, nn.Parameter):
         return True
-    return isinstance(value, torch.Tensor) and source is not None and source.guard_source.is_unspecialized_nn_module()
+    if not isinstance(value, torch.Tensor) or source is None:
+        return False
+    kind = source.guard_source() if callable(source.guard_source) else source.guard_source  # a method up to PyTorch 2.9
+    return bool(kind.is_unspecialized_nn_module())
 
 
 def _device(traced: GraphModule) -> torch.device:

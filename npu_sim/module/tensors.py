@@ -17,13 +17,21 @@ from npu_sim.module.shapes import InputShapes, Key
 from npu_sim.module.structure import Tree, field_names, type_path
 
 
+def children_of(spec: pytree.TreeSpec) -> Sequence[pytree.TreeSpec]:
+    """The structures within a structure, in order."""
+    children: Sequence[pytree.TreeSpec] = (
+        spec.children() if hasattr(spec, "children") else spec.children_specs  # PyTorch 2.9
+    )
+    return children
+
+
 class PytreeStructure:
     """A `Structure` as PyTorch's pytree knows it, with all types that are registered there."""
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self.spec = spec
         self.is_leaf: bool = spec.is_leaf()
-        self.is_flat_tuple = spec.type is tuple and all(child.is_leaf() for child in spec.children())
+        self.is_flat_tuple = spec.type is tuple and all(child.is_leaf() for child in children_of(spec))
         self.size: int = spec.num_leaves
 
     def leaves(self, value: Any) -> list[Any] | None:
@@ -47,16 +55,16 @@ class PytreeStructure:
 
 def argument_structures(spec: pytree.TreeSpec) -> tuple[list[PytreeStructure], dict[str, PytreeStructure]]:
     """The structures of the positional and of the keyword arguments, out of that of (args, kwargs)."""
-    positional, keyword = spec.children()
-    found = [PytreeStructure(child) for child in positional.children()]
-    named = zip(keyword.context or (), keyword.children(), strict=True)
+    positional, keyword = children_of(spec)
+    found = [PytreeStructure(child) for child in children_of(positional)]
+    named = zip(keyword.context or (), children_of(keyword), strict=True)
     return found, {name: PytreeStructure(child) for name, child in named}
 
 
 def _tree(spec: pytree.TreeSpec) -> Tree:
     if spec.is_leaf():
         return Tree("leaf")
-    children = tuple(_tree(child) for child in spec.children())
+    children = tuple(_tree(child) for child in children_of(spec))
     kind, context = spec.type, spec.context
     if kind in (tuple, torch.Size, list):
         return Tree("list" if kind is list else "tuple", children)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, LlamaConfig
-from transformers.utils import output_capturing
 
 import npu_sim
 from npu_compiler import InputError, IRError
@@ -84,7 +83,8 @@ def test_windows_onto_memory_show_what_pytorch_has_there(rows: int) -> None:
 
 
 def test_hooks_of_transformers_are_its_own(llama: nn.Module) -> None:
-    output_capturing.install_all_output_capturing_hooks(llama)  # type: ignore[arg-type]
+    capturing = pytest.importorskip("transformers.utils.output_capturing", reason="this transformers installs no hooks")
+    capturing.install_all_output_capturing_hooks(llama)
     hooks = [hook for part in llama.modules() for hook in part._forward_hooks.values()]
     assert hooks
     assert all(map(is_library_hook, hooks))

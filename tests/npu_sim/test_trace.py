@@ -175,7 +175,9 @@ class Grid(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         rows, columns = x.shape
-        halves = x.view(rows, 2, columns // 2).flip(1).reshape(rows * 2, -1)
+        halves = (
+            x.view(rows, 2, columns // 2).flip(1).permute(1, 0, 2).reshape(rows * 2, -1)
+        )  # PyTorch 2.11 exports no copy-free one
         places = torch.arange(columns // 2, dtype=x.dtype) / columns
         return torch.cat([halves + places, y], 0)[: rows + 1]
 
