@@ -2,6 +2,7 @@
 steps that choose the next token themselves."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,12 @@ class _IndexedCache:
         self.keys[layer_idx] = torch.index_copy(self.keys[layer_idx], 2, self.positions, key)
         self.values[layer_idx] = torch.index_copy(self.values[layer_idx], 2, self.positions, value)
         return self.keys[layer_idx], self.values[layer_idx]
+
+
+def _placed(causal: Any, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The arguments by which a Hugging Face model is told its tokens' positions: some versions take them twice."""
+    takes_both = "cache_position" in inspect.signature(causal.forward).parameters
+    return {"position_ids": positions[None], **({"cache_position": positions} if takes_both else {})}
 
 
 class CachedCausalLM(nn.Module):
@@ -66,7 +73,7 @@ class CachedCausalLM(nn.Module):
             logits = causal(
                 input_ids=input_ids,
                 attention_mask=mask,
-                position_ids=positions[None],
+                **_placed(causal, positions),
                 past_key_values=cache,
                 use_cache=True,
             ).logits
@@ -384,7 +391,7 @@ class PagedCausalLM(nn.Module):
         with _only_row(causal.get_output_embeddings(), outputs):
             logits = causal(
                 input_ids=tokens[None],
-                position_ids=positions[None],
+                **_placed(causal, positions),
                 past_key_values=cache,
                 use_cache=True,
                 paging=Paging(positions, sequences, tables, self._block_size),
