@@ -1,6 +1,7 @@
 """The graphs of a language model, prefill and decode: traced from the Hugging Face module without weights, compiled."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,11 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
     if attention is not None:
         AttentionInterface.register(attention.__name__, attention)
     try:
+        config = copy.deepcopy(_whole(checkpoint.config))  # transformers writes the dtype into it
+        config.return_dict, config.output_hidden_states = True, False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(_whole(checkpoint.config)),  # transformers writes the dtype into it
+                config,
                 dtype=getattr(torch, checkpoint.dtype),
                 attn_implementation="sdpa" if attention is None else attention.__name__,
                 trust_remote_code=False,
@@ -345,12 +348,13 @@ def _model_key(checkpoint: Checkpoint) -> list[Any]:
 
 
 def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
-    """How the checkpoint's weights are stored, tied parameters under both of their names."""
+    """How the checkpoint's weights are stored by the module's names, tied parameters under both of theirs."""
     formats = checkpoint.quantization
     if not isinstance(formats, Mapping):
         return formats
     tied = _facts(checkpoint)["tied"]
-    return {**formats, **{name: formats[other] for name, other in tied.items() if other in formats}}
+    named = {name: formats[stored] for name, stored in _stored_names(checkpoint).items() if stored in formats}
+    return {**named, **{name: named[other] for name, other in tied.items() if other in named}}
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -360,16 +364,58 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The checkpoint's tensors and what else the programs take as weights: tied parameters and rotary frequencies."""
+    """The checkpoint's tensors and what else the programs take as weights: tied parameters and rotary frequencies.
+
+    Raises:
+        InputError: the files lack a tensor of the module, or hold one that it lacks or that has another shape.
+    """
     facts = _facts(checkpoint)
     extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
     if checkpoint.inv_freq_divisors is not None:
         extra[INV_FREQ] = extra[INV_FREQ] / checkpoint.inv_freq_divisors
-    return _WithExtras(checkpoint.state, extra, facts["tied"])
+    return _WithExtras(checkpoint.state, _stored_names(checkpoint), extra, facts["tied"])
+
+
+# Masks of attention, which old files include.
+_MASKS = (r"\.masked_bias$",)
+
+
+def _stored_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """The module's names of tensors → those in the files, which may be older or lack the module's prefix."""
+    facts, state = _facts(checkpoint), checkpoint.state
+    shapes, unknown = facts["shapes"], []
+    names: dict[str, str] = {}
+    for stored in state:
+        name = stored
+        for pattern, replacement in facts["renamings"]:
+            name = re.sub(pattern, replacement, name)
+        name = name if name in shapes else f"{facts['prefix']}.{name}"
+        if name in shapes:
+            names[name] = stored
+        elif not any(re.search(pattern, stored) for pattern in (*facts["ignored"], *_MASKS)):
+            unknown.append(stored)
+    missing = [name for name in shapes if name not in names and facts["tied"].get(name) not in names]
+    if missing:
+        raise InputError(f"the files of {checkpoint.name} lack '{missing[0]}'{_and_others(missing)}")
+    if unknown:
+        model = f"a model of type '{checkpoint.config.model_type}'"
+        others = _and_others(unknown)
+        raise InputError(f"the files of {checkpoint.name} hold '{unknown[0]:.120}'{others}, which {model} lacks")
+    for name, stored in names.items() if hasattr(state, "shape") else ():
+        if list(shape := state.shape(stored)) != shapes[name]:
+            raise InputError(
+                f"'{stored}' of {checkpoint.name} has the shape {list(shape)}, but its config says {shapes[name]}"
+            )
+    return names
+
+
+def _and_others(names: list[str]) -> str:
+    return f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
 
 
 def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The module's non-persistent buffers as lists, and its tied parameters: name → the other name, both ways."""
+    """The module's non-persistent buffers as lists, its tied parameters (name → the other name, both ways), and what
+    says which of its tensors one in a file is."""
     model = meta_model(checkpoint)
     try:
         buffers = _buffers(model)
@@ -379,7 +425,26 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     tied = {name: other for names in groups.values() for name in names for other in names if name != other}
-    return {"buffers": buffers, "tied": tied}
+    return {
+        "buffers": buffers,
+        "tied": tied,
+        "shapes": {name: list(value.shape) for name, value in model.state_dict().items()},
+        "prefix": model.base_model_prefix,
+        "ignored": list(model._keys_to_ignore_on_load_unexpected or ()),
+        "renamings": _renamings(type(model).__name__),
+    }
+
+
+def _renamings(module: str) -> list[tuple[str, str]]:
+    """(pattern, replacement) of names that transformers itself changes when it loads files of a class of modules."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    rules = get_checkpoint_conversion_mapping(module) or ()
+    return [
+        (source, target)
+        for rule in rules
+        for source, target in zip(rule.source_patterns, rule.target_patterns, strict=False)
+    ]
 
 
 def _buffers(model: Any) -> dict[str, Any]:
@@ -412,23 +477,26 @@ def _whole(config: Any) -> Any:
 
 
 class _WithExtras(Mapping[str, Any]):
-    """A checkpoint's tensors, additional ones, and tied parameters under both of their names; nothing is copied."""
+    """A checkpoint's tensors by the module's names, additional ones, and tied parameters under both of their names;
+    nothing is copied."""
 
-    def __init__(self, state: Mapping[str, Any], extra: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], names: Mapping[str, str], extra: Mapping[str, Any], tied: Mapping[str, str]
+    ) -> None:
         self._state = state
         self._extra = extra
-        self._alias = {name: other for name, other in tied.items() if name not in state and other in state}
+        alias = {name: names[other] for name, other in tied.items() if name not in names and other in names}
+        self._names = {**names, **alias}
 
     def __getitem__(self, key: str) -> Any:
-        return self._extra[key] if key in self._extra else self._state[self._alias.get(key, key)]
+        return self._extra[key] if key in self._extra else self._state[self._names[key]]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._extra or key in self._state or key in self._alias
+        return key in self._extra or key in self._names
 
     def __iter__(self) -> Iterator[str]:
         yield from self._extra
-        yield from (key for key in self._state if key not in self._extra)
-        yield from self._alias
+        yield from (key for key in self._names if key not in self._extra)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

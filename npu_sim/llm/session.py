@@ -140,8 +140,8 @@ class LanguageModel:
                 self.group = start_group(checkpoint, self.device, tensor_parallel, type(self), settings)
             mesh = Mesh(tensor_parallel)
         target = self.device.backend.target  # which may depend on the group
+        state = state_with_buffers(checkpoint)  # before seconds of compiling: it may refuse the files
         self.decode_program = compile_decode_loop(checkpoint, self.cache_length, target, mesh)
-        state = state_with_buffers(checkpoint)
         shared: dict[str, DeviceBuffer] = {}
         self._kv = {
             spec.name: NPUBuffer.zeros(spec.shape, self.device, spec.storage, spec.alloc_shape)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import decoder_variants
 import decoders
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from tiny_llms import VOCAB, save_tiny
 from npu_compiler.errors import InputError
 from npu_sim.llm import LanguageModel, load_checkpoint, make_sampler
 from npu_sim.llm.families import SUPPORTED, attention_window
+from npu_sim.llm.graph import meta_model, state_with_buffers
 from npu_sim.llm.sampling import penalized
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
@@ -27,6 +30,13 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("shared_programs")
 PROMPT = [5, 9, 77, 31, 2, 8, 9, 9, 60, 31]
 SAMPLE = ("cohere", "exaone4", "gemma", "gpt_neox", "mistral", "nemotron", "phi", "stablelm")
+VARIANTS = (
+    *("config: cohere with logit_scale", "config: gemma3_text with final_logit", "config: llama with head_dim 32"),
+    *("config: olmo with clip_qkv", "config: gpt2 with scale_attn_by", "config: stablelm with use_qkv_bias"),
+    *("stored: llama, generation_config.json with repetition_penalty 0.6", "stored: gpt_neox, config.json with rope"),
+    *("file: tied beside another head", "file: awq", "file: a shard is missing", "file: float8 and scales"),
+    *("gguf: qwen2 with rope__freq_base 300", "gguf: llama in Q8_0"),
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -85,6 +95,62 @@ def test_supported_model_types_are_right_or_refused(model_type: str) -> None:
         outcomes = decoders.tried(name, changes)
         assert {outcome.kind for outcome in outcomes.values()} <= {"right", "refused"}, (changes, outcomes)
     assert outcomes["generate"].kind == "right", outcomes
+
+
+def check_variant(name: str) -> None:
+    (save,) = [save for other, save in decoder_variants.variants().items() if other.startswith(name)]
+    outcomes = decoder_variants.tried(save)
+    assert {outcome.kind for outcome in outcomes.values()} <= {"right", "refused"}, outcomes
+
+
+@pytest.mark.parametrize("name", ["config: granite with embedding_multiplier", "file: gpt2 without a prefix"])
+def test_what_a_checkpoint_says_is_computed(name: str) -> None:
+    check_variant(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_a_checkpoint_says_is_computed_or_refused(name: str) -> None:
+    """`make test-decoders` tries all variants."""
+    check_variant(name)
+
+
+def test_names_in_files_are_those_of_transformers_own(tmp_path: Path) -> None:
+    """Files of GPT-NeoX name their head as older versions do; those of GPT-2 and of base models lack a prefix."""
+    for family, head in (("gpt_neox", "embed_out.weight"), ("gpt2", "lm_head.weight")):
+        folder = decoder_variants.save_model(tmp_path / family, family)
+        if family == "gpt2":
+            decoder_variants.retensor(folder, decoder_variants.renamed("transformer.", ""))
+        checkpoint = load_checkpoint(folder, "float32")
+        assert head in checkpoint.state or family == "gpt2"
+        assert set(meta_model(checkpoint).state_dict()) <= set(state_with_buffers(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (decoder_variants.replaced("model.norm.weight", lambda x: None), "the files of m lack 'model.norm.weight'"),
+        (
+            decoder_variants.added(model__novel__weight=torch.ones(3)),
+            "hold 'model.novel.weight', which a model of",
+        ),
+        (
+            decoder_variants.replaced("model.norm.weight", lambda x: x[:-1]),
+            r"'model.norm.weight' of m has the shape \[63\], but its config says \[64\]",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_their_config_are_refused_in_a_sentence(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
+) -> None:
+    """Before seconds of compiling."""
+    shutil.copytree(llama, tmp_path / "m")
+    decoder_variants.retensor(tmp_path / "m", change)
+    monkeypatch.setattr("npu_sim.llm.graph.cached_program", None)
+    for opening in (LanguageModel, PagedModel):
+        with pytest.raises(InputError, match=message) as caught:
+            opening(load_checkpoint(tmp_path / "m", "float32"), device="cpu")
+        assert "\n" not in str(caught.value)
 
 
 def test_the_page_lists_the_supported_model_types() -> None:

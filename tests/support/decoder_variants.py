@@ -1,6 +1,6 @@
 """Checkpoints of supported decoders that say something unusual, held against what transformers generates from them.
 
-    python tests/support/decoder_variants.py [WORD ...]
+    python tests/support/decoder_variants.py [--compiled] [WORD ...]
 
 Configs that change what is computed, generation configs, files, quantized folders, GGUF files and adapters. Words
 choose the variants whose names contain one. The outcomes are those of `decoders.py`; where transformers opens no such
@@ -42,7 +42,6 @@ from safetensors.torch import load_file, save_file
 from tiny_llms import TEMPLATE, save_gguf, save_tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-ROUTES = {"generate": decoders.generated, "serve": decoders.served}
 FULL, SLIDING, THETA = "full_attention", "sliding_attention", {"rope_theta": 10000.0}
 GGUF_VOCAB = 304  # of `save_tokenizer`, with its special tokens
 
@@ -186,11 +185,11 @@ def _bin(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def _renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
+def renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name.replace(old, new): x for name, x in tensors.items()}
 
 
-def _replaced(end: str, make: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Tensors], Tensors]:
+def replaced(end: str, make: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Tensors], Tensors]:
     """Tensors whose name has this end changed, or left out."""
 
     def change(tensors: Tensors) -> Tensors:
@@ -200,7 +199,7 @@ def _replaced(end: str, make: Callable[[torch.Tensor], torch.Tensor | None]) -> 
     return change
 
 
-def _added(**tensors: Any) -> Callable[[Tensors], Tensors]:
+def added(**tensors: Any) -> Callable[[Tensors], Tensors]:
     return lambda whole: {**whole, **{name.replace("__", "."): x for name, x in tensors.items()}}
 
 
@@ -222,7 +221,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rms_norm_eps": 0.5, "pretraining_tp": 2}),
     ("llama", {"max_position_embeddings": 32}),
     *(("llama", {"hidden_act": name}) for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "tanh")),
-    *(("llama", {"hidden_act": name}) for name in ("quick_gelu", "mish", "sigmoid", "leaky_relu", "no_such")),
+    *(("llama", {"hidden_act": name}) for name in ("quick_gelu", "mish", "sigmoid", "leaky_relu")),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
     ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, **THETA}}),
@@ -264,7 +263,6 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("llama", {"return_dict": False}),
-    ("llama", {"output_attentions": True, "output_hidden_states": True}),
     ("llama", {"use_cache": False, "attention_dropout": 0.5}),
     ("mistral", {"sliding_window": WINDOW}),
     ("mistral", {"sliding_window": None, "head_dim": 24}),
@@ -378,6 +376,8 @@ STORED: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "config.json", {"rope_parameters": ["default"]}),
     ("llama", "config.json", {"rms_norm_eps": None}),
     ("llama", "config.json", {"rms_norm_eps": "small"}),
+    ("llama", "config.json", {"output_attentions": True, "output_hidden_states": True}),
+    ("llama", "config.json", {"hidden_act": "no_such"}),
     ("llama", "config.json", {"hidden_act": None}),
     ("llama", "config.json", {"hidden_act": ["silu"]}),
     ("llama", "config.json", {"tie_word_embeddings": "yes"}),
@@ -487,7 +487,7 @@ def _bitsandbytes(tensors: Tensors) -> Tensors:
 
 def _base_model(folder: Path) -> None:
     """The names that `LlamaModel.save_pretrained` writes, which lack the prefix."""
-    retensor(folder, _renamed("model.", ""))
+    retensor(folder, renamed("model.", ""))
 
 
 def _adapter(folder: Path) -> None:
@@ -509,37 +509,37 @@ FILES: dict[str, Save] = {
     "bfloat16": lambda place: _config_in(place, "bfloat16"),
     "float16": lambda place: _config_in(place, "float16"),
     "float64": partial(_tensors, change=lambda tensors: {name: x.double() for name, x in tensors.items()}),
-    "norms in float32 beside bfloat16": partial(_tensors, change=_replaced("norm.weight", lambda x: x.bfloat16())),
+    "norms in float32 beside bfloat16": partial(_tensors, change=replaced("norm.weight", lambda x: x.bfloat16())),
     "shards": _sharded,
     "shards without an index": _without_index,
     "a shard is missing": partial(_sharded, change=_without_last_shard),
     "only pytorch_model.bin": partial(_files, change=_bin),
-    "tied beside another head": partial(_tensors, change=_added(**_HEAD), tie_word_embeddings=True),
-    "untied without a head": partial(_tensors, change=_replaced("lm_head.weight", lambda x: None)),
-    "a layer's matrix is missing": partial(_tensors, change=_replaced("1.self_attn.q_proj.weight", lambda x: None)),
-    "a norm is missing": partial(_tensors, change=_replaced("model.norm.weight", lambda x: None)),
-    "no embeddings": partial(_tensors, change=_replaced("embed_tokens.weight", lambda x: None)),
-    "a matrix is transposed": partial(_tensors, change=_replaced("0.mlp.up_proj.weight", lambda x: x.T.contiguous())),
-    "a norm is short": partial(_tensors, change=_replaced("model.norm.weight", lambda x: x[:-1])),
-    "a norm has two dimensions": partial(_tensors, change=_replaced("model.norm.weight", lambda x: x[None])),
-    "a norm is a scalar": partial(_tensors, change=_replaced("model.norm.weight", lambda x: x[0])),
-    "a matrix of integers": partial(_tensors, change=_replaced("0.mlp.up_proj.weight", lambda x: x.int())),
-    "a matrix of bools": partial(_tensors, change=_replaced("0.mlp.up_proj.weight", lambda x: x > 0)),
-    "a matrix of complex numbers": partial(_tensors, change=_replaced("0.mlp.up_proj.weight", lambda x: x + 0j)),
-    "a weight is not finite": partial(_tensors, change=_replaced("0.mlp.up_proj.weight", lambda x: x * torch.nan)),
+    "tied beside another head": partial(_tensors, change=added(**_HEAD), tie_word_embeddings=True),
+    "untied without a head": partial(_tensors, change=replaced("lm_head.weight", lambda x: None)),
+    "a layer's matrix is missing": partial(_tensors, change=replaced("1.self_attn.q_proj.weight", lambda x: None)),
+    "a norm is missing": partial(_tensors, change=replaced("model.norm.weight", lambda x: None)),
+    "no embeddings": partial(_tensors, change=replaced("embed_tokens.weight", lambda x: None)),
+    "a matrix is transposed": partial(_tensors, change=replaced("0.mlp.up_proj.weight", lambda x: x.T.contiguous())),
+    "a norm is short": partial(_tensors, change=replaced("model.norm.weight", lambda x: x[:-1])),
+    "a norm has two dimensions": partial(_tensors, change=replaced("model.norm.weight", lambda x: x[None])),
+    "a norm is a scalar": partial(_tensors, change=replaced("model.norm.weight", lambda x: x[0])),
+    "a matrix of integers": partial(_tensors, change=replaced("0.mlp.up_proj.weight", lambda x: x.int())),
+    "a matrix of bools": partial(_tensors, change=replaced("0.mlp.up_proj.weight", lambda x: x > 0)),
+    "a matrix of complex numbers": partial(_tensors, change=replaced("0.mlp.up_proj.weight", lambda x: x + 0j)),
+    "a weight is not finite": partial(_tensors, change=replaced("0.mlp.up_proj.weight", lambda x: x * torch.nan)),
     "a bias that the config denies": partial(
-        _tensors, change=_added(model__layers__0__self_attn__q_proj__bias=torch.ones(64))
+        _tensors, change=added(model__layers__0__self_attn__q_proj__bias=torch.ones(64))
     ),
-    "a tensor that nothing uses": partial(_tensors, change=_added(model__novel__weight=torch.ones(3))),
+    "a tensor that nothing uses": partial(_tensors, change=added(model__novel__weight=torch.ones(3))),
     "rotary frequencies": partial(
-        _tensors, change=_added(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+        _tensors, change=added(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     ),
     "names without a prefix": partial(_files, change=_base_model),
     "names without a prefix, tied": partial(_files, change=_base_model, tie_word_embeddings=True),
     "names of torch.compile": partial(_tensors, change=lambda t: {f"_orig_mod.{name}": x for name, x in t.items()}),
-    "gpt2 without a prefix": partial(_tensors, change=_renamed("transformer.", ""), family="gpt2"),
+    "gpt2 without a prefix": partial(_tensors, change=renamed("transformer.", ""), family="gpt2"),
     "gpt2 with masks": partial(
-        _tensors, change=_added(transformer__h__0__attn__bias=torch.ones(1, 1, 9, 9)), family="gpt2"
+        _tensors, change=added(transformer__h__0__attn__bias=torch.ones(1, 1, 9, 9)), family="gpt2"
     ),
     "an adapter beside the model": partial(_files, change=_adapter),
     "an adapter alone": partial(_files, change=_only_adapter),
@@ -698,7 +698,58 @@ def _generate(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
     return tokens, gaps
 
 
-def tried(save: Save, routes: Iterable[str] = tuple(ROUTES)) -> dict[str, Outcome]:
+def computed(folder: Path, expected: list[tuple[list[int], list[float]]]) -> Outcome:
+    """The outcome of the modules that we trace, run by PyTorch with the weights that the programs are given."""
+    from npu_runtime.packing import to_numpy
+    from npu_runtime.torch_arrays import numpy_to_tensor
+    from npu_sim.llm import cache_capacity, greedy, load_checkpoint
+    from npu_sim.llm.checkpoint import Widened, as_input_error
+    from npu_sim.llm.generation_config import check_generation
+    from npu_sim.llm.graph import kv_shape, meta_model, state_with_buffers
+    from npu_sim.llm.modules import CachedCausalLM, attend_to_rows
+    from npu_sim.llm.sampling import penalized
+
+    checkpoint = load_checkpoint(folder, "float32")
+    check_generation(checkpoint)
+    length = cache_capacity(checkpoint, decoders.PROMPT + NEW)
+    state = Widened(state_with_buffers(checkpoint), "float32")
+    causal = meta_model(checkpoint, attend_to_rows).to_empty(device="cpu")
+    for name, value in state.items():
+        owner, _, leaf = name.rpartition(".")
+        held = causal.get_submodule(owner)
+        tensor = numpy_to_tensor(to_numpy(value)).float()
+        if leaf in held._buffers:
+            held._buffers[leaf] = tensor
+        else:
+            held._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+    model = CachedCausalLM(causal)
+    for prompt, (tokens, gaps) in zip(decoders.prompts(), expected, strict=True):
+        shape = kv_shape(checkpoint.config, length)
+        cache = [torch.zeros(shape) for _ in range(2 * checkpoint.config.num_hidden_layers)]
+        seen, ours = list(prompt), list[int]()
+        given = torch.tensor([prompt])
+        while len(ours) < NEW:
+            positions = torch.arange(len(seen) - given.shape[1], len(seen))
+            last = torch.tensor([given.shape[1] - 1]) if given.shape[1] > 1 else None
+            with torch.no_grad(), as_input_error("its module fails"):  # as where it is traced
+                logits, *updated = model(given, positions, last, cache[::2], cache[1::2])
+            cache = list(updated)
+            token = greedy(penalized(logits.flatten().numpy(), seen, checkpoint.repetition_penalty))
+            if token in checkpoint.eos_ids:
+                break
+            ours.append(token)
+            seen.append(token)
+            given = torch.tensor([[token]])
+        outcome = decoders.compared(ours, tokens, gaps)
+        if outcome.kind != "right":
+            break
+    return outcome
+
+
+ROUTES = {"eager": computed, "generate": decoders.generated, "serve": decoders.served}
+
+
+def tried(save: Save, routes: Iterable[str] = ("eager",)) -> dict[str, Outcome]:
     """The outcomes of a variant by route; by `open` alone where it is refused."""
     with tempfile.TemporaryDirectory() as place:
         try:
@@ -713,11 +764,11 @@ def tried(save: Save, routes: Iterable[str] = tuple(ROUTES)) -> dict[str, Outcom
         return {name: attempt(partial(ROUTES[name], saved.opened, expected or nothing)) for name in routes}
 
 
-def main(words: Iterable[str]) -> int:
+def main(words: Iterable[str], routes: Iterable[str]) -> int:
     counts: Counter[str] = Counter()
     chosen = {name: save for name, save in variants().items() if not words or any(word in name for word in words)}
-    for place, (name, save) in enumerate(chosen.items()):
-        routes = tuple(ROUTES) if name.startswith("config") else tuple(ROUTES)[place % 2 :][:1]
+    tried(partial(_config, family="llama", fields={}))  # imports what the processes below then have
+    for name, save in chosen.items():
         outcomes, seconds = decoders.isolated(partial(tried, save, routes))
         for route, outcome in outcomes.items():
             counts[outcome.kind] += 1
@@ -728,6 +779,9 @@ def main(words: Iterable[str]) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("words", nargs="*")
+    given = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    sys.exit(main(parser.parse_args().words))
+    torch.set_num_threads(1)  # many small products
+    sys.exit(main(given.words, tuple(ROUTES) if given.compiled else ("eager",)))

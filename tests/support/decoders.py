@@ -305,4 +305,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # many small products
     sys.exit(main(parser.parse_args().names))
