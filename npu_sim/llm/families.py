@@ -123,6 +123,9 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
             raise InputError("holds an embedding model; choose a checkpoint that generates text")
         if _experts(fields) > 1:
             raise InputError(f"holds a mixture of {_experts(fields)} experts, which is not supported")
+        for name in ("is_encoder_decoder", "add_cross_attention"):
+            if fields.get(name):
+                raise InputError(f"holds a decoder that attends to an encoder ({name}), which is not supported")
         return
     known = f"model type '{kind:.80}'"
     if _embeds(folder, named):
@@ -198,6 +201,10 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         kind = rope.get("rope_type", "default")
         if kind not in ROPE_TYPES:
             raise InputError(f"RoPE scaling '{kind!s:.40}' is not supported; supported are {', '.join(ROPE_TYPES)}")
+        for name in ("factor", "rope_theta"):
+            value = rope.get(name)
+            if value is not None and not (type(value) in (int, float) and value > 0):
+                raise InputError(f"its config.json says {value!r:.40} for '{name}', which is a number above 0")
 
 
 def _ropes(parameters: Any) -> list[Mapping[str, Any]]:

@@ -506,6 +506,8 @@ def _unsupported(checkpoint: Checkpoint, error: BaseException) -> InputError:
     if isinstance(error.__cause__, InputError):  # what an attention function has refused while it was traced
         error = error.__cause__
     lines = str(error).strip().splitlines()
+    if isinstance(error, KeyError):
+        lines = [f"transformers knows no {error}"]
     kind = checkpoint.config.model_type
     known = "" if kind in SUPPORTED else f" (model type '{kind}')"
     return InputError(f"cannot compile {checkpoint.name}{known}: {lines[0] if lines else type(error).__name__}")

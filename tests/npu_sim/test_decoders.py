@@ -182,9 +182,19 @@ def test_the_page_lists_the_supported_model_types() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, "no causal language model .LlamaForSequence"),
         ({"architectures": ["LlamaModel"]}, "an embedding model .LlamaModel"),
         ({"num_local_experts": 8}, "a mixture of 8 experts"),
+        ({"add_cross_attention": True}, "a decoder that attends to an encoder .add_cross_attention"),
         ({"model_type": "qwen2_vl", "vision_config": {}}, "text and images or sound .model type 'qwen2_vl'"),
         ({"model_type": "bert", "architectures": ["BertModel"]}, "an embedding model .model type 'bert'"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder with a decoder .model type 't5'"),
+        *(
+            ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, **values}}, message)
+            for values, message in (
+                ({"factor": "4"}, "'4' for 'factor', which is a number above 0"),
+                ({"factor": 0.0}, "0.0 for 'factor'"),
+                ({"factor": 2.0, "rope_theta": 0}, "0 for 'rope_theta'"),
+                ({}, "Missing required keys in `rope_parameters` for 'rope_type'='linear'"),
+            )
+        ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE scaling 'dynamic'"),
     ],
 )

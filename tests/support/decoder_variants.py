@@ -145,6 +145,8 @@ def _gguf(
     """
     folder = save_model(place / "same", family, vocab_size=GGUF_VOCAB, **(built or {}))
     save_tokenizer(folder, TEMPLATE)
+    eos = transformers.AutoTokenizer.from_pretrained(folder).eos_token_id
+    rewrite(folder, "generation_config.json", eos_token_id=eos)
     path = save_gguf(folder, place / "model.gguf", encoding, **metadata)
     if encoding != "F32":
         import gguf
@@ -397,13 +399,11 @@ STORED: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "config.json", {"dtype": "int8"}),
     ("llama", "config.json", {"dtype": 3}),
     ("llama", "config.json", {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}),
-    ("llama", "config.json", {"attn_implementation": "flash_attention_2"}),
     ("llama", "config.json", {"_attn_implementation": "eager"}),
     ("llama", "config.json", {"architectures": ["LlamaForQuestionAnswering"]}),
     ("llama", "config.json", {"architectures": None}),
     ("llama", "config.json", {"pad_token_id": 10**6}),
     ("llama", "config.json", {"pad_token_id": -1}),
-    ("llama", "config.json", {"eos_token_id": [7, 31]}),
     ("llama", "config.json", {"eos_token_id": "</s>"}),
     ("llama", "config.json", {"sliding_window": WINDOW}),
     ("llama", "config.json", {"logit_scale": 4.0, "final_logit_softcapping": 1.0}),
@@ -485,6 +485,19 @@ def _bitsandbytes(tensors: Tensors) -> Tensors:
     return made
 
 
+def _end_in_config(folder: Path) -> None:
+    """As old checkpoints, which have no generation config."""
+    rewrite(folder, eos_token_id=[7, 31])
+    (folder / "generation_config.json").unlink()
+
+
+def _flash_attention(place: Path) -> Saved:
+    """An implementation of attention that transformers asks to be installed, and that we have no use for."""
+    saved = _config(place, "llama", {})
+    shutil.copytree(saved.opened, place / "other")
+    return Saved(rewrite(place / "other", attn_implementation="flash_attention_2"), saved.opened)
+
+
 def _base_model(folder: Path) -> None:
     """The names that `LlamaModel.save_pretrained` writes, which lack the prefix."""
     retensor(folder, renamed("model.", ""))
@@ -541,6 +554,8 @@ FILES: dict[str, Save] = {
     "gpt2 with masks": partial(
         _tensors, change=added(transformer__h__0__attn__bias=torch.ones(1, 1, 9, 9)), family="gpt2"
     ),
+    "eos ids without a generation config": partial(_files, change=_end_in_config),
+    "attention by another library": _flash_attention,
     "an adapter beside the model": partial(_files, change=_adapter),
     "an adapter alone": partial(_files, change=_only_adapter),
     "gptq": lambda place: _quantized(
@@ -669,6 +684,7 @@ def continued(folder: Path | None) -> list[tuple[list[int], list[float]]] | None
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True
         )
+        model.config.return_dict = True  # its own `generate` fails without
         if report["missing_keys"] or report["mismatched_keys"]:
             return None
         return [_generate(model.eval(), prompt) for prompt in decoders.prompts()]
