@@ -171,7 +171,10 @@ def _parts(
 
 
 def weight_error(model: str, problems: list[str]) -> WeightError:
-    listed = "\n".join(f"  - {problem}" for problem in dict.fromkeys(problems))
+    different = list(dict.fromkeys(problems))
+    if len(different) == 1:
+        return WeightError(f"the weights do not fit {model}: {different[0]}")
+    listed = "\n".join(f"  - {problem}" for problem in different)
     return WeightError(f"the weights do not fit {model}:\n{listed}")
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_llms import VOCAB, save_tiny
 
-from npu_compiler.errors import InputError
+from npu_compiler.errors import InputError, WeightError
 from npu_sim.llm import LanguageModel, load_checkpoint, make_sampler
 from npu_sim.llm.families import SUPPORTED, attention_window
 from npu_sim.llm.graph import meta_model, state_with_buffers
@@ -151,6 +151,15 @@ def test_files_that_do_not_fit_their_config_are_refused_in_a_sentence(
         with pytest.raises(InputError, match=message) as caught:
             opening(load_checkpoint(tmp_path / "m", "float32"), device="cpu")
         assert "\n" not in str(caught.value)
+
+
+def test_a_weight_that_is_not_a_number_is_one_sentence(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "m")
+    change = decoder_variants.replaced("0.mlp.up_proj.weight", lambda x: x * torch.nan)
+    decoder_variants.retensor(tmp_path / "m", change)
+    with pytest.raises(WeightError, match=r"not a number: 'model.layers.0.mlp.up_proj.weight' contains NaN$") as caught:
+        LanguageModel(load_checkpoint(tmp_path / "m", "float32"), cache_length=32, device="cpu")
+    assert "\n" not in str(caught.value)
 
 
 def test_the_page_lists_the_supported_model_types() -> None:

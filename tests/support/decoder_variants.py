@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import decoders
+import numpy as np
 import torch
 import transformers
 from decoders import CONTEXT, NEW, VOCAB, WINDOW, Outcome, attempt
@@ -408,7 +409,6 @@ STORED: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "config.json", {"sliding_window": WINDOW}),
     ("llama", "config.json", {"logit_scale": 4.0, "final_logit_softcapping": 1.0}),
     ("llama", "config.json", {"to_dict": 1, "whole": 2, "_fields": {}}),
-    ("llama", "config.json", {"quantization_config": {}}),
     ("llama", "config.json", {"quantization_config": None}),
     ("llama", "config.json", {"quantization_config": "gptq"}),
     ("qwen2", "config.json", {"layer_types": [SLIDING, "novel"]}),
@@ -491,11 +491,11 @@ def _end_in_config(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
 
 
-def _flash_attention(place: Path) -> Saved:
-    """An implementation of attention that transformers asks to be installed, and that we have no use for."""
+def _needless(place: Path, **fields: Any) -> Saved:
+    """A config with fields that we have no use for, and for which transformers refuses the folder."""
     saved = _config(place, "llama", {})
     shutil.copytree(saved.opened, place / "other")
-    return Saved(rewrite(place / "other", attn_implementation="flash_attention_2"), saved.opened)
+    return Saved(rewrite(place / "other", **fields), saved.opened)
 
 
 def _base_model(folder: Path) -> None:
@@ -555,7 +555,8 @@ FILES: dict[str, Save] = {
         _tensors, change=added(transformer__h__0__attn__bias=torch.ones(1, 1, 9, 9)), family="gpt2"
     ),
     "eos ids without a generation config": partial(_files, change=_end_in_config),
-    "attention by another library": _flash_attention,
+    "attention by another library": partial(_needless, attn_implementation="flash_attention_2"),
+    "an empty quantization_config": partial(_needless, quantization_config={}),
     "an adapter beside the model": partial(_files, change=_adapter),
     "an adapter alone": partial(_files, change=_only_adapter),
     "gptq": lambda place: _quantized(
@@ -733,7 +734,7 @@ def computed(folder: Path, expected: list[tuple[list[int], list[float]]]) -> Out
     for name, value in state.items():
         owner, _, leaf = name.rpartition(".")
         held = causal.get_submodule(owner)
-        tensor = numpy_to_tensor(to_numpy(value)).float()
+        tensor = numpy_to_tensor(to_numpy(value).astype(np.float32))
         if leaf in held._buffers:
             held._buffers[leaf] = tensor
         else:
