@@ -14,6 +14,7 @@ from npu_compiler.constraint_checker import check_constraints, check_target
 from npu_compiler.errors import ConstraintError, IRError, ProgramFormatError, reading
 from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
+from npu_compiler.fusions.outer_products import lower_outer_products
 from npu_compiler.fusions.quantized_caches import quantize_caches
 from npu_compiler.graph.mesh import Mesh
 from npu_compiler.graph.model import IRGraph
@@ -26,7 +27,6 @@ from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.integer_ranges import bound_integers
 from npu_compiler.passes.layout import assign_layout
 from npu_compiler.passes.noops import eliminate_noops
-from npu_compiler.passes.outer_products import lower_outer_products
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.quantize import Quantization, mark_quantized_weights, split_quantized_weights
 from npu_compiler.passes.shard import shard

@@ -29,6 +29,7 @@ from npu_compiler import (
 from npu_compiler.compiler import Stage, StageEdit
 from npu_compiler.fusions.cache_updates import pair_cache_updates
 from npu_compiler.fusions.conv import fold_padding
+from npu_compiler.fusions.outer_products import lower_outer_products
 from npu_compiler.fusions.rope import share_rope
 from npu_compiler.ops.rotary_region import expand_rotary_regions
 from npu_compiler.passes.batch_norm import fold_batch_norm, lower_batch_norm
@@ -37,7 +38,6 @@ from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.layout import assign_layout, pad_channels
 from npu_compiler.passes.noops import eliminate_noops
-from npu_compiler.passes.outer_products import lower_outer_products
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype
 from npu_runtime import CPUBackend, Executor, NPUBuffer
 

@@ -162,13 +162,7 @@ def test_functions_that_check_values_are_traced_without(name: str) -> None:
     runs_on_device(Net(function), *args)
 
 
-STATES_GROW = pytest.mark.skipif(
-    torch.__version__.startswith("2.11."),
-    reason="PyTorch 2.11 traces an LSTM's states in another shape",
-)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(nn.LSTM, marks=STATES_GROW), nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_on_the_device(kind: type[nn.Module]) -> None:
     skip_unless_pytorch_exports(kind(4, 5), torch.randn(3, 2, 4))
     runs_on_device(kind(4, 5, num_layers=2, bidirectional=True), torch.randn(3, 2, 4))
