@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,13 +35,13 @@ def lstm(
     return out, torch.stack(hidden), torch.stack(cells)
 
 
-_pytorchs_lstm_layer = decompositions.one_layer_lstm
+_pytorchs_lstm_layer: Callable[..., Any] = decompositions.one_layer_lstm
 
 
-def _lstm_layer(x: torch.Tensor, states: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+def _lstm_layer(inp: Any, hidden: Any, params: Any, has_biases: Any, reverse: Any = False) -> Any:
     """PyTorch's layer, whose last states have a dimension of 1 too many in some versions (2.9 to 2.11 among them)."""
-    out, last = _pytorchs_lstm_layer(x, states, *args, **kwargs)
-    return out, tuple(state.reshape(first.shape) for state, first in zip(last, states, strict=True))
+    out, last = _pytorchs_lstm_layer(inp, hidden, params, has_biases, reverse)
+    return out, tuple(state.reshape(first.shape) for state, first in zip(last, hidden, strict=True))
 
 
 @contextmanager
