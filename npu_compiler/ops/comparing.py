@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.reductions import reduce
@@ -40,6 +41,8 @@ def _histc_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     bins, low, high = _histogram(node)
     if low >= high:
         return "a histogram whose limits are those of the data"
+    if graph.tensors[node.inputs[0]].dtype in HALF_DTYPES:
+        return "a histogram of 16-bit elements, whose bins PyTorch computes in 16 bits"
     return too_many_flags(bins, graph.tensors[node.inputs[0]].numel, "histogram")
 
 

@@ -246,12 +246,20 @@ elementwise(
 )
 elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu")
 
+
+def _scales_booleans(node: OpNode, graph: IRGraph) -> str | None:
+    """PyTorch makes `alpha` a boolean where it adds booleans."""
+    is_boolean = graph.tensors[node.outputs[0]].dtype == "bool"
+    return "a sum of booleans with a factor" if is_boolean and node.attrs.get("alpha", 1) != 1 else None
+
+
 elementwise(
     "add",
     "self other",
     "a + alpha * b",
     integer="a + int(alpha) * b",
     identity=_adds_nothing(1),
+    unsupported=_scales_booleans,
     alpha=1,
     masks=True,
     integer_range=ranges.add,

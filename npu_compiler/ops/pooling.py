@@ -92,6 +92,8 @@ def _pooling_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         return "pooling of integers"
     if x.numel == 0 and out.numel:
         return "pooling of an empty tensor"
+    if node.base.endswith("3d") and len(x.shape) not in (4, 5):
+        return f"volumes of rank {len(x.shape)}"
     if "kernel_size" in node.attrs and len(x.shape) > 3:
         depth, padded = x.shape[-3], x.shape[-3] + 2 * _windows(node)["padding"][0]
         return "pooling with more padding than depth" if padded > 4 * (depth + out.shape[-3]) else None

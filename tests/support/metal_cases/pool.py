@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from metal_harness import Case, T
@@ -128,6 +129,7 @@ CASES = [
     _max_index("halving", T((1, 2, 8, 6)), (2, 2), (2, 2)),
     _max_index("ties", T((2, 3, 9, 7), values="small"), (3, 3), (2, 2), (1, 1)),
     _max_index("special", T((1, 2, 11, 10), values="special"), (3, 3), (1, 1), (1, 1)),
+    _max_index("lowest", T((1, 1, 4, 6), values=np.full((1, 1, 4, 6), -np.inf)), (2, 2), (2, 2)),
     _max_index("dilated", T((1, 2, 13, 12)), (3, 2), (1, 2), (1, 1), dilation=(2, 3)),
     _max_index("ceil", T((1, 2, 8, 7), "float32"), (3, 3), (2, 2), (0, 1), ceil_mode=True),
     _max_index("padded-channels", PADDED_CHANNELS, (2, 2), (2, 2)),
