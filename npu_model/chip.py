@@ -102,7 +102,7 @@ class Dram:
 class Dma:
     """Transfers that may be under way at the same time; they share the bandwidth and hide each other's latency."""
 
-    channels: int = _from(1, 65536)
+    channels: int = _from(1, 1024)
 
 
 @dataclass(frozen=True)

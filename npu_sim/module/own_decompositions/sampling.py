@@ -25,6 +25,8 @@ def grid_sampler(x: Tensor, grid: Tensor, mode: int, padding: int, align_corners
     if mode == BICUBIC:
         return _bicubic(x, coordinates, padding, align_corners)
     bounded = [_bounded(c, size, padding, align_corners) for c, size in zip(coordinates, sizes, strict=True)]
+    if padding == ZEROS and len(sizes) == 3:  # PyTorch's 2-D kernel makes NaN of such places, its 3-D kernel 0
+        bounded = [torch.nan_to_num(torch.clamp(c, -1, size), nan=-1.0) for c, size in zip(bounded, sizes, strict=True)]
     if mode == NEAREST:
         return _picked(x, [torch.round(c) for c in bounded])
     lows = [torch.floor(c) for c in bounded]
