@@ -401,7 +401,7 @@ def _stored_names(checkpoint: Checkpoint) -> dict[str, str]:
         model = f"a model of type '{checkpoint.config.model_type}'"
         others = _and_others(unknown)
         raise InputError(f"the files of {checkpoint.name} hold '{unknown[0]:.120}'{others}, which {model} lacks")
-    shape_of = getattr(state, "shape", None)
+    shape_of: Any = getattr(state, "shape", None)
     for name, stored in names.items() if shape_of is not None else ():
         if list(shape := shape_of(stored)) != shapes[name]:
             raise InputError(
