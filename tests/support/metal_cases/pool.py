@@ -21,14 +21,15 @@ def _pool(
     padding: Pair,
     ceil_mode: bool,
     out: T | None,
+    dtype: str = "compute",
     **params: object,
 ) -> Case:
-    """A pooling of [N, C, H, W] whose result has the shape that torch gives it."""
+    """A pooling of [N, C, H, W] whose result has the shape that torch gives it, and by default the dtype under test."""
     settings = {"window": window, "stride": stride, "padding": padding, "ceil_mode": ceil_mode, **params}
     dilation = settings.get("dilation", (1, 1))
     image = torch.zeros(x.shape)
     shape = tuple(F.max_pool2d(image, window, stride, padding, dilation, ceil_mode).shape)
-    return Case(kernel, name, [x], [out if out is not None else T(shape)], settings)
+    return Case(kernel, name, [x], [out if out is not None else T(shape, dtype)], settings)
 
 
 def _max(
@@ -53,9 +54,8 @@ def _max_index(
     dilation: Pair = (1, 1),
     ceil_mode: bool = False,
 ) -> Case:
-    image = torch.zeros(x.shape)
-    out = T(tuple(F.max_pool2d(image, window, stride, padding, dilation, ceil_mode).shape), "int32")
-    return _pool("max_pool2d_index_kernel", name, x, window, stride, padding, ceil_mode, out, dilation=dilation)
+    kernel = "max_pool2d_index_kernel"
+    return _pool(kernel, name, x, window, stride, padding, ceil_mode, None, "int32", dilation=dilation)
 
 
 def _avg(
