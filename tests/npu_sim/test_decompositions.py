@@ -144,6 +144,17 @@ def test_images_are_sampled_at_any_place(mode: str, padding: str, corners: bool,
     runs_on_device(Net(lambda x, places: F.grid_sample(x, places, mode, padding, corners)), images, grid)
 
 
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+def test_volumes_of_infinities_are_sampled_at_special_places(mode: str, padding: str) -> None:
+    """Voxels outside of the volume take no part, not even as zero times infinity; NaN is the last place."""
+    volume = torch.randn(1, 1, 3, 3, 3)
+    volume.view(-1)[[0, 4, 9, 13, 26]] = torch.tensor([torch.inf, torch.nan, -torch.inf, torch.inf, torch.inf])
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, -1.5, -1.0, -0.0, 1e-40, 0.4, 1.0, 1.7])
+    grid = torch.cartesian_prod(special, special, special).reshape(1, 12, 12, 12, 3)
+    runs_on_device(Net(lambda x, places: F.grid_sample(x, places, mode, padding, True)), volume, grid)
+
+
 CHECKED = {
     "cov": (torch.cov, X),
     "cov of one row": (lambda x: x[0].cov(correction=0), X),

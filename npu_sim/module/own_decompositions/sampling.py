@@ -24,16 +24,21 @@ def grid_sampler(x: Tensor, grid: Tensor, mode: int, padding: int, align_corners
     ]
     if mode == BICUBIC:
         return _bicubic(x, coordinates, padding, align_corners)
-    bounded = [_bounded(c, size, padding, align_corners) for c, size in zip(coordinates, sizes, strict=True)]
+    bounded = [
+        _bounded(c, size, padding, align_corners, 0 if len(sizes) == 2 else size - 1)
+        for c, size in zip(coordinates, sizes, strict=True)
+    ]
     if padding == ZEROS and len(sizes) == 3:  # PyTorch's 2-D kernel makes NaN of such places, its 3-D kernel 0
-        bounded = [torch.nan_to_num(torch.clamp(c, -1, size), nan=-1.0) for c, size in zip(bounded, sizes, strict=True)]
+        # At -2 no pixel takes part; at -1 the first does, with a share of 0, which makes NaN of infinity.
+        bounded = [torch.nan_to_num(torch.clamp(c, -2, size), nan=-2.0) for c, size in zip(bounded, sizes, strict=True)]
     if mode == NEAREST:
         return _picked(x, [torch.round(c) for c in bounded])
     lows = [torch.floor(c) for c in bounded]
     total = None
     for corner in itertools.product((0, 1), repeat=len(sizes)):
         shares = [c - low if bit else low + 1 - c for c, low, bit in zip(bounded, lows, corner, strict=True)]
-        term = _picked(x, [low + bit for low, bit in zip(lows, corner, strict=True)]) * _product(shares).unsqueeze(1)
+        share = _product(shares[::-1]).unsqueeze(1)  # the last size's first, as PyTorch multiplies
+        term = _picked(x, [low + bit for low, bit in zip(lows, corner, strict=True)]) * share
         total = term if total is None else total + term
     assert total is not None
     return total
@@ -46,14 +51,18 @@ def _unnormalized(coordinate: Tensor, size: int, align_corners: bool) -> Tensor:
     return ((coordinate + 1) * size - 1) / 2
 
 
-def _bounded(coordinate: Tensor, size: int, padding: int, align_corners: bool) -> Tensor:
-    """Return the coordinate that the padding mode reads instead; with zeros it may lie outside."""
+def _bounded(coordinate: Tensor, size: int, padding: int, align_corners: bool, of_nan: int = 0) -> Tensor:
+    """Return the coordinate that the padding mode reads instead; with zeros it may lie outside.
+
+    Args:
+        of_nan: The coordinate that stands for NaN: the first in PyTorch's 2-D kernel, the last in its 3-D kernel.
+    """
     if padding == ZEROS:
         return coordinate
     if padding == REFLECTION:
         coordinate = _reflected(coordinate, size, align_corners)
     inside = torch.clamp(coordinate, 0, size - 1)
-    return torch.where(torch.isnan(inside), torch.zeros_like(inside), inside)
+    return torch.where(torch.isnan(inside), torch.full_like(inside, of_nan), inside)
 
 
 def _reflected(coordinate: Tensor, size: int, align_corners: bool) -> Tensor:
