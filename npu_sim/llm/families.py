@@ -201,10 +201,15 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         kind = rope.get("rope_type", "default")
         if kind not in ROPE_TYPES:
             raise InputError(f"RoPE scaling '{kind!s:.40}' is not supported; supported are {', '.join(ROPE_TYPES)}")
-        for name in ("factor", "rope_theta"):
-            value = rope.get(name)
-            if value is not None and not (type(value) in (int, float) and value > 0):
-                raise InputError(f"its config.json says {value!r:.40} for '{name}', which is a number above 0")
+        _check_positive(rope, "factor", "rope_theta")
+    _check_positive(fields, "logits_scaling")  # which divides
+
+
+def _check_positive(fields: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        value = fields.get(name)
+        if value is not None and not (type(value) in (int, float) and value > 0):
+            raise InputError(f"its config.json says {value!r:.40} for '{name}', which is a number above 0")
 
 
 def _ropes(parameters: Any) -> list[Mapping[str, Any]]:

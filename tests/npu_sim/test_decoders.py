@@ -205,6 +205,7 @@ def test_the_page_lists_the_supported_model_types() -> None:
             )
         ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE scaling 'dynamic'"),
+        ({"model_type": "granite", "logits_scaling": 0.0}, "0.0 for 'logits_scaling', which is a number above 0"),
     ],
 )
 def test_a_config_that_cannot_be_used_is_refused_before_anything_is_built(

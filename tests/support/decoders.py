@@ -203,6 +203,7 @@ def generated(folder: Path, expected: Any) -> Outcome:
 
 def served(folder: Path, expected: Any) -> Outcome:
     from npu_sim.llm import load_checkpoint
+    from npu_sim.llm.sampling import NOT_FINITE
     from npu_sim.serving.engine import Engine
     from npu_sim.serving.paged_model import PagedModel
     from npu_sim.serving.request import Request
@@ -213,7 +214,7 @@ def served(folder: Path, expected: Any) -> Outcome:
         updates = engine.generate([Request(tuple(prompt), NEW) for prompt in prompts()])
     for update, (tokens, gaps) in zip(updates, expected, strict=True):
         if update.error:
-            return Outcome("raw", f"the engine says: {update.error[:300]}")
+            return Outcome("refused" if update.error == NOT_FINITE else "raw", f"the engine says: {update.error[:300]}")
         outcome = compared(list(update.tokens), tokens, gaps)
         if outcome.kind != "right":
             break
