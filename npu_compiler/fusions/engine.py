@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.ops import OPS
 from npu_compiler.ops.registry import Args, find_op
@@ -232,7 +233,7 @@ class Fusion:
 
 
 def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bool] = lambda node: True) -> IRGraph:
-    """Replace every match, last nodes first, so that the longest chain wins.
+    """Replace every match, last nodes first, so the longest chain wins; in a float32 model none that rounds inside.
 
     Args:
         supports: Whether a node may be made; a match whose rewrite makes another one stays as it is.
@@ -241,6 +242,7 @@ def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bo
     if not any(node.base in roots for node in graph.nodes):
         return graph
     matcher = Matcher(graph)
+    rounds = graph.native_dtype == "float32"
     tensors = dict(graph.tensors)
     replaced: dict[str, list[OpNode]] = {}
     consumed: set[str] = set()
@@ -249,7 +251,7 @@ def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bo
             continue
         for pattern in fusion.patterns:
             match = matcher.match(pattern, node)
-            if match is None or any(name in consumed for name in match.nodes):
+            if match is None or any(name in consumed for name in match.nodes) or (rounds and _widens(match, graph)):
                 continue
             rewriter = Rewriter(graph, tensors)
             fused = fusion.rewrite(match, rewriter)
@@ -264,6 +266,19 @@ def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bo
         elif node.name not in consumed:
             nodes.append(node)
     return replace(graph, nodes=nodes, tensors=tensors)
+
+
+def _widens(match: Match, graph: IRGraph) -> bool:
+    """Whether a 16-bit tensor within a match becomes float32 there again.
+
+    In a float32 model that rounds on purpose; one kernel would keep float32 in between. A 16-bit model gains by it.
+    """
+    made = {out for node in match.nodes.values() for out in node.outputs if graph.tensors[out].dtype in HALF_DTYPES}
+    return any(
+        not made.isdisjoint(node.inputs) and graph.tensors[out].dtype in ("float32", "float64")
+        for node in match.nodes.values()
+        for out in node.outputs
+    )
 
 
 def fused(op_type: str, match: Match, inputs: tuple[str, ...], **attrs: object) -> OpNode:

@@ -124,7 +124,10 @@ def _widens(node: OpNode, graph: IRGraph) -> bool:
 
 
 def _rewrite_linear_cast(match: Match, rewriter: Rewriter) -> OpNode | None:
-    """A product that is widened at once is stored wide: it was float32 in registers anyway."""
+    """A product that is widened at once is stored wide: it was float32 in registers anyway.
+
+    Not a 16-bit product of a float32 model, which rounds (see `apply_fusion`).
+    """
     linear = match.bound["linear"]
     if len(rewriter.tensors[linear.inputs[1]].shape) != 2 or len(rewriter.tensors[linear.outputs[0]].shape) < 2:
         return None

@@ -671,3 +671,24 @@ def test_a_widened_product_is_not_rounded_to_16_bits_on_the_way(backend: Backend
     (result,) = run(backend, ir, module.state_dict(), [x.float().numpy()], dtype="bfloat16")
     exact = (x.float() @ module.head.weight.detach().float().T).numpy()
     np.testing.assert_allclose(result, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_16_bit_product_in_a_float32_model_is_rounded_before_it_is_widened(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow, self.wide = nn.Linear(64, 32, dtype=dtype), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.narrow(x.to(dtype)).float(), self.wide(x)
+
+    torch.manual_seed(0)
+    module, x = Mixed(), torch.randn(3, 64)
+    with torch.no_grad():
+        ir = extract_ir(copy.deepcopy(module).to("meta"), (x.to("meta"),)).to_dict()
+    result, _ = run(backend, ir, module.state_dict(), [x.numpy()], dtype="float32")
+    rounded = torch.from_numpy(result).to(dtype).float().numpy()
+    np.testing.assert_array_equal(result, rounded)
