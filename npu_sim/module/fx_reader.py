@@ -21,6 +21,7 @@ from npu_compiler.graph.symbolic import symbolic
 from npu_compiler.ops.registry import find_op, is_in_place
 from npu_runtime.torch_arrays import tensor_to_numpy
 from npu_sim.module.decompositions import Decompositions, operands
+from npu_sim.module.promotions import computed_value
 from npu_sim.module.storages import Storages, overlaps_itself, returns_its_argument
 
 ADVICE = 'use torch.compile(backend="npu_sim"), which runs such a part in PyTorch'
@@ -167,12 +168,7 @@ class Nodes:
             raise IRError(
                 f"node '{node.name}': '{target}' gives argument '{args[0].name}' another shape; do so to a view"
             )
-        if (
-            target is torch.ops.aten.pow.Tensor_Scalar
-            and isinstance(args[1], bool)
-            and args[0].value.dtype == torch.bool
-        ):
-            value = _power_of_booleans(node, node.meta["val"])
+        value = computed_value(node)
         inputs, attrs = _bind(node.name, target._schema, args, kwargs)
         name = unique_name(prefix + node.name, self._names)
         outputs = _outputs(name, value)
@@ -317,20 +313,6 @@ def describe_call(node: Node) -> dict[str, Any]:
     inputs, attrs = _bind(node.name, target._schema, args, kwargs)
     outputs = [x for x in _outputs(node.name, node.meta.get("val")) if x is not None]
     return _description(node.name, str(target), inputs, outputs, attrs)
-
-
-def _power_of_booleans(node: Node, value: torch.Tensor) -> torch.Tensor:
-    """Return a traced boolean in place of the int64 that PyTorch traces for a power of booleans.
-
-    Raises:
-        IRError: others compute with it, whose dtypes were traced of an int64.
-    """
-    if any(user.op != "output" for user in node.users):
-        raise IRError(
-            f"node '{node.name}': PyTorch traces a boolean to the power of a boolean as int64, but computes a boolean; "
-            "convert one of them first"
-        )
-    return torch.empty_like(value, dtype=torch.bool)
 
 
 def _value_of(node: Node) -> Value:
