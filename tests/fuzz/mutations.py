@@ -4,13 +4,15 @@
     python tests/fuzz/mutations.py --count 1000000
 
 The files are read in worker processes. A change depends on the seed and its number alone, so a worker that crashes or
-hangs is replaced, its file is saved, and the run goes on behind it. A worker may use 4 GiB more than it starts with.
-Without a target, all formats have a part of the files. Exit code 1: there were findings.
+hangs is replaced, its file is saved, and the run goes on behind it. A file hangs if it takes longer than `--longest`
+seconds of processor time, so that other processes do not matter, or 12 times as long by the clock. A worker may use
+4 GiB more than it starts with. Without a target, all formats have a part of the files. Exit code 1: findings.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import resource
@@ -25,13 +27,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 if __name__ in ("__main__", "__mp_main__"):
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 _SAVED_OF_A_KIND = 3  # files saved of findings that look alike
+_IDLE = 12  # times as long by the clock as in processor time may a file take
 _HEADROOM = 4 * 2**30  # bytes of address space that a worker may use beyond what it starts with
 
 
@@ -44,7 +47,7 @@ def mutation(name: str, seed: int, number: int) -> bytes:
 
 
 def _work(name: str, seed: int, numbers: range, results: Connection) -> None:
-    """In a worker: read the files of these numbers; send "ready", then (outcome, place of an error) for each."""
+    """In a worker: read the files of these numbers; send "ready", then (outcome, place of an error, `Cost`) of each."""
     from targets import TARGETS, corpus
 
     warnings.simplefilter("ignore")
@@ -62,13 +65,35 @@ def _work(name: str, seed: int, numbers: range, results: Connection) -> None:
             rng = Random(f"{seed} {number}")
             data = target.mutate(rng.choice(files), rng)
             outcome: tuple[str, str | None]
+            begun = time.process_time()
             try:
                 outcome = check(data), None
             except target.refusal as error:
                 outcome = f"refused: {type(error).__name__}", None
             except Exception as error:
                 outcome = f"raw error: {type(error).__name__}", _place(error)
-            results.send(outcome)
+            results.send((*outcome, Cost(time.process_time() - begun, _peak())))
+
+
+class Cost(NamedTuple):
+    """The processor time that a file took in seconds, and the most memory in MiB that its worker ever had."""
+
+    seconds: float
+    mebibytes: float
+
+
+def _peak() -> float:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def processor_seconds(process: int) -> float:
+    """The processor time that a process has taken until now; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _limit_memory() -> None:
@@ -94,10 +119,15 @@ class Report:
     Attributes:
         outcomes: Outcome → number of files.
         findings: What and where, → the numbers of the files.
+        most: The highest cost of a file that was read to its end.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     findings: dict[str, list[int]] = field(default_factory=dict)
+    most: Cost = Cost(0.0, 0.0)
+
+    def note(self, cost: Cost) -> None:
+        self.most = Cost(*map(max, self.most, cost))
 
     def add(self, outcome: str, place: str | None, number: int) -> None:
         self.outcomes[outcome] += 1
@@ -110,26 +140,40 @@ class Report:
         kinds = ("crash", "hang", "raw error")
         totals = {kind: sum(n for outcome, n in self.outcomes.items() if outcome.startswith(kind)) for kind in kinds}
         summary = f"{totals['crash']} crashes, {totals['hang']} hangs, {totals['raw error']} raw errors"
-        return "\n".join([*lines, f"{self.outcomes.total()} files: {summary}"])
+        most = f"at most {self.most.seconds:.2f} s of processor time a file, {self.most.mebibytes:.0f} MiB a worker"
+        return "\n".join([*lines, f"{self.outcomes.total()} files: {summary}; {most}"])
 
 
 @dataclass
 class _Worker:
-    """A process, and the numbers of the files for which it has not yet sent an outcome."""
+    """A process, and the numbers of the files for which it has not yet sent an outcome.
+
+    Attributes:
+        since: The time by the clock, and the processor time of the process, at which its file was begun at the latest.
+    """
 
     process: Any
     results: Connection
     numbers: range
     is_ready: bool = False
-    since: float = field(default_factory=time.monotonic)
+    since: tuple[float, float] = (math.inf, math.inf)
+
+    def begin(self) -> None:
+        self.since = time.monotonic(), processor_seconds(self.process.pid)
+
+    def hangs(self, longest: float, idle: float) -> bool:
+        clock, processor = self.since
+        return time.monotonic() - clock > idle or processor_seconds(self.process.pid) - processor > longest
 
 
-def run(name: str, count: int, jobs: int, seed: int, longest: float) -> Report:
+def run(name: str, count: int, jobs: int, seed: int, longest: float, idle: float | None = None) -> Report:
     """Read that many changed files.
 
     Args:
-        longest: Seconds after which a file counts as one that hangs.
+        longest: Seconds of processor time after which a file counts as one that hangs.
+        idle: Seconds by the clock after which it does so, whatever it computes; default: 12 times as many.
     """
+    idle = _IDLE * longest if idle is None else idle
     report, context = Report(), multiprocessing.get_context("spawn")
 
     def start(numbers: range) -> _Worker:
@@ -143,8 +187,8 @@ def run(name: str, count: int, jobs: int, seed: int, longest: float) -> Report:
     while workers:
         wait([worker.results for worker in workers], timeout=0.2)
         for worker in list(workers):
-            ended = _receive(worker, report)
-            hangs = worker.is_ready and not ended and time.monotonic() - worker.since > longest
+            ended = _receive(worker, report, longest)
+            hangs = worker.is_ready and not ended and worker.hangs(longest, idle)
             if not (ended or hangs):
                 continue
             worker.process.kill() if hangs else None
@@ -161,18 +205,21 @@ def run(name: str, count: int, jobs: int, seed: int, longest: float) -> Report:
     return report
 
 
-def _receive(worker: _Worker, report: Report) -> bool:
+def _receive(worker: _Worker, report: Report, longest: float) -> bool:
     """Take in what a worker has sent; returns whether it has ended."""
     try:
         while worker.results.poll():
             message = worker.results.recv()
-            worker.since = time.monotonic()
+            worker.begin()
             if message == "ready":
                 worker.is_ready = True
-            else:
-                outcome, place = message
-                report.add(outcome, place, worker.numbers[0])
-                worker.numbers = worker.numbers[1:]
+                continue
+            outcome, place, cost = message
+            report.note(cost)
+            if cost.seconds > longest:
+                outcome, place = "hang", f"number {worker.numbers[0]}"
+            report.add(outcome, place, worker.numbers[0])
+            worker.numbers = worker.numbers[1:]
     except EOFError:
         return True
     return False
@@ -186,7 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10_000, help="number of files (default: 10000)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worker processes (default: one per CPU)")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, which is printed")
-    parser.add_argument("--longest", type=float, default=5.0, metavar="SECONDS", help="a hang is longer (default: 5)")
+    parser.add_argument(
+        "--longest", type=float, default=5.0, metavar="SECONDS", help="of processor time; a hang is longer (default: 5)"
+    )
     parser.add_argument("--findings", type=Path, default=Path("build/findings"), help="folder for files that fail")
     options = parser.parse_args(arguments)
     seed = options.seed if options.seed is not None else Random().randrange(2**32)
@@ -201,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 (options.findings / f"{name}-{seed}-{number}").write_bytes(mutation(name, seed, number))
         print(f"{report}; {time.monotonic() - begun:.0f} s", flush=True)
         totals.outcomes += report.outcomes
+        totals.note(report.most)
         totals.findings |= {f"{name}: {what}": numbers for what, numbers in report.findings.items()}
     if options.target is None:
         print(f"all formats\n{totals}")

@@ -160,13 +160,18 @@ class Trouble:
                     raise KeyError("raw")
                 case b"4":
                     raise InputError("refused")
+                case b"6":
+                    while True:
+                        pass
+                case b"7":  # as on a busy machine: long by the clock, not in processor time
+                    time.sleep(0.7)
             return "read"
 
         return check
 
     @staticmethod
     def mutate(data: bytes, rng: Random) -> bytes:
-        return rng.choice((b"1", b"2", b"3", b"4", b"5"))
+        return rng.choice((b"1", b"2", b"3", b"4", b"5", b"6", b"7"))
 
 
 def test_crashes_hangs_and_raw_errors_are_found_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,20 +185,21 @@ def test_crashes_hangs_and_raw_errors_are_found_and_the_run_goes_on(monkeypatch:
     monkeypatch.setattr(targets, "corpus", lambda name: [b"5"])
     context = mutations.multiprocessing.get_context("fork")
     monkeypatch.setattr(mutations.multiprocessing, "get_context", lambda kind: context)
-    report = mutations.run("trouble", 25, 2, 1, 0.5)
+    report = mutations.run("trouble", 25, 2, 1, longest=0.5, idle=2)
     wanted = [Trouble.mutate(b"", _moved(Random(f"1 {number}"))) for number in range(25)]
-    counts = {digit: wanted.count(digit) for digit in (b"1", b"2", b"3", b"4", b"5")}
+    counts = {digit: wanted.count(digit) for digit in (b"1", b"2", b"3", b"4", b"5", b"6", b"7")}
     assert all(counts.values())
     crash = next(outcome for outcome in report.outcomes if outcome.startswith("crash"))
     assert report.outcomes == {
         crash: counts[b"1"],
-        "hang": counts[b"2"],
+        "hang": counts[b"2"] + counts[b"6"],
         "raw error: KeyError": counts[b"3"],
         "refused: InputError": counts[b"4"],
-        "read": counts[b"5"],
+        "read": counts[b"5"] + counts[b"7"],
     }
+    assert 0 < report.most.seconds < 0.5 and report.most.mebibytes > 10
     found = sorted(number for numbers in report.findings.values() for number in numbers)
-    assert found == [number for number, digit in enumerate(wanted) if digit in (b"1", b"2", b"3")]
+    assert found == [number for number, digit in enumerate(wanted) if digit in (b"1", b"2", b"3", b"6")]
 
 
 def _moved(rng: Random) -> Random:
