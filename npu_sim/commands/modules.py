@@ -86,6 +86,7 @@ def run_module(
         arrays = random_inputs(content.smallest_inputs(), used)
         note(f"random inputs, seed {used}")
     with step(f"running {content.name} on {device.name}"):
+        arrays = module.laid_out(arrays)
         result = module.call_leaves([arrays[x.name] if x.name is not None else x.value for x in content.inputs])
     leaves = content.result.leaves(result) or []
     named = zip(content.result.paths(), leaves, strict=True)

@@ -28,8 +28,8 @@ from npu_sim.module.library_models import is_library_hook
 from npu_sim.module.plans import PROGRAMS
 from npu_sim.module.programs import Programs, Settings
 from npu_sim.module.report import Report, report
-from npu_sim.module.shapes import Key, dimension_names
-from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions, same_layout
+from npu_sim.module.shapes import Key, dimension_names, same_layout
+from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
 from npu_sim.module.trace import Trace, export, load_exported, trace_module
 from npu_sim.module.watch import PlainTensors, WeightWatch, live_tensor
 

@@ -17,6 +17,7 @@ from npu_compiler.errors import DeviceError, InputError, ProgramFormatError, Wei
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_runtime.buffer import DeviceBuffer
+from npu_runtime.cpu.arrays import with_strides
 from npu_runtime.device import Device
 from npu_runtime.hardware import Hardware
 from npu_runtime.packing import to_numpy
@@ -27,7 +28,7 @@ from npu_sim.module.hardware import open_backend
 from npu_sim.module.loaded_programs import DeviceProgram, Memory, MixedPlan, Value
 from npu_sim.module.plans import PROGRAMS, plan_for
 from npu_sim.module.saved_file import SavedProgram, read_module, stored_weight
-from npu_sim.module.shapes import InputShapes, Key
+from npu_sim.module.shapes import InputShapes, Key, same_layout
 from npu_sim.module.signature import signature_of
 
 _ON_HOST = (1, 3)  # DLPack's numbers for the CPU, and for its memory that GPUs reach
@@ -124,6 +125,7 @@ class LoadedModule:
             self._paths,
             {symbol.name: (symbol.low, symbol.high) for symbol in content.symbols},
             {symbol.name: symbol.title for symbol in content.symbols},
+            {index: meta.strides for index, meta in enumerate(content.graph_inputs) if meta.strides is not None},
         )
         self._names = [meta.name for meta in content.graph_inputs]
         self._updated = [(index, self._names.index(name)) for index, name in content.written if name in self._names]
@@ -160,11 +162,31 @@ class LoadedModule:
         """The result for the leaves of all arguments, in the order of `content.inputs`."""
         return self._call(self._arguments.chosen(leaves))
 
+    def laid_out(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Arrays for the graph's inputs, copied where they must have other strides.
+
+        Args:
+            arrays: Name in the graph → array.
+
+        Raises:
+            InputError: an array does not fit, or there is no memory for its strides.
+        """
+        given = dict(arrays)
+        key = self._shapes.check([given[name] for name in self._names])
+        for index, strides in self._shapes.strides(key).items():
+            name = self._names[index]
+            try:
+                given[name] = _with_strides(given[name], strides)
+            except (MemoryError, OverflowError, ValueError) as error:
+                raise InputError(f"there is no memory for input '{name}' with strides {strides}") from error
+        return given
+
     def _call(self, given: list[Any]) -> Any:
         for _, place in self._updated:
             _check_writable(given, place, self._paths[place])
         values = [self._value(x, path) for x, path in zip(given, self._paths, strict=True)]
         key = self._shapes.check([self._seen(index, value) for index, value in enumerate(values)])
+        self._shapes.check_strides([x if hasattr(x, "stride") else y for x, y in zip(given, values, strict=True)], key)
         with self.backend.lock:
             with reading(self._invalid):
                 program = self._programs.get(key) or self._program(key)
@@ -303,6 +325,17 @@ class _Seen(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
+
+
+def _with_strides(array: np.ndarray, strides: Sequence[int]) -> np.ndarray:
+    """The array, or a copy if it has other strides."""
+    if same_layout(array, strides):
+        return array
+    last = sum((size - 1) * stride for size, stride in zip(array.shape, strides, strict=True))
+    memory = np.zeros(last + 1, array.dtype)
+    copy = with_strides(memory, array.shape, strides)
+    copy[...] = array
+    return copy
 
 
 def _host(value: Value, spec: TensorSpec | None) -> np.ndarray:

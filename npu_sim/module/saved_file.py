@@ -36,7 +36,7 @@ from npu_sim.module.signature import Parameter
 from npu_sim.module.structure import InputLeaf, OutputLeaf, Tree
 
 MAGIC = b"NPUMOD"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _HEADER = struct.Struct("<6sHQQ32s32s")
 _ALIGNMENT = 4096
 _PIECE = 2**24  # bytes
@@ -60,17 +60,26 @@ class SavedProgram:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """A tensor that the graph takes; sizes may be symbolic."""
+    """A tensor that the graph takes; sizes may be symbolic.
+
+    Attributes:
+        strides: Those that it must have, in elements, where they decide what a call changes in place.
+    """
 
     name: str
     shape: tuple[Any, ...]
     dtype: str
+    strides: tuple[Any, ...] | None
 
     def __post_init__(self) -> None:
         if self.dtype not in KNOWN_DTYPES:
             raise ValueError(f"its dtype is '{self.dtype}'")
         if not all(_is_size(size) for size in self.shape):
             raise ValueError("its shape is not one of sizes")
+        if self.strides is not None and not (
+            len(self.strides) == len(self.shape) and all(_is_size(stride) for stride in self.strides)
+        ):
+            raise ValueError("its strides are not those of its shape")
 
 
 def _is_size(value: object) -> bool:

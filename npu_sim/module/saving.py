@@ -79,7 +79,10 @@ def save_module(
         name=ir["model_name"],
         compiler_version=__version__,
         ir=json.dumps(plain, separators=(",", ":")).encode(),
-        graph_inputs=tuple(GraphInput(x["name"], tuple(x["shape"]), x["dtype"]) for x in ir["graph_inputs"]),
+        graph_inputs=tuple(
+            GraphInput(x["name"], tuple(x["shape"]), x["dtype"], traced.strides.get(x["name"]))
+            for x in ir["graph_inputs"]
+        ),
         symbols=tuple(_symbol(name, titles[name], *limits) for name, limits in traced.ranges.items()),
         weights=names,
         constants=constants,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from npu_compiler.errors import InputError, IRError
-from npu_compiler.graph.symbolic import KEY, Sizes, evaluate, is_symbolic
+from npu_compiler.graph.symbolic import KEY, Sizes, evaluate, is_symbolic, specialize
+from npu_compiler.program.views import contiguous_strides
 
 Key = tuple[int, ...]
 
@@ -19,6 +23,7 @@ class InputShapes:
         paths: What the caller calls each of them.
         ranges: Symbol → smallest and largest value.
         names: Symbol → its name in messages, where it has one.
+        strides: Index of an input → its strides, where they must be those with which the module was compiled.
     """
 
     def __init__(
@@ -27,7 +32,9 @@ class InputShapes:
         paths: Sequence[str],
         ranges: Mapping[str, tuple[int, int | None]],
         names: Mapping[str, str],
+        strides: Mapping[int, Sequence[Any]] = MappingProxyType({}),
     ) -> None:
+        self._strides = strides
         self._paths, self._ranges = tuple(paths), dict(ranges)
         self.names = {symbol: names.get(symbol, symbol) for symbol in ranges}
         self._dtypes = [dtype for _, dtype in inputs]
@@ -51,6 +58,29 @@ class InputShapes:
             if value.dtype != dtype or (static is not None and value.shape != static):
                 raise self._misfit(tensors)
         return self._key(tensors) if self.symbols else ()
+
+    def strides(self, key: Key) -> dict[int, list[int]]:
+        """The strides that some inputs must have in a call, by index, counted in elements.
+
+        Args:
+            key: From `check`.
+        """
+        sizes = dict(zip(self.symbols, key, strict=True))
+        return {index: specialize(strides, sizes) for index, strides in self._strides.items()}
+
+    def check_strides(self, tensors: Sequence[Any], key: Key) -> None:
+        """Check where the elements of tensors or arrays lie, as far as that decides what a call changes.
+
+        Raises:
+            InputError: one has other strides.
+        """
+        for index, wanted in self.strides(key).items():
+            if not same_layout(tensors[index], wanted):
+                found = f"has strides {list(strides_of(tensors[index]))}"
+                raise InputError(
+                    f"{self._problem(index, found, str(wanted))}, which decide what it changes in place; give such a "
+                    "tensor, or compile it again with this one as its example"
+                )
 
     def _misfit(self, tensors: Sequence[Any]) -> InputError:
         """What to say of the first input that does not fit."""
@@ -93,6 +123,21 @@ class InputShapes:
 
     def _problem(self, index: int, found: str, wanted: str) -> str:
         return f"argument '{self._paths[index]}' {found}, but the module was compiled for {wanted}"
+
+
+def strides_of(value: Any) -> Sequence[float]:
+    """The strides of a torch tensor or NumPy array in elements; of anything else, those of dense memory."""
+    if isinstance(value, np.ndarray):
+        size = max(value.itemsize, 1)
+        return [step / size if step % size else step // size for step in value.strides]
+    stride = getattr(value, "stride", None)
+    return stride() if callable(stride) else contiguous_strides(value.shape)
+
+
+def same_layout(value: Any, strides: Sequence[int]) -> bool:
+    """Whether a tensor or array has these strides, but for dimensions of one element or none."""
+    pairs = zip(value.shape, strides_of(value), strides, strict=True)
+    return 0 in value.shape or all(size == 1 or own == wanted for size, own, wanted in pairs)
 
 
 def dimension_names(inputs: Sequence[Mapping[str, Any]], dynamic_shapes: Sequence[Any]) -> dict[str, str]:

@@ -12,7 +12,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import InputError
-from npu_compiler.graph.symbolic import specialize
 from npu_sim.module.shapes import InputShapes, Key
 from npu_sim.module.structure import Tree, field_names, type_path
 
@@ -88,7 +87,6 @@ class TensorShapes(InputShapes):
 
     Args:
         device: On which all tensors have to be.
-        strides: Index of an input → its strides, where they must be those with which the module was compiled.
     """
 
     def __init__(
@@ -100,8 +98,9 @@ class TensorShapes(InputShapes):
         device: torch.device,
         strides: Mapping[int, Sequence[Any]],
     ) -> None:
-        super().__init__([(tuple(x["shape"]), getattr(torch, x["dtype"])) for x in inputs], paths, ranges, names)
-        self._device, self._strides = device, strides
+        described = [(tuple(x["shape"]), getattr(torch, x["dtype"])) for x in inputs]
+        super().__init__(described, paths, ranges, names, strides)
+        self._device = device
 
     def check(self, tensors: Sequence[torch.Tensor]) -> Key:
         """The symbols' values in a call, in the order of `symbols`.
@@ -120,19 +119,8 @@ class TensorShapes(InputShapes):
                 raise self._misfit(tensors)
         key = self._key(tensors) if self.symbols else ()
         if self._strides:
-            self._check_strides(tensors, key)
+            self.check_strides(tensors, key)
         return key
-
-    def _check_strides(self, tensors: Sequence[torch.Tensor], key: Key) -> None:
-        sizes = dict(zip(self.symbols, key, strict=True))
-        for index, strides in self._strides.items():
-            value, wanted = tensors[index], specialize(strides, sizes)
-            if not same_layout(value, wanted):
-                raise InputError(
-                    f"argument '{self._paths[index]}' has strides {list(value.stride())}, but the module was compiled "
-                    f"for {list(wanted)}, which decide what it changes in place; give such a tensor, or compile it "
-                    "again with this one as its example"
-                )
 
     def _misfit(self, tensors: Sequence[torch.Tensor]) -> InputError:
         for index, value in enumerate(tensors):
@@ -146,12 +134,6 @@ class TensorShapes(InputShapes):
                         "call it under torch.no_grad(), or with detached tensors"
                     )
         return super()._misfit(tensors)
-
-
-def same_layout(value: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, but for dimensions of one element or none, where they mean nothing."""
-    pairs = zip(value.shape, value.stride(), strides, strict=True)
-    return not value.numel() or all(size == 1 or own == wanted for size, own, wanted in pairs)
 
 
 def flat_dimensions(

@@ -412,7 +412,7 @@ def _load_module(folder: Path) -> Check:
         sizes = [math.prod(max(1, size) for size in spec.shape) for spec in specs]
         if any(len(spec.shape) > _MOST_DIMENSIONS for spec in specs) or max(sizes, default=0) > _LARGEST_INPUT:
             return "loaded, but declares too much memory for this test"
-        zeros = {spec.name: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for spec in specs}
+        zeros = module.laid_out({spec.name: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for spec in specs})
         module.call_leaves([zeros[x.name] if x.name is not None else x.value for x in module.content.inputs])
         return "called"
 

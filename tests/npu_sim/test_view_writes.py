@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, currently_in_test_context, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from typer.testing import CliRunner
 
 import npu_sim
 from npu_compiler import InputError, IRError
+from npu_runtime import Device, NPUBuffer
+from npu_sim.cli import app
 
 View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -343,6 +347,23 @@ def test_a_written_argument_has_the_strides_of_the_example() -> None:
     rows = {"args": ({0: torch.export.Dim("rows")},)}
     compiled = npu_sim.compile(module, (torch.zeros(4, 3).t(),), dynamic_shapes=rows)
     check_route(compiled, module, [Layout((5, 4), (1, 5), 0)])
+
+
+@torch.no_grad()
+def test_a_written_argument_of_a_loaded_module_has_the_strides_of_the_example(tmp_path: Path) -> None:
+    """Of a transposed matrix `contiguous` is a copy, of others the matrix itself, which PyTorch would write."""
+    module = Function(lambda x: x.contiguous().add_(1)).eval()
+    rows = {"args": ({0: torch.export.Dim("rows")},)}
+    npu_sim.compile(module, (torch.zeros(4, 3).t(),), dynamic_shapes=rows).save(tmp_path / "net.npumod")
+    loaded = npu_sim.load(tmp_path / "net.npumod", device="cpu")
+    for x in (torch.zeros(4, 5).t(), np.zeros((4, 5), np.float32).T):
+        assert np.all(loaded(x)[0] == 1) and not np.asarray(x).any()
+    dense = np.zeros((5, 4), np.float32)
+    for x in (torch.zeros(5, 4), dense, NPUBuffer.from_numpy(dense, Device("cpu"))):
+        with pytest.raises(InputError, match=r"'args\[0\]' has strides \[4, 1\], but .* for \[1, 5\], which decide"):
+            loaded(x)
+    result = CliRunner().invoke(app, ["run", str(tmp_path / "net.npumod"), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
 
 
 @torch.no_grad()
