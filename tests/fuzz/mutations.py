@@ -140,7 +140,7 @@ class Report:
         kinds = ("crash", "hang", "raw error")
         totals = {kind: sum(n for outcome, n in self.outcomes.items() if outcome.startswith(kind)) for kind in kinds}
         summary = f"{totals['crash']} crashes, {totals['hang']} hangs, {totals['raw error']} raw errors"
-        most = f"at most {self.most.seconds:.2f} s of processor time a file, {self.most.mebibytes:.0f} MiB a worker"
+        most = f"at most {self.most.seconds:.3f} s of processor time a file, {self.most.mebibytes:.0f} MiB a worker"
         return "\n".join([*lines, f"{self.outcomes.total()} files: {summary}; {most}"])
 
 
