@@ -7,7 +7,7 @@ import traceback
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from npu_sim.module.storages import storages_of
 from npu_sim.module.structure import NUMBER, InputLeaf, OutputLeaf
 from npu_sim.module.substitutes import Substitutes
 from npu_sim.module.views import AliasedView, check_replayable
+from npu_sim.module.watch import tensors_in_attributes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,14 +116,34 @@ def export(
     register_caches(module)
     args, kwargs = distinct_examples(module, tuple(args), dict(kwargs or {}))
     seen = module.register_forward_hook(lambda _module, _inputs, result: _register_dataclasses(result))
+    held = {id(x) for x in (*module.parameters(), *module.buffers())}
+    plain = [x for part in module.modules() for _, x in tensors_in_attributes(part) if id(x) not in held]
     try:
-        with tracing(), quiet_tracing(), Substitutes(), lstm_shapes():
+        with unchanged(plain), tracing(), quiet_tracing(), Substitutes(), lstm_shapes():
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
             return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise
         raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {problem_of(error)}") from error
     finally:
         seen.remove()
+
+
+@contextmanager
+def unchanged(tensors: Iterable[Any]) -> Iterator[None]:
+    """Undo what tracing writes to those of the values that are tensors.
+
+    PyTorch traces parameters, buffers and arguments without their data, but runs in-place ops on other tensors of a
+    module, such as those in plain attributes and lists.
+    """
+    plain = [x for x in tensors if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided]
+    before = [(x, x.detach().clone()) for x in plain if x.device.type != "meta"]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                if not torch.equal(tensor, value):
+                    tensor.detach().copy_(value)
 
 
 def distinct_examples(
@@ -237,6 +258,11 @@ def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()
     Raises:
         IRError: IR has no form for an op in it, such as control flow that depends on data.
     """
+    with unchanged(exported.constants.values()):
+        return _trace(exported, name, changing)
+
+
+def _trace(exported: ExportedProgram, name: str, changing: Set[str]) -> Trace:
     signature, module = exported.graph_signature, exported.graph_module
     nodes = Nodes(storages=storages_of(module))
     state = {**exported.state_dict, **exported.constants}

@@ -82,7 +82,7 @@ class PlainTensors:
         if module is None or not wanted:
             return
         for name, part in module.named_modules():
-            for path, value in _tensors_in(part.__dict__, set(), _DEPTH):
+            for path, value in tensors_in_attributes(part):
                 key = wanted.get(_memory(value))
                 if key is not None:
                     title = ".".join(filter(None, (name, path[0]))) + "".join(f"[{step!r}]" for step in path[1:])
@@ -132,6 +132,11 @@ class _Place:
 
 def _memory(value: torch.Tensor) -> tuple[Any, ...]:
     return value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
+def tensors_in_attributes(part: nn.Module) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors of a module, without its submodules, that are neither parameters nor buffers, each with its path."""
+    return _tensors_in(part.__dict__, set(), _DEPTH)
 
 
 def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:

@@ -469,7 +469,7 @@ def test_a_flipped_bit_anywhere_is_one_error(file: Path) -> None:
 def test_other_files_are_refused_by_what_they_are(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:6] + (9).to_bytes(2, "little") + whole[8:])
-    with pytest.raises(ProgramFormatError, match="has format version 9; this version of npu-simulation reads 3: save"):
+    with pytest.raises(ProgramFormatError, match="has format version 9; this version of npu-simulation reads 4: save"):
         npu_sim.load(file, "cpu")
     file.write_bytes(b"NPUBIN" + whole[6:])
     with pytest.raises(ProgramFormatError, match=r"is not a .npumod module \(it does not start with NPUMOD\)"):

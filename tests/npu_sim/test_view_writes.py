@@ -20,6 +20,7 @@ import npu_sim
 from npu_compiler import InputError, IRError
 from npu_runtime import Device, NPUBuffer
 from npu_sim.cli import app
+from npu_sim.extract import extract_ir
 
 View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -364,6 +365,37 @@ def test_a_written_argument_of_a_loaded_module_has_the_strides_of_the_example(tm
             loaded(x)
     result = CliRunner().invoke(app, ["run", str(tmp_path / "net.npumod"), "--device", "cpu"])
     assert result.exit_code == 0, result.output
+
+
+@torch.no_grad()
+def test_tracing_leaves_tensors_in_plain_attributes_as_they_are() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.counts = torch.zeros(3), [torch.zeros(3)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.counts[0].mul_(2).add_(1)
+            return x + self.count.add_(1) + self.counts[0]
+
+    x, ours, theirs = torch.ones(3), Counter().eval(), Counter().eval()
+    compiled = npu_sim.compile(ours, (x,))
+    assert not ours.count.any() and not ours.counts[0].any()
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), theirs(x))
+    torch.testing.assert_close([ours.count, *ours.counts], [theirs.count, *theirs.counts])
+
+
+def test_a_module_without_data_is_traced_with_its_plain_attributes() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.shift = nn.Linear(3, 3, device="meta"), torch.zeros(3, device="meta")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + self.shift.to(x.dtype)
+
+    assert extract_ir(Shifted().eval(), (torch.zeros(3, device="meta"),))["nodes"]
 
 
 @torch.no_grad()
