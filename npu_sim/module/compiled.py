@@ -167,6 +167,9 @@ class CompiledModule:
         self._plain = PlainTensors(module, {key: x for key, x in tensors.items() if key not in stored})
         self._programs = Programs(traced, settings, tensors, self._shapes.symbols, stored=stored)
         self._watch(tensors)
+        shared = self._programs.shared(self._state_tensors())
+        if shared is not None:
+            raise InPlaceError(f"{shared} is changed in place, but shares memory with another parameter or buffer")
         example = tuple(traced.example_sizes[symbol] for symbol in self._shapes.symbols)
         with self.backend.lock:
             self._programs.runner(example if self._buckets is None else self._buckets.rounded(example))
@@ -260,6 +263,9 @@ class CompiledModule:
         with self.backend.lock:
             if self._watched.has_changed():
                 self.refresh()
+            shared = self._programs.shared(self._state_tensors())
+            if shared is not None:
+                raise InputError(f"a file cannot hold that {shared}, which a call changes, shares memory with another")
             traced = self.trace.plain or self.trace
             tensors, runners = self._programs.tensors, {} if self.trace.plain else self._programs.runners
             formats = {key: format for plan in self._programs.plans() for key, format in plan.formats.items()}

@@ -25,7 +25,7 @@ from npu_runtime.device import Device
 from npu_sim.module.capture import Captured, capture
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.plans import PROGRAMS
-from npu_sim.module.programs import Compiled, Programs, Settings, overlapping
+from npu_sim.module.programs import Compiled, Programs, Settings
 from npu_sim.module.report import ProgramReport, report
 from npu_sim.module.shared_weights import SharedWeights
 from npu_sim.module.structure import NUMBER, number_of
@@ -186,7 +186,7 @@ class Subgraph:
             if loaded is None or loaded.stamps != _stamps(weights):
                 loaded = self._load(args, weights, loaded)
             inputs = {name: args[position] for name, position in self._inputs}
-            if self._written and overlapping(inputs, self._written) is not None:
+            if self._written and loaded.programs.shared(inputs) is not None:
                 return self._run_eagerly(args)
             if self._numbers:
                 inputs |= {self._captured.names[x]: args[x].to(self._captured.device) for x in self._numbers}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -100,13 +100,13 @@ class Programs:
         stored: Mapping[str, QuantizedArray] = MappingProxyType({}),
     ) -> None:
         self._trace, self._settings, self.symbols = traced, settings, symbols
+        self._updated = traced.written
         self.compiled = compiled or Compiled(traced, settings)
         arena = Arena(settings.backend)
         self._loaded = Loaded(settings.backend, {}, settings.device, arena, {} if cache is None else cache)
         self._stored = stored
         self._take(weights)
         self._keys: dict[str, str] = traced.ir["weight_name_mapping"]
-        self._updated = traced.written
         self.runners: OrderedDict[Key, Runner] = OrderedDict()
         self._steps: dict[Key, dict[str, tuple[Step, ...]]] = {}
 
@@ -121,6 +121,20 @@ class Programs:
         self.tensors = dict(weights)
         own = {key: value for key, value in weights.items() if key not in self._trace.constants}
         self._loaded.weights = {**own, **self._stored}
+        read = self._trace.read_keys() - self._stored.keys() if self._updated else set()
+        self._memory = _by_storage(x for key, x in weights.items() if key in read)
+
+    def shared(self, inputs: Values) -> str | None:
+        """What messages call an input that the graph changes and whose memory another input or a weight has too.
+
+        The graph knows nothing of that: what it computes of the other would be of the values before.
+        """
+        written = [name for _, name in self._updated if name in inputs]
+        name = _overlapping(inputs, written)
+        if name is None:
+            name = next((x for x in written if _overlaps_any(inputs[x], self._memory)), None)
+        key = self._trace.state.get(name or "")
+        return name and (f"argument '{name}'" if key is None else f"'{key}'")
 
     def plans(self) -> list[PartitionPlan]:
         """Of the programs made so far."""
@@ -140,9 +154,9 @@ class Programs:
             DeviceError: the device failed.
         """
         if self._updated:
-            name = overlapping(inputs, [name for _, name in self._updated])
-            if name is not None:
-                raise InputError(f"argument '{name}' is changed in place, but shares memory with another; give a copy")
+            shared = self.shared(inputs)
+            if shared is not None:
+                raise InputError(f"{shared} is changed in place, but shares memory with another; give a copy")
             for _, name in self._updated:
                 if not inputs[name].is_contiguous() and overlaps_itself(inputs[name]):
                     raise InputError(
@@ -195,7 +209,7 @@ class Programs:
         return replay(base, self._steps[key][name])
 
 
-def overlapping(inputs: Values, written: list[str]) -> str | None:
+def _overlapping(inputs: Values, written: list[str]) -> str | None:
     """One of the inputs that are written whose memory is also another input's."""
     places: dict[int, list[str]] = {}
     for name, value in inputs.items():
@@ -205,6 +219,18 @@ def overlapping(inputs: Values, written: list[str]) -> str | None:
             if other != name and _overlap(inputs[name], inputs[other]):
                 return name
     return None
+
+
+def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    """Address of a storage → those of the tensors that lie in it."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    return found
+
+
+def _overlaps_any(value: torch.Tensor, others: Mapping[int, list[torch.Tensor]]) -> bool:
+    return any(_overlap(value, other) for other in others.get(value.untyped_storage().data_ptr(), ()))
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ def save_module(
     """
     ir = traced.ir
     outputs, results = _computed(traced)
-    read = _read_keys(traced)
+    read = traced.read_keys()
     tensors, names = _stored({key: value for key, value in weights.items() if key in read})
     returned = _returned(traced, results)
     keys = {name: key for name, key in ir["weight_name_mapping"].items() if name in returned}
@@ -129,15 +129,6 @@ def _computed(traced: Trace) -> tuple[list[dict[str, Any]], tuple[OutputLeaf, ..
             outputs.append(traced.passed[name])
     leaves = [OutputLeaf(output=places[leaf.source]) if leaf.source in places else leaf for leaf in traced.outputs]
     return outputs, tuple(leaves)
-
-
-def _read_keys(traced: Trace) -> set[str]:
-    """The keys of the weights that the graph reads, returns or writes."""
-    ir = traced.ir
-    names = {meta["name"] for node in ir["nodes"] for meta in node["inputs"]}
-    names |= {meta["name"] for meta in ir["graph_outputs"]}
-    names |= {leaf.source for leaf in traced.outputs if leaf.source is not None} | {name for _, name in traced.written}
-    return {key for name, key in ir["weight_name_mapping"].items() if name in names or key in names}
 
 
 def _stored(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -90,6 +90,13 @@ class Trace:
     def is_dynamic(self) -> bool:
         return bool(self.ranges)
 
+    def read_keys(self) -> set[str]:
+        """The keys of the weights that the graph reads, returns or writes."""
+        names = {meta["name"] for node in self.ir["nodes"] for meta in node["inputs"]}
+        names |= {meta["name"] for meta in self.ir["graph_outputs"]}
+        names |= {leaf.source for leaf in self.outputs if leaf.source is not None} | {name for _, name in self.written}
+        return {key for name, key in self.ir["weight_name_mapping"].items() if name in names or key in names}
+
 
 @contextmanager
 def tracing() -> Iterator[None]:

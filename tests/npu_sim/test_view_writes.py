@@ -367,6 +367,47 @@ def test_a_written_argument_of_a_loaded_module_has_the_strides_of_the_example(tm
     assert result.exit_code == 0, result.output
 
 
+class Sharing(nn.Module):
+    """A buffer, and a part of it in another buffer, which calls change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(6))
+        self.register_buffer("part", self.whole[:3])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part.add_(1)
+        return x + self.whole[:3]
+
+
+@torch.no_grad()
+def test_state_that_shares_memory_with_a_weight_is_not_taken_for_another_tensor(tmp_path: Path) -> None:
+    with pytest.raises(IRError, match="'part' is changed in place, but shares memory with another parameter or buffer"):
+        npu_sim.compile(Sharing().eval(), (torch.zeros(3),))
+    x, ours, theirs = torch.ones(3), Sharing().eval(), Sharing().eval()
+    compiled = torch.compile(ours, backend="npu_sim")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), theirs(x))
+    torch.testing.assert_close(ours.whole, theirs.whole)
+    apart = Sharing().eval()
+    apart.part = torch.zeros(3)
+    compiled = npu_sim.compile(apart, (x,))
+    assert compiled(x).eq(1).all() and apart.part.eq(1).all()
+    apart.part = apart.whole[:3]
+    with pytest.raises(InputError, match="'part' is changed in place, but shares memory with another"):
+        compiled(x)
+    with pytest.raises(InputError, match="a file cannot hold that 'part', which a call changes, shares memory"):
+        compiled.save(tmp_path / "net.npumod")
+
+
+@torch.no_grad()
+def test_a_weight_as_an_argument_that_is_written_is_refused() -> None:
+    module = nn.Linear(3, 3, bias=False).eval()
+    compiled = npu_sim.compile(Function(lambda x: (x.add_(1), module(x))).eval(), (torch.zeros(3, 3),))
+    with pytest.raises(InputError, match=r"argument 'args_0' is changed in place, but shares memory with another"):
+        compiled(module.weight.detach())
+
+
 @torch.no_grad()
 def test_tracing_leaves_tensors_in_plain_attributes_as_they_are() -> None:
     class Counter(nn.Module):
