@@ -59,7 +59,7 @@ class _Macros(Kind):
 
 
 class MTLCompileOptions(Plain):
-    """How a library is compiled."""
+    """Options for compiling a library: macros, math mode, language version."""
 
     __slots__ = ("_fast_math", "_macros", "_math_mode", "_version")
 

@@ -219,7 +219,7 @@ def _read_parameter(
 def describe(
     kernel: Kernel, bound: Sequence[Parameter], items: Sequence[Item], constants: Sequence[FunctionConstant]
 ) -> KernelInfo:
-    """What a pipeline needs to know about a kernel."""
+    """Return the facts about a kernel that a pipeline needs."""
     names_in: dict[str, set[str]] = {}
     for item in items:
         names_in.setdefault(item.declares, set()).update(item.names)
@@ -237,7 +237,7 @@ def describe(
 
 
 def entries(kernels: Sequence[tuple[Kernel, Sequence[Parameter]]], constants: Constants) -> str:
-    """What the loader looks up: an entry per kernel, and setters for the function constants."""
+    """Return C++ source of the symbols that the loader looks up: kernel entries and setters of function constants."""
     lines = ['\n# 1 "entries"']
     for index, (kernel, bound) in enumerate(kernels):
         values = ", ".join(parameter.value for parameter in bound)
