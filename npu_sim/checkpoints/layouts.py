@@ -1,4 +1,4 @@
-"""How GPTQ, AWQ, compressed-tensors and fp8 checkpoints store a matrix in few bits; each becomes a `QuantizedArray`.
+"""Layouts of matrices in few bits in GPTQ, AWQ, compressed-tensors and fp8 checkpoints, read as `QuantizedArray`.
 
 Nothing is rounded: codes and zero points are the checkpoint's, scales stay in its dtype. A layout takes a module's
 tensors by the names that they have within it ("qweight", "weight_scale", ...).

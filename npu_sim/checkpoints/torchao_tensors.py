@@ -100,7 +100,7 @@ def quantized_parameters(module: nn.Module) -> dict[str, QuantizedArray]:
 
 @contextmanager
 def dense_stand_ins(module: nn.Module, weights: Mapping[str, QuantizedArray]) -> Iterator[None]:
-    """Within this context these parameters are plain tensors of the same shapes and dtypes, whose values are undefined.
+    """Replace these parameters, within the context, by plain tensors of the same shapes and dtypes, values undefined.
 
     `torch.export` then sees a linear layer with a weight instead of what torchao does with the parts of it.
     """

@@ -11,14 +11,14 @@ from npu_sim.module.structure import NUMBER, InputLeaf, OutputLeaf, Structure, n
 
 
 class Arguments:
-    """Takes a call's arguments apart in the way in which they were given when the module was traced.
+    """Flattens a call's arguments in the structure that they had when the module was traced.
 
     Positional and keyword arguments may be exchanged, and those left out that have the default with which the module
     was traced.
 
     Args:
-        signature: Of the module's `forward`; None where it is not known, as for a `.pt2` file.
-        leaves: The leaves of (args, kwargs) then.
+        signature: Signature of the module's `forward`; None where it is not known, as for a `.pt2` file.
+        leaves: The leaves of (args, kwargs) when the module was traced.
         positional: The structure of each positional argument.
         keywords: The structure of each keyword argument.
         tensor: The class of what stands for a tensor.

@@ -24,7 +24,7 @@ class Buckets:
     its mask is 0.
 
     Attributes:
-        sizes: In any order.
+        sizes: The sizes, in any order.
         mask: The argument that holds 1 for what counts; padding adds zeros to it.
     """
 
@@ -37,7 +37,7 @@ class Bucketing:
 
     Args:
         buckets: Name of a dynamic size → its buckets.
-        paths: What the caller calls each input.
+        paths: The caller's name of each input.
 
     Raises:
         InputError: there is no such size or mask, a bucket is out of the size's range, or results cannot be cut back.

@@ -1,4 +1,4 @@
-"""From a graph that TorchDynamo captured to IR: PyTorch's ops by one trace, symbolic where sizes may change."""
+"""Conversion of a graph that TorchDynamo captured to IR, by one trace; symbolic where sizes may change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Captured:
     """A captured graph in PyTorch's ops. Its placeholders are the arguments of a call, and then the constants.
 
     Attributes:
-        names: Of the arguments, in order.
+        names: Names of the arguments, in order.
         values: The arguments in the trace: tensors without data, and numbers, which may be symbolic.
         static: Positions of the module's parameters and buffers, which TorchDynamo passes as arguments.
         constants: Tensors made while tracing, by name.
@@ -210,7 +210,7 @@ def _lift_constants(traced: GraphModule, names: Sequence[str]) -> dict[str, torc
 
 
 def _sizes(values: Sequence[Any]) -> dict[str, tuple[int, int | None]]:
-    """Where a call's arguments have the values of the symbols."""
+    """Map each symbol to the argument, and its dimension, that has the symbol's value."""
     found: dict[str, tuple[int, int | None]] = {}
     for position, value in enumerate(values):
         places: list[tuple[Any, int | None]] = [(plain_number(value, f"argument {position}"), None)]

@@ -59,12 +59,12 @@ def compile(
         kwargs: Example keyword arguments.
         device: An `npu_runtime.Device`, or the name of one. Default: the GPU for CUDA tensors, else the CPU.
         dtype: Compute dtype: `float16`, `bfloat16` or `float32`. Default: the module's own.
-        dynamic_shapes: Which sizes may change between calls, as `torch.export.export` takes it. There is one program
-            for each combination of sizes, made at its first call.
+        dynamic_shapes: The sizes that may change between calls, as `torch.export.export` takes them. There is one
+            program for each combination of sizes, made at its first call.
         buckets: Name of a dynamic size (of its `torch.export.Dim`) → the sizes to which it is rounded up, so that fewer
             programs are made; only for modules that ignore what a mask hides.
-        programs: How many programs to keep; the one that has not been used for longest is dropped.
-        quantization: How to store weights in few bits: `int4`, `int8` or `fp8` for all linear layers, or a format for
+        programs: Maximum number of programs to keep; the least recently used one is dropped.
+        quantization: Formats of weights in few bits: `int4`, `int8` or `fp8` for all linear layers, or a format for
             each of some parameters (see `npu_compiler.compile`). Weights that torchao has quantized stay as they are.
 
     Raises:
@@ -269,7 +269,7 @@ class CompiledModule:
             )
 
     def report(self) -> Report:
-        """What runs where, and why: for each program, its partitions, and the reason of each node off the device."""
+        """Return, for each program, its partitions and the reason of each node that is not on the device."""
         with self.backend.lock:
             plans = {key: runner.plan for key, runner in self._programs.runners.items()}
         names = [self._shapes.names[symbol] for symbol in self._shapes.symbols]

@@ -61,7 +61,7 @@ class Decompositions:
 
         Args:
             description: The call as IR.
-            weights: Its inputs that are weights.
+            weights: The names of the call's inputs that are weights.
 
         Returns:
             None if the call stays as it is, because the device runs it or nothing that it decomposes into.

@@ -1,4 +1,4 @@
-"""From the graph of `torch.export` to IR: the schema of torch_ir, and beside it what that cannot say.
+"""Conversion of a graph of `torch.export` to IR: the schema of torch_ir, extended by what that cannot express.
 
 Beyond torch_ir's own converter this reads keyword tensors, regions under `no_grad` and `autocast`, symbolic sizes,
 which of several optional tensors a call gave, and which inputs a graph changes in place.
@@ -65,7 +65,7 @@ class Nodes:
 
     Attributes:
         nodes: Node descriptions in the IR's form.
-        storages: Which of the traced tensors share memory.
+        storages: Groups of traced tensors that share memory.
         root: Tensor name → the tensor whose memory it shares, for views and in-place ops.
         parent: Tensor name → how it is made of the tensor which it looks into, and that tensor, for the same.
         references: Tensor name → the tensor, for all that nodes make.
@@ -92,8 +92,8 @@ class Nodes:
         """Add a graph's nodes; returns what its output node returns.
 
         Args:
-            arguments: What its placeholders stand for, in order.
-            prefix: What the names of its nodes begin with.
+            arguments: The values of its placeholders, in order.
+            prefix: Prefix of its nodes' names.
 
         Raises:
             IRError: it holds control flow that depends on data, or another op that IR has no form for.
@@ -385,7 +385,7 @@ def plain_number(value: Any, where: str) -> Any:
     """A number as it is; a symbolic one as an expression.
 
     Args:
-        where: What has the number, as the message's first words.
+        where: The owner of the number, as the message's first words.
 
     Raises:
         IRError: the number depends on data.

@@ -24,7 +24,7 @@ Value: TypeAlias = np.ndarray | DeviceBuffer
 
 
 class Memory:
-    """What all programs of a module share on a device: weights, and memory for intermediate values.
+    """Memory that all programs of a module share on a device: weights and intermediate values.
 
     Attributes:
         weights: Key → array, or matrix in few bits.
@@ -40,7 +40,7 @@ class Memory:
         return load_weights(self.weights, program, self.backend, strict=False, cache=self._cache)
 
     def forget(self, buffers: Iterable[DeviceBuffer]) -> None:
-        """Have these weights made again when they are loaded next."""
+        """Drop cached weights, so that the next load uploads them again."""
         stale = {id(buffer) for buffer in buffers}
         self._cache = {key: buffer for key, buffer in self._cache.items() if id(buffer) not in stale}
 
@@ -54,7 +54,7 @@ class DeviceProgram:
         updated: The inputs whose memory the program may change.
 
     Attributes:
-        specs: Of the graph's outputs.
+        specs: Shapes and dtypes of the graph's outputs.
         unknown: Outputs that the caller has to give as inputs which the program does not read.
     """
 

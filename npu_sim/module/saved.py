@@ -64,7 +64,7 @@ def load(
         allow_code: Run code in the file, whoever made it, instead of compiling the graph again.
         dlpack: Return device buffers, which speak DLPack, in the dtypes that the device stores; by default, NumPy
             arrays in PyTorch's dtypes.
-        programs: How many programs to keep, if sizes may change; the one that has not been used for longest is dropped.
+        programs: Maximum number of programs to keep, if sizes may change; the least recently used one is dropped.
         classes: Namedtuples and dataclasses of yours that results may be. Of those that the file names, only classes of
             PyTorch, transformers and the like are made; the results of others are namedtuples and dicts like them.
 
@@ -83,7 +83,7 @@ class LoadedModule:
     tensor. Calls from several threads queue. Each returns new arrays.
 
     Attributes:
-        content: What the file says.
+        content: The file's description of the module.
         backend: The device that runs the programs.
     """
 
@@ -207,7 +207,7 @@ class LoadedModule:
             raise InputError(f"argument '{path}' is a {kind} that NumPy cannot read: {error}") from error
 
     def _seen(self, index: int, value: Value) -> Any:
-        """What of an input is held against the graph: of a buffer its shape; its program knows how it is stored."""
+        """Return the shape and dtype of an input to compare with the graph's; for a buffer, the graph's dtype."""
         if isinstance(value, np.ndarray):
             return value
         meta = self.content.graph_inputs[index]
@@ -299,7 +299,7 @@ class LoadedModule:
 
 
 class _Seen(NamedTuple):
-    """What `InputShapes` asks of an input."""
+    """Shape and dtype of an input, as `InputShapes` compares them."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -107,7 +107,7 @@ def _returned(traced: Trace, results: tuple[OutputLeaf, ...]) -> set[str | None]
 def _parts(
     key: str, tensor: StoredTensor, format: QuantizedFormat, stored: QuantizedArray | None
 ) -> dict[str, StoredTensor]:
-    """What to write of a weight in few bits, which is quantized when its first part is written if it is not yet."""
+    """Return the parts of a weight in few bits; unless given, it is quantized when its first part is written."""
     whole = cache(lambda: stored or quantize(tensor.read(), format))
     shapes = format.parts((tensor.shape[0], tensor.shape[1]))
     return {

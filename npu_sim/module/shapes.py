@@ -12,11 +12,11 @@ Key = tuple[int, ...]
 
 
 class InputShapes:
-    """Checks what a call gives for the graph's inputs, and finds the values of symbols in its shapes.
+    """Checks the shapes and dtypes of a call's inputs, and reads the values of symbols from them.
 
     Args:
         inputs: Shape and dtype of each input: sizes may be symbolic, and the dtype is what compares equal to its own.
-        paths: What the caller calls each of them.
+        paths: The caller's name of each input.
         ranges: Symbol → smallest and largest value.
         names: Symbol → its name in messages, where it has one.
     """
@@ -53,7 +53,7 @@ class InputShapes:
         return self._key(tensors) if self.symbols else ()
 
     def _misfit(self, tensors: Sequence[Any]) -> InputError:
-        """What to say of the first input that does not fit."""
+        """Return the error for the first input that does not fit."""
         for index, value in enumerate(tensors):
             dtype, static = self._dtypes[index], self._static[index]
             if value.dtype != dtype:
@@ -99,7 +99,7 @@ def dimension_names(inputs: Sequence[Mapping[str, Any]], dynamic_shapes: Sequenc
     """Symbol → the name of the `torch.export.Dim` that it stands for.
 
     Args:
-        dynamic_shapes: For each input, as `torch.export` spells it: a mapping or sequence of dimensions, or None.
+        dynamic_shapes: Each input's dimensions as `torch.export` spells them: a mapping or sequence, or None.
     """
     names: dict[str, str] = {}
     for meta, dims in zip(inputs, dynamic_shapes, strict=False):

@@ -1,4 +1,4 @@
-"""How the arguments and results of a module are nested, and what their leaves are; without PyTorch.
+"""Nesting of a module's arguments and results, and their leaves; without PyTorch.
 
 Inside a compiled module the structure is PyTorch's own (`npu_sim.module.tensors`). `Tree` says the same as plain data,
 which a file can hold.
@@ -27,8 +27,8 @@ class InputLeaf:
 
     Attributes:
         name: The graph input's, for a tensor; None for a value that tracing has made a part of the graph.
-        value: That value.
-        path: Where the leaf is in the arguments, in words.
+        value: The value that tracing has made a part of the graph.
+        path: Position of the leaf in the arguments, in words.
     """
 
     name: str | None
@@ -43,8 +43,8 @@ class OutputLeaf:
     Attributes:
         output: The index of the graph's output, for a tensor that is computed.
         source: The name of the graph input or weight, where the result is that very tensor; or that of a view.
-        value: Of a result that is no tensor. Beside an output: `NUMBER`, where the result is that tensor's one element
-            as a number of Python.
+        value: A result that is no tensor. Beside an output: `NUMBER`, where the result is that tensor's one element as
+            a number of Python.
     """
 
     output: int | None = None
@@ -62,7 +62,7 @@ def number_of(array: Any) -> Any:
 
 
 class Structure(Protocol):
-    """How leaves are nested in a value."""
+    """Nesting of leaves in a value."""
 
     @property
     def is_leaf(self) -> bool: ...
@@ -87,7 +87,7 @@ class Tree:
     """A `Structure` as plain data.
 
     Attributes:
-        keys: Of a dict, or the names of a namedtuple's or object's fields; one for each child.
+        keys: Keys of a dict, or the names of a namedtuple's or object's fields; one for each child.
         type: `module:name` of a namedtuple's or object's class.
         absent: An object's fields that are None.
         classes: Classes of the caller's, by `type`, that may be made besides those of `_PACKAGES`.
@@ -124,7 +124,7 @@ class Tree:
         return 1 if self.is_leaf else sum(child.size for child in self.children)
 
     def paths(self) -> list[str]:
-        """Where each leaf is, in words: `output` alone, else its keys and indices, as in `state.0`."""
+        """Return each leaf's path: `output` if there is only one, else its keys and indices, as in `state.0`."""
         if self.is_leaf:
             return ["output"]
         steps = self.keys or range(len(self.children))
@@ -219,7 +219,7 @@ def _imported(path: str) -> Any:
 
 
 class Record(dict[str, Any]):
-    """What stands for an object of a class that is not imported here: its fields, as keys and as attributes.
+    """Stand-in for an object of a class that is not imported here: its fields, as keys and as attributes.
 
     It behaves as the `ModelOutput` of transformers does: an index gives a field by its place.
     """

@@ -1,4 +1,4 @@
-"""What a compiled module does with torch tensors as arguments and results: their structure and their shapes."""
+"""Torch tensors as arguments and results of a compiled module: their structure and their shapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PytreeStructure:
         return pytree.tree_unflatten(list(leaves), self.spec)
 
     def tree(self) -> Tree:
-        """The same as plain data.
+        """Return the structure as plain data.
 
         Raises:
             InputError: there is a dict in it with other keys than plain data.
@@ -87,7 +87,7 @@ class TensorShapes(InputShapes):
     """`InputShapes` for torch tensors.
 
     Args:
-        device: On which all tensors have to be.
+        device: The torch device of all tensors.
         strides: Index of an input → its strides, where they must be those with which the module was compiled.
     """
 
@@ -157,7 +157,7 @@ def same_layout(value: torch.Tensor, strides: Sequence[int]) -> bool:
 def flat_dimensions(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
 ) -> list[Any]:
-    """For each tensor of the arguments, in order, what `dynamic_shapes` says of its dimensions, or None."""
+    """Return the entry of `dynamic_shapes`, or None, for each tensor of the arguments, in order."""
     if dynamic_shapes is None:
         return []
     bound = inspect.signature(forward).bind(*args, **kwargs).arguments

@@ -51,7 +51,7 @@ class Trace:
     """A traced module.
 
     Attributes:
-        ir: In the schema of torch_ir; sizes may be symbolic (see `npu_compiler.graph.symbolic`). Constants are arrays.
+        ir: IR in torch_ir's schema; sizes may be symbolic (see `npu_compiler.graph.symbolic`). Constants are arrays.
         weights: Key → the module's own tensor, for parameters, buffers and large constants.
         constants: The buffers whose values are constants in the IR, by key.
         inputs: The leaves of (args, kwargs), in order; `in_spec` is their structure.
@@ -63,7 +63,7 @@ class Trace:
         passed: The results that are graph inputs, weights or views, as the IR describes them, by `source`.
         views: Name → view, for results that share memory with something else.
         state: Graph input → key, for parameters and buffers that are inputs after those of a call.
-        plain: Where there are such: the same with them as weights.
+        plain: The trace in which the tensors of `state` are weights; None if there are none.
         strides: Graph input → its strides, where they decide which memory a call changes: `reshape` returns a view of
             some tensors and a copy of others.
     """
@@ -92,7 +92,7 @@ class Trace:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """What `torch.export` runs under: no gradients, no warnings and no garbage collection."""
+    """Context for `torch.export`: no gradients, no warnings and no garbage collection."""
     with collector_paused(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -156,13 +156,13 @@ def _holds_vmap(exported: ExportedProgram) -> bool:
 
 
 def first_line(error: Exception | str) -> str:
-    """Of a message."""
+    """Return the first line of a message that is not empty; the error's type if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def problem_of(error: Exception) -> str:
-    """Why PyTorch could not trace something, in words that do not need its internals."""
+    """Explain why PyTorch could not trace something, in words that do not need its internals."""
     is_about_data = any(word in f"{type(error).__name__} {error}".lower() for word in _DATA_DEPENDENT)
     if not is_about_data:
         return first_line(error)
@@ -222,7 +222,7 @@ def load_exported(path: str | Path) -> ExportedProgram:
 
 
 def trace_module(exported: ExportedProgram, name: str) -> Trace:
-    """As `trace`, with the buffers that a call changes as inputs of the graph, so that no weight changes."""
+    """Trace as `trace` does, with buffers that a call changes as inputs of the graph, so that no weight changes."""
     traced = trace(exported, name)
     written = {x for _, x in traced.written if x in traced.ir["weight_name_mapping"]}
     return replace(trace(exported, name, written), plain=traced) if written else traced
@@ -343,7 +343,7 @@ def _check_inputs_are_distinct(
 
 @dataclass(frozen=True)
 class ReadResults:
-    """What a graph's results are made of: see the attributes of `Trace`; `outputs` are the graph's."""
+    """Origins of a graph's results: see the attributes of `Trace`; `outputs` are the graph's."""
 
     leaves: tuple[OutputLeaf, ...]
     outputs: tuple[Reference, ...]
@@ -357,8 +357,8 @@ def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value])
 
     Args:
         nodes: The graph, read.
-        results: What it returns.
-        given: What its placeholders stand for.
+        results: The values that the graph returns.
+        given: The values of its placeholders.
     """
     sources = {x.name: x for x in given if isinstance(x, Reference)}
     outputs: dict[str, Reference] = {}

@@ -24,7 +24,7 @@ _SAMPLE = 2  # tensors whose memory is looked at in each check
 
 
 class WeightWatch:
-    """Says whether tensors of a module have been written, or replaced by others.
+    """Detects writes to a module's tensors, and their replacement by others.
 
     PyTorch counts what is written to a tensor in place (`Tensor._version`), and tells when a module gets another
     parameter or buffer; both are noticed at once, and so is another tensor in a plain attribute. What it does not count
@@ -33,7 +33,7 @@ class WeightWatch:
 
     Args:
         tensors: Key in the module → tensor, detached.
-        plain: Those of them that are neither parameters nor buffers.
+        plain: Keys of tensors that are neither parameters nor buffers.
 
     Attributes:
         new_part: The name of a submodule that was added or replaced, whose code is not what was compiled.
@@ -189,7 +189,7 @@ def _watched(module: nn.Module) -> weakref.WeakSet[WeightWatch]:
 
 @cache
 def _install() -> None:
-    """Have PyTorch tell when any module gets a parameter, a buffer or a submodule."""
+    """Register PyTorch's hooks for modules that get a parameter, a buffer or a submodule."""
 
     def note(module: nn.Module, name: str, value: Any) -> None:
         for watch in _WATCHES.get(module, ()):

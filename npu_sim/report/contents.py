@@ -33,14 +33,14 @@ def report_contents(
     numerics: dict[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A report on one program, or on those of a partitioned model.
+    """Return a report on one program, or on those of a partitioned model, as JSON data.
 
     Args:
-        measurement: Of the program, if there is one only.
-        simulations: Of each program on a chip; none, or one each.
+        measurement: Measurement of the program, if there is only one program.
+        simulations: Simulation of each program on a chip; none, or one each.
         partitions: The plan whose device partitions the programs are.
         roof: Default: the highest rates that were measured, if any were.
-        numerics: From `numerics_contents`.
+        numerics: Result of `numerics_contents`.
         notes: Sentences for the first page.
     """
     plan = {} if partitions is None else partition_contents(partitions)
@@ -65,8 +65,8 @@ def numerics_contents(report: VerifyReport, kernels: Sequence[Culprit], seed: in
     """A verification as JSON data; an error that is not finite becomes None.
 
     Args:
-        kernels: From `verify_kernels`, for the same inputs.
-        seed: Of these, if they are random.
+        kernels: Results of `verify_kernels` for the same inputs.
+        seed: Seed of the inputs, if they are random.
     """
     return {
         "passed": report.passed,
@@ -112,8 +112,8 @@ def diff_contents(
     """A comparison of two programs.
 
     Args:
-        labels: What to call each.
-        measurements: Of each, or None.
+        labels: Name of each program.
+        measurements: Measurement of each program, or None.
     """
     a, b = (_measured_facts(program, found) for program, found in zip(programs, measurements, strict=True))
     return {

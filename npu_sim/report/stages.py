@@ -139,7 +139,7 @@ def replaced_nodes(before: IRGraph, after: IRGraph) -> dict[str, list[str]]:
 
 
 def repeats(graph: IRGraph) -> list[list[Any]]:
-    """What repeats in the list of nodes, such as layers: `[start, period, count, labels]`, a label for each time."""
+    """Return repeats in the list of nodes, such as layers: `[start, period, count, labels]`, a label for each time."""
     tensors = graph.tensors
     keys = [
         (node.base, len(node.inputs), tuple((tensors[x].shape, tensors[x].dtype) for x in node.outputs))

@@ -65,7 +65,7 @@ def kernel_errors(
 
     Args:
         final: The graph from which the program was generated.
-        records: From `recording.record`.
+        records: Result of `recording.record`.
         inputs: Graph input name → array.
         exact, half: The references in float32 and in `dtype`.
     """

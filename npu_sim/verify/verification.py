@@ -34,8 +34,8 @@ class VerifyReport:
         fusions: The fusions that are each to blame: with that one disabled, the model passes.
         only_fused: Whether the model passes with all fusions disabled.
         failure: The device's error message, where it could not run the program at all; else empty.
-        remark: What limits the comparison: that PyTorch could not run the IR as it is, or that normalizing it changed
-            its result; else empty.
+        remark: Limit of the comparison: PyTorch could not run the IR as it is, or normalizing it changed its result;
+            else empty.
     """
 
     compute_dtype: str
