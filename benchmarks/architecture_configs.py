@@ -102,7 +102,7 @@ _INDICES = re.compile(r".*(indexes|indices|_idx|_layer_ids|layers_idx|mlp_only_l
 
 @dataclass
 class _Shrinking:
-    """What one configuration and all within it share: which small id each special token has."""
+    """State shared by a configuration and all within it: special token → its small id."""
 
     ids: dict[int, int] = field(default_factory=dict)
 

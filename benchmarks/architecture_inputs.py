@@ -276,7 +276,7 @@ def candidates(model: nn.Module, config: Any, seed: int = 0) -> Iterator[dict[st
 
 
 def _patched(name: str, names: list[str]) -> Maker:
-    """Beside a grid of patches, images come as patches."""
+    """Return the maker of an argument; beside a grid of patches, images are made as patches."""
     if {"grid_thw", "image_grid_thw", "cu_seqlens"} & set(names) and name in ("pixel_values", "hidden_states"):
         return _patches
     return MAKERS[name]

@@ -27,7 +27,7 @@ class Architecture:
     """A module that runs.
 
     Attributes:
-        kwargs: What it is called with.
+        kwargs: The keyword arguments of its call.
         expected: The tensors that eager PyTorch returns in float32, in the order of pytree.
     """
 

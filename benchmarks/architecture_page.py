@@ -23,7 +23,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def histogram(records: Iterable[Record]) -> list[str]:
-    """Why nodes are not on the device: `nodes, models  reason`, the most common first."""
+    """List the reasons of nodes off the device as `nodes, models  reason`, the most common first."""
     nodes: Counter[str] = Counter()
     models: Counter[str] = Counter()
     for record in records:

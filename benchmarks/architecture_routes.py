@@ -25,16 +25,16 @@ RIGHT, WRONG, REFUSED, CRASHED, UNBUILT = "right", "wrong", "refused", "crashed"
 
 @dataclass
 class Outcome:
-    """What became of one architecture on one route.
+    """Outcome of one architecture on one route.
 
     Attributes:
         status: `right`; `wrong`: an answer that is not PyTorch's; `refused`: an `NPUError` that says why; `crashed`:
             any other error, a time-out or the end of the process; `unbuilt`: no module that runs in eager PyTorch.
-        reason: Why it is not right.
+        reason: The reason why it is not right.
         pearson: The lowest Pearson r of its float outputs with eager PyTorch in float32.
         error: The largest RMS error of its float outputs, relative to the RMS of the reference.
         largest: The largest error of a value, relative to the largest value of that output.
-        nodes: Of the graph; `on_device` of them ran on the device.
+        nodes: Number of the graph's nodes; `on_device` of them ran on the device.
         graphs: The number of graphs that `torch.compile` handed over; breaks are one fewer.
         cpu: Reason and op → the number of nodes that were not on the device for it.
     """
@@ -61,7 +61,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a route put the nodes of a model."""
+    """Number of a model's nodes on the device, and reasons of the others, on one route."""
 
     nodes: int
     on_device: int
@@ -110,7 +110,7 @@ def _programs(found: Any) -> Sequence[Any]:
 
 
 def _placement(programs: Sequence[Any], graphs: int, eager: int = 0) -> Placement:
-    """Where the nodes of these programs are, and those of graphs that PyTorch runs as they are."""
+    """Count these programs' nodes by where they run, with those of graphs that PyTorch runs as they are."""
     cpu = Counter(f"{node.op}: {node.reason}" for program in programs for node in program.off_device)
     if eager:
         cpu["a graph that PyTorch runs"] = eager
@@ -158,7 +158,7 @@ def judge(outcome: Outcome, answer: tuple[Tensor, ...], expected: tuple[Tensor, 
 
     Args:
         expected: Eager PyTorch's answer in float32.
-        half: The same in the outcome's dtype.
+        half: Eager PyTorch's answer in the outcome's dtype.
     """
     if len(answer) != len(expected):
         outcome.status, outcome.reason = WRONG, f"{len(answer)} tensors came back instead of {len(expected)}"

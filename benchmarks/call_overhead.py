@@ -1,4 +1,4 @@
-"""What a call of a compiled module takes beyond its program: `python -m benchmarks.call_overhead [--device cuda]`.
+"""Overhead of a compiled module's call over its program: `python -m benchmarks.call_overhead [--device cuda]`.
 
 The program's own time is that of its launches alone, in the same process and in turns with calls of the module.
 """

@@ -66,7 +66,7 @@ class LanguageContenders:
     """The contenders for one prompt of `PROMPT` tokens and one more token, which is decoded at position `PROMPT`.
 
     Args:
-        folder: Where GGUF files may be written.
+        folder: Folder for GGUF files.
     """
 
     def __init__(self, threads: int, folder: Path) -> None:
@@ -83,7 +83,7 @@ class LanguageContenders:
         self._model: Callable[[str], LanguageModel] = cache(self._load)
 
     def factories(self, task: str) -> dict[str, Factory]:
-        """By the contender's name; both tasks share what a contender loads."""
+        """Return the contenders' factories by name; both tasks share the models that a contender loads."""
         names = [f"{OURS} {dtype}" for dtype in DTYPES]
         for kind in ("PyTorch eager", "torch.compile"):
             names += [f"{kind} float32", f"{kind} bfloat16"]
@@ -98,14 +98,14 @@ class LanguageContenders:
         return self._pair("PyTorch eager float32")[task].output()
 
     def floor(self, task: str, rates: Rates) -> Floor:
-        """Of a step of ours in bfloat16."""
+        """Return the least time of our step in bfloat16 at the machine's peak rates."""
         if task == "decode":
             buffers = self._model("bfloat16").decode_program.plan.buffers.values()
             return rates.reading(sum(buffer.size_bytes for buffer in buffers if buffer.kind == "weight"))
         return rates.multiplying(sum(call.flops for call in self.program("prefill", "bfloat16").kernels))
 
     def program(self, task: str, dtype: str) -> CompiledProgram:
-        """Ours for a task."""
+        """Return our program for a task."""
         model = self._model(dtype)
         return model.decode_program if task == "decode" else model.prefill_programs[PROMPT]
 
@@ -120,7 +120,7 @@ class LanguageContenders:
         return self._torch(getattr(torch, dtype), kind == "torch.compile")
 
     def weights(self, dtype: str) -> Mapping[str, Any]:
-        """What `load_weights` needs for our programs."""
+        """Return the weights of our programs, as `load_weights` takes them."""
         from npu_sim.llm.graph import state_with_buffers
 
         return state_with_buffers(self._checkpoint_in(dtype))
@@ -204,7 +204,7 @@ def _pair(**contenders: Contender) -> Pair:
 
 
 def centred(output: Callable[[], Array]) -> Array:
-    """What is returned less its mean: llama.cpp's logits are known up to a constant."""
+    """Return the output less its mean: llama.cpp's logits are known up to a constant."""
     logits = output().reshape(-1)
     centred: Array = logits - logits.mean()
     return centred

@@ -1,4 +1,4 @@
-"""What a CPU benchmark says about the machine: the CPU, its instruction sets, its measured peak rates, all versions."""
+"""Description of the machine of a CPU benchmark: CPU, instruction sets, measured peak rates, versions."""
 
 from __future__ import annotations
 

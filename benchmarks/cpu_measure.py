@@ -25,11 +25,11 @@ from benchmarks.timing import interleave, matrix_rate, read_bandwidth
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """Settings of a measurement.
 
     Attributes:
         contenders: Beginnings of the names of the contenders to time, in lower case; empty for all.
-        left_out: The same for contenders that are not timed.
+        left_out: Beginnings of the names of contenders not to time, in lower case.
         rounds: Maximum number of rounds.
         limit: Seconds of timing after which no further round of a task begins.
     """
@@ -99,7 +99,7 @@ def _figure(
 def _times_and_errors(
     factories: Mapping[str, Factory], reference: Array, settings: Settings
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """By contender: median milliseconds, and ‖output - reference‖ / ‖reference‖."""
+    """Return each contender's median milliseconds, and its ‖output - reference‖ / ‖reference‖."""
     made = prepare(factories, settings.wants)
     timers = {name: contender.seconds for name, (contender, _) in made.items()}
     results = interleave(timers, settings.rounds, warmup=1, limit=settings.limit)

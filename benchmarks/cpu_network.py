@@ -26,14 +26,14 @@ class NetworkContenders:
     """The contenders for one network and one input.
 
     Args:
-        folder: Where exported files may be written.
+        folder: Folder for exported files.
     """
 
     def __init__(self, module: nn.Module, x: Tensor, threads: int, folder: Path) -> None:
         self.module, self.x, self.threads, self.folder = module, x, threads, folder
 
     def factories(self) -> dict[str, Factory]:
-        """By the contender's name."""
+        """Return the contenders' factories by name."""
         dtypes = {"float32": torch.float32}
         if has_bfloat16_products():
             dtypes["bfloat16"] = torch.bfloat16
@@ -56,7 +56,7 @@ class NetworkContenders:
         return extract_ir(self.module, (self.x,))
 
     def program(self, compute_dtype: str) -> CompiledProgram:
-        """Ours."""
+        """Return our program."""
         import npu_compiler
 
         return npu_compiler.compile(self.ir, compute_dtype=compute_dtype)

@@ -1,4 +1,4 @@
-"""Where the time of our program goes for a task of the CPU benchmark: each distinct kernel call."""
+"""Profile of our program for a task of the CPU benchmark: time of each distinct kernel call."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class QuantizedContenders:
 
     Args:
         kind: The ggml type of the file's matrices, `Q4_1` or `Q8_0`; the token embeddings are Q8_0 in both files.
-        folder: Where a GGUF file may be written.
+        folder: Folder for a GGUF file.
     """
 
     cases: tuple[Case, ...] = (DECODE, *({"tokens": tokens} for tokens in PROMPTS))
@@ -51,11 +51,11 @@ class QuantizedContenders:
         self._server: Callable[[], LlamaServer] = cache(lambda: LlamaServer(self.file, CACHE_LENGTH, threads))
 
     def factories(self, case: Case) -> dict[str, Factory]:
-        """By the contender's name."""
+        """Return the contenders' factories by name."""
         return {OURS: partial(self._ours, case), "llama.cpp": partial(self._llama, case)}
 
     def floor(self, case: Case, rates: Rates) -> Floor:
-        """Of a step of ours: the weights as stored, or the FLOP, which the float32 product sets the rate of."""
+        """Return the least time of our step: reading the stored weights, or its FLOP at float32's peak rate."""
         if case == DECODE:
             buffers = self._models[PROMPTS[0]].decode_program.plan.buffers.values()
             return rates.reading(sum(buffer.size_bytes for buffer in buffers if buffer.kind == "weight"))
@@ -63,7 +63,7 @@ class QuantizedContenders:
         return rates.multiplying(sum(call.flops for call in program.kernels))
 
     def reference(self, case: Case) -> Array:
-        """What eager PyTorch computes in float32 with the dequantized weights."""
+        """Return eager PyTorch's logits in float32 with the dequantized weights."""
         prompt = self._prompt(case)
         steps = generation_steps(self._eager, prompt, self.token, CACHE_LENGTH, compiled=False)
         return centred(torch_contender(steps["decode" if case == DECODE else "prefill"]).output)
@@ -82,7 +82,7 @@ class QuantizedContenders:
 
     @cached_property
     def _models(self) -> dict[int, LanguageModel]:
-        """By the length of the prompt, which is prefilled in one run."""
+        """Models by the length of the prompt, which each prefills in one run."""
         from npu_sim.llm import LanguageModel
 
         return {

@@ -118,7 +118,7 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
 
     Args:
         limit: Seconds after which no further `torch.compile` is started.
-        path: Where to save.
+        path: File to save to.
         found: An earlier run to merge the results into.
 
     Returns:

@@ -33,7 +33,7 @@ BLOCK, STEPS, ROUNDS = 16, 40, 5
 
 
 def our_steps(model: PagedModel, sequences: int, context: int) -> Callable[[], None]:
-    """What decodes `STEPS` tokens for so many sequences, which have `context` tokens in the cache."""
+    """Return a function that decodes `STEPS` tokens of `sequences` sequences with `context` cached tokens each."""
     per_sequence = -(-(context + STEPS) // BLOCK)
     tables = np.random.default_rng(1).permutation(sequences * per_sequence).reshape(sequences, -1).astype(np.int32)
     every = np.arange(sequences, dtype=np.int32)
@@ -56,7 +56,7 @@ def our_steps(model: PagedModel, sequences: int, context: int) -> Callable[[], N
 
 
 def torch_steps(models: Models, sequences: int, context: int) -> tuple[str, Callable[[], None]]:
-    """The same for PyTorch, and by which way of calling SDPA."""
+    """Return the fastest way to call SDPA, and a function as `our_steps` returns that runs PyTorch."""
     peer, name = models.peer, _fastest_attention(models, sequences, context + STEPS)
     peer.prepare(context + STEPS, ATTENTION[name], sequences)
     ids = torch.zeros((sequences, 1), dtype=torch.long, device="cuda")

@@ -123,7 +123,7 @@ class Step:
 
 
 class Models:
-    """The same random weights as compiled programs and as PyTorch modules.
+    """Compiled programs and PyTorch modules of one model with the same random weights.
 
     Args:
         config: The transformers config.
@@ -157,7 +157,7 @@ class Models:
         return npu_compiler.compile(ir, self.backend.target, compute_dtype="bfloat16")
 
     def source(self) -> Mapping[str, Any]:
-        """What the programs' weights are loaded from."""
+        """Return the tensors from which the programs' weights are loaded."""
         return self.state
 
     def step(self, tokens: int, cache_length: int) -> Step:

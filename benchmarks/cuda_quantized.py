@@ -59,7 +59,7 @@ def llama() -> LlamaConfig:
 
 
 class QuantizedModels(Models):
-    """The same random weights in few bits as compiled programs, and dequantized as PyTorch modules.
+    """Compiled programs with random weights in few bits, and PyTorch modules with these weights dequantized.
 
     Args:
         quantization: One of the named formats.

@@ -80,7 +80,7 @@ def measure_rounded_prefill(
 
 
 def round_layers(model: StaticLanguageModel) -> None:
-    """Have the linear layers multiply float8 by float8 with scales by row, as torchao's `quantize_` does."""
+    """Quantize the linear layers by torchao to products of float8 by float8 with scales by row."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     for layer in model.layers:

@@ -19,9 +19,9 @@ class Entry:
     """A model as it is measured.
 
     Attributes:
-        title: For the table.
+        title: Name in the table.
         make: Makes the module, with random weights in float32.
-        shapes: Of one element of the batch, for each input.
+        shapes: Shape of one element of the batch, for each input.
         many: The larger of the two batch sizes.
         integers: The inputs are token ids.
     """
@@ -63,8 +63,8 @@ class UNetBlock(nn.Module):
     """A residual block and a transformer block as in the UNet of Stable Diffusion.
 
     Args:
-        channels: Of the activations, which are [N, channels, H, W].
-        heads: Of the attention over all pixels and over the text.
+        channels: Channels of the activations, which are [N, channels, H, W].
+        heads: Heads of the attention over all pixels and over the text.
     """
 
     def __init__(self, channels: int, heads: int, embedding: int = 1280, text: int = 768) -> None:

@@ -1,4 +1,4 @@
-"""What quantizing costs a language model: perplexity, and the divergence from the model that it was, on real English.
+"""Quality of quantized language models: perplexity, and divergence from the original model, on real English.
 
     python -m benchmarks.quality --text alice29.txt lcet10.txt --calibrate lee_background.cor --json docs/quality.json
     python -m benchmarks.quality --json docs/quality.json --chart docs/quality.svg --document docs/quantization.md
@@ -114,8 +114,8 @@ class Figure:
     """The quality of one variant over the windows read so far.
 
     Attributes:
-        bits: Of a weight of a linear layer, with its share of scales and zero points.
-        megabytes: Of the whole model.
+        bits: Bits of a linear layer's weight, with its share of scales and zero points.
+        megabytes: Size of the whole model.
         log_likelihood: Sum over all predicted tokens, in nats.
         divergence: Sum of the Kullback-Leibler divergences of the next token's distribution from the reference's.
         agreement: Number of tokens for which the most probable next token is the reference's.
@@ -170,7 +170,7 @@ class Calibration:
     samples: int
 
     def label(self, ids: torch.Tensor) -> str:
-        """What a figure says of it, where so many token ids are used."""
+        """Describe the calibration in a figure: its texts, and the number of tokens in `ids`."""
         texts = self.names[0] if len(self.names) == 1 else f"{len(self.names)} texts"
         return f"{texts}: {ids.numel():,} tokens"
 

@@ -1,4 +1,4 @@
-"""What 8 bits change of EfficientNet-Lite0's answers on photographs that it was not calibrated with.
+"""Effect of 8-bit quantization on EfficientNet-Lite0's answers for photographs outside its calibration set.
 
     python -m benchmarks.quality_vision [--keep _blocks.0._depthwise_conv.weight]
 
@@ -84,7 +84,7 @@ def judge(keep: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def summary(exact: np.ndarray, rounded: np.ndarray) -> str:
-    """How often the first class is the same, and how far logits are apart, their mean aside."""
+    """Summarize the share of equal top classes and the RMS difference of the logits without their means."""
     same = int((exact.argmax(1) == rounded.argmax(1)).sum())
     lost = rounded - exact
     error = float(np.sqrt(np.square(lost - lost.mean(1, keepdims=True)).mean()))

@@ -98,7 +98,7 @@ def _table(
     label: Callable[[Figure], Any],
     shown: tuple[str, ...] = (COMPILED, EAGER),
 ) -> str:
-    """Ours, the floor, and the peers that are shown; the last column is the time of the first of these over ours."""
+    """Return a table of our times, floors and shown peers; the last column is the first peer's time over ours."""
     peers = " | ".join(f"{'eager' if name == EAGER else name}, ms" for name in shown)
     lines = [
         f"| {heading} | ours, ms | floor, ms | floor / ours | {peers} | × {shown[0]} |",

@@ -1,4 +1,4 @@
-"""What rounding activations and the KV cache costs a language model, beside its own weights: see `benchmarks.quality`.
+"""Quality of a language model with rounded activations and KV cache: see `benchmarks.quality`.
 
     python -m benchmarks.rounded_rows --text alice29.txt lcet10.txt --windows 4
 
@@ -26,7 +26,7 @@ from npu_sim.llm.graph import dense_model, program_formats
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is rounded, and to which of `ROW_FORMATS`; None is nothing."""
+    """Formats, of `ROW_FORMATS`, to which activations and the KV cache are rounded; None leaves them exact."""
 
     name: str
     activations: str | None = None

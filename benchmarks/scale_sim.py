@@ -77,7 +77,7 @@ class Comparison:
 
 
 def formulas(layer: Layer, size: int, dataflow: Dataflow, sram_kib: int) -> Counts:
-    """What the formulas say of a layer on an array of `size` × `size`."""
+    """Return the counts that our formulas predict for a layer on an array of `size` × `size`."""
     sram = sram_accesses(layer.as_product, size, size, dataflow)
     dram = dram_traffic(layer.work, size, size, dataflow, Buffers(sram_kib * 1024, sram_kib * 1024))
     return Counts(
@@ -154,7 +154,7 @@ def _qwen() -> Iterator[tuple[str, Product]]:
 
 
 def simulate(layer: Layer, size: int, dataflow: Dataflow, sram_kib: int, unmodified: bool = False) -> Counts:
-    """What SCALE-Sim counts for a layer; of a batch of products it simulates one, and we multiply."""
+    """Return SCALE-Sim's counts for a layer; for a batch of products, one product's counts times the batch."""
     from scalesim.compute.operand_matrix import operand_matrix
     from scalesim.compute.systolic_compute_is import systolic_compute_is
     from scalesim.compute.systolic_compute_os import systolic_compute_os

@@ -46,12 +46,12 @@ EXTREME: tuple[dict[str, object], ...] = (
 
 @dataclass
 class Attack:
-    """What is known of the server, and what has come back from it.
+    """A server under attack, and the outcomes of requests so far.
 
     Attributes:
         keys: API keys; none if the server uses none.
-        outcomes: (kind of client, what it got) → how often.
-        wrong: What must not happen → how often it did.
+        outcomes: (kind of client, its response) → number of times.
+        wrong: Event that must not happen → number of times.
     """
 
     host: str
@@ -86,7 +86,7 @@ class Attack:
         return "\r\n".join([*head, "", ""]).encode() + body
 
     async def ask(self, request: bytes) -> bytes:
-        """What comes back until the server ends the connection."""
+        """Send a request and return everything received until the server ends the connection."""
         reader, writer = await self.connect()
         try:
             writer.write(request)

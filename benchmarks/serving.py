@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of one contender; what was not is None.
+    """Measurements of one contender; None for those that were not made.
 
     Attributes:
         stream, full_batch: Tokens a second.

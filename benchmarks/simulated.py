@@ -1,4 +1,4 @@
-"""What `npu_model` predicts for the H200 and for a CPU against what was measured on them.
+"""Predictions of `npu_model` for the H200 and for a CPU, compared with measurements.
 
     python -m benchmarks.simulated [--chip h200] [--chip-file chip.toml] [--json docs/simulated.json]
 
@@ -77,7 +77,7 @@ def measured(case: Case) -> tuple[float, str]:
 
 
 def _of_figures_page(model: str, batch: int) -> float:
-    """Ours at batch 1, or at the larger batch, in the table of vision, language and diffusion models."""
+    """Return our time from the table of vision, language and diffusion models, at batch 1 or the larger batch."""
     text = (DOCS / "figures.md").read_text("utf-8")
     section = text[text.index("*Vision, language and diffusion models*") :]
     found = re.search(rf"^\| {re.escape(model)}, .*$", section, re.MULTILINE)

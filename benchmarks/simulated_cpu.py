@@ -1,4 +1,4 @@
-"""What this machine's CPU device takes for the programs of `benchmarks.simulated`, whole and call by call.
+"""Times of this machine's CPU device for the programs of `benchmarks.simulated`, whole and call by call.
 
     python -m benchmarks.simulated_cpu --measure docs/simulated-cpu.json [--only resnet]
     python -m benchmarks.simulated_cpu --measured docs/simulated-cpu.json --chip chip.toml

@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of one prompt.
+    """Measurements of one prompt.
 
     Attributes:
         plain, speculating: Tokens a second.

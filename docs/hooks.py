@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages: Mermaid, which draws the diagrams, from an installed package."""
+"""Additions to the site's pages: Mermaid, which draws the diagrams, from an installed package."""
 
 from __future__ import annotations
 
