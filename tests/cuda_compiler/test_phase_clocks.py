@@ -23,7 +23,7 @@ from npu_compiler.program.plan import ExecutionPlan
 
 
 def plans(name: str = "qwen3") -> list[ExecutionPlan]:
-    """Of a decode step, without and with clocks."""
+    """Return the plans of a decode step without and with clocks."""
     return [
         npu_compiler.compile(step_of(name, 1), target=CUDACodegenTarget(phase_clocks=on)).plan for on in (False, True)
     ]

@@ -156,7 +156,7 @@ def test_the_peak_is_the_most_that_is_in_use_and_each_holder_is_in_use_then(make
 
 
 def bytes_in_use(buffers: list[dict[str, Any]], calls: int) -> list[int]:
-    """How many bytes of the arena some buffer holds during each call, byte by byte."""
+    """Return the number of arena bytes in use during each call, counted byte by byte."""
     counts = []
     for call in range(calls):
         used = np.zeros(max((b["offset"] + b["size"] for b in buffers), default=0), bool)

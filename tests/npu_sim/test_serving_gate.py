@@ -1,4 +1,4 @@
-"""What the server lets in, by key, size, number and time; and clients that misbehave, in every state of a request."""
+"""The server's limits by key, size, number and time; and clients that misbehave, in every state of a request."""
 
 from __future__ import annotations
 
@@ -484,7 +484,7 @@ def answer_or_end(connection: socket.socket) -> int | None:
 
 
 def test_requests_that_came_together_are_answered_in_order(checkpoint: Checkpoint) -> None:
-    """Also those whose bodies are longer than a piece, and those that come in the middle of another."""
+    """Requests include bodies longer than a piece, and requests that arrive in the middle of another."""
     long = {**HELLO, "user": "x" * 10_000}
     requests = [
         post({**HELLO, "max_tokens": 1}),

@@ -1,4 +1,4 @@
-"""What the benchmarks make of their figures: JSON, tables, a chart, and the checks before anything is timed."""
+"""Output of the benchmarks: JSON, tables, a chart; and the checks before anything is timed."""
 
 from __future__ import annotations
 

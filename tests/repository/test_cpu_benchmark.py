@@ -1,4 +1,4 @@
-"""What the CPU benchmark makes of its figures, and which contenders it lets count."""
+"""Output of the CPU benchmark, and its choice of contenders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents refer to exists: links and their sections, files, doors, and sections that the code cites."""
+"""References of the documents exist: links and their sections, files, public names, sections that the code cites."""
 
 from __future__ import annotations
 

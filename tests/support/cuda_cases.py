@@ -285,7 +285,7 @@ def pixels_last(shape: tuple[int, ...], **options: Any) -> T:
 
 
 def group_norm(name: str, shape: tuple[int, ...], groups: int, affine: bool = True, **options: Any) -> Case:
-    """Over channels-last images."""
+    """Case of a group norm over channels-last images."""
     parts = {"weight": T((shape[1],)), "bias": T((shape[1],))} if affine else {}
     return norm_cases.group(f"last-{name}", pixels_last(shape, **options), groups, pixels_last(shape), **parts)
 

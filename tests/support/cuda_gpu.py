@@ -18,7 +18,7 @@ from npu_runtime.backend import Launch
 
 
 def gpu_problem() -> str:
-    """Why no GPU can be used here; empty where one can."""
+    """Return the reason why no GPU can be used here; empty where one can."""
     try:
         CUDADevice()
     except DeviceError as error:

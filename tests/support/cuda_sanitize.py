@@ -43,7 +43,7 @@ Job = tuple[str, Callable[[CUDABackend], object]]
 
 
 def chosen(tool: str) -> list[Job]:
-    """What a tool watches, by name: the first case that makes a kernel or a list of kernels, and resident kernels."""
+    """Return a tool's jobs: the first case of each kernel and of each list of kernels, and resident kernels."""
     first: dict[Any, Job] = {}
     for case in [*all_cases(), *CASES]:
         for dtype in (*DTYPES, "float32"):

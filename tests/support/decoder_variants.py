@@ -460,7 +460,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "z
 
 
 def _scaled_without_config(folder: Path) -> None:
-    """As NVIDIA's ModelOpt writes: scales beside weights in float8, about which config.json says nothing."""
+    """Store float8 weights and scales as NVIDIA's ModelOpt does, without a word in config.json."""
     retensor(folder, lambda tensors: {**_float8(tensors), **_scales(tensors)})
     rewrite(folder, "hf_quant_config.json", quantization={"quant_algo": "FP8"})
 
@@ -474,7 +474,7 @@ def _scales(tensors: Tensors) -> Tensors:
 
 
 def _bitsandbytes(tensors: Tensors) -> Tensors:
-    """As bitsandbytes stores four bits: a column of bytes and statistics."""
+    """Return tensors as bitsandbytes stores four bits: a column of bytes and statistics."""
     made: Tensors = {}
     for name, x in tensors.items():
         packed = "_proj" in name
@@ -486,7 +486,7 @@ def _bitsandbytes(tensors: Tensors) -> Tensors:
 
 
 def _end_in_config(folder: Path) -> None:
-    """As old checkpoints, which have no generation config."""
+    """Move the end tokens to config.json and remove the generation config, as in old checkpoints."""
     rewrite(folder, eos_token_id=[7, 31])
     (folder / "generation_config.json").unlink()
 
@@ -675,7 +675,7 @@ def variants() -> dict[str, Save]:
 
 
 def continued(folder: Path | None) -> list[tuple[list[int], list[float]]] | None:
-    """Per prompt what `decoders.reference` returns, by `generate` of transformers, which reads the generation config.
+    """Return `decoders.reference`'s result per prompt, by transformers' `generate`, which reads the generation config.
 
     None where it opens no such folder, or where it makes up weights that the files lack.
     """

@@ -1,4 +1,4 @@
-"""What "right" means in numbers (docs/architecture.md, section 6)."""
+"""Bounds of numerical errors (docs/architecture.md, section 6)."""
 
 import numpy as np
 from numpy.typing import ArrayLike

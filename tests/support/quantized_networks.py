@@ -62,7 +62,7 @@ class Network:
 
     @property
     def ops(self) -> list[str]:
-        """Of the graph that kernels are generated from."""
+        """Op types of the graph that kernels are generated from."""
         *_, (_, graph) = trace_stages(self.g.ir(), compute_dtype="float32")
         return [node.op_type for node in graph]
 

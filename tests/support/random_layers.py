@@ -94,7 +94,7 @@ class Layer:
         return self.rng.choice(choices)
 
     def sizes(self, count: int, choices: Sequence[int] = SIZES) -> list[int]:
-        """So many sizes, which are alike half of the time."""
+        """Draw `count` sizes, which are equal half of the time."""
         return [self.size(choices)] * count if self.chance(0.5) else [self.size(choices) for _ in range(count)]
 
     def batch(self) -> int:
@@ -214,7 +214,7 @@ def map_sizes(d: Layer, rank: int) -> list[int]:
 
 @dataclass
 class Window:
-    """How a kernel slides over a map; it has a place in it."""
+    """Geometry of a sliding window that fits into a map at least once."""
 
     sizes: list[int]
     kernel: list[int]
@@ -568,7 +568,7 @@ class Bench:
 
 
 def difference(layer: Layer, ours: np.ndarray) -> str:
-    """How a result differs from PyTorch's by more than rounding; empty where it does not."""
+    """Describe a result's difference from PyTorch's beyond rounding; empty where there is none."""
     theirs = layer.values[layer.g.outputs[0]].double().numpy()
     if ours.shape != theirs.shape:
         return f"shape {ours.shape}, not {theirs.shape}"

@@ -23,7 +23,7 @@ from npu_sim.serving.writer import News
 
 @dataclass
 class Clock:
-    """Stands for the module `time`."""
+    """Stand-in for the module `time`."""
 
     now: float = 1000.0
 
@@ -97,7 +97,7 @@ def seconds(
     times: Times | None = None,
     max_outputs: int = 64,
 ) -> float:
-    """How long it takes to recite a text after its first `prompt` tokens, from the first of them on."""
+    """Return the virtual seconds of reciting a text after its first `prompt` tokens, from the first new token on."""
     clock = Clock()
     monkeypatch.setattr(core, "time", clock)
     monkeypatch.setattr(draft_planner, "time", clock)

@@ -1,4 +1,4 @@
-"""Traced graphs, each made once in a run of the tests, whichever of pytest's workers needs it first."""
+"""Cache of traced graphs, each made once in a run of the tests, by the first of pytest's workers to need it."""
 
 from __future__ import annotations
 
