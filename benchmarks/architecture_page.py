@@ -47,7 +47,7 @@ def document(records: Sequence[Record]) -> str:
         "",
         "Every model type of transformers for which general rules make a tiny configuration and inputs that eager",
         "PyTorch runs, through the front doors. A model is right if every output is by the criteria of",
-        "[architecture.md](architecture.md#6-what-right-means); in float32, the relative RMS error is at most 1e-4.",
+        "[architecture.md](../architecture.md#6-what-right-means); in float32, the relative RMS error is at most 1e-4.",
         "Written by `python -m benchmarks.architectures`.",
         "",
     ]

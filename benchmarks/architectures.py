@@ -2,7 +2,7 @@
 
     python -m benchmarks.architectures --route compile --jobs 2 --results cpu.jsonl
     python -m benchmarks.architectures --route backend --device cuda --dtype float16 --jobs 8 --results cuda.jsonl
-    python -m benchmarks.architectures --pages-from cpu.jsonl cuda.jsonl --document docs/architectures.md
+    python -m benchmarks.architectures --pages-from cpu.jsonl cuda.jsonl --document docs/measurements/architectures.md
 
 Each model has a process of its own, with limits on time and memory. Results are JSON lines, written as they come; a
 second start with the same file goes on where the first stopped.
@@ -69,7 +69,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON lines; what it holds is not run again")
     parser.add_argument("--reasons", type=int, default=20, metavar="N", help="reasons for the CPU to print")
     parser.add_argument("--pages-from", type=Path, nargs="+", metavar="FILE", help="write the page from results")
-    parser.add_argument("--document", type=Path, default=Path("docs/architectures.md"))
+    parser.add_argument("--document", type=Path, default=Path("docs/measurements/architectures.md"))
     return parser.parse_args(arguments)
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu [--only decode,bert] [--contenders npu-sim,onnx] [--batch 1] [--quick] [--json FILE]
     python -m benchmarks.cpu --profile bert [--dtype float32]
-    python -m benchmarks.cpu --pages-from docs/cpu-*.json --document docs/cpu.md --chart docs/cpu.svg
+    python -m benchmarks.cpu --pages-from docs/measurements/cpu-*.json --document docs/measurements/cpu.md
 
 The contenders of a row are timed in turns in one process, on the same weights and the same number of threads, and their
 outputs are compared with that of eager PyTorch in float32. Each task has a process of its own, so that memory stays
@@ -141,8 +141,7 @@ def main() -> int:
     if arguments.chart:
         draw(runs, arguments.chart)
     if arguments.document:
-        chart = arguments.chart.name if arguments.chart else "cpu.svg"
-        arguments.document.write_text(document(runs, chart), encoding="utf-8")
+        arguments.document.write_text(document(runs), encoding="utf-8")
     return status
 
 

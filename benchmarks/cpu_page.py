@@ -26,7 +26,7 @@ FAMILIES = {
 _HEAD = """\
 # The CPU device, measured
 
-`python -m benchmarks.cpu` measures what this page shows, and draws it: our CPU device against the libraries that a user
+`python -m benchmarks.cpu` measures what this page shows: our CPU device against the libraries that a user
 would pick, on the same weights and the same number of threads. All contenders of a row ran in one process, in turns.
 Milliseconds are medians; the best of ours is bold.
 
@@ -43,7 +43,7 @@ at the bandwidth that PyTorch's sum reads; for the rest, the FLOP at the rate of
 Winograd convolutions do fewer FLOP than that counts, and 16-bit matrix units and integers do more per second, so a time
 can be below it. *Peer / ours* is the time of the best peer divided by our best: above 1, ours is faster.
 
-![]({chart})
+<!-- chart: cpu -->
 """
 
 
@@ -93,9 +93,9 @@ def terminal_table(figure: Figure) -> Table:
     return table
 
 
-def document(runs: Sequence[Run], chart_name: str) -> str:
-    """The Markdown page for runs on one or several machines, with a link to the chart of that file name."""
-    return "\n".join([_HEAD.format(chart=chart_name), *(_section(run) for run in runs)])
+def document(runs: Sequence[Run]) -> str:
+    """Return the Markdown page for runs on one or several machines; its chart is drawn when the site is built."""
+    return "\n".join([_HEAD, *(_section(run) for run in runs)])
 
 
 def _section(run: Run) -> str:

@@ -4,8 +4,9 @@ Decode of Qwen3-8B, which needs 110 GB of the GPU's memory, is measured with `--
 in few bits with `--only quantized-decode,large-quantized-decode`, prefill with activations in 8 bits too with
 `rounded-prefill` and, on a GPU with 100 GB, `large-rounded-prefill`, vision models in 8 bits with `quantized-vision`.
 
-    python -m benchmarks.cuda [--only decode,prefill,…] [--quick] [--json docs/cuda.json] [--merge]
-    python -m benchmarks.cuda --only none --merge --json docs/cuda.json --document docs/cuda.md --chart docs/cuda.svg
+    python -m benchmarks.cuda [--only decode,prefill,…] [--quick] [--json cuda.json] [--merge]
+    python -m benchmarks.cuda --only none --merge --json docs/measurements/cuda.json
+        --document docs/measurements/cuda.md
 
 Every contender is timed in turns in the same process, with the same weights. The floor is a lower bound from this GPU's
 memory bandwidth and matrix multiplication rate, which every run measures. A long run can be split into parts: `--merge`
@@ -183,8 +184,7 @@ def main() -> int:
     if arguments.chart:
         draw(run, arguments.chart)
     if arguments.document:
-        chart = arguments.chart.name if arguments.chart else "cuda.svg"
-        arguments.document.write_text(document(run, chart), encoding="utf-8")
+        arguments.document.write_text(document(run), encoding="utf-8")
     return status
 
 

@@ -1,6 +1,6 @@
 """Decode of many sequences at once on a GPU: tokens a second over a paged KV cache, beside `torch.compile`.
 
-    python -m benchmarks.cuda_batches [--sequences 8 32 128] [--context 1024] [--json docs/cuda-batches.json]
+    python -m benchmarks.cuda_batches [--sequences 8 32 128] [--context 1024] [--json cuda-batches.json]
 
 Qwen2.5-1.5B's configuration in bfloat16 with seeded weights. Ours runs `PagedModel` as the engine does: inputs are
 uploaded for every step, each step takes the tokens that the one before chooses, and these are read one step later.

@@ -1,6 +1,6 @@
 """The effect of each fusion on Qwen2.5-1.5B: kernel launches and bytes moved.
 
-    python -m benchmarks.dispatches [--output docs/fusions.md]
+    python -m benchmarks.dispatches [--output docs/measurements/fusions.md]
 
 The model is compiled with its real configuration on the meta device, so no weights are needed. Nothing is timed: the
 numbers come from the compiler (`describe()`) and are the same on every machine.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LAYERS = 28
 CACHE_LENGTH = 2048
 PROMPT = 128
-DOCUMENT = Path(__file__).parents[1] / "docs" / "fusions.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "fusions.md"
 # Dispatches of the same decode step by phase of development, from the project's design notes.
 EARLIER_PHASES = {
     "baseline": "1,831",

@@ -30,7 +30,7 @@ in `mode="reduce-overhead"` with coordinate-descent tuning. Eager PyTorch runs t
 that is fastest for the shape. The ResNets are channels-last with BatchNorms folded by `freezing`, in the better of two
 modes, or the one that the note names.
 
-![]({chart})
+<!-- chart: cuda -->
 """
 
 _FEW_BITS = """\
@@ -50,9 +50,9 @@ note below has our float16 of the same run. The floor counts operations at twice
 """
 
 
-def document(run: Run, chart_name: str) -> str:
-    """The Markdown page, with a link to the chart of that file name."""
-    parts = [_HEAD.format(chart=chart_name, **run.machine)]
+def document(run: Run) -> str:
+    """Return the Markdown page; its chart is drawn when the site is built."""
+    parts = [_HEAD.format(**run.machine)]
     for cache_length in sorted({figure.case["cache"] for figure in _of(run, "decode")}):
         rows = [figure for figure in _of(run, "decode") if figure.case["cache"] == cache_length]
         parts.append(f"## Decode, cache {cache_length:,}\n\n" + _table(rows, "position", lambda f: f.case["position"]))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.rounded_rows --text alice29.txt lcet10.txt --windows 4
 
-prints a table for docs/quantization.md. PyTorch computes in float32 with the dequantized weights; what goes into layers
-whose weights are in few bits, or keys and values, is rounded by row as `quantize_rows` does.
+prints a table for docs/measurements/quantization.md. PyTorch computes in float32 with the dequantized weights; inputs
+of layers whose weights are in few bits, or keys and values, are rounded by row as `quantize_rows` does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.quality import Figure, add_window, windows
+from benchmarks.quality import add_window, windows
+from benchmarks.quality_page import Figure
 from npu_compiler.graph.quantization import dequantize_rows, quantize_rows
 from npu_sim.llm import load_checkpoint
 from npu_sim.llm.graph import dense_model, program_formats

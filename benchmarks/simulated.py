@@ -2,9 +2,9 @@
 
     python -m benchmarks.simulated [--chip h200] [--chip-file chip.toml] [--json docs/simulated.json]
 
-The measured times of the H200 are those of the other benchmarks: docs/cuda.json, and a table of docs/figures.md;
+The measured times of the H200 are those of the other benchmarks: docs/measurements/cuda.json, a table of figures.md;
 docs/simulated-measured.json has those of models that are compared with no other library. Per kernel, its accounts in
-docs/cuda.json are compared by kind of kernel, since the CUDA device fuses other calls than the op-level program has.
+the former are compared by kind of kernel, since the CUDA device fuses other calls than the op-level program has.
 Those of the CPU were measured by `benchmarks.simulated_cpu`, which also compares call by call.
 """
 
@@ -28,11 +28,12 @@ from npu_model.result import Result
 from npu_model.simulation import simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
+MEASURED = DOCS / "measurements" / "cuda.json"
 CHIPS = ("h200", "cpu")
 CPU = DOCS / "simulated-cpu.json"
 ALONE = DOCS / "simulated-measured.json"  # chip → model → batch → milliseconds
 PROGRAMS = Path.home() / ".cache" / "npu-simulation" / "simulated"
-# Kinds of the kernels in docs/cuda.json → families of our declarations.
+# Kinds of the kernels in docs/measurements/cuda.json → families of our declarations.
 KINDS = (
     (r"nvjet|matvec|splitKreduce", ("matmul",)),
     (r"conv|fprop", ("conv",)),
@@ -69,10 +70,10 @@ def measured(case: Case) -> tuple[float, str]:
     if task == "alone":
         found = json.loads(ALONE.read_text("utf-8"))[case.chip]
         return float(found[model][str(dict(parameters)["batch"])]), ALONE.name
-    path = DOCS / "cuda.json"
+    path = MEASURED
     for figure in load_run(path).figures:
         if (figure.task, figure.model, figure.case) == (task, model, dict(parameters)):
-            return figure.ms.get(OURS) or figure.ms[f"{OURS} {case.dtype}"], path.name
+            return figure.ms.get(OURS) or figure.ms[f"{OURS} {case.dtype}"], f"measurements/{path.name}"
     raise LookupError(f"{path} has no {case.title}")
 
 
@@ -114,7 +115,7 @@ def accounted(case: Case) -> dict[str, float]:
     if case.chip != "h200":
         return found
     task, model, parameters = case.key
-    for account in load_run(DOCS / "cuda.json").accounts:
+    for account in load_run(MEASURED).accounts:
         if (account.task, account.model, account.case) == (task, model, dict(parameters)):
             for name, ms, _ in account.rows:
                 kind = next((families[0] for pattern, families in KINDS if re.search(pattern, name)), None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_llms import save_tiny, save_tokenizer
 
-from benchmarks import quality
+from benchmarks import quality, quality_page
 from npu_sim.llm import load_checkpoint
 from npu_sim.llm.graph import dense_model
 from npu_sim.quantizing import tuning
@@ -26,7 +26,7 @@ def test_quality_of_a_tiny_model(tmp_path: Path) -> None:
     ids = quality.windows(checkpoint, [text], 3, 40)
     model = dense_model(checkpoint, "cpu")
     calibration = quality.Calibration(("a text",), text.read_text("utf-8"), 4)
-    whole = quality.Figure("as it is", 16.0, 1.0)
+    whole = quality_page.Figure("as it is", 16.0, 1.0)
     figures = [whole]
     names = ["int8", "int4-64-rtn"]
     variants = list(quality.quantize_all(checkpoint, names, calibration, "cpu"))
@@ -44,10 +44,10 @@ def test_quality_of_a_tiny_model(tmp_path: Path) -> None:
     eight, four = figures[1:]
     assert 0 < eight.divergence < four.divergence and four.bits < 5 < eight.bits < 9
     assert abs(eight.perplexity / whole.perplexity - 1) < abs(four.perplexity / whole.perplexity - 1) + 0.01
-    run = quality.Quality({"model": "tiny"}, figures)
+    run = quality_page.Quality({"model": "tiny"}, figures)
     run.save(tmp_path / "run.json")
-    loaded = quality.load_quality(tmp_path / "run.json")
-    assert quality.table(loaded) == quality.table(run) and loaded.figures == figures
+    loaded = quality_page.load_quality(tmp_path / "run.json")
+    assert quality_page.table(loaded) == quality_page.table(run) and loaded.figures == figures
     with pytest.raises(SystemExit, match="windows of 40 tokens, not 999"):
         quality.windows(checkpoint, [text], 999, 40)
 
@@ -64,10 +64,10 @@ def test_variants_are_added_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     common = ["quality", "--model", str(folder), "--device", "cpu", "--windows", "2", "--length", "40"]
     common += ["--json", str(tmp_path / "run.json"), "--samples", "8", "--text", str(read)]
 
-    def run(*options: str) -> quality.Quality:
+    def run(*options: str) -> quality_page.Quality:
         monkeypatch.setattr("sys.argv", [*common, *options])
         quality.main()
-        return quality.load_quality(tmp_path / "run.json")
+        return quality_page.load_quality(tmp_path / "run.json")
 
     alone = run("--calibrate", str(first), "--variants", "int8", "int4-64")
     both = run("--calibrate", str(first), str(second), "--variants", "tuned", "int4-64", "--add")
@@ -90,13 +90,12 @@ def test_variants_are_added_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_chart_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    quality.draw(quality.load_quality(DOCS / "quality.json"), tmp_path / "chart.svg")
+    quality_page.draw(quality_page.load_quality(DOCS / "measurements" / "quality.json"), tmp_path / "chart.svg")
     assert "<svg" in (tmp_path / "chart.svg").read_text("utf-8")
 
 
 def test_the_section_in_docs_is_that_of_its_figures() -> None:
-    run = quality.load_quality(DOCS / "quality.json")
-    assert quality.section(run, "quality.svg") in (DOCS / "quantization.md").read_text("utf-8"), (
-        "run python -m benchmarks.quality --json docs/quality.json --chart docs/quality.svg "
-        "--document docs/quantization.md"
+    run = quality_page.load_quality(DOCS / "measurements" / "quality.json")
+    assert quality_page.section(run) in (DOCS / "quantization.md").read_text("utf-8"), (
+        "run python -m benchmarks.quality --json docs/measurements/quality.json --document docs/quantization.md"
     )
