@@ -136,7 +136,7 @@ def trimmed(module: Any, channels: int, height: int, width: int) -> Convolution:
 
 
 def _qwen() -> Iterator[tuple[str, Product]]:
-    from benchmarks.dispatches import qwen
+    from benchmarks.qwen import qwen
 
     config = qwen(1)
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads

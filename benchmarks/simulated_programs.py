@@ -121,7 +121,7 @@ def _step_inputs(tokens: int, position: int) -> dict[str, Any]:
 
 
 def _qwen(tokens: int) -> dict[str, Any]:
-    from benchmarks.dispatches import step_graph
+    from benchmarks.qwen import step_graph
 
     return step_graph(tokens)
 
@@ -138,7 +138,7 @@ def _resnet(name: str, batch: int) -> dict[str, Any]:
 
 
 def _zoo(entry: str, batch: int) -> dict[str, Any]:
-    from benchmarks.cuda_zoo import ENTRIES
+    from benchmarks.cuda.zoo import ENTRIES
     from npu_sim.extract import extract_ir
 
     found = ENTRIES[entry]
@@ -146,7 +146,7 @@ def _zoo(entry: str, batch: int) -> dict[str, Any]:
 
 
 def _smollm2(tokens: int) -> dict[str, Any]:
-    from benchmarks.cpu_llm import CACHE_LENGTH
+    from benchmarks.cpu.llm import CACHE_LENGTH
     from npu_sim.llm import extract_graph, load_checkpoint
 
     return extract_graph(load_checkpoint("smollm2", "bfloat16", "none"), tokens, CACHE_LENGTH)

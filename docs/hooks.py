@@ -24,21 +24,21 @@ sys.path.append(str(DOCS.parent))  # the benchmarks, which are not installed, dr
 
 
 def _draw_cpu(path: Path) -> None:
-    from benchmarks.cpu_page import draw
+    from benchmarks.cpu.page import draw
     from benchmarks.figures import load_run
 
     draw([load_run(file) for file in sorted(DATA.glob("cpu-*.json"))], path)
 
 
 def _draw_cuda(path: Path) -> None:
+    from benchmarks.cuda.page import draw
     from benchmarks.figures import load_run
-    from benchmarks.report import draw
 
     draw(load_run(DATA / "cuda.json"), path)
 
 
 def _draw_quality(path: Path) -> None:
-    from benchmarks.quality_page import draw, load_quality
+    from benchmarks.quality.page import draw, load_quality
 
     draw(load_quality(DATA / "quality.json"), path)
 

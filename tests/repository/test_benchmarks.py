@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cuda
-from benchmarks.cuda_llm import qwen3
-from benchmarks.dispatches import qwen
+from benchmarks.cuda import __main__ as cuda
+from benchmarks.cuda.llm import qwen3
+from benchmarks.cuda.page import document, draw
+from benchmarks.cuda.timing import agreement
 from benchmarks.figures import COMPILED, EAGER, OURS, Account, Figure, Run, load_run
-from benchmarks.gpu_timing import agreement
 from benchmarks.peers import ATTENTION, StaticLanguageModel
-from benchmarks.report import document, draw
+from benchmarks.qwen import qwen
 
 MACHINE: dict[str, Any] = {
     "gpu": "NVIDIA X1",

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from torch import nn
 
-from benchmarks import cpu
-from benchmarks.cpu_contender import NEEDED, Contender, prepare
-from benchmarks.cpu_llama import write_gguf
-from benchmarks.cpu_machine import Rates, level, limit_threads, usable_cores
-from benchmarks.cpu_models import NETWORKS
-from benchmarks.cpu_network import NetworkContenders
-from benchmarks.cpu_page import LANGUAGE_TASKS, QUANTIZED_TASKS, best, document, draw, ratio
+from benchmarks.cpu import __main__ as cpu
+from benchmarks.cpu.contender import NEEDED, Contender, prepare
+from benchmarks.cpu.llama import write_gguf
+from benchmarks.cpu.machine import Rates, level, limit_threads, usable_cores
+from benchmarks.cpu.models import NETWORKS
+from benchmarks.cpu.network import NetworkContenders
+from benchmarks.cpu.page import LANGUAGE_TASKS, QUANTIZED_TASKS, best, document, draw, ratio
 from benchmarks.figures import Figure, Run, load_run
 from benchmarks.timing import LEAST_ROUNDS, interleave
 

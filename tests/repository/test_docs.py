@@ -54,6 +54,17 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
     assert sorted(missing) == []
 
 
+@DOCUMENT
+def test_benchmarks_that_a_document_names_can_be_run(document: Path) -> None:
+    """Modules after `python -m`, but for a changelog, which names those of its time."""
+    if document.name == "CHANGELOG.md":
+        return
+    for name in re.findall(r"python -m\s+(benchmarks(?:\.\w+)+)", document.read_text(encoding="utf-8")):
+        path = ROOT / name.replace(".", "/")
+        sources = [file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()]
+        assert sources and '__name__ == "__main__"' in sources[0].read_text(encoding="utf-8"), name
+
+
 def doors() -> dict[str, list[str]]:
     """Door → the modules that it leads to, as the table has them."""
     table = ARCHITECTURE.read_text(encoding="utf-8").split("## 8. Doors")[1]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from toy_batches import VOCAB, ToyModel, ToyResult
 
-from benchmarks.serving import (
+from benchmarks.serving.__main__ import (
     MEANS,
     Found,
     Job,

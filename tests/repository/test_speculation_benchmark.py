@@ -8,7 +8,7 @@ from io import StringIO
 from rich.console import Console
 from toy_batches import VOCAB, ToyModel, alone
 
-from benchmarks.speculation import EDITED, STORIES, SUMMARIZED, Found, answer, make_parser, table, tasks
+from benchmarks.serving.speculation import EDITED, STORIES, SUMMARIZED, Found, answer, make_parser, table, tasks
 from npu_sim.serving.request import Request
 
 

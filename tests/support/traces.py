@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from benchmarks.dispatches import LAYERS, step_graph
+from benchmarks.qwen import LAYERS, step_graph
 
 FOLDER = "TEST_TRACES"  # the environment variable that names the folder which the workers share
 
