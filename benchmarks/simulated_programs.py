@@ -58,25 +58,26 @@ def cases() -> list[Case]:
         key: Key = ("prefill", "Qwen2.5-1.5B", (("tokens", tokens), ("cache", 2048)))
         found.append(Case("h200", key, "bfloat16", partial(_qwen, tokens)))
     for name, title in (("resnet18", "ResNet-18"), ("resnet50", "ResNet-50")):
-        for batch in (1, 64):
-            found.append(Case("h200", ("vision", title, (("batch", batch),)), "float16", partial(_resnet, name, batch)))
+        found += [
+            Case("h200", ("vision", title, (("batch", batch),)), "float16", partial(_resnet, name, batch))
+            for batch in (1, 64)
+        ]
     for entry, title, many in (
         ("bert", "BERT-base, 128 tokens", 16),
         ("efficientnet", "EfficientNet-B0", 32),
         ("mobilenet", "MobileNetV2", 32),
         ("convnext", "ConvNeXt-T", 32),
-    ):
-        for batch in (1, many):
-            key = ("models", title, (("batch", batch),))
-            found.append(Case("h200", key, "float16", partial(_zoo, entry, batch)))
-    for entry, title, many in (
         ("gpt2", "GPT-2, 512 tokens", 16),
         ("unet", "UNet block, 8 heads of 40, 4,096 tokens", 16),
     ):
-        for batch in (1, many):
-            found.append(Case("h200", ("models", title, (("batch", batch),)), "float16", partial(_zoo, entry, batch)))
-    for batch in (1, 32):
-        found.append(Case("h200", ("alone", "ViT-B/16", (("batch", batch),)), "float16", partial(_zoo, "vit", batch)))
+        found += [
+            Case("h200", ("models", title, (("batch", batch),)), "float16", partial(_zoo, entry, batch))
+            for batch in (1, many)
+        ]
+    found += [
+        Case("h200", ("alone", "ViT-B/16", (("batch", batch),)), "float16", partial(_zoo, "vit", batch))
+        for batch in (1, 32)
+    ]
     return found
 
 

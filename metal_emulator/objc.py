@@ -365,12 +365,16 @@ def offered(cls: type) -> list[str]:
 
 
 class MTLSize(NamedTuple):
+    """Threads, or threadgroups, along each dimension of a grid."""
+
     width: int
     height: int
     depth: int
 
 
 class NSRange(NamedTuple):
+    """A range of bytes or of slots."""
+
     location: int
     length: int
 

@@ -38,51 +38,76 @@ def write_onnx(ir: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: P
     return str(source["name"])
 
 
-def _translate(node: Mapping[str, Any], initializers: dict[str, np.ndarray]) -> list[onnx.NodeProto]:
-    name, attrs = node["name"], node["attrs"]
-    inputs, (out,) = [x["name"] for x in node["inputs"]], [x["name"] for x in node["outputs"]]
-    shape = node["inputs"][0]["shape"]
+class _Translation:
+    """ONNX of one node of the IR; constants become initializers."""
 
-    def constant(suffix: str, value: np.ndarray) -> str:
-        initializers[f"{name}.{suffix}"] = value
-        return f"{name}.{suffix}"
+    def __init__(self, node: Mapping[str, Any], initializers: dict[str, np.ndarray]) -> None:
+        self.node, self.attrs = node, node["attrs"]
+        self.inputs, (self.out,) = [x["name"] for x in node["inputs"]], [x["name"] for x in node["outputs"]]
+        self.kind = node["op_type"].removeprefix("aten.").removeprefix(_QUANTIZED).split(".")[0].rstrip("_")
+        self._initializers = initializers
 
-    def pair(key: str, default: int) -> list[int]:
-        value = attrs.get(key, default)
+    def constant(self, suffix: str, value: np.ndarray) -> str:
+        name = f"{self.node['name']}.{suffix}"
+        self._initializers[name] = value
+        return name
+
+    def pair(self, key: str, default: int) -> list[int]:
+        value = self.attrs.get(key, default)
         return [value, value] if isinstance(value, int) else list(value) * (2 // len(value))
 
-    def add(op: str, operands: list[str], **fields: Any) -> list[onnx.NodeProto]:
-        return [helper.make_node(op, operands, [out], name=name, **fields)]
+    def add(self, op: str, operands: list[str], **fields: Any) -> list[onnx.NodeProto]:
+        return [helper.make_node(op, operands, [self.out], name=self.node["name"], **fields)]
 
-    kind = node["op_type"].removeprefix("aten.").removeprefix(_QUANTIZED).split(".")[0].rstrip("_")
-    if kind in ("quantize_per_tensor", "dequantize_per_tensor"):
-        scale = constant("scale", np.array(attrs["scale"], np.float32))
-        zero = constant("zero_point", np.array(attrs["zero_point"], attrs["dtype"]))
-        return add("QuantizeLinear" if kind[0] == "q" else "DequantizeLinear", [inputs[0], scale, zero])
-    if kind == "dequantize_per_channel":
-        zero = constant("zero_point", np.zeros(shape[0], np.int8))
-        return add("DequantizeLinear", [*inputs[:2], zero], axis=0)
-    if kind == "conv2d":
-        window = {"strides": pair("stride", 1), "pads": pair("padding", 0) * 2, "dilations": pair("dilation", 1)}
-        return add("Conv", inputs, group=attrs.get("groups", 1), **window)
-    if kind == "linear":
-        return add("Gemm", inputs, transB=1)
-    if kind == "relu":
-        return add("Relu", inputs)
-    if kind in ("hardtanh", "relu6"):
-        ends = (attrs.get("min_val", 0.0), attrs.get("max_val", 6.0))
-        return add("Clip", [inputs[0], *(constant(f"end{i}", np.array(x, np.float32)) for i, x in enumerate(ends))])
-    if kind == "add":
-        return add("Add", inputs)
-    if kind == "max_pool2d":
-        window = {"strides": pair("stride", 1), "pads": pair("padding", 0) * 2}
-        return add("MaxPool", inputs, kernel_shape=pair("kernel_size", 1), **window)
-    if kind == "adaptive_avg_pool2d" and list(attrs["output_size"]) == [1, 1]:
-        return add("GlobalAveragePool", inputs)
-    if kind in ("view", "flatten", "reshape"):
-        return add("Reshape", [inputs[0], constant("shape", np.array(node["outputs"][0]["shape"], np.int64))])
-    if kind in ("pad", "constant_pad_nd"):
-        left, right, top, bottom = attrs["pad"]
-        pads = constant("pads", np.array([0, 0, top, left, 0, 0, bottom, right], np.int64))
-        return add("Pad", [inputs[0], pads], mode="constant")
-    raise ValueError(f"node '{name}': no ONNX for '{node['op_type']}'")
+
+def _translate(node: Mapping[str, Any], initializers: dict[str, np.ndarray]) -> list[onnx.NodeProto]:
+    """Return the ONNX of a node; ValueError if there is none."""
+    to = _Translation(node, initializers)
+    for translate in (_translate_quantization, _translate_product, _translate_movement):
+        nodes = translate(to)
+        if nodes is not None:
+            return nodes
+    raise ValueError(f"node '{node['name']}': no ONNX for '{node['op_type']}'")
+
+
+def _translate_quantization(to: _Translation) -> list[onnx.NodeProto] | None:
+    if to.kind in ("quantize_per_tensor", "dequantize_per_tensor"):
+        scale = to.constant("scale", np.array(to.attrs["scale"], np.float32))
+        zero = to.constant("zero_point", np.array(to.attrs["zero_point"], to.attrs["dtype"]))
+        return to.add("QuantizeLinear" if to.kind[0] == "q" else "DequantizeLinear", [to.inputs[0], scale, zero])
+    if to.kind == "dequantize_per_channel":
+        zero = to.constant("zero_point", np.zeros(to.node["inputs"][0]["shape"][0], np.int8))
+        return to.add("DequantizeLinear", [*to.inputs[:2], zero], axis=0)
+    return None
+
+
+def _translate_product(to: _Translation) -> list[onnx.NodeProto] | None:
+    if to.kind == "conv2d":
+        window = {"strides": to.pair("stride", 1), "pads": to.pair("padding", 0) * 2}
+        dilations, group = to.pair("dilation", 1), to.attrs.get("groups", 1)
+        return to.add("Conv", to.inputs, group=group, dilations=dilations, **window)
+    if to.kind == "linear":
+        return to.add("Gemm", to.inputs, transB=1)
+    if to.kind in ("relu", "add"):
+        return to.add(to.kind.capitalize(), to.inputs)
+    if to.kind in ("hardtanh", "relu6"):
+        ends = (to.attrs.get("min_val", 0.0), to.attrs.get("max_val", 6.0))
+        limits = [to.constant(f"end{i}", np.array(x, np.float32)) for i, x in enumerate(ends)]
+        return to.add("Clip", [to.inputs[0], *limits])
+    return None
+
+
+def _translate_movement(to: _Translation) -> list[onnx.NodeProto] | None:
+    if to.kind == "max_pool2d":
+        window = {"strides": to.pair("stride", 1), "pads": to.pair("padding", 0) * 2}
+        return to.add("MaxPool", to.inputs, kernel_shape=to.pair("kernel_size", 1), **window)
+    if to.kind == "adaptive_avg_pool2d" and list(to.attrs["output_size"]) == [1, 1]:
+        return to.add("GlobalAveragePool", to.inputs)
+    if to.kind in ("view", "flatten", "reshape"):
+        shape = to.constant("shape", np.array(to.node["outputs"][0]["shape"], np.int64))
+        return to.add("Reshape", [to.inputs[0], shape])
+    if to.kind in ("pad", "constant_pad_nd"):
+        left, right, top, bottom = to.attrs["pad"]
+        pads = to.constant("pads", np.array([0, 0, top, left, 0, 0, bottom, right], np.int64))
+        return to.add("Pad", [to.inputs[0], pads], mode="constant")
+    return None

@@ -65,41 +65,60 @@ def measurements(
     only: set[str], quick: bool, ceilings: Ceilings, budget: Budget
 ) -> Iterator[Iterator[Figure | Account]]:
     """The measurements to make, one iterator of results per compiled graph."""
-    from benchmarks.cuda import integers as cuda_integers
-    from benchmarks.cuda import llm as cuda_llm
-    from benchmarks.cuda import quantized as cuda_quantized
-    from benchmarks.cuda import rounded as cuda_rounded
-    from benchmarks.cuda import vision as cuda_vision
+    yield from _extra_measurements(only, ceilings, budget)
+    yield from _language_measurements(only, quick, ceilings, budget)
+    yield from _vision_measurements(only, ceilings, budget)
+
+
+def _extra_measurements(only: set[str], ceilings: Ceilings, budget: Budget) -> Iterator[Iterator[Figure | Account]]:
+    """Decode of larger models and of those with weights in few bits, and prefill with activations in 8 bits."""
+    from benchmarks.cuda import llm, quantized, rounded
     from benchmarks.qwen import qwen
 
     if LARGE_DECODE in only:
-        models = cuda_llm.Models(cuda_llm.LARGE_MODEL, cuda_llm.qwen3(), seed=0)
-        for cache_length, positions in cuda_llm.LARGE_POSITIONS.items():
-            yield cuda_llm.measure_decode(LARGE_DECODE, models, cache_length, positions, ceilings, budget)
+        models = llm.Models(llm.LARGE_MODEL, llm.qwen3(), seed=0)
+        for cache_length, positions in llm.LARGE_POSITIONS.items():
+            yield llm.measure_decode(LARGE_DECODE, models, cache_length, positions, ceilings, budget)
         del models  # whose memory the next ones may need
-    small, large = (cuda_llm.MODEL, qwen()), (cuda_quantized.LARGE_MODEL, cuda_quantized.llama())
+    small, large = (llm.MODEL, qwen()), (quantized.LARGE_MODEL, quantized.llama())
     for task, (name, config) in {QUANTIZED_DECODE: small, LARGE_QUANTIZED_DECODE: large}.items():
         for quantization in QUANTIZATIONS if task in only else ():
-            few = cuda_quantized.QuantizedModels(name, config, quantization, seed=0)
-            yield cuda_llm.measure_decode(task, few, 2048, cuda_llm.FEW_POSITIONS[2048], ceilings, budget)
+            few = quantized.QuantizedModels(name, config, quantization, seed=0)
+            yield llm.measure_decode(task, few, 2048, llm.FEW_POSITIONS[2048], ceilings, budget)
             del few
     for task, (name, config) in {ROUNDED_PREFILL: small, LARGE_ROUNDED_PREFILL: large}.items():
         if task in only:
-            yield cuda_rounded.measure_rounded_prefill(task, name, config, 2048, ceilings, budget)
-    if only & {"decode", "prefill"}:
-        models = cuda_llm.Models(cuda_llm.MODEL, qwen(), seed=0)
-        if "decode" in only:
-            for cache_length, positions in (cuda_llm.FEW_POSITIONS if quick else cuda_llm.POSITIONS).items():
-                yield cuda_llm.measure_decode("decode", models, cache_length, positions, ceilings, budget)
-        if "prefill" in only:
-            for tokens in cuda_llm.FEW_PROMPTS if quick else cuda_llm.PROMPTS:
-                yield cuda_llm.measure_prefill(models, tokens, ceilings, budget)
-    for task in sorted(only & cuda_vision.MODELS.keys()):
-        for batch in cuda_vision.BATCHES:
-            yield cuda_vision.measure_resnet(task, batch, ceilings, budget)
-    for name, batches in cuda_integers.BATCHES.items() if QUANTIZED_VISION in only else ():
+            yield rounded.measure_rounded_prefill(task, name, config, 2048, ceilings, budget)
+
+
+def _language_measurements(
+    only: set[str], quick: bool, ceilings: Ceilings, budget: Budget
+) -> Iterator[Iterator[Figure | Account]]:
+    """Decode and prefill of Qwen2.5-1.5B, of one set of weights."""
+    from benchmarks.cuda import llm
+    from benchmarks.qwen import qwen
+
+    if not only & {"decode", "prefill"}:
+        return
+    models = llm.Models(llm.MODEL, qwen(), seed=0)
+    if "decode" in only:
+        for cache_length, positions in (llm.FEW_POSITIONS if quick else llm.POSITIONS).items():
+            yield llm.measure_decode("decode", models, cache_length, positions, ceilings, budget)
+    if "prefill" in only:
+        for tokens in llm.FEW_PROMPTS if quick else llm.PROMPTS:
+            yield llm.measure_prefill(models, tokens, ceilings, budget)
+
+
+def _vision_measurements(only: set[str], ceilings: Ceilings, budget: Budget) -> Iterator[Iterator[Figure | Account]]:
+    """ResNets in float16, and networks in 8 bits."""
+    from benchmarks.cuda import integers, vision
+
+    for task in sorted(only & vision.MODELS.keys()):
+        for batch in vision.BATCHES:
+            yield vision.measure_resnet(task, batch, ceilings, budget)
+    for name, batches in integers.BATCHES.items() if QUANTIZED_VISION in only else ():
         for batch in batches:
-            yield cuda_integers.measure_integers(name, batch, ceilings, budget)
+            yield integers.measure_integers(name, batch, ceilings, budget)
 
 
 def line(entry: Figure | Account) -> str:

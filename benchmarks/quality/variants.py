@@ -21,8 +21,13 @@ from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to quantize: a format, whether errors are compensated (`gptq`) or not (`rtn`), parts of text that the model
-    writes for that, and steps of tuning."""
+    """A way to quantize.
+
+    Attributes:
+        method: `gptq`, which compensates rounding errors, or `rtn`, which does not.
+        steps: Steps of tuning.
+        written: Number of parts of the calibration text that the model writes itself.
+    """
 
     format: QuantizedFormat
     method: str

@@ -1,14 +1,14 @@
-"""Clients of every kind against a running server: `python -m benchmarks.serving.abuse URL --minutes 30`.
+r"""Clients of every kind against a running server: `python -m benchmarks.serving.abuse URL --minutes 30`.
 
 Good clients, streaming and not, some with extreme settings, some with several requests in a row; clients that leave in
 the middle; requests that are sent half or byte by byte; readers that are slow or do not read; huge and invalid bodies;
 trailers, heads and requests without end; JSON schemas that nothing fits; and, five times, a crowd of idle connections.
 Every good request must get its whole reply, or be told to come back; a prompt that one key has asked must not be in the
-cache for another. At the end the server must have no request and no
-KV block in use, and its memory must not have grown after the first part of the time. Start the server with two
-keys, and times that are short but let idle connections stay until all are there, such as
+cache for another. At the end the server must have no request and no KV block in use, and its memory must not have grown
+after the first part of the time. Start the server with two keys, and times that are short but let idle connections stay
+until all are there, such as
 
-    npu-sim serve smollm2 --device cpu --header-timeout 60 --body-timeout 10 --write-timeout 10 \\
+    npu-sim serve smollm2 --device cpu --header-timeout 60 --body-timeout 10 --write-timeout 10 \
         --max-connections 12000 --api-key-file keys
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import secrets
@@ -159,10 +160,8 @@ async def leaving(attack: Attack) -> str:
     request = attack.chat(stream=attack.rng.random() < 0.5, max_tokens=400)
     writer.write(request[: attack.rng.randint(1, len(request))] if attack.rng.random() < 0.3 else request)
     await writer.drain()
-    try:
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(reader.read(attack.rng.randint(1, 4000)), attack.rng.random() * 3)
-    except TimeoutError:
-        pass
     if attack.rng.random() < 0.5:
         writer.transport.abort()
     writer.close()

@@ -165,7 +165,7 @@ def _is_mark(source: Source, index: int) -> bool:
 
 
 def _instance(source: Source, item: Item, templates: Mapping[str, Item]) -> Kernel:
-    """`template [[host_name("name")]] kernel void function<arguments>(…);`"""
+    """Read an instance of a kernel template: `template [[host_name("name")]] kernel void function<arguments>(…);`."""
     names = [token.text[1:-1] for token in source.tokens[item.start : item.end] if token.kind == "string"]
     angle = next((i for i in range(item.start, item.end) if source.text(i) == "<"), item.end)
     if not names or angle == item.end or item.declares not in templates:
@@ -245,11 +245,11 @@ def entries(kernels: Sequence[tuple[Kernel, Sequence[Parameter]]], constants: Co
             f'extern "C" void metal_entry_{index}(const metal_runtime::Launch &launch, '
             f"const metal_runtime::Thread &thread) {{ {kernel.call}({values}); }}"
         )
-    for constant in constants.declared:
-        lines.append(
-            f'extern "C" void metal_set_{constant.name}({constant.type} value, bool defined) '
-            f"{{ {constant.name} = value; metal_defined_{constant.name} = defined; }}"
-        )
+    lines += [
+        f'extern "C" void metal_set_{constant.name}({constant.type} value, bool defined) '
+        f"{{ {constant.name} = value; metal_defined_{constant.name} = defined; }}"
+        for constant in constants.declared
+    ]
     derived = " ".join(f"{name} = {value};" for name, value in constants.derived)
     lines.append(f'extern "C" void metal_derive_constants() {{ {derived} }}\n')
     return "\n".join(lines)

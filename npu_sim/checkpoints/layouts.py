@@ -23,8 +23,10 @@ _SMALLEST_GROUP = 16  # of elements for which a block's width and a row's length
 
 @dataclass(frozen=True)
 class GPTQ:
-    """AutoGPTQ's and GPTQModel's: qweight int32 [k / elements of a word, n], qzeros [groups, n / elements of a word],
-    scales [groups, n], g_idx [k]; a weight is scale · (code - zero point).
+    """Layout of AutoGPTQ and GPTQModel.
+
+    qweight is int32 [k / elements of a word, n], qzeros [groups, n / elements of a word], scales [groups, n],
+    g_idx [k]; a weight is scale · (code - zero point).
 
     Attributes:
         bits: 4 or 8.
@@ -115,8 +117,10 @@ class AWQ:
 
 @dataclass(frozen=True)
 class Packed:
-    """compressed-tensors' "pack-quantized": weight_packed int32 [n, words] with the codes plus half their range,
-    weight_scale [n, groups] or one in all, weight_zero_point packed along n, weight_shape [2].
+    """Layout "pack-quantized" of compressed-tensors.
+
+    weight_packed is int32 [n, words] with the codes plus half their range, weight_scale [n, groups] or one in all,
+    weight_zero_point packed along n, weight_shape [2].
 
     Attributes:
         bits: 4 or 8.

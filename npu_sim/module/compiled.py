@@ -255,7 +255,7 @@ class CompiledModule:
         Raises:
             InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
         """
-        from npu_sim.module.saving import save_module
+        from npu_sim.module.saving import FewBits, save_module
 
         with self.backend.lock:
             if self._watched.has_changed():
@@ -264,9 +264,8 @@ class CompiledModule:
             tensors, runners = self._programs.tensors, {} if self.trace.plain else self._programs.runners
             formats = {key: format for plan in self._programs.plans() for key, format in plan.formats.items()}
             names = self._shapes.names
-            save_module(
-                Path(path), traced, tensors, self._signature, names, self._dtype, runners, formats, self._stored
-            )
+            few_bits = FewBits(formats, self._stored)
+            save_module(Path(path), traced, tensors, self._signature, names, self._dtype, runners, few_bits)
 
     def report(self) -> Report:
         """Return, for each program, its partitions and the reason of each node that is not on the device."""

@@ -159,6 +159,13 @@ class Nodes:
             return None
         if target is operator.getitem:
             return self._element(node, args[0], args[1], prefix)
+        return self._op(node, args, kwargs, known, prefix)
+
+    def _op(
+        self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[Node, Value], prefix: str
+    ) -> Value:
+        """Read a call of one of PyTorch's ops."""
+        value, target = node.meta.get("val"), node.target
         if not isinstance(target, torch._ops.OpOverload):
             raise IRError(f"node '{node.name}': {target} is not an op of PyTorch, and IR has no form for it")
         if target is torch.ops.aten.as_strided.default and not _is_packed(args[0].value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ from npu_sim.module.trace import Trace
 _UNLIMITED = 2**62  # PyTorch's "no limit" is near 2**63
 
 
+@dataclass(frozen=True)
+class FewBits:
+    """Weights that the device stores in few bits.
+
+    Attributes:
+        formats: Key → the weight's format.
+        stored: Key → the weight, where it is in few bits already.
+    """
+
+    formats: Mapping[str, QuantizedFormat]
+    stored: Mapping[str, QuantizedArray]
+
+
 def save_module(
     path: Path,
     traced: Trace,
@@ -43,8 +57,7 @@ def save_module(
     titles: Mapping[str, str],
     dtype: str | None,
     runners: Mapping[Key, Runner],
-    formats: Mapping[str, QuantizedFormat],
-    stored: Mapping[str, QuantizedArray],
+    few_bits: FewBits,
 ) -> None:
     """Write a `.npumod`.
 
@@ -53,8 +66,7 @@ def save_module(
         titles: Symbol → what messages call it.
         dtype: The compute dtype that was asked for.
         runners: The programs that were made so far.
-        formats: Key → how the device stores the weight, where that is in few bits.
-        stored: The weights that are in few bits already.
+        few_bits: The weights that the device stores in few bits.
 
     Raises:
         InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
@@ -66,6 +78,7 @@ def save_module(
     returned = _returned(traced, results)
     keys = {name: key for name, key in ir["weight_name_mapping"].items() if name in returned}
     whole = {names.get(key) for key in keys.values()}
+    formats, stored = few_bits.formats, few_bits.stored
     whole |= {name for key, name in names.items() if formats.get(key) != formats.get(name)}
     for name in formats.keys() & tensors.keys() - whole:
         tensors |= _parts(name, tensors.pop(name), formats[name], stored.get(name))

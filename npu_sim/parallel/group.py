@@ -220,7 +220,7 @@ class LocalWorker(Worker):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.output: IO[bytes] = tempfile.TemporaryFile()
+        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the worker
         ours, theirs = Pipe()
         self.connection = ours
         environment = {
@@ -271,10 +271,10 @@ def _watch(group: weakref.ref[RankGroup], workers: list[Worker]) -> None:
         try:
             ready = wait(list(by_connection), timeout=1.0)
         except (OSError, ValueError):
-            return  # closed
+            return None  # closed
         found = group()
         if found is None or found._closing:
-            return
+            return None
         for connection in ready:
             worker = by_connection[connection]  # type: ignore[index]
             try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from npu_sim.verify import Culprit, VerifyReport  # it imports torch
 
 
-def report_contents(
+def report_contents(  # noqa: PLR0913 -- each part of a report is optional
     title: str,
     programs: Sequence[CompiledProgram],
     *,

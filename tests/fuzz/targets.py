@@ -347,8 +347,9 @@ def _read_cache(folder: Path) -> Check:
 
 @cache
 def _saved_modules() -> list[bytes]:
-    """A module of fixed sizes with a nested result, one whose batch may change, and one with weights in few bits; each
-    also without its programs, so that its graph is compiled.
+    """Modules of fixed sizes with a nested result, with a batch that may change, and with weights in few bits.
+
+    Each is there also without its programs, so that its graph is compiled.
     """
     from tempfile import TemporaryDirectory
 

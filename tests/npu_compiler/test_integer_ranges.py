@@ -319,10 +319,6 @@ class Graph:
         match op:
             case "cumsum":
                 return [g("aten.cumsum.default", a, dim)]
-            case "sum" | "prod" | "amax":
-                return [g(f"aten.{op}.default", a)]
-            case "argmax":
-                return [g("aten.argmax.default", a)]
             case "sort":
                 return list(g("aten.sort.default", a, dim))
             case "pow":

@@ -79,9 +79,7 @@ def test_stages_can_be_rebuilt_from_what_the_page_holds() -> None:
     for graph in data["graphs"]:
         types |= {tensor: data["types"][number] for tensor, number in graph["types"].items()}
         known.append(dict(types))
-    last = {}
-    for name, graph in trace_stages(network()):
-        last[name] = graph
+    last = dict(trace_stages(network()))
     assert by_stage.keys() == last.keys()
     for name in ("read", "fuse", "assign_layout"):
         held = data["graphs"][by_stage[name]]

@@ -118,7 +118,7 @@ def test_results_of_another_machine_are_not_merged(run: Run) -> None:
 
 
 def test_all_tasks_are_known_to_what_measures_them() -> None:
-    assert cpu.NETWORK_TASKS == tuple(NETWORKS)
+    assert tuple(NETWORKS) == cpu.NETWORK_TASKS
     assert {*LANGUAGE_TASKS, *QUANTIZED_TASKS} == set(cpu.TASKS) - set(NETWORKS)
 
 

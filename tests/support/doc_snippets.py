@@ -38,7 +38,7 @@ class Snippet:
 
     @property
     def can_run(self) -> bool:
-        """A block that needs what a test cannot have says so in its first line, in English: `# Needs a Mac.`"""
+        """Whether the block runs; one that cannot says so in its first line, in English: `# Needs a Mac.`."""
         return not self.code.startswith("# Needs ")
 
 

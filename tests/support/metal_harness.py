@@ -113,7 +113,7 @@ def all_cases() -> list[Case]:
 
 
 def call_of(case: Case, compute: str) -> KernelCall:
-    """A case's call, its operands in buffers `in0`, …, `out0`, …"""
+    """Return a case's call, with its operands in buffers `in0`, `in1`, …, `out0`, `out1`, …."""
     inputs, outputs = (
         tuple(t.view(f"{stem}{index}", compute) for index, t in enumerate(operands))
         for stem, operands in (("in", case.inputs), ("out", case.outputs))

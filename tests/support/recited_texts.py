@@ -36,8 +36,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds: of a step of one token, and of up to eight; of the host for each step; from the launch of a step to
-    its beginning, and from its end to when the host knows of it. So many steps of several tokens take two seconds more.
+    """Milliseconds that things take.
+
+    Attributes:
+        one: A step of one token.
+        several: A step of two to eight tokens.
+        host: The host's work for each step.
+        begin: The launch of a step, until it begins.
+        end: The end of a step, until the host knows of it.
+        slow_steps: Number of steps of several tokens that take two seconds more.
     """
 
     one: float = 0.4
