@@ -35,6 +35,7 @@ class OutputReport:
 
     @property
     def passed(self) -> bool:
+        """Whether no criterion failed."""
         return not self.problems
 
 

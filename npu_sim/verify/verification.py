@@ -48,9 +48,11 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
+        """Whether the program ran and all outputs pass."""
         return not self.failure and all(output.passed for output in self.outputs)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
         return {"passed": self.passed, **asdict(self)}
 
     def __str__(self) -> str:
