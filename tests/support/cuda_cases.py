@@ -1,4 +1,4 @@
-"""Cases for the CUDA templates that compute: what the cases that all devices share are too small for."""
+"""Cases of CUDA templates that need larger operands than the cases that all devices share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def holes(queries: int, keys: int, hole: int) -> Case:
 
 
 def _with(places: dict[int, float], dtype: str = "compute") -> np.ndarray:
-    """Two rows of 20,000 ones, but for some places of both."""
+    """Two rows of 20,000 ones, with other values at some places of both."""
     values = np.ones((2, 20_000), np.int32 if dtype == "int32" else np.float32)
     for place, value in places.items():
         values[:, place] = value

@@ -1,4 +1,4 @@
-"""Whether an NVIDIA GPU can be used here, and what tests run on where it can."""
+"""Devices for tests: the CPU, and an NVIDIA GPU where one can be used."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Phases:
-    """A list of calls, the operands' first values by buffer, and what the buffers hold after the calls by the twins."""
+    """A list of calls, the operands' initial values by buffer, and the buffers' final values by the twins."""
 
     dtype: str
     rng: np.random.Generator
@@ -99,7 +99,7 @@ class Phases:
     def _weight(
         self, name: str, drawn: Array, format: QuantizedFormat | None
     ) -> tuple[list[View], Array, dict[str, Any]]:
-        """The operands of a weight [N, K], what it is, and the parameters of a kernel that say how it is stored."""
+        """Return a weight [N, K] as operands, its values, and the kernel's parameters for its storage."""
         if format is None:
             weight = self.operand(name, *drawn.shape, kind="weight", values=drawn)
             return [weight], self.data[name], {}

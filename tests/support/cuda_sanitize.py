@@ -56,7 +56,7 @@ def chosen(tool: str) -> list[Job]:
 
 
 class UnwrittenBuffer(CUDABuffer):
-    """Memory that poison leaves as it was allocated, so that initcheck sees who reads it."""
+    """A buffer that is not poisoned, so that initcheck sees reads of what nobody wrote."""
 
     def _upload(self, data: np.ndarray) -> None:
         if not (np.ascontiguousarray(data).view(np.uint8) == 0xFF).all():
@@ -68,7 +68,7 @@ class UnwrittenBuffer(CUDABuffer):
 
 
 class UnwrittenBackend(CUDABackend):
-    """The GPU with such memory."""
+    """The CUDA backend with buffers that are not poisoned."""
 
     def allocate(self, shape: Any, dtype: str, alloc_shape: Any = None) -> CUDABuffer:
         return UnwrittenBuffer(self._device, shape, alloc_shape, dtype)

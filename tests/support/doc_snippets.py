@@ -1,4 +1,4 @@
-"""Code blocks of the documents: found, compared between languages, and run as they stand."""
+"""Code blocks of the documents: reading them, comparing them between languages, and running them."""
 
 from __future__ import annotations
 

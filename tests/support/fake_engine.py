@@ -1,4 +1,4 @@
-"""An engine without a model, which says what a test wants, and a server around it in a thread."""
+"""A serving engine without a model that replies by a script, and a server around it in a thread."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def open_metal(mps: bool) -> tuple[MetalBackend, Any]:
 
 @dataclass(frozen=True)
 class T:
-    """An operand: the geometry of its view and what it holds.
+    """An operand: the geometry of its view, and its values.
 
     Attributes:
         dtype: `compute` (the 16-bit dtype under test), `float32`, `int32` or `bool`.
@@ -174,7 +174,7 @@ def run_in_several_orders(case: Case, backend: Backend, emulator: Any, dtype: st
 
 
 def plan_of(call: KernelCall, target: CodegenTarget) -> ExecutionPlan:
-    """One call as a target turns it into kernels, temporary buffers included."""
+    """Return a plan of one call as a target turns it into kernels, with temporary buffers."""
     buffers = {
         view.buffer: BufferAllocation(view.buffer, kind, (_extent(view),), view.dtype)
         for kind, views in (("input", call.inputs), ("output", call.outputs))

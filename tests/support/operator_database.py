@@ -1,4 +1,4 @@
-"""PyTorch's own operator database, run through our front doors and judged against eager PyTorch.
+"""PyTorch's operator database, run by `npu_sim.compile`, saved modules and `torch.compile`, against eager PyTorch.
 
 `python tests/support/operator_database.py` examines all of it in processes that are begun anew when an op hangs or ends
 them, and goes on where an earlier run stopped.

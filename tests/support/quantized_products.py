@@ -42,7 +42,7 @@ def strided(rows: np.ndarray) -> np.ndarray:
 
 
 def blank(rows: int, columns: int, dtype: np.dtype = DTYPES[0]) -> np.ndarray:
-    """A strided result that shows what a kernel left out."""
+    """Return a strided result filled with NaN, which shows elements that a kernel did not write."""
     return np.full((rows, columns + 5), np.nan, dtype)[:, :columns]
 
 

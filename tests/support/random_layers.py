@@ -196,7 +196,7 @@ KINDS: dict[str, Kind] = {}
 
 
 def kind(function: Kind) -> Kind:
-    """Register what draws a kind of layer."""
+    """Decorator: register a function that draws a kind of layer."""
     KINDS[function.__name__] = function
     return function
 
@@ -503,7 +503,7 @@ def draw(seed: int, number: int) -> Layer:
 
 
 def _followed(d: Layer, x: Tensor) -> Tensor:
-    """x, or what follows a layer in models: a sum with another tensor, an activation, both."""
+    """Return x, or x with an addition, an activation or both behind it, as models have them."""
     if d.chance(0.2):
         other = d.input(*d.g.shape(x))
         x = d("add.Tensor", *((x, other) if d.chance(0.5) else (other, x)))
@@ -549,7 +549,7 @@ class Bench:
         self.backends = [AnyKernel(), CPUBackend(tune=False), CPUBackend(native=False, tune=False), numpy]
 
     def check(self, layer: Layer, number: int) -> str:
-        """Return what is wrong with the device's result, or nothing; `off` where the device lacks one of the ops."""
+        """Return the error of the device's result, or nothing; `off` where the device lacks one of the ops."""
         if lacks_an_op(layer):
             return "off"
         # By turns: the kernels of its own come first, then PyTorch's and NumPy's.

@@ -1,4 +1,4 @@
-"""A model that recites a text in virtual time, for tests of what drafts cost and bring on a device that runs ahead."""
+"""A model that recites a text in virtual time, for tests of the cost and gain of drafts."""
 
 from __future__ import annotations
 

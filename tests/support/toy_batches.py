@@ -60,7 +60,7 @@ class ToyResult:
 
 
 class ToyModel:
-    """A `BatchModel`.
+    """A `BatchModel` of a few NumPy lines, whose logits depend on every row of the sequence's table.
 
     Attributes:
         steps: Steps launched so far.

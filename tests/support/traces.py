@@ -17,7 +17,7 @@ FOLDER = "TEST_TRACES"  # the environment variable that names the folder which t
 
 
 def traced(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The IR of that name: what a worker has made of it before, else made now for all of them."""
+    """Return the IR of that name, from the workers' shared cache; it is made if it is not there."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         return make()
