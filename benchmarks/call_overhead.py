@@ -28,11 +28,11 @@ def models(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[nn.Modul
     torch.manual_seed(0)
     perceptron = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     image = torch.randn(1, 3, 64, 64, device=device, dtype=dtype)
-    found: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+    modules: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
         "MLP, 4 weights": (perceptron, (torch.randn(8, 64, device=device, dtype=dtype),)),
         "ResNet-18, 102 weights": (resnet18(), (image,)),
     }
-    return {name: (model.to(device, dtype).eval(), args) for name, (model, args) in found.items()}
+    return {name: (model.to(device, dtype).eval(), args) for name, (model, args) in modules.items()}
 
 
 def measure(compiled: CompiledModule, args: tuple[torch.Tensor, ...]) -> tuple[float, float, float]:

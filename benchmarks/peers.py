@@ -224,10 +224,10 @@ def compiled(module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: b
         mode: Mode of `torch.compile`.
         freezing: Treat the weights as constants, which folds BatchNorms into convolutions and keeps a copy of them.
     """
-    made: Callable[..., Tensor] = torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
+    function: Callable[..., Tensor] = torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
     with torch._inductor.config.patch(coordinate_descent_tuning=True, freezing=freezing):
-        made(*inputs)
-    return made
+        function(*inputs)
+    return function
 
 
 @torch.no_grad()

@@ -47,9 +47,9 @@ class Layer:
 
     @property
     def work(self) -> Product | Convolution:
-        found = self.product or self.convolution
-        assert found is not None
-        return found
+        work = self.product or self.convolution
+        assert work is not None
+        return work
 
     @property
     def as_product(self) -> Product:
@@ -90,12 +90,12 @@ def formulas(layer: Layer, size: int, dataflow: Dataflow, sram_kib: int) -> Coun
 def layers_of(model: str) -> list[Layer]:
     """The distinct convolutions and products of `resnet50`, or of one layer of `qwen2.5-1.5b` in a prefill."""
     works = _resnet50() if model == "resnet50" else _qwen()
-    found: dict[Product | Convolution, tuple[str, int]] = {}
+    layers: dict[Product | Convolution, tuple[str, int]] = {}
     for name, work in works:
-        found[work] = (found[work][0], found[work][1] + 1) if work in found else (name, 1)
+        layers[work] = (layers[work][0], layers[work][1] + 1) if work in layers else (name, 1)
     return [
         Layer(model, name, count, **{"product" if isinstance(work, Product) else "convolution": work})  # type: ignore[arg-type]
-        for work, (name, count) in found.items()
+        for work, (name, count) in layers.items()
     ]
 
 
@@ -105,20 +105,20 @@ def _resnet50() -> Iterator[tuple[str, Product | Convolution]]:
 
     from npu_sim.vision.resnet import resnet50
 
-    found: list[tuple[str, Product | Convolution]] = []
+    layers: list[tuple[str, Product | Convolution]] = []
 
     def record(name: str, module: nn.Module, x: torch.Tensor) -> None:
         if isinstance(module, nn.Conv2d):
-            found.append((name, trimmed(module, *x.shape[1:])))
+            layers.append((name, trimmed(module, *x.shape[1:])))
         elif isinstance(module, nn.Linear):
-            found.append((name, Product(x.shape[0], module.out_features, module.in_features)))
+            layers.append((name, Product(x.shape[0], module.out_features, module.in_features)))
 
     with torch.device("meta"):
         network = resnet50().eval()
         for name, module in network.named_modules():
             module.register_forward_pre_hook(lambda module, args, name=name: record(name, module, args[0]))
         network(torch.empty(1, 3, 224, 224))
-    yield from found
+    yield from layers
 
 
 def trimmed(module: Any, channels: int, height: int, width: int) -> Convolution:
@@ -255,7 +255,7 @@ def _read_buffer() -> Any:
 
 def load(path: Path) -> list[Comparison]:
     """The comparisons of a file that this benchmark wrote."""
-    found = []
+    comparisons = []
     for row in json.loads(path.read_text())["results"]:
         layer = dict(row["layer"])
         if layer["convolution"]:
@@ -269,8 +269,8 @@ def load(path: Path) -> list[Comparison]:
             Counts(counts["cycles"], tuple(counts["sram"]), tuple(counts["dram"]))
             for counts in (row["theirs"], row["ours"])
         )
-        found.append(Comparison(Layer(**layer), row["array"], Dataflow(row["dataflow"]), theirs, ours))
-    return found
+        comparisons.append(Comparison(Layer(**layer), row["array"], Dataflow(row["dataflow"]), theirs, ours))
+    return comparisons
 
 
 def save(path: Path, comparisons: list[Comparison]) -> None:

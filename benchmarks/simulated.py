@@ -68,8 +68,8 @@ def measured(case: Case) -> tuple[float, str]:
     if task == "models":
         return _of_figures_page(model, dict(parameters)["batch"]), "figures.md"
     if task == "alone":
-        found = json.loads(ALONE.read_text("utf-8"))[case.chip]
-        return float(found[model][str(dict(parameters)["batch"])]), ALONE.name
+        models = json.loads(ALONE.read_text("utf-8"))[case.chip]
+        return float(models[model][str(dict(parameters)["batch"])]), ALONE.name
     path = MEASURED
     for figure in load_run(path).figures:
         if (figure.task, figure.model, figure.case) == (task, model, dict(parameters)):
@@ -81,10 +81,10 @@ def _of_figures_page(model: str, batch: int) -> float:
     """Return our time from the table of vision, language and diffusion models, at batch 1 or the larger batch."""
     text = (DOCS / "figures.md").read_text("utf-8")
     section = text[text.index("*Vision, language and diffusion models*") :]
-    found = re.search(rf"^\| {re.escape(model)}, .*$", section, re.MULTILINE)
-    if found is None:
+    row = re.search(rf"^\| {re.escape(model)}, .*$", section, re.MULTILINE)
+    if row is None:
         raise LookupError(f"figures.md has no {model}")
-    cells = [cell.strip(" *") for cell in found.group().split("|")]
+    cells = [cell.strip(" *") for cell in row.group().split("|")]
     return float(cells[2 if batch == 1 else 5])
 
 
@@ -101,27 +101,27 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def by_kind(result: Result) -> dict[str, float]:
     """Predicted milliseconds by kind of kernel; of what is no kind by itself, nothing."""
-    found: dict[str, float] = defaultdict(float)
+    times: dict[str, float] = defaultdict(float)
     for call in result.calls:
         for _, families in KINDS:
             if call.family.startswith(families):
-                found[families[0]] += 1e3 * result.chip.seconds(call.cycles)
-    return found
+                times[families[0]] += 1e3 * result.chip.seconds(call.cycles)
+    return times
 
 
 def accounted(case: Case) -> dict[str, float]:
     """Measured milliseconds by kind of kernel; empty where the step was not taken apart."""
-    found: dict[str, float] = defaultdict(float)
+    times: dict[str, float] = defaultdict(float)
     if case.chip != "h200":
-        return found
+        return times
     task, model, parameters = case.key
     for account in load_run(MEASURED).accounts:
         if (account.task, account.model, account.case) == (task, model, dict(parameters)):
             for name, ms, _ in account.rows:
                 kind = next((families[0] for pattern, families in KINDS if re.search(pattern, name)), None)
                 if kind is not None:
-                    found[kind] += ms
-    return found
+                    times[kind] += ms
+    return times
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -105,10 +105,10 @@ class MPSMatrixDescriptor(Allocatable):
         problem = layout.problem()
         if problem:
             raise MetalUsageError(f"+[MPSMatrixDescriptor {method.replace('_', ':')}]: {problem}")
-        made = cls.alloc()
-        made._begin(method)
-        made._layout = layout
-        return made
+        instance = cls.alloc()
+        instance._begin(method)
+        instance._layout = layout
+        return instance
 
     @selector()
     def rows(self) -> int:

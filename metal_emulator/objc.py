@@ -33,9 +33,9 @@ def spelled(name: str) -> str:
     return name.replace("_", ":")
 
 
-def unknown(owner: str, name: str, known: list[str]) -> UnknownSelectorError:
+def unknown(owner: str, name: str, names: list[str]) -> UnknownSelectorError:
     """The error for a name that `owner` lacks, with the nearest one that it has."""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return UnknownSelectorError(f"{owner} has no {name} ({spelled(name)}){hint}", name=name)
 

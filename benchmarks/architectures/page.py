@@ -54,21 +54,21 @@ def document(records: Sequence[Record]) -> str:
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in sorted(records, key=lambda r: r["model_type"]):
         groups.setdefault((record["route"], record["device"], record["dtype"]), []).append(record)
-    for (route, device, dtype), found in groups.items():
-        lines += [f"## `{route}`, {device}, {dtype}", "", summary(found) + ".", ""]
+    for (route, device, dtype), group in groups.items():
+        lines += [f"## `{route}`, {device}, {dtype}", "", summary(group) + ".", ""]
         lines += [
             "| model type | result | Pearson r | error | largest | nodes | on the device | graph breaks | reason |",
             "|---|---|---:|---:|---:|---:|---:|---:|---|",
-            *(_row(record) for record in found if record["status"] in RUN),
+            *(_row(record) for record in group if record["status"] in RUN),
             "",
             "Why nodes are not on the device:",
             "",
             "```",
-            *histogram(found)[:40],
+            *histogram(group)[:40],
             "```",
             "",
         ]
-        unbuilt = [record["model_type"] for record in found if record["status"] == "unbuilt"]
+        unbuilt = [record["model_type"] for record in group if record["status"] == "unbuilt"]
         if unbuilt:
             lines += [f"Not built by the rules, or lacking a package: {', '.join(unbuilt)}.", ""]
     return "\n".join(lines)

@@ -89,24 +89,24 @@ def through_backend(
     compiled: list[tuple[Any, int]] = []
 
     def noted(graph_module: Any, inputs: Sequence[Any]) -> Any:
-        found = npu_sim.backend(graph_module, inputs, options={"device": device})
-        compiled.append((found, sum(node.op.startswith("call") for node in graph_module.graph.nodes)))
-        return found
+        callable_graph = npu_sim.backend(graph_module, inputs, options={"device": device})
+        compiled.append((callable_graph, sum(node.op.startswith("call") for node in graph_module.graph.nodes)))
+        return callable_graph
 
     torch._dynamo.reset()
     answer = run(torch.compile(module, backend=noted), kwargs)
 
     def placement() -> Placement:
-        programs = [program for found, _ in compiled for program in _programs(found)]
-        eager = sum(size for found, size in compiled if not _programs(found))
+        programs = [program for callable_graph, _ in compiled for program in _programs(callable_graph)]
+        eager = sum(size for callable_graph, size in compiled if not _programs(callable_graph))
         return _placement(programs, len(compiled), eager)
 
     return answer, placement
 
 
-def _programs(found: Any) -> Sequence[Any]:
+def _programs(callable_graph: Any) -> Sequence[Any]:
     """The programs of a graph; none if PyTorch runs it."""
-    return found.programs() if hasattr(found, "programs") else ()
+    return callable_graph.programs() if hasattr(callable_graph, "programs") else ()
 
 
 def _placement(programs: Sequence[Any], graphs: int, eager: int = 0) -> Placement:

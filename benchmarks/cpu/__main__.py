@@ -38,11 +38,11 @@ def alone(function: Callable[..., T], *arguments: Any) -> T:
         return pool.submit(function, *arguments).result()
 
 
-def run_all(arguments: argparse.Namespace, only: set[str], found: Run | None, console: Console) -> tuple[Run, int]:
+def run_all(arguments: argparse.Namespace, only: set[str], earlier: Run | None, console: Console) -> tuple[Run, int]:
     """Measure, printing and saving each result at once; a task that fails does not stop the others.
 
     Returns:
-        The results, merged with those found, and the exit status.
+        The results, merged with the earlier ones, and the exit status.
     """
     from benchmarks.cpu.measure import (
         Settings,
@@ -62,7 +62,7 @@ def run_all(arguments: argparse.Namespace, only: set[str], found: Run | None, co
     rates = alone(measure_rates, settings.threads)
     run, status = Run(describe(settings.threads, rates)), 0
     console.print(run.machine)
-    merged = found.merged(run) if found else run  # before measuring, so that another machine's are refused at once
+    merged = earlier.merged(run) if earlier else run  # before measuring, so that another machine's are refused at once
     language = [task for task in LANGUAGE_TASKS if task in only]
     networks = [(task, batch) for task in NETWORK_TASKS if task in only for batch in arguments.batch]
     jobs: list[tuple[Any, ...]] = [(measure_language_model, language)] if language else []
@@ -78,7 +78,7 @@ def run_all(arguments: argparse.Namespace, only: set[str], found: Run | None, co
         for figure in figures:
             console.print(terminal_table(figure))
         run.figures += figures
-        merged = found.merged(run) if found else run
+        merged = earlier.merged(run) if earlier else run
         if arguments.json:
             merged.save(arguments.json)
     return merged, status
@@ -135,8 +135,8 @@ def main() -> int:
     if arguments.pages_from:
         runs, status = [load_run(path) for path in arguments.pages_from], 0
     else:
-        found = load_run(arguments.json) if arguments.merge and arguments.json and arguments.json.is_file() else None
-        run, status = run_all(arguments, only, found, console)
+        earlier = load_run(arguments.json) if arguments.merge and arguments.json and arguments.json.is_file() else None
+        run, status = run_all(arguments, only, earlier, console)
         runs = [run]
     if arguments.chart:
         draw(runs, arguments.chart)

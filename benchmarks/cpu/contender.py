@@ -44,7 +44,7 @@ def prepare(factories: Mapping[str, Factory], wanted: Callable[[str], bool]) -> 
 
     One whose packages are not installed, or that cannot run the task, is left out with a printed word.
     """
-    made: dict[str, tuple[Contender, Array]] = {}
+    contenders: dict[str, tuple[Contender, Array]] = {}
     for name, factory in factories.items():
         if not wanted(name):
             continue
@@ -54,11 +54,11 @@ def prepare(factories: Mapping[str, Factory], wanted: Callable[[str], bool]) -> 
             continue
         try:
             contender = factory()
-            made[name] = contender, contender.output()
+            contenders[name] = contender, contender.output()
         except Exception as error:  # of any of five libraries; the others can still be compared
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"{name} is left out: {reason[:300]}", flush=True)
-    return made
+    return contenders
 
 
 def torch_contender(call: Callable[[], Tensor]) -> Contender:
@@ -70,5 +70,5 @@ def torch_contender(call: Callable[[], Tensor]) -> Contender:
 
 
 def _numpy(x: Tensor) -> Array:
-    found: Array = x.detach().float().numpy().copy()
-    return found
+    array: Array = x.detach().float().numpy().copy()
+    return array

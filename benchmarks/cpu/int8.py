@@ -43,7 +43,7 @@ def contenders(name: str, batch: int, threads: int, folder: Path) -> tuple[dict[
     quantized = quantize_network(extract_ir(module, (x,)), module.state_dict(), images)
     path = folder / f"{name}.onnx"
     inputs = {write_onnx(quantized.ir, quantized.weights, path): x.numpy()}
-    made = prepare(
+    prepared = prepare(
         {
             f"{OURS} int8": lambda: ours(quantized.ir, quantized.weights, x.numpy()),
             "ONNX Runtime int8": lambda: onnx_runtime(path, inputs, threads),
@@ -52,7 +52,7 @@ def contenders(name: str, batch: int, threads: int, folder: Path) -> tuple[dict[
         lambda name: True,
     )
     with torch.no_grad():
-        return made, module(x).numpy()
+        return prepared, module(x).numpy()
 
 
 def ours(ir: dict[str, Any], weights: dict[str, Array], x: Array) -> Contender:
@@ -74,11 +74,11 @@ def measure(name: str, batch: int, rounds: int, threads: int) -> Table:
     """A row for each contender: the least and the median time of the rounds, and its error."""
     table = Table("contender", "least ms", "median ms", "error", title=f"{NETWORKS[name].name}, batch {batch}")
     with tempfile.TemporaryDirectory() as folder:
-        made, exact = contenders(name, batch, threads, Path(folder))
-        timers = {contender: settled(runner.seconds) for contender, (runner, _) in made.items()}
+        prepared, exact = contenders(name, batch, threads, Path(folder))
+        timers = {contender: settled(runner.seconds) for contender, (runner, _) in prepared.items()}
         results = interleave(timers, rounds, warmup=2)
     for contender, result in results.items():
-        error = np.linalg.norm(made[contender][1] - exact) / np.linalg.norm(exact)
+        error = np.linalg.norm(prepared[contender][1] - exact) / np.linalg.norm(exact)
         table.add_row(contender, f"{1e3 * result.best:.2f}", f"{1e3 * result.median:.2f}", f"{error:.4f}")
     return table
 

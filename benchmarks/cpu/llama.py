@@ -69,9 +69,9 @@ class LlamaServer:
     def _logits(self, prompt: Sequence[int], reuse: bool, vocabulary: int) -> Array:
         """The logits [vocabulary] of the token after the prompt, up to a constant."""
         answer = self._complete(prompt, 1, reuse, vocabulary)
-        found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         logits = np.full(vocabulary, np.nan, np.float32)
-        for entry in found:
+        for entry in entries:
             logits[entry["id"]] = entry["logprob"]
         return logits
 

@@ -88,7 +88,7 @@ def describe(threads: int, rates: Rates) -> dict[str, Any]:
         "threads": threads,
         "read_gb_per_s": rates.bandwidth / 1e9,
         "float32_gflop_per_s": rates.matrix / 1e9,
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "date": date.today().isoformat(),
     }
 

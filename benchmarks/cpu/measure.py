@@ -100,11 +100,11 @@ def _times_and_errors(
     factories: Mapping[str, Factory], reference: Array, settings: Settings
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return each contender's median milliseconds, and its ‖output - reference‖ / ‖reference‖."""
-    made = prepare(factories, settings.wants)
-    timers = {name: settled(contender.seconds) for name, (contender, _) in made.items()}
+    contenders = prepare(factories, settings.wants)
+    timers = {name: settled(contender.seconds) for name, (contender, _) in contenders.items()}
     results = interleave(timers, settings.rounds, warmup=1, limit=settings.limit)
     scale = np.linalg.norm(reference)
     return (
         {name: 1e3 * result.median for name, result in results.items()},
-        {name: float(np.linalg.norm(output - reference) / scale) for name, (_, output) in made.items()},
+        {name: float(np.linalg.norm(output - reference) / scale) for name, (_, output) in contenders.items()},
     )

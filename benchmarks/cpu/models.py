@@ -38,8 +38,8 @@ class HuggingFace(nn.Module):
         self.output = output
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = getattr(self.model(x), self.output)
-        return found
+        output: Tensor = getattr(self.model(x), self.output)
+        return output
 
 
 def _images(batch: int) -> Tensor:
@@ -64,9 +64,9 @@ def _efficientnet_lite0() -> nn.Module:
     from npu_sim.vision import find_model
     from npu_sim.vision.models import model_weights
 
-    found = find_model("efficientnet-lite0")
-    model = found.build()
-    model.load_state_dict(model_weights(found))
+    entry = find_model("efficientnet-lite0")
+    model = entry.build()
+    model.load_state_dict(model_weights(entry))
     return model.eval()
 
 

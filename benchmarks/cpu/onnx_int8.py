@@ -19,13 +19,13 @@ def write_onnx(ir: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: P
     Raises:
         ValueError: it holds an op that is none of those of image classifiers.
     """
-    made: list[onnx.NodeProto] = []
+    nodes: list[onnx.NodeProto] = []
     initializers: dict[str, np.ndarray] = {name: weights[key] for name, key in ir["weight_name_mapping"].items()}
     for node in ir["nodes"]:
-        made += _translate(node, initializers)
+        nodes += _translate(node, initializers)
     (source,), (result,) = ir["graph_inputs"], ir["graph_outputs"]
     graph = helper.make_graph(
-        made,
+        nodes,
         ir["model_name"],
         [helper.make_tensor_value_info(source["name"], TensorProto.FLOAT, source["shape"])],
         [helper.make_tensor_value_info(result["name"], TensorProto.FLOAT, result["shape"])],

@@ -104,7 +104,7 @@ def _section(run: Run) -> str:
         f"## {_machine(run)}\n",
         f"Measured on {machine['date']}. PyTorch's sum reads {machine['read_gb_per_s']:.1f} GB/s; its float32 matrix "
         f"product runs at {machine['float32_gflop_per_s']:.0f} GFLOP/s. Versions: "
-        + ", ".join(f"{name} {found}" for name, found in machine["versions"].items())
+        + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         + ".\n",
     ]
     language = [figure for figure in run.figures if figure.task in LANGUAGE_TASKS]

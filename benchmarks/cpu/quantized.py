@@ -109,7 +109,7 @@ class QuantizedContenders:
     def _llama(self, case: Case) -> Contender:
         prompt, server = self._prompt(case), self._server()
         if case == DECODE:
-            found = server.decode(prompt, self.token, self.vocabulary)
+            contender = server.decode(prompt, self.token, self.vocabulary)
         else:
-            found = server.prefill(prompt, self.vocabulary)
-        return Contender(found.seconds, partial(centred, found.output))
+            contender = server.prefill(prompt, self.vocabulary)
+        return Contender(contender.seconds, partial(centred, contender.output))

@@ -135,7 +135,7 @@ def line(entry: Figure | Account) -> str:
     )
 
 
-def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found: Run | None) -> tuple[Run, int]:
+def run_all(only: set[str], quick: bool, limit: float, path: Path | None, earlier: Run | None) -> tuple[Run, int]:
     """Measure, printing and saving each result at once.
 
     A measurement that fails is reported and does not stop the others.
@@ -143,7 +143,7 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
     Args:
         limit: Seconds after which no further `torch.compile` is started.
         path: File to save to.
-        found: An earlier run to merge the results into.
+        earlier: A run to merge the results into, if any.
 
     Returns:
         The merged run, and the exit status.
@@ -157,7 +157,7 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
     budget = Budget(rounds=5 if quick else 9, may_compile=lambda: time.perf_counter() - started < limit)
 
     def save() -> Run:
-        whole = found.merged(run) if found else run
+        whole = earlier.merged(run) if earlier else run
         if path is not None:
             whole.save(path)
         return whole

@@ -117,12 +117,12 @@ def main() -> None:
         for _ in range(3):
             theirs()
         results = interleave({"npu-sim": wall_time(ours), "torch.compile": wall_time(theirs)}, ROUNDS)
-        found = {name: 1e3 * result.median / STEPS for name, result in results.items()}
+        step_ms = {name: 1e3 * result.median / STEPS for name, result in results.items()}
         kept = sequences * (options.context + STEPS / 2) * model.block_bytes / BLOCK
         floor = (models.weight_bytes + kept) / ceilings.bandwidth * 1e3
-        rows.append({"sequences": sequences, "context": options.context, "sdpa": way, "floor": floor, **found})
-        rates = {name: round(sequences / found[name] * 1e3) for name in found}
-        print(f"{sequences} sequences: {found} ms a step, tokens a second {rates}, floor {floor:.3f} ms", flush=True)
+        rows.append({"sequences": sequences, "context": options.context, "sdpa": way, "floor": floor, **step_ms})
+        rates = {name: round(sequences / step_ms[name] * 1e3) for name in step_ms}
+        print(f"{sequences} sequences: {step_ms} ms a step, tokens a second {rates}, floor {floor:.3f} ms", flush=True)
         if options.account:
             for name, milliseconds, calls in account(ours, 1)[:12]:
                 print(f"    {name} {milliseconds / STEPS:.4f} ms, {calls / STEPS:.1f} calls")

@@ -114,12 +114,12 @@ def measure_integers(name: str, batch: int, ceilings: Ceilings, budget: Budget) 
         logits[COMPILED] = faster(x).clone()
         contenders[COMPILED] = peer_contender(lambda: faster(x))
     errors = agreement(logits, reference)
-    found = ours.logits()
-    errors[OURS] = float((found - reference).norm() / reference.norm())
+    our_logits = ours.logits()
+    errors[OURS] = float((our_logits - reference).norm() / reference.norm())
     ms = medians(time_in_turn(contenders, budget.rounds))
     seconds, says = floor(ours.program, Ceilings(ceilings.bandwidth, _RATE * ceilings.matrix_rate))
     case, half_ms = {"batch": batch}, ms.pop(HALF)
-    same = float((found.argmax(1) == reference.argmax(1)).float().mean())
+    same = float((our_logits.argmax(1) == reference.argmax(1)).float().mean())
     yield Figure(
         TASK,
         network.name,

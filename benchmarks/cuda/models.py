@@ -46,9 +46,9 @@ def alone(folder: Path, others: int) -> Iterator[None]:
     ready, since = 1, time.monotonic()
     while ready < others and time.monotonic() - since < PATIENCE:
         time.sleep(0.2)
-        found = len(list(folder.iterdir()))
-        if found != ready:
-            ready, since = found, time.monotonic()
+        count = len(list(folder.iterdir()))
+        if count != ready:
+            ready, since = count, time.monotonic()
     with Path(folder.parent, f"{folder.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -172,8 +172,8 @@ def main() -> int:
         ready = Path(parent, "ready")
         ready.mkdir()
         settings = (peers, arguments.accounts, arguments.rounds, ready, processes)
-        made = [pool.submit(_guarded, *row, *settings) for row in rows]
-        for future in as_completed(made):
+        futures = [pool.submit(_guarded, *row, *settings) for row in rows]
+        for future in as_completed(futures):
             text = future.result()
             status |= "FAILED" in text
             print(f"[{time.perf_counter() - started:.0f} s] {text}", flush=True)

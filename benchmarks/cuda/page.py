@@ -208,8 +208,8 @@ def _draw_bars(axes: Any, figures: Sequence[Figure], label: Callable[[Figure], s
         bars = axes.bar(places, [figure.ms.get(name, 0) for figure in figures], width, color=colour, label=name)
         axes.bar_label(bars, [milliseconds(figure.ms.get(name)) for figure in figures], fontsize=6, padding=1)
     for index, figure in enumerate(figures):
-        known = "floor" if index == 0 else None
-        axes.plot([index - 0.45, index + 0.45], [figure.floor_ms] * 2, color="black", linewidth=1, label=known)
+        floor_label = "floor" if index == 0 else None
+        axes.plot([index - 0.45, index + 0.45], [figure.floor_ms] * 2, color="black", linewidth=1, label=floor_label)
     axes.set_xticks(range(len(figures)), [label(figure) for figure in figures])
     axes.set_yscale("log")
     axes.set_ylim(0.7 * min((figure.floor_ms for figure in figures), default=1))

@@ -59,9 +59,9 @@ def measure_rounded_prefill(
         results = medians(time_in_turn(contenders, budget.rounds))
         return Figure(task, model, case, results, 1000 * max(by_memory, by_matrices), says, steady, dict(errors))
 
-    found = figure()
-    yield found
-    yield Account(task, model, case, found.ms[OURS], account(steps[OURS].run))
+    result = figure()
+    yield result
+    yield Account(task, model, case, result.ms[OURS], account(steps[OURS].run))
     ids, positions = last.random_ids(tokens), torch.arange(tokens, device="cuda")
     if budget.may_compile():
         last.peer.prepare(cache_length, _ATTENTION)

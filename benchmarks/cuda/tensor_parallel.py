@@ -108,15 +108,15 @@ def main(counts: list[int], exchanges: list[str], layers: int = 32) -> None:
     for gpus in counts:
         for exchange in exchanges if gpus > 1 else exchanges[:1]:
             os.environ["NPU_SIM_PEERS"] = str(int(exchange == "peers"))
-            found = measure(checkpoint, gpus, prompt)
-            base = base or found
-            pairs = enumerate(zip(found.tokens, base.tokens, strict=True))
-            same = next((index for index, (a, b) in pairs if a != b), len(found.tokens))
+            run = measure(checkpoint, gpus, prompt)
+            base = base or run
+            pairs = enumerate(zip(run.tokens, base.tokens, strict=True))
+            same = next((index for index, (a, b) in pairs if a != b), len(run.tokens))
             print(
                 f"{gpus} GPUs{f', {exchange}' if gpus > 1 else ''}: "
-                f"prefill {1e3 * found.prefill:.2f} ms ({base.prefill / found.prefill:.2f} x), "
-                f"decode {1e3 * found.step:.3f} ms ({base.step / found.step:.2f} x); {same} of {len(found.tokens)} "
-                f"tokens as with {counts[0]}, logits r = {np.corrcoef(found.logits, base.logits)[0, 1]:.6f}",
+                f"prefill {1e3 * run.prefill:.2f} ms ({base.prefill / run.prefill:.2f} x), "
+                f"decode {1e3 * run.step:.3f} ms ({base.step / run.step:.2f} x); {same} of {len(run.tokens)} "
+                f"tokens as with {counts[0]}, logits r = {np.corrcoef(run.logits, base.logits)[0, 1]:.6f}",
                 flush=True,
             )
 

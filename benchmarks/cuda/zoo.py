@@ -36,10 +36,10 @@ class Entry:
         """Random inputs: float32 from a normal distribution, or int64 ids."""
         generator = torch.Generator().manual_seed(seed)
         if self.integers:
-            made = [torch.randint(TOKENS, (batch, *shape), generator=generator) for shape in self.shapes]
+            tensors = [torch.randint(TOKENS, (batch, *shape), generator=generator) for shape in self.shapes]
         else:
-            made = [torch.randn(batch, *shape, generator=generator) for shape in self.shapes]
-        return [each.to(device) for each in made]
+            tensors = [torch.randn(batch, *shape, generator=generator) for shape in self.shapes]
+        return [each.to(device) for each in tensors]
 
 
 class Only(nn.Module):

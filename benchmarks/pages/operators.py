@@ -171,23 +171,23 @@ def devices_of(op: Op) -> list[str]:
 
 def kernels_of(op: Op) -> set[str]:
     """The kernels that an op's lowering names, in it or in what it calls."""
-    found: set[str] = set()
-    _collect(op.lower, found, set())
-    return found
+    kernels: set[str] = set()
+    _collect(op.lower, kernels, set())
+    return kernels
 
 
-def _collect(function: Any, found: set[str], seen: set[Any]) -> None:
+def _collect(function: Any, kernels: set[str], seen: set[Any]) -> None:
     if not isinstance(function, FunctionType) or function in seen or not function.__module__.startswith("npu_compiler"):
         return
     seen.add(function)
     for code in _codes(function.__code__):
-        found.update(x for x in code.co_consts if isinstance(x, str) and x in KERNELS)
+        kernels.update(x for x in code.co_consts if isinstance(x, str) and x in KERNELS)
         for name in code.co_names:
-            _collect(function.__globals__.get(name), found, seen)
+            _collect(function.__globals__.get(name), kernels, seen)
     for cell in function.__closure__ or ():
         value = cell.cell_contents
-        found.update({value} & KERNELS.keys() if isinstance(value, str) else ())
-        _collect(value, found, seen)
+        kernels.update({value} & KERNELS.keys() if isinstance(value, str) else ())
+        _collect(value, kernels, seen)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

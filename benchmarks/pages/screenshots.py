@@ -48,8 +48,8 @@ def _find(page: Page, words: str) -> None:
     page.press("#search", "Enter")
 
 
-def photograph_reports(browser: Browser, made: Path, folder: Path) -> None:
-    reports = write_reports(made)
+def photograph_reports(browser: Browser, scratch: Path, folder: Path) -> None:
+    reports = write_reports(scratch)
     for name, (report, height, scheme, prepare) in PICTURES.items():
         page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme=scheme)
         page.goto(reports[report].as_uri())
@@ -60,10 +60,10 @@ def photograph_reports(browser: Browser, made: Path, folder: Path) -> None:
         page.close()
 
 
-def photograph_trace(browser: Browser, made: Path, folder: Path) -> None:
+def photograph_trace(browser: Browser, scratch: Path, folder: Path) -> None:
     """A trace in Perfetto's user interface, its tracks open."""
-    program, weights, trace = made / "resnet18.npubin", made / "resnet18.safetensors", made / "trace.json"
-    ir = write_resnet(made)
+    program, weights, trace = scratch / "resnet18.npubin", scratch / "resnet18.safetensors", scratch / "trace.json"
+    ir = write_resnet(scratch)
     _npu_sim("compile", ir, "-o", program)
     _npu_sim("profile", program, "-w", weights, "--device", "cpu", "--runs", "1", "--trace", trace)
     with serve_perfetto(trace) as address:
@@ -116,10 +116,10 @@ def main() -> None:
     parser.add_argument("--only", choices=list(SUBJECTS), nargs="*", default=list(SUBJECTS))
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as made, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for subject in arguments.only:
-            SUBJECTS[subject](browser, Path(made), arguments.folder)
+            SUBJECTS[subject](browser, Path(scratch), arguments.folder)
         browser.close()
 
 

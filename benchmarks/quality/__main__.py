@@ -92,8 +92,8 @@ def measure(options: argparse.Namespace) -> Quality:
     for window in text.to(device):
         reference = read_window(model, original, window)
         for figure, weights in variants:
-            found = reference if weights is original else read_window(model, weights, window)
-            add_window(figure, found, reference, window)
+            logits = reference if weights is original else read_window(model, weights, window)
+            add_window(figure, logits, reference, window)
         if before is None:
             quality.save(options.json)
         print(f"{quality.reference.tokens} tokens\n{table(quality)}", flush=True)

@@ -105,8 +105,8 @@ def table(quality: Quality) -> str:
         divergence = "" if figure is reference else f"{figure.divergence / figure.tokens:.5f}"
         same = "" if figure is reference else f"{figure.agreement / figure.tokens:.1%}"
         sizes = f"{figure.bits:.2f} | {figure.megabytes:.0f}"
-        made = f"{figure.variant} | {figure.calibration}"
-        lines.append(f"| {made} | {sizes} | {figure.perplexity:.3f} | {rise} | {divergence} | {same} |")
+        names = f"{figure.variant} | {figure.calibration}"
+        lines.append(f"| {names} | {sizes} | {figure.perplexity:.3f} | {rise} | {divergence} | {same} |")
     return "\n".join(lines) + "\n"
 
 

@@ -45,10 +45,10 @@ def texts(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    found = list(folder.glob(pattern))
-    if len(found) != 1:
-        raise SystemExit(f"'{folder}' holds {len(found)} files like {pattern}, not one; see --help")
-    return found[0]
+    files = list(folder.glob(pattern))
+    if len(files) != 1:
+        raise SystemExit(f"'{folder}' holds {len(files)} files like {pattern}, not one; see --help")
+    return files[0]
 
 
 def _csv_texts(data: bytes) -> list[str]:

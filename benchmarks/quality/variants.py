@@ -99,8 +99,8 @@ def quantize_all(
             if variant.written not in texts:
                 texts[variant.written] = with_written(checkpoint, given, variant.written, device)
             ids = texts[variant.written] if calibrated else None
-            found = quantized_layers(Layerwise(checkpoint, device), variant.format, ids, compensate=calibrated)
-            rounded[untuned] = {layer.name: array for array, layer in found}
+            layers = quantized_layers(Layerwise(checkpoint, device), variant.format, ids, compensate=calibrated)
+            rounded[untuned] = {layer.name: array for array, layer in layers}
         arrays = rounded[untuned]
         if variant.steps:
             if tuner is None:

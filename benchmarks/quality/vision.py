@@ -78,8 +78,8 @@ def judge(keep: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         rounded = CPUPartition(read_ir(network.ir), network.weights)
         for name in PHOTOGRAPHS[1 - half :: 2]:
             for x in views(photograph(name)):
-                for found, part in zip(logits, (exact, rounded), strict=True):
-                    found.append(next(iter(part.run({part.graph.inputs[0]: x}).values())).ravel())
+                for outputs, part in zip(logits, (exact, rounded), strict=True):
+                    outputs.append(next(iter(part.run({part.graph.inputs[0]: x}).values())).ravel())
     return np.stack(logits[0]), np.stack(logits[1])
 
 

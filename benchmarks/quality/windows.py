@@ -24,21 +24,21 @@ def read_window(model: Any, weights: Weights, ids: torch.Tensor) -> torch.Tensor
 
 
 @torch.inference_mode()
-def add_window(figure: Figure, found: torch.Tensor, reference: torch.Tensor, ids: torch.Tensor) -> None:
+def add_window(figure: Figure, logits: torch.Tensor, reference: torch.Tensor, ids: torch.Tensor) -> None:
     """Add a window's log-probabilities [length, vocabulary]; the last row predicts what is not in the window."""
-    found, reference, following = found[:-1], reference[:-1], ids[1:]
-    figure.log_likelihood += float(found.gather(1, following[:, None]).double().sum())
-    figure.divergence += float((reference.exp() * (reference - found)).sum(1).double().sum())
-    figure.agreement += int((found.argmax(1) == reference.argmax(1)).sum())
+    logits, reference, following = logits[:-1], reference[:-1], ids[1:]
+    figure.log_likelihood += float(logits.gather(1, following[:, None]).double().sum())
+    figure.divergence += float((reference.exp() * (reference - logits)).sum(1).double().sum())
+    figure.agreement += int((logits.argmax(1) == reference.argmax(1)).sum())
     figure.tokens += len(following)
 
 
 def windows(checkpoint: Checkpoint, texts: Sequence[Path], count: int, length: int) -> torch.Tensor:
     """The first windows of each text in turn, token ids [count, length]; an error if there are not as many."""
-    found = []
+    parts = []
     for path in texts:
         ids = checkpoint.tokenizer.encode(path.read_text("utf-8", "replace"))
-        found += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
-    if len(found) < count:
-        raise SystemExit(f"the texts have {len(found)} windows of {length} tokens, not {count}")
-    return torch.tensor(found[:count])
+        parts += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    if len(parts) < count:
+        raise SystemExit(f"the texts have {len(parts)} windows of {length} tokens, not {count}")
+    return torch.tensor(parts[:count])

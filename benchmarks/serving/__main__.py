@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Found:
+class Contender:
     """Measurements of one contender; None for those that were not made.
 
     Attributes:
@@ -104,7 +104,7 @@ def request_of(job: Job) -> Request:
     return Request(job.prompt, job.new, stop_ids=frozenset())
 
 
-def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Namespace, console: Console) -> Found:
+def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Namespace, console: Console) -> Contender:
     from npu_sim.serving.engine import Engine
     from npu_sim.serving.opening import prepare_steps
     from npu_sim.serving.paged_model import PagedModel
@@ -151,7 +151,7 @@ def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Na
         tail = float(np.quantile(gaps, 0.99))
         waste = statistics.fmean(wastes)
         crowded = crowd[1] / crowd[0] if crowd[0] else None
-        return Found("npu-sim", rate, crowded, full, statistics.median(gaps), tail, waste, accepted)
+        return Contender("npu-sim", rate, crowded, full, statistics.median(gaps), tail, waste, accepted)
 
 
 def full_batch_rate(engine: Engine, jobs: list[Job], at_once: int, context: int) -> float:
@@ -165,11 +165,11 @@ def full_batch_rate(engine: Engine, jobs: list[Job], at_once: int, context: int)
     last = min(new - 1, max(before) + 32)
     while max(handle.usage.new_tokens for handle in handles) < last:
         time.sleep(0.005)
-    made, end = sum(handle.usage.new_tokens for handle in handles) - sum(before), time.perf_counter()
+    new_tokens, end = sum(handle.usage.new_tokens for handle in handles) - sum(before), time.perf_counter()
     for handle in handles:
         handle.cancel()
         handle.result()
-    return made / (end - start)
+    return new_tokens / (end - start)
 
 
 def gaps_while_prompts_arrive(engine: Engine, arguments: argparse.Namespace, vocabulary: int) -> list[float]:
@@ -194,7 +194,7 @@ def gaps_while_prompts_arrive(engine: Engine, arguments: argparse.Namespace, voc
     return gaps
 
 
-def measure_llama(path: Path, jobs: list[Job], arguments: argparse.Namespace) -> Found:
+def measure_llama(path: Path, jobs: list[Job], arguments: argparse.Namespace) -> Contender:
     """llama.cpp's server: as many slots as requests run at once, a client thread for each."""
     import xllamacpp
 
@@ -226,23 +226,23 @@ def measure_llama(path: Path, jobs: list[Job], arguments: argparse.Namespace) ->
         seconds = time.perf_counter() - start
     if counts != [job.new for job in jobs]:
         raise RuntimeError("llama.cpp's answers are not as long as asked")
-    return Found("llama.cpp", sum(counts) / seconds)
+    return Contender("llama.cpp", sum(counts) / seconds)
 
 
-def table(found: list[Found]) -> Table:
-    result = Table("", *(each.contender for each in found))
+def table(contenders: list[Contender]) -> Table:
+    result = Table("", *(each.contender for each in contenders))
 
     def row(name: str, values: list[float | None], form: str, factor: float = 1.0) -> None:
         if any(value is not None for value in values):
             result.add_row(name, *("" if value is None else form.format(value * factor) for value in values))
 
-    row("stream, tokens/s", [each.stream for each in found], "{:.1f}")
-    row("while some wait, tokens/s", [each.crowded for each in found], "{:.1f}")
-    row("full batch, tokens/s", [each.full_batch for each in found], "{:.1f}")
-    row("between tokens, median, ms", [each.median_gap for each in found], "{:.1f}", 1e3)
-    row("between tokens, 99 %, ms", [each.p99_gap for each in found], "{:.1f}", 1e3)
-    row("KV waste, %", [each.waste for each in found], "{:.1f}", 100)
-    row("drafts accepted, %", [each.accepted for each in found], "{:.0f}", 100)
+    row("stream, tokens/s", [each.stream for each in contenders], "{:.1f}")
+    row("while some wait, tokens/s", [each.crowded for each in contenders], "{:.1f}")
+    row("full batch, tokens/s", [each.full_batch for each in contenders], "{:.1f}")
+    row("between tokens, median, ms", [each.median_gap for each in contenders], "{:.1f}", 1e3)
+    row("between tokens, 99 %, ms", [each.p99_gap for each in contenders], "{:.1f}", 1e3)
+    row("KV waste, %", [each.waste for each in contenders], "{:.1f}", 100)
+    row("drafts accepted, %", [each.accepted for each in contenders], "{:.0f}", 100)
     return result
 
 
@@ -281,18 +281,18 @@ def main() -> None:
     jobs = draw_jobs(arguments.requests, arguments.lengths, longest, vocabulary, arguments.seed)
     tokens = [sum(len(job.prompt) for job in jobs), sum(job.new for job in jobs)]
     console.print(f"{len(jobs)} requests with {tokens[0]} prompt tokens and {tokens[1]} new ones")
-    found = []
+    contenders = []
     for contender in arguments.contenders.split(","):
         if contender == "npu-sim":
-            found.append(measure_ours(checkpoint, jobs, arguments, console))
+            contenders.append(measure_ours(checkpoint, jobs, arguments, console))
         else:
             from benchmarks.cpu.llm import shipped_file
 
             path = shipped_file() if arguments.model == "smollm2" else Path(arguments.model)
-            found.append(measure_llama(path, jobs, arguments))
-    console.print(table(found))
+            contenders.append(measure_llama(path, jobs, arguments))
+    console.print(table(contenders))
     if arguments.json:
-        write_atomically(arguments.json, json.dumps([asdict(each) for each in found], indent=2).encode())
+        write_atomically(arguments.json, json.dumps([asdict(each) for each in contenders], indent=2).encode())
 
 
 if __name__ == "__main__":

@@ -400,7 +400,7 @@ async def attack_for(attack: Attack, url: str, seconds: float, connections: int,
     after = await asyncio.to_thread(metrics, url, attack.keys)
     names = ("npu_sim_requests_active", "npu_sim_requests_running", "npu_sim_requests_waiting", state("used"))
     wrong = [f"{name} is {after[name]:g} at the end, not 0" for name in names if after[name]]
-    blocks = [sum(found[state(kind)] for kind in ("free", "used", "cached")) for found in (before, after)]
+    blocks = [sum(snapshot[state(kind)] for kind in ("free", "used", "cached")) for snapshot in (before, after)]
     if blocks[0] != blocks[1]:
         wrong.append(f"the pool had {blocks[0]:g} blocks and has {blocks[1]:g}")
     wrong += [f"{count} times: {what}" for what, count in attack.wrong.items()]

@@ -53,7 +53,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Found:
+class PromptResult:
     """Measurements of one prompt.
 
     Attributes:
@@ -78,13 +78,13 @@ class Found:
 def tasks() -> list[Task]:
     def beginning(text: str) -> str:
         """The first words of a text, with its line breaks."""
-        found, count = [], 0
+        lines, count = [], 0
         for line in text.splitlines():
             count += len(line.split())
             if count > WORDS:
                 break
-            found.append(line)
-        return "\n".join(found)
+            lines.append(line)
+        return "\n".join(lines)
 
     docs = {name: beginning(inspect.getdoc(import_module(name)) or "") for name in SUMMARIZED}
     sources = {name: beginning(inspect.getsource(import_module(name))) for name in EDITED}
@@ -127,7 +127,7 @@ def answer(
 
 def measure(
     task: Task, model: PagedModel, checkpoint: Checkpoint, tokens: int, rounds: int, tell: Callable[[str], None]
-) -> Found:
+) -> PromptResult:
     request = request_of(task, checkpoint, tokens)
     plain, speculating = [], []
     for _ in range(rounds):
@@ -135,7 +135,7 @@ def measure(
         plain.append(rate)
         rate, said, drafted, accepted = answer(model, request, "ngram")
         speculating.append(rate)
-    found = Found(
+    result = PromptResult(
         task.kind,
         task.subject,
         statistics.median(plain),
@@ -144,14 +144,14 @@ def measure(
         accepted,
         said == right,
     )
-    tell(f"{task.kind} {task.subject}: {found.plain:.1f} → {found.speculating:.1f} tokens/s, {found.gain:.2f} ×")
-    return found
+    tell(f"{task.kind} {task.subject}: {result.plain:.1f} → {result.speculating:.1f} tokens/s, {result.gain:.2f} ×")
+    return result
 
 
-def table(found: list[Found]) -> Table:
+def table(results: list[PromptResult]) -> Table:
     result = Table("prompts", "number", "without", "ngram", "gain, median", "least", "accepted", "same answers")
-    for kind in dict.fromkeys(each.kind for each in found):
-        those = [each for each in found if each.kind == kind]
+    for kind in dict.fromkeys(each.kind for each in results):
+        those = [each for each in results if each.kind == kind]
         gains, drafted = [each.gain for each in those], sum(each.drafted for each in those)
         result.add_row(
             kind,
@@ -195,15 +195,15 @@ def main() -> None:
         if arguments.prompts is None or sum(each.kind == task.kind for each in chosen) < arguments.prompts:
             chosen.append(task)
     measure(chosen[0], model, checkpoint, 32, 1, lambda _: None)  # what runs for the first time, runs slowly
-    found = [
+    results = [
         measure(
             task, model, checkpoint, arguments.tokens, arguments.rounds, lambda line: console.print(line, style="dim")
         )
         for task in chosen
     ]
-    console.print(table(found))
+    console.print(table(results))
     if arguments.json:
-        write_atomically(arguments.json, json.dumps([asdict(each) for each in found], indent=2).encode())
+        write_atomically(arguments.json, json.dumps([asdict(each) for each in results], indent=2).encode())
 
 
 if __name__ == "__main__":

@@ -116,19 +116,19 @@ def take_constants(source: Source, items: Sequence[Item], attributes: Attributes
         for attribute in attributes.get(index, [])
         if attribute and attribute[0].text == "function_constant"
     )
-    known = {constant.name for constant in declared}
+    names = {constant.name for constant in declared}
     derived = []
     for item in items:
         words = [source.text(index) for index in range(item.start, item.end)]
         equals = words.index("=") if "=" in words else 0
-        if "constant" not in words[:equals] or "(" in words[:equals] or not item.names & known - {item.declares}:
+        if "constant" not in words[:equals] or "(" in words[:equals] or not item.names & names - {item.declares}:
             continue
         derived.append((item.declares, source.joined(item.start + equals + 1, item.end - 1)))
         source.blank(item.start + equals, item.end - 1)
         for index in range(item.start, item.start + equals):
             if source.text(index) in ("constant", "constexpr", "const", "static"):
                 source.tokens[index].output = "static" if source.text(index) == "constant" else ""
-        known.add(item.declares)
+        names.add(item.declares)
     for index, token in enumerate(source.tokens):
         if token.text == "is_function_constant_defined":
             source.blank(index, index + 4, f"metal_defined_{source.text(index + 2)}")

@@ -143,10 +143,10 @@ class Packed:
         most = words * 32 // self.bits
         if "weight_shape" not in parts:
             return n, most
-        found = [int(size) for size in parts["weight_shape"].reshape(-1)]
-        if len(found) != 2 or found[0] != n or -(-found[1] * self.bits // 32) != words:
-            raise WeightError(f"its weight_shape is {found}, but weight_packed has the shape {[n, words]}")
-        return n, found[1]
+        sizes = [int(size) for size in parts["weight_shape"].reshape(-1)]
+        if len(sizes) != 2 or sizes[0] != n or -(-sizes[1] * self.bits // 32) != words:
+            raise WeightError(f"its weight_shape is {sizes}, but weight_packed has the shape {[n, words]}")
+        return n, sizes[1]
 
     def format(self, parts: Parts) -> QuantizedFormat:
         n, k = self.shape(parts)
@@ -266,10 +266,10 @@ def _groups(k: int, group: int) -> int:
 
 
 def _expect(parts: Parts, name: str, shape: tuple[int, int], dtypes: tuple[str, ...]) -> None:
-    found = parts[name]
-    if found.shape != shape or found.dtype.name not in dtypes:
+    part = parts[name]
+    if part.shape != shape or part.dtype.name not in dtypes:
         wanted = f"{' or '.join(dtypes)} {list(shape)}"
-        raise WeightError(f"its {name} are {found.dtype.name} {list(found.shape)}; the other tensors ask for {wanted}")
+        raise WeightError(f"its {name} are {part.dtype.name} {list(part.shape)}; the other tensors ask for {wanted}")
 
 
 def _check_scales(parts: Parts, rows: int, groups: int, name: str = "weight_scale") -> None:

@@ -159,16 +159,16 @@ def _dynamic_activations(settings: Mapping[str, Any]) -> str:
 def _strategy(weights: Mapping[str, Any]) -> str:
     size = weights.get("group_size")
     guessed = "tensor" if size is None else "group" if size > 0 else "channel"
-    found = weights.get("strategy") or guessed
-    return str(_one_of({"strategy": found}, "strategy", ("tensor", "channel", "group", "block")))
+    strategy = weights.get("strategy") or guessed
+    return str(_one_of({"strategy": strategy}, "strategy", ("tensor", "channel", "group", "block")))
 
 
-def _one_of(config: Mapping[str, Any], name: str, known: Sequence[Any], default: Any = None) -> Any:
-    found = config.get(name, default)
-    found = default if found is None else found
-    if found not in known:
-        raise InputError(f"its quantization has the {name} {found!r:.80}; supported: {', '.join(map(str, known))}")
-    return found
+def _one_of(config: Mapping[str, Any], name: str, choices: Sequence[Any], default: Any = None) -> Any:
+    value = config.get(name, default)
+    value = default if value is None else value
+    if value not in choices:
+        raise InputError(f"its quantization has the {name} {value!r:.80}; supported: {', '.join(map(str, choices))}")
+    return value
 
 
 def _group(config: Mapping[str, Any]) -> int:

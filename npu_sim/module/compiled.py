@@ -203,9 +203,9 @@ class CompiledModule:
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """The module's buffers that the graph changes, as they are now."""
-        found = {}
+        tensors = {}
         for name, key, shape in self._state:
-            value = found[name] = self._own(key).detach()
+            value = tensors[name] = self._own(key).detach()
             if value.shape != shape:
                 raise InputError(
                     f"'{key}' has shape {list(value.shape)}, but the module was compiled for {list(shape)}"
@@ -215,12 +215,12 @@ class CompiledModule:
                 raise InputError(
                     f"'{key}' has strides {list(value.stride())}, but the module was compiled for {list(strides)}"
                 )
-        return found
+        return tensors
 
     def _own(self, key: str) -> torch.Tensor:
         """The module's own parameter or buffer."""
-        known = self._programs.tensors[key]
-        return known if self._module is None else live_tensor(self._module, key, known, self._plain)
+        tensor = self._programs.tensors[key]
+        return tensor if self._module is None else live_tensor(self._module, key, tensor, self._plain)
 
     def refresh(self) -> None:
         """Load the module's weights again, as they are now.
@@ -237,15 +237,15 @@ class CompiledModule:
                 raise InputError(
                     f"submodule '{self._watched.new_part}' was replaced after the module was compiled; compile it again"
                 )
-            known = self._programs.tensors
+            tensors = self._programs.tensors
             if self._module is not None:
-                known = {key: x if key in self._stored else self._own(key).detach() for key, x in known.items()}
-            if not all(torch.equal(known[key], value) for key, value in self._constants.items()):
+                tensors = {key: x if key in self._stored else self._own(key).detach() for key, x in tensors.items()}
+            if not all(torch.equal(tensors[key], value) for key, value in self._constants.items()):
                 for traced in (self.trace, self.trace.plain or self.trace):
-                    traced.ir["constants"] = {key: constant_of(known[key]) for key in traced.constants}
+                    traced.ir["constants"] = {key: constant_of(tensors[key]) for key in traced.constants}
                 self._programs.clear()
-            self._programs.replace_weights(known)
-            self._watch(known)
+            self._programs.replace_weights(tensors)
+            self._watch(tensors)
 
     def save(self, path: str | Path) -> None:
         """Write one file (`.npumod`) that `npu_sim.load` runs without PyTorch: graph, weights and programs made so far.

@@ -191,10 +191,10 @@ def _shape_env(node: Node) -> Any:
 
 def _key(node: Node) -> Any:
     """A description of a call that is equal for calls with the same decomposition."""
-    known = {operand: position for position, operand in enumerate(operands(node))}
+    positions = {operand: position for position, operand in enumerate(operands(node))}
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     described = tuple(
-        (known[x], _described(x.meta.get("val"))) if isinstance(x, Node) else _described(x) for x in leaves
+        (positions[x], _described(x.meta.get("val"))) if isinstance(x, Node) else _described(x) for x in leaves
     )
     return node.target, str(spec), described
 

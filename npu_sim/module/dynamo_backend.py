@@ -68,10 +68,10 @@ def backend(
         InputError: there is no such option or mode.
         DeviceError: there is no such device.
     """
-    known = [field.name for field in fields(Options)]
-    unknown = sorted((options or {}).keys() - set(known))
+    names = [field.name for field in fields(Options)]
+    unknown = sorted((options or {}).keys() - set(names))
     if unknown:
-        raise InputError(f"backend 'npu_sim' has no option '{unknown[0]}'; it has {', '.join(known)}")
+        raise InputError(f"backend 'npu_sim' has no option '{unknown[0]}'; it has {', '.join(names)}")
     if mode not in (None, *_MODES):
         raise InputError(f"torch.compile has no mode '{mode}'; it has {', '.join(_MODES)}")
     return compile_graph(graph_module, Options(**(options or {})))
@@ -231,10 +231,12 @@ class Subgraph:
                 results.append(leaf.value)
         return results
 
-    def _load(self, args: Sequence[Any], weights: tuple[torch.Tensor, ...], known: _WeightSet | None) -> _WeightSet:
+    def _load(
+        self, args: Sequence[Any], weights: tuple[torch.Tensor, ...], weight_set: _WeightSet | None
+    ) -> _WeightSet:
         """Load the weights of a call, which are new or have been written."""
-        if known is not None:
-            for position, before, now in zip(self._static, known.stamps, _stamps(weights), strict=True):
+        if weight_set is not None:
+            for position, before, now in zip(self._static, weight_set.stamps, _stamps(weights), strict=True):
                 self._changes[position] += before != now
         fleeting = [x for x in self._static if self._changes[x] >= _CHANGES and not isinstance(args[x], nn.Parameter)]
         if fleeting:
@@ -254,13 +256,13 @@ class Subgraph:
         constants = self._trace.weights | self._trace.constants
         tensors = {name: value.detach() for name, value in names.items()} | constants
         cache = SharedWeights(self._settings.backend, names | constants)
-        made = _WeightSet(
+        loaded_set = _WeightSet(
             Programs(self._trace, self._settings, tensors, self._captured.symbols, self._compiled, cache),
             _stamps(weights),
             tuple(weakref.ref(args[x], drop(x)) for x in self._static),
         )
-        self._sets[ids] = made
-        return made
+        self._sets[ids] = loaded_set
+        return loaded_set
 
     def programs(self) -> tuple[ProgramReport, ...]:
         """Return a report of each program: which nodes run on the device, and why others do not."""

@@ -43,8 +43,8 @@ class Reference:
     index: int = 0
 
     def meta(self, *, as_input: bool = True) -> dict[str, Any]:
-        made = {"producer_node": self.producer, "producer_output_idx": self.index} if as_input else {}
-        return {"name": self.name, "shape": sizes_of(self.value), "dtype": dtype_of(self.value), **made}
+        origin = {"producer_node": self.producer, "producer_output_idx": self.index} if as_input else {}
+        return {"name": self.name, "shape": sizes_of(self.value), "dtype": dtype_of(self.value), **origin}
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,19 @@ class Nodes:
         Raises:
             IRError: it holds control flow that depends on data, or another op that IR has no form for.
         """
-        known: dict[Node, Value] = {}
+        values: dict[Node, Value] = {}
         given = iter(arguments)
         result: Value = None
         for node in graph_module.graph.nodes:
             match node.op:
                 case "placeholder":
-                    known[node] = next(given)
+                    values[node] = next(given)
                 case "get_attr":
-                    known[node] = _attribute(graph_module, str(node.target))
+                    values[node] = _attribute(graph_module, str(node.target))
                 case "call_function":
-                    known[node] = self._call(node, known, prefix)
+                    values[node] = self._call(node, values, prefix)
                 case "output":
-                    result = _resolve(node.args[0], known)
+                    result = _resolve(node.args[0], values)
                 case _:
                     raise IRError(f"node '{node.name}': torch.export left a {node.op} in the graph")
         return result
@@ -139,9 +139,9 @@ class Nodes:
         self._names.add(name)
         return name
 
-    def _call(self, node: Node, known: Mapping[Node, Value], prefix: str) -> Value:
+    def _call(self, node: Node, values: Mapping[Node, Value], prefix: str) -> Value:
         value, target = node.meta.get("val"), node.target
-        args, kwargs = _resolve(node.args, known), _resolve(node.kwargs, known)
+        args, kwargs = _resolve(node.args, values), _resolve(node.kwargs, values)
         if target is operator.getitem and not _is_references(args[0]):
             return args[0][args[1]]
         if isinstance(target, torch._ops.HigherOrderOperator):
@@ -159,10 +159,10 @@ class Nodes:
             return None
         if target is operator.getitem:
             return self._element(node, args[0], args[1], prefix)
-        return self._op(node, args, kwargs, known, prefix)
+        return self._op(node, args, kwargs, values, prefix)
 
     def _op(
-        self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[Node, Value], prefix: str
+        self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[Node, Value], prefix: str
     ) -> Value:
         """Read a call of one of PyTorch's ops."""
         value, target = node.meta.get("val"), node.target
@@ -188,7 +188,7 @@ class Nodes:
         weights = frozenset(x.name for x in inputs if x.producer is None)
         decomposition = self._decompositions.find(node, description, weights)
         if decomposition is not None:
-            return self._decomposed(node, decomposition, [known[x] for x in operands(node)], prefix)
+            return self._decomposed(node, decomposition, [values[x] for x in operands(node)], prefix)
         self._names.add(name)
         self._append(description, references)
         self._note_writes(node.name, target, args, kwargs)
@@ -318,9 +318,9 @@ def describe_call(node: Node) -> dict[str, Any]:
     Raises:
         IRError: IR has no form for it.
     """
-    known: dict[Node, Value] = {x: _value_of(x) for x in operands(node)}
+    values: dict[Node, Value] = {x: _value_of(x) for x in operands(node)}
     target: Any = node.target
-    args, kwargs = _resolve(node.args, known), _resolve(node.kwargs, known)
+    args, kwargs = _resolve(node.args, values), _resolve(node.kwargs, values)
     inputs, attrs = _bind(node.name, target._schema, args, kwargs)
     outputs = [x for x in _outputs(node.name, node.meta.get("val")) if x is not None]
     return _description(node.name, str(target), inputs, outputs, attrs)
@@ -418,15 +418,15 @@ def _attribute(graph_module: GraphModule, path: str) -> Any:
     return value
 
 
-def _resolve(value: Any, known: Mapping[Node, Value]) -> Value:
+def _resolve(value: Any, values: Mapping[Node, Value]) -> Value:
     if isinstance(value, Node):
-        return known[value]
+        return values[value]
     if isinstance(value, (list, tuple)):
-        return [_resolve(item, known) for item in value]
+        return [_resolve(item, values) for item in value]
     if isinstance(value, Mapping):
-        return {key: _resolve(item, known) for key, item in value.items()}
+        return {key: _resolve(item, values) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(*(_resolve(x, known) for x in (value.start, value.stop, value.step)))
+        return slice(*(_resolve(x, values) for x in (value.start, value.stop, value.step)))
     return value
 
 
@@ -445,15 +445,15 @@ def _outputs(name: str, value: Any) -> tuple[Reference | None, ...]:
     """
     if isinstance(value, torch.Tensor):
         return (Reference(name, value, name),)
-    made: list[Reference | None] = []
+    outputs: list[Reference | None] = []
     index = 0
     for position, item in enumerate(value if isinstance(value, (list, tuple)) else ()):
         if isinstance(item, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in item):
             raise IRError(f"node '{name}': the op returns a list of tensors beside others, which IR has no form for")
         is_tensor = isinstance(item, torch.Tensor)
-        made.append(Reference(f"{name}_{position}", item, name, index) if is_tensor else None)
+        outputs.append(Reference(f"{name}_{position}", item, name, index) if is_tensor else None)
         index += is_tensor
-    return tuple(made)
+    return tuple(outputs)
 
 
 def _bind(
@@ -479,11 +479,11 @@ def _bind(
             inputs.append(value)
             given.append(argument.name)
         elif is_list and all(x is None or isinstance(x, Reference) for x in value):
-            found = [x for x in value if x is not None]
-            inputs += found
+            present = [x for x in value if x is not None]
+            inputs += present
             given.append(argument.name)
-            sizes.append(len(found))
-            if len(found) < len(value):
+            sizes.append(len(present))
+            if len(present) < len(value):
                 masks.append([x is None for x in value])
         elif value is not None or argument.name not in tensors:
             attrs[argument.name] = _plain(value, f"node '{where}': argument '{argument.name}'")

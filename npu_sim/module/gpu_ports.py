@@ -135,11 +135,11 @@ class GPUPorts:
     def take(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Output name → tensor, of the launch before; `values` are the caller's tensors by input name."""
         self._backend.call_on(torch._C._cuda_getCurrentRawStream(self._index))
-        made, self._made, self._dense = self._made, {}, []
+        results, self._made, self._dense = self._made, {}, []
         for name, donor in self._program.plan.donations.items() if self._at else ():
             if donor in self._at:
-                made[name] = values[donor]
-        return made | self._static if self._static else made
+                results[name] = values[donor]
+        return results | self._static if self._static else results
 
 
 def _point(launches: Sequence[MovingLaunch], addresses: list[int]) -> None:

@@ -42,9 +42,9 @@ class BrokenModule:
         )
 
     def _compile_graph(self, graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        found = break_reason(graph_module)
-        if found is not None:
-            self._breaks[found] = None
+        reason = break_reason(graph_module)
+        if reason is not None:
+            self._breaks[reason] = None
         compiled = compile_graph(graph_module, self._options)
         if isinstance(compiled, Subgraph):
             self._subgraphs.append(compiled)
@@ -98,10 +98,10 @@ class BrokenModule:
         Raises:
             IRError: that fails, or no graph could be captured.
         """
-        copies, known = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
+        copies, keywords = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
         try:
             with _kept(self._module), quiet_tracing():
-                self(*copies, **known)
+                self(*copies, **keywords)
         except Exception as error:  # whatever the module's own code and PyTorch raise
             raise IRError(self.reason) from error
         if not any(subgraph.programs() for subgraph in self._subgraphs):

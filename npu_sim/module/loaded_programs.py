@@ -67,10 +67,10 @@ class DeviceProgram:
         updated: Collection[str],
     ) -> None:
         self._program, self._names, self._others, self._memory = program, outputs, others, memory
-        known = {spec.name: spec for spec in (*program.input_specs, *program.output_specs)}
+        specs = {spec.name: spec for spec in (*program.input_specs, *program.output_specs)}
         self.input_specs = program.input_specs
-        self.unknown = set(outputs) - known.keys() - others.keys()
-        self.specs = [known.get(name) for name in outputs]
+        self.unknown = set(outputs) - specs.keys() - others.keys()
+        self.specs = [specs.get(name) for name in outputs]
         self._kept = set(program.plan.donations.values()) - set(updated)
         self._executor = Executor(program, memory.backend, arena=memory.arena)
         self._weights = memory.load(program)
@@ -87,8 +87,8 @@ class DeviceProgram:
     def __call__(self, inputs: Mapping[str, Value]) -> list[Value]:
         """The graph's outputs; buffers hold until the next call."""
         given = {spec.name: self._own(spec, inputs[spec.name]) for spec in self.input_specs}
-        made = self._executor.run(given, self._weights)
-        values = {**inputs, **self._others, **made}
+        computed = self._executor.run(given, self._weights)
+        values = {**inputs, **self._others, **computed}
         return [values[name] for name in self._names]
 
     def _own(self, spec: TensorSpec, value: Value) -> Value:

@@ -81,8 +81,8 @@ class Runner:
     def __call__(self, inputs: Values) -> list[torch.Tensor]:
         """The graph's outputs, in order: new tensors, but for inputs that it changes in place."""
         if self._is_simple:
-            made = self._steps[0](inputs)
-            return [made[name] for name in self._outputs]
+            results = self._steps[0](inputs)
+            return [results[name] for name in self._outputs]
         values = inputs
         for step in self._steps:
             values = values | step(values)

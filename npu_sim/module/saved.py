@@ -230,8 +230,8 @@ class LoadedModule:
         saved = self._saved.get(key)
         # A program that a call waits for does not stop to time kernels.
         with self.backend.without_trials() if self._programs else nullcontext():
-            found = None if saved is None else self._from_file(saved)
-            program = self._programs[key] = self._compiled(key) if found is None else found
+            stored = None if saved is None else self._from_file(saved)
+            program = self._programs[key] = self._compiled(key) if stored is None else stored
         while len(self._programs) > self._limit:
             self._programs.popitem(last=False)
         return program
@@ -266,18 +266,18 @@ class LoadedModule:
 
     def _checked(self, program: _AnyProgram) -> _AnyProgram:
         """The program, if it is one of this module's graph."""
-        known = {meta.name: meta for meta in self.content.graph_inputs}
+        metas = {meta.name: meta for meta in self.content.graph_inputs}
         used = [leaf.output for leaf in self.content.outputs if leaf.output is not None]
         used += [index for index, _ in self.content.written]
         fits = all(
-            spec.name in known
-            and spec.dtype == known[spec.name].dtype
-            and len(spec.shape) == len(known[spec.name].shape)
+            spec.name in metas
+            and spec.dtype == metas[spec.name].dtype
+            and len(spec.shape) == len(metas[spec.name].shape)
             for spec in program.input_specs
         )
         if (
             not fits
-            or not program.unknown <= known.keys()
+            or not program.unknown <= metas.keys()
             or not all(0 <= index < len(program.specs) for index in used)
         ):
             raise self._invalid("its program has other inputs or outputs than its graph")
@@ -324,16 +324,16 @@ def _check_writable(given: Sequence[Any], place: int, path: str) -> None:
         raise InputError(f"{problem} shares memory with another; give a copy")
 
 
-def _write_back(given: Any, made: Value, spec: TensorSpec | None) -> None:
-    """Make an argument hold what the module has made of it."""
+def _write_back(given: Any, result: Value, spec: TensorSpec | None) -> None:
+    """Copy the module's result for an argument into it."""
     if isinstance(given, DeviceBuffer):
-        if isinstance(made, np.ndarray) or (made.dtype, made.alloc_shape) != (given.dtype, given.alloc_shape):
-            given.write(_host(made, spec))
-        elif made.native_handle is not given.native_handle:
-            given.copy_from(made)
+        if isinstance(result, np.ndarray) or (result.dtype, result.alloc_shape) != (given.dtype, given.alloc_shape):
+            given.write(_host(result, spec))
+        elif result.native_handle is not given.native_handle:
+            given.copy_from(result)
     elif isinstance(given, np.ndarray):
-        np.copyto(given, _host(made, spec))
+        np.copyto(given, _host(result, spec))
     else:
         from npu_runtime.torch_arrays import numpy_to_tensor
 
-        given.copy_(numpy_to_tensor(_host(made, spec)))
+        given.copy_(numpy_to_tensor(_host(result, spec)))

@@ -154,10 +154,10 @@ def _stored(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, StoredTensor
     """The tensors to write, and for each key the name of its tensor: the same for tied weights."""
     tensors: dict[str, StoredTensor] = {}
     names: dict[str, str] = {}
-    known: dict[Any, str] = {}
+    first_keys: dict[Any, str] = {}
     for key, tensor in weights.items():
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        names[key] = known.setdefault(place, key) if tensor.numel() else key
+        names[key] = first_keys.setdefault(place, key) if tensor.numel() else key
         if names[key] == key:
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors[key] = StoredTensor(dtype, tuple(tensor.shape), partial(_elements, tensor))
@@ -178,21 +178,21 @@ def _symbol(name: str, title: str, low: int, high: int | None) -> Symbol:
 
 def _off_device(runners: Mapping[Key, Runner]) -> tuple[OffDevice, ...]:
     """The nodes that PyTorch runs, for whatever sizes."""
-    found = {}
+    nodes = {}
     for runner in runners.values():
         for node in runner.plan.graph.nodes:
             if node.name in runner.plan.reasons:
-                found[node.name] = OffDevice(node.name, node.op_type, runner.plan.reasons[node.name])
-    return tuple(found.values())
+                nodes[node.name] = OffDevice(node.name, node.op_type, runner.plan.reasons[node.name])
+    return tuple(nodes.values())
 
 
 def _programs(runners: Mapping[Key, Runner]) -> tuple[SavedProgram, ...]:
     """The programs of those plans that are one program each."""
-    found = []
+    programs = []
     for key, runner in runners.items():
         graph = runner.plan.graph
         if len(runner.programs) == len(runner.plan.partitions) == 1:
             (program,) = runner.programs
             if {*graph.outputs} <= {*graph.inputs, *(spec.name for spec in program.output_specs)}:
-                found.append(SavedProgram(key, program.target, tuple(graph.outputs), program.to_bytes()))
-    return tuple(found)
+                programs.append(SavedProgram(key, program.target, tuple(graph.outputs), program.to_bytes()))
+    return tuple(programs)

@@ -91,8 +91,8 @@ class InputShapes:
                 allowed = f"{low} or more" if high is None else f"{low} to {high}"
                 raise InputError(f"size '{self.names[symbol]}' is {size}, but the module was compiled for {allowed}")
 
-    def _problem(self, index: int, found: str, wanted: str) -> str:
-        return f"argument '{self._paths[index]}' {found}, but the module was compiled for {wanted}"
+    def _problem(self, index: int, actual: str, wanted: str) -> str:
+        return f"argument '{self._paths[index]}' {actual}, but the module was compiled for {wanted}"
 
 
 def dimension_names(inputs: Sequence[Mapping[str, Any]], dynamic_shapes: Sequence[Any]) -> dict[str, str]:

@@ -137,13 +137,13 @@ class Tree:
         parts = self._parts(value)
         if parts is None or len(parts) != len(self.children):
             return None
-        found: list[Any] = []
+        leaves: list[Any] = []
         for child, part in zip(self.children, parts, strict=True):
             inner = child.leaves(part)
             if inner is None:
                 return None
-            found += inner
-        return found
+            leaves += inner
+        return leaves
 
     def _parts(self, value: Any) -> Sequence[Any] | None:
         """The children's values; None where the value is of another kind, or has other keys."""
@@ -187,16 +187,16 @@ class Tree:
         A file names the class. So nothing is imported for it, no module is asked but those of `_PACKAGES`, and no class
         is called but a namedtuple or dataclass that has these fields and runs nothing else when it is made.
         """
-        found = self.classes.get(self.type) or _imported(self.type)
-        is_class = isinstance(found, type)
+        maker = self.classes.get(self.type) or _imported(self.type)
+        is_class = isinstance(maker, type)
         name = self.type.rpartition(":")[2].rpartition(".")[2]
         name = name if name.isidentifier() and not keyword.iskeyword(name) else "Record"
         if self.kind == "namedtuple":
-            if not is_class or not issubclass(found, tuple) or field_names(found) != self.keys:
+            if not is_class or not issubclass(maker, tuple) or field_names(maker) != self.keys:
                 return namedtuple(name, self.keys)
-            return found if hasattr(found, "_fields") else lambda **fields: found(fields.values())
-        if is_class and _is_plain_dataclass(found, self.keys):
-            return found  # type: ignore[no-any-return]
+            return maker if hasattr(maker, "_fields") else lambda **fields: maker(fields.values())
+        if is_class and _is_plain_dataclass(maker, self.keys):
+            return maker  # type: ignore[no-any-return]
         return type(name, (Record,), {"_absent": self.absent})
 
 
@@ -212,10 +212,10 @@ def _imported(path: str) -> Any:
     module, _, names = path.partition(":")
     if module.partition(".")[0] not in _PACKAGES or module not in sys.modules:
         return None
-    found: Any = sys.modules[module]
+    value: Any = sys.modules[module]
     for name in names.split("."):
-        found = vars(found).get(name) if isinstance(found, (type, ModuleType)) else None
-    return found
+        value = vars(value).get(name) if isinstance(value, (type, ModuleType)) else None
+    return value
 
 
 class Record(dict[str, Any]):

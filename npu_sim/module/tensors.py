@@ -35,8 +35,8 @@ class PytreeStructure:
         self.size: int = spec.num_leaves
 
     def leaves(self, value: Any) -> list[Any] | None:
-        found, actual = pytree.tree_flatten(value)
-        return found if actual == self.spec else None
+        leaves, actual = pytree.tree_flatten(value)
+        return leaves if actual == self.spec else None
 
     def build(self, leaves: Sequence[Any]) -> Any:
         return pytree.tree_unflatten(list(leaves), self.spec)
@@ -56,9 +56,9 @@ class PytreeStructure:
 def argument_structures(spec: pytree.TreeSpec) -> tuple[list[PytreeStructure], dict[str, PytreeStructure]]:
     """The structures of the positional and of the keyword arguments, out of that of (args, kwargs)."""
     positional, keyword = children_of(spec)
-    found = [PytreeStructure(child) for child in children_of(positional)]
+    structures = [PytreeStructure(child) for child in children_of(positional)]
     named = zip(keyword.context or (), children_of(keyword), strict=True)
-    return found, {name: PytreeStructure(child) for name, child in named}
+    return structures, {name: PytreeStructure(child) for name, child in named}
 
 
 def _tree(spec: pytree.TreeSpec) -> Tree:

@@ -424,17 +424,17 @@ def plain_ir(traced: Trace) -> dict[str, Any]:
     if traced.is_dynamic:
         raise IRError("the exported program has dynamic shapes; npu_sim.compile() makes programs for their sizes")
     computed = traced.ir["graph_outputs"]
-    found = []
+    results = []
     names = []
     placed = pytree.tree_unflatten(list(range(traced.out_spec.num_leaves)), traced.out_spec)
     paths, _ = pytree.tree_flatten_with_path(placed)
     for leaf, (path, _) in zip(traced.outputs, paths, strict=True):
         if leaf.output is not None or leaf.source is not None:
-            found.append(computed[leaf.output] if leaf.output is not None else traced.passed[str(leaf.source)])
+            results.append(computed[leaf.output] if leaf.output is not None else traced.passed[str(leaf.source)])
             names.append(
                 ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
             )
-    ir = {**traced.ir, "graph_outputs": found}
+    ir = {**traced.ir, "graph_outputs": results}
     if traced.out_spec.type is not None and issubclass(traced.out_spec.type, Mapping) and len(set(names)) == len(names):
         ir["output_names"] = names
     return ir
@@ -461,9 +461,9 @@ def _is_weight(value: object) -> bool:
 def _paths(spec: pytree.TreeSpec) -> list[str]:
     """A leaf's place in (args, kwargs), in words: `args[0]['mask']` or `mask`."""
     placed = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    found, _ = pytree.tree_flatten_with_path(placed)
+    placed_leaves, _ = pytree.tree_flatten_with_path(placed)
     words = []
-    for path, _ in found:
+    for path, _ in placed_leaves:
         first, *rest = path
         which = rest[0]
         is_argument = getattr(first, "idx", 0) == 0
@@ -488,12 +488,12 @@ def _split(
 
 def _example_sizes(inputs: Sequence[Reference], ranges: Mapping[str, tuple[int, int | None]]) -> dict[str, int]:
     """Symbol → its value in the example; a small one of its range where the file does not tell."""
-    found = {symbol: max(low, 2) for symbol, (low, _) in ranges.items()}
+    example_sizes = {symbol: max(low, 2) for symbol, (low, _) in ranges.items()}
     sizes: list[Any] = [size for x in inputs for size in x.value.shape if type(size) is not int]
     for size in sizes:
-        if str(size.node.expr) in found and size.node.has_hint():
-            found[str(size.node.expr)] = int(size.node.hint)
-    return found
+        if str(size.node.expr) in example_sizes and size.node.has_hint():
+            example_sizes[str(size.node.expr)] = int(size.node.hint)
+    return example_sizes
 
 
 def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:

@@ -92,7 +92,7 @@ class PlainTensors:
         """Return the tensors that are in these places now."""
         return [place.value() for place in self._places.values()]
 
-    def current(self, key: str, known: torch.Tensor) -> torch.Tensor | None:
+    def current(self, key: str, original: torch.Tensor) -> torch.Tensor | None:
         """The tensor that a module holds now in place of one that it held; None if it held none there.
 
         Raises:
@@ -104,7 +104,7 @@ class PlainTensors:
         value = place.value()
         if not isinstance(value, torch.Tensor):
             problem = f"by a {type(value).__name__}" if value is not None else "or removed"
-        elif (value.shape, value.dtype, value.device) != (known.shape, known.dtype, known.device):
+        elif (value.shape, value.dtype, value.device) != (original.shape, original.dtype, original.device):
             problem = f"by a tensor of {value.dtype} with shape {list(value.shape)} on {value.device}"
         else:
             return value
@@ -154,13 +154,13 @@ def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[tuple[tuple[
             yield (step, *path), tensor
 
 
-def live_tensor(module: nn.Module, key: str, known: torch.Tensor, plain: PlainTensors) -> torch.Tensor:
-    """The module's own tensor under a key; `known`, which it had, where it holds none now."""
+def live_tensor(module: nn.Module, key: str, original: torch.Tensor, plain: PlainTensors) -> torch.Tensor:
+    """The module's own tensor under a key; `original`, which it had, where it holds none now."""
     owned, name = _owner(module, key)
     value: torch.Tensor | None = owned.get(name)
     if value is None:
-        value = plain.current(key, known)
-    return known if value is None else value
+        value = plain.current(key, original)
+    return original if value is None else value
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:

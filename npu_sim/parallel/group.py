@@ -119,8 +119,8 @@ class RankGroup:
             except BaseException as error:
                 with self._changed:
                     self._changed.wait_for(lambda: self.failure is not None, _GRACE)
-                found = DeviceError(f"rank 0 of {self.size} failed: {error}")
-                self._fail(error if isinstance(error, NPUError) else found)
+                failure = DeviceError(f"rank 0 of {self.size} failed: {error}")
+                self._fail(error if isinstance(error, NPUError) else failure)
                 self.check()
         self.check()
 
@@ -131,11 +131,11 @@ class RankGroup:
         def act() -> None:
             try:
                 action()
-                found = None
+                failure = None
             except Exception as error:
-                found = error
+                failure = error
             with self._changed:
-                outcome.append(found)
+                outcome.append(failure)
                 self._changed.notify_all()
 
         threading.Thread(target=act, daemon=True).start()
@@ -272,26 +272,26 @@ def _watch(group: weakref.ref[RankGroup], workers: list[Worker]) -> None:
             ready = wait(list(by_connection), timeout=1.0)
         except (OSError, ValueError):
             return None  # closed
-        found = group()
-        if found is None or found._closing:
+        owner = group()
+        if owner is None or owner._closing:
             return None
         for connection in ready:
             worker = by_connection[connection]  # type: ignore[index]
             try:
                 kind, *content = worker.connection.recv()
             except (EOFError, OSError):
-                return None if worker.connection.closed else found._fail(worker.ended())
+                return None if worker.connection.closed else owner._fail(worker.ended())
             worker.heard = time.monotonic()
             if kind == "done":
-                found._answered()
+                owner._answered()
             elif kind == "failed":
                 error_type, text = content
-                return found._fail(error_type(f"rank {worker.rank} of {worker.size}: {text}"))
+                return owner._fail(error_type(f"rank {worker.rank} of {worker.size}: {text}"))
         for worker in workers:
             if (silent := time.monotonic() - worker.heard) > PATIENCE:
                 reason = f"rank {worker.rank} of {worker.size} has not answered for {silent:.0f} seconds"
-                return found._fail(DeviceError(reason))
-        del found
+                return owner._fail(DeviceError(reason))
+        del owner
 
 
 def _end(workers: list[Worker]) -> None:

@@ -72,8 +72,8 @@ def serve_rank(connection: Connection, rank: int, size: int) -> None:
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     threading.Thread(target=beat, daemon=True).start()
     try:
-        _, made, arguments = receive()
-        subject = named(made)(Rank(rank, size, receive), **arguments)
+        _, maker, arguments = receive()
+        subject = named(maker)(Rank(rank, size, receive), **arguments)
         send("done")
         while True:
             kind, name, args = receive()

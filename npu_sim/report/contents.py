@@ -83,8 +83,8 @@ def numerics_contents(report: VerifyReport, kernels: Sequence[Culprit], seed: in
             for output in report.outputs
         ],
         "kernels": [
-            {"kernel": found.kernel, "node": found.node, "nodes": found.nodes, "error": _finite(found.error)}
-            for found in kernels
+            {"kernel": culprit.kernel, "node": culprit.node, "nodes": culprit.nodes, "error": _finite(culprit.error)}
+            for culprit in kernels
         ],
     }
 
@@ -115,7 +115,7 @@ def diff_contents(
         labels: Name of each program.
         measurements: Measurement of each program, or None.
     """
-    a, b = (_measured_facts(program, found) for program, found in zip(programs, measurements, strict=True))
+    a, b = (_measured_facts(program, measurement) for program, measurement in zip(programs, measurements, strict=True))
     return {
         "kind": "diff",
         "title": f"{labels[0]} and {labels[1]}",

@@ -265,10 +265,10 @@ class _Verification:
         final = self._final_graph(disabled)
         loaded = load_weights(self.weights, program, self.device, strict=False)
         order = {node.name: index for index, node in enumerate(final.nodes)}
-        found = []
+        culprits = []
         for arrays in self.inputs:
             records = record(program, final, self.device.backend, arrays, loaded)
             culprit = find_culprit(final, records, arrays, self.exact, self.half, self.dtype)
             if culprit is not None:
-                found.append(culprit)
-        return min(found, key=lambda culprit: order[culprit.node], default=None)
+                culprits.append(culprit)
+        return min(culprits, key=lambda culprit: order[culprit.node], default=None)
