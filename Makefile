@@ -32,7 +32,7 @@ demo: venv
 
 # docs/images/report-*.png: needs chromium.
 screenshots: venv
-	$(BIN)/python -m benchmarks.screenshots
+	$(BIN)/python -m benchmarks.pages.screenshots
 
 test: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal -m 'not slow'
@@ -44,7 +44,7 @@ test-all: venv
 # All of PyTorch's operator database, for half an hour; goes on where it stopped, in build/operators.jsonl. Then the page of ops.
 test-operators: venv
 	PYTHONPATH=. $(BIN)/python tests/support/operator_database.py --jobs 2 --summary docs/operators.json; status=$$?; \
-	$(BIN)/python -m benchmarks.operators && exit $$status
+	$(BIN)/python -m benchmarks.pages.operators && exit $$status
 
 # Every kind of decoder that transformers knows, tiny and random: right or refused, never wrong, never a raw error.
 test-decoders: venv

@@ -1,21 +1,20 @@
-"""What a call of a compiled module takes beyond its program: `python -m benchmarks.call_overhead [--device cuda]`.
+"""Overhead of a compiled module's call over its program: `python -m benchmarks.call_overhead [--device cuda]`.
 
 The program's own time is that of its launches alone, in the same process and in turns with calls of the module.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from torch import nn
 
 import npu_sim
+from benchmarks.timing import back_to_back, interleave, wall_time
 from npu_sim.module.compiled import CompiledModule
 from npu_sim.module.runner import DeviceStep
 
@@ -29,32 +28,11 @@ def models(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[nn.Modul
     torch.manual_seed(0)
     perceptron = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     image = torch.randn(1, 3, 64, 64, device=device, dtype=dtype)
-    found: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+    modules: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
         "MLP, 4 weights": (perceptron, (torch.randn(8, 64, device=device, dtype=dtype),)),
         "ResNet-18, 102 weights": (resnet18(), (image,)),
     }
-    return {name: (model.to(device, dtype).eval(), args) for name, (model, args) in found.items()}
-
-
-def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds a call, back to back."""
-    call()
-    count = 1
-    while True:
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        _wait(device)
-        elapsed = time.perf_counter() - start
-        if elapsed > 0.02:
-            return elapsed / count
-        count *= 4
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    return {name: (model.to(device, dtype).eval(), args) for name, (model, args) in modules.items()}
 
 
 def measure(compiled: CompiledModule, args: tuple[torch.Tensor, ...]) -> tuple[float, float, float]:
@@ -64,17 +42,24 @@ def measure(compiled: CompiledModule, args: tuple[torch.Tensor, ...]) -> tuple[f
     (runner,) = compiled._programs.runners.values()
     (step,) = runner._steps
     assert isinstance(step, DeviceStep)
-    device = compiled.device
-    alone, whole, host = [], [], []
-    for _ in range(ROUNDS):
+    call, wait = partial(compiled, *args), waiting(compiled.device)
+    launches, host_part = back_to_back(step.bound.launch, wait), wall_time(call)
+
+    def program() -> float:
         step.ports.go_home()
-        alone.append(seconds(step.bound.launch, device))
-        whole.append(seconds(partial(compiled, *args), device))
-        _wait(device)
-        start = time.perf_counter()
-        compiled(*args)
-        host.append(time.perf_counter() - start)
-    return statistics.median(alone), statistics.median(whole), statistics.median(host)
+        return launches()
+
+    def host() -> float:
+        wait()
+        return host_part()
+
+    results = interleave({"program": program, "call": back_to_back(call, wait), "host": host}, ROUNDS)
+    return results["program"].median, results["call"].median, results["host"].median
+
+
+def waiting(device: torch.device) -> Callable[[], object]:
+    """Return a function that waits until a device has ended its work."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 def main(device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu") -> None:
@@ -87,7 +72,7 @@ def main(device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu") -> N
         compiled = npu_sim.compile(model, args)
         assert isinstance(compiled, CompiledModule)
         alone, whole, host = measure(compiled, args)
-        eager = seconds(partial(model, *args), where)
+        eager = back_to_back(partial(model, *args), waiting(where))()
         print(
             f"{name} | {1e6 * alone:.1f} | {1e6 * whole:.1f} | {1e6 * (whole - alone):.1f} | {1e6 * host:.1f} | "
             f"{1e6 * eager:.1f}"

@@ -144,7 +144,7 @@ class StaticLanguageModel(nn.Module):
     def block(
         self, layer: Mapping[str, Any], x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
     ) -> Tensor:
-        """What a layer, given by its tensors, makes of x [B, T, hidden]."""
+        """Apply a layer, given by its tensors, to x [B, T, hidden]."""
         x = x + self._attention(layer, self._normed(x, layer["norm_in"]), positions, rotation, mask)
         gate, up = F.linear(self._normed(x, layer["norm_mid"]), layer["gate_up"]).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, layer["down"])
@@ -221,13 +221,13 @@ def compiled(module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: b
     """The module compiled by `torch.compile`, tuned for static shapes, and called once.
 
     Args:
-        mode: As for `torch.compile`.
+        mode: Mode of `torch.compile`.
         freezing: Treat the weights as constants, which folds BatchNorms into convolutions and keeps a copy of them.
     """
-    made: Callable[..., Tensor] = torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
+    function: Callable[..., Tensor] = torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
     with torch._inductor.config.patch(coordinate_descent_tuning=True, freezing=freezing):
-        made(*inputs)
-    return made
+        function(*inputs)
+    return function
 
 
 @torch.no_grad()

@@ -47,9 +47,9 @@ class Layer:
 
     @property
     def work(self) -> Product | Convolution:
-        found = self.product or self.convolution
-        assert found is not None
-        return found
+        work = self.product or self.convolution
+        assert work is not None
+        return work
 
     @property
     def as_product(self) -> Product:
@@ -77,7 +77,7 @@ class Comparison:
 
 
 def formulas(layer: Layer, size: int, dataflow: Dataflow, sram_kib: int) -> Counts:
-    """What the formulas say of a layer on an array of `size` × `size`."""
+    """Return the counts that our formulas predict for a layer on an array of `size` × `size`."""
     sram = sram_accesses(layer.as_product, size, size, dataflow)
     dram = dram_traffic(layer.work, size, size, dataflow, Buffers(sram_kib * 1024, sram_kib * 1024))
     return Counts(
@@ -90,12 +90,12 @@ def formulas(layer: Layer, size: int, dataflow: Dataflow, sram_kib: int) -> Coun
 def layers_of(model: str) -> list[Layer]:
     """The distinct convolutions and products of `resnet50`, or of one layer of `qwen2.5-1.5b` in a prefill."""
     works = _resnet50() if model == "resnet50" else _qwen()
-    found: dict[Product | Convolution, tuple[str, int]] = {}
+    layers: dict[Product | Convolution, tuple[str, int]] = {}
     for name, work in works:
-        found[work] = (found[work][0], found[work][1] + 1) if work in found else (name, 1)
+        layers[work] = (layers[work][0], layers[work][1] + 1) if work in layers else (name, 1)
     return [
         Layer(model, name, count, **{"product" if isinstance(work, Product) else "convolution": work})  # type: ignore[arg-type]
-        for work, (name, count) in found.items()
+        for work, (name, count) in layers.items()
     ]
 
 
@@ -105,20 +105,20 @@ def _resnet50() -> Iterator[tuple[str, Product | Convolution]]:
 
     from npu_sim.vision.resnet import resnet50
 
-    found: list[tuple[str, Product | Convolution]] = []
+    layers: list[tuple[str, Product | Convolution]] = []
 
     def record(name: str, module: nn.Module, x: torch.Tensor) -> None:
         if isinstance(module, nn.Conv2d):
-            found.append((name, trimmed(module, *x.shape[1:])))
+            layers.append((name, trimmed(module, *x.shape[1:])))
         elif isinstance(module, nn.Linear):
-            found.append((name, Product(x.shape[0], module.out_features, module.in_features)))
+            layers.append((name, Product(x.shape[0], module.out_features, module.in_features)))
 
     with torch.device("meta"):
         network = resnet50().eval()
         for name, module in network.named_modules():
             module.register_forward_pre_hook(lambda module, args, name=name: record(name, module, args[0]))
         network(torch.empty(1, 3, 224, 224))
-    yield from found
+    yield from layers
 
 
 def trimmed(module: Any, channels: int, height: int, width: int) -> Convolution:
@@ -136,7 +136,7 @@ def trimmed(module: Any, channels: int, height: int, width: int) -> Convolution:
 
 
 def _qwen() -> Iterator[tuple[str, Product]]:
-    from benchmarks.dispatches import qwen
+    from benchmarks.qwen import qwen
 
     config = qwen(1)
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
@@ -154,7 +154,7 @@ def _qwen() -> Iterator[tuple[str, Product]]:
 
 
 def simulate(layer: Layer, size: int, dataflow: Dataflow, sram_kib: int, unmodified: bool = False) -> Counts:
-    """What SCALE-Sim counts for a layer; of a batch of products it simulates one, and we multiply."""
+    """Return SCALE-Sim's counts for a layer; for a batch of products, one product's counts times the batch."""
     from scalesim.compute.operand_matrix import operand_matrix
     from scalesim.compute.systolic_compute_is import systolic_compute_is
     from scalesim.compute.systolic_compute_os import systolic_compute_os
@@ -255,7 +255,7 @@ def _read_buffer() -> Any:
 
 def load(path: Path) -> list[Comparison]:
     """The comparisons of a file that this benchmark wrote."""
-    found = []
+    comparisons = []
     for row in json.loads(path.read_text())["results"]:
         layer = dict(row["layer"])
         if layer["convolution"]:
@@ -269,8 +269,8 @@ def load(path: Path) -> list[Comparison]:
             Counts(counts["cycles"], tuple(counts["sram"]), tuple(counts["dram"]))
             for counts in (row["theirs"], row["ours"])
         )
-        found.append(Comparison(Layer(**layer), row["array"], Dataflow(row["dataflow"]), theirs, ours))
-    return found
+        comparisons.append(Comparison(Layer(**layer), row["array"], Dataflow(row["dataflow"]), theirs, ours))
+    return comparisons
 
 
 def save(path: Path, comparisons: list[Comparison]) -> None:

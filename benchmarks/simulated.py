@@ -1,10 +1,10 @@
-"""What `npu_model` predicts for the H200 and for a CPU against what was measured on them.
+"""Predictions of `npu_model` for the H200 and for a CPU, compared with measurements.
 
     python -m benchmarks.simulated [--chip h200] [--chip-file chip.toml] [--json docs/simulated.json]
 
-The measured times of the H200 are those of the other benchmarks: docs/cuda.json, and a table of docs/figures.md;
+The measured times of the H200 are those of the other benchmarks: docs/measurements/cuda.json, a table of figures.md;
 docs/simulated-measured.json has those of models that are compared with no other library. Per kernel, its accounts in
-docs/cuda.json are compared by kind of kernel, since the CUDA device fuses other calls than the op-level program has.
+the former are compared by kind of kernel, since the CUDA device fuses other calls than the op-level program has.
 Those of the CPU were measured by `benchmarks.simulated_cpu`, which also compares call by call.
 """
 
@@ -28,11 +28,12 @@ from npu_model.result import Result
 from npu_model.simulation import simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
+MEASURED = DOCS / "measurements" / "cuda.json"
 CHIPS = ("h200", "cpu")
 CPU = DOCS / "simulated-cpu.json"
 ALONE = DOCS / "simulated-measured.json"  # chip → model → batch → milliseconds
 PROGRAMS = Path.home() / ".cache" / "npu-simulation" / "simulated"
-# Kinds of the kernels in docs/cuda.json → families of our declarations.
+# Kinds of the kernels in docs/measurements/cuda.json → families of our declarations.
 KINDS = (
     (r"nvjet|matvec|splitKreduce", ("matmul",)),
     (r"conv|fprop", ("conv",)),
@@ -67,23 +68,23 @@ def measured(case: Case) -> tuple[float, str]:
     if task == "models":
         return _of_figures_page(model, dict(parameters)["batch"]), "figures.md"
     if task == "alone":
-        found = json.loads(ALONE.read_text("utf-8"))[case.chip]
-        return float(found[model][str(dict(parameters)["batch"])]), ALONE.name
-    path = DOCS / "cuda.json"
+        models = json.loads(ALONE.read_text("utf-8"))[case.chip]
+        return float(models[model][str(dict(parameters)["batch"])]), ALONE.name
+    path = MEASURED
     for figure in load_run(path).figures:
         if (figure.task, figure.model, figure.case) == (task, model, dict(parameters)):
-            return figure.ms.get(OURS) or figure.ms[f"{OURS} {case.dtype}"], path.name
+            return figure.ms.get(OURS) or figure.ms[f"{OURS} {case.dtype}"], f"measurements/{path.name}"
     raise LookupError(f"{path} has no {case.title}")
 
 
 def _of_figures_page(model: str, batch: int) -> float:
-    """Ours at batch 1, or at the larger batch, in the table of vision, language and diffusion models."""
+    """Return our time from the table of vision, language and diffusion models, at batch 1 or the larger batch."""
     text = (DOCS / "figures.md").read_text("utf-8")
     section = text[text.index("*Vision, language and diffusion models*") :]
-    found = re.search(rf"^\| {re.escape(model)}, .*$", section, re.MULTILINE)
-    if found is None:
+    row = re.search(rf"^\| {re.escape(model)}, .*$", section, re.MULTILINE)
+    if row is None:
         raise LookupError(f"figures.md has no {model}")
-    cells = [cell.strip(" *") for cell in found.group().split("|")]
+    cells = [cell.strip(" *") for cell in row.group().split("|")]
     return float(cells[2 if batch == 1 else 5])
 
 
@@ -100,27 +101,27 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def by_kind(result: Result) -> dict[str, float]:
     """Predicted milliseconds by kind of kernel; of what is no kind by itself, nothing."""
-    found: dict[str, float] = defaultdict(float)
+    times: dict[str, float] = defaultdict(float)
     for call in result.calls:
         for _, families in KINDS:
             if call.family.startswith(families):
-                found[families[0]] += 1e3 * result.chip.seconds(call.cycles)
-    return found
+                times[families[0]] += 1e3 * result.chip.seconds(call.cycles)
+    return times
 
 
 def accounted(case: Case) -> dict[str, float]:
     """Measured milliseconds by kind of kernel; empty where the step was not taken apart."""
-    found: dict[str, float] = defaultdict(float)
+    times: dict[str, float] = defaultdict(float)
     if case.chip != "h200":
-        return found
+        return times
     task, model, parameters = case.key
-    for account in load_run(DOCS / "cuda.json").accounts:
+    for account in load_run(MEASURED).accounts:
         if (account.task, account.model, account.case) == (task, model, dict(parameters)):
             for name, ms, _ in account.rows:
                 kind = next((families[0] for pattern, families in KINDS if re.search(pattern, name)), None)
                 if kind is not None:
-                    found[kind] += ms
-    return found
+                    times[kind] += ms
+    return times
 
 
 def table(rows: Iterable[Row]) -> str:

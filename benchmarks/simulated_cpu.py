@@ -1,4 +1,4 @@
-"""What this machine's CPU device takes for the programs of `benchmarks.simulated`, whole and call by call.
+"""Times of this machine's CPU device for the programs of `benchmarks.simulated`, whole and call by call.
 
     python -m benchmarks.simulated_cpu --measure docs/simulated-cpu.json [--only resnet]
     python -m benchmarks.simulated_cpu --measured docs/simulated-cpu.json --chip chip.toml
@@ -89,8 +89,8 @@ def load(path: Path) -> dict[str, Times]:
     """Title and dtype of a program → its times, from a file that this benchmark wrote."""
     if not path.exists():
         return {}
-    found = json.loads(path.read_text("utf-8"))["programs"]
-    return {name: Times(row["ms"], row["least_ms"], tuple(row["calls_ms"])) for name, row in found.items()}
+    rows = json.loads(path.read_text("utf-8"))["programs"]
+    return {name: Times(row["ms"], row["least_ms"], tuple(row["calls_ms"])) for name, row in rows.items()}
 
 
 def save(path: Path, measured: Mapping[str, Times]) -> None:
@@ -132,15 +132,15 @@ def main() -> int:
         for case in _wanted(arguments.only):
             times, name = measure(case.program(arguments.programs), case.values), case.name
             print(f"{name}: {times.ms:.4g} ms", flush=True)
-            measured[name] = min((times, measured.get(name, times)), key=lambda found: found.ms)
+            measured[name] = min((times, measured.get(name, times)), key=lambda correlation: correlation.ms)
             save(arguments.measure, measured)
     else:
         measured, chip = load(arguments.measured), load_chip(arguments.chip)
         for case in _wanted(arguments.only):
             if case.name in measured:
                 times = measured[case.name]
-                found = rank(case, times, chip, arguments.programs)
-                print(f"{case.name}: rank correlation over {len(times.calls_ms)} calls {found:.3f}", flush=True)
+                correlation = rank(case, times, chip, arguments.programs)
+                print(f"{case.name}: rank correlation over {len(times.calls_ms)} calls {correlation:.3f}", flush=True)
     return 0
 
 

@@ -51,51 +51,52 @@ class Case:
 
 def cases() -> list[Case]:
     """The programs of the H200, whose times are documented."""
-    found = [
+    all_cases = [
         Case("h200", ("decode", "Qwen2.5-1.5B", (("cache", 2048), ("position", 2000))), "bfloat16", partial(_qwen, 1)),
     ]
     for tokens in (128, 512, 2048):
         key: Key = ("prefill", "Qwen2.5-1.5B", (("tokens", tokens), ("cache", 2048)))
-        found.append(Case("h200", key, "bfloat16", partial(_qwen, tokens)))
+        all_cases.append(Case("h200", key, "bfloat16", partial(_qwen, tokens)))
     for name, title in (("resnet18", "ResNet-18"), ("resnet50", "ResNet-50")):
-        for batch in (1, 64):
-            found.append(Case("h200", ("vision", title, (("batch", batch),)), "float16", partial(_resnet, name, batch)))
+        all_cases += [
+            Case("h200", ("vision", title, (("batch", batch),)), "float16", partial(_resnet, name, batch))
+            for batch in (1, 64)
+        ]
     for entry, title, many in (
         ("bert", "BERT-base, 128 tokens", 16),
         ("efficientnet", "EfficientNet-B0", 32),
         ("mobilenet", "MobileNetV2", 32),
         ("convnext", "ConvNeXt-T", 32),
-    ):
-        for batch in (1, many):
-            key = ("models", title, (("batch", batch),))
-            found.append(Case("h200", key, "float16", partial(_zoo, entry, batch)))
-    for entry, title, many in (
         ("gpt2", "GPT-2, 512 tokens", 16),
         ("unet", "UNet block, 8 heads of 40, 4,096 tokens", 16),
     ):
-        for batch in (1, many):
-            found.append(Case("h200", ("models", title, (("batch", batch),)), "float16", partial(_zoo, entry, batch)))
-    for batch in (1, 32):
-        found.append(Case("h200", ("alone", "ViT-B/16", (("batch", batch),)), "float16", partial(_zoo, "vit", batch)))
-    return found
+        all_cases += [
+            Case("h200", ("models", title, (("batch", batch),)), "float16", partial(_zoo, entry, batch))
+            for batch in (1, many)
+        ]
+    all_cases += [
+        Case("h200", ("alone", "ViT-B/16", (("batch", batch),)), "float16", partial(_zoo, "vit", batch))
+        for batch in (1, 32)
+    ]
+    return all_cases
 
 
 def cpu_cases() -> list[Case]:
     """The programs that are measured on the CPU device of a machine."""
-    found = []
+    all_cases = []
     for dtype in ("bfloat16", "float32"):
         for tokens in (1, 128, 512):
             step = (("cache", 2048), ("position", 2000)) if tokens == 1 else (("tokens", tokens), ("cache", 2048))
             key: Key = ("decode" if tokens == 1 else "prefill", "Qwen2.5-1.5B", step)
-            found.append(Case("cpu", key, dtype, partial(_qwen, tokens), _step_inputs(tokens, 2000)))
+            all_cases.append(Case("cpu", key, dtype, partial(_qwen, tokens), _step_inputs(tokens, 2000)))
         for tokens in (1, 128):
             step = (("cache", 512), ("position", 500)) if tokens == 1 else (("tokens", tokens), ("cache", 512))
             key = ("decode" if tokens == 1 else "prefill", "SmolLM2-135M", step)
-            found.append(Case("cpu", key, dtype, partial(_smollm2, tokens), _step_inputs(tokens, 500)))
+            all_cases.append(Case("cpu", key, dtype, partial(_smollm2, tokens), _step_inputs(tokens, 500)))
     for name, title in (("resnet18", "ResNet-18"), ("resnet50", "ResNet-50")):
         for batch in (1, 64):
             key = ("vision", title, (("batch", batch),))
-            found.append(Case("cpu", key, "float32", partial(_resnet, name, batch)))
+            all_cases.append(Case("cpu", key, "float32", partial(_resnet, name, batch)))
     for entry, title, many in (
         ("bert", "BERT-base, 128 tokens", 8),
         ("vit", "ViT-B/16", 8),
@@ -109,8 +110,8 @@ def cpu_cases() -> list[Case]:
     ):
         for batch in (1, many):
             key = ("models", title, (("batch", batch),))
-            found.append(Case("cpu", key, "float32", partial(_zoo, entry, batch)))
-    return found
+            all_cases.append(Case("cpu", key, "float32", partial(_zoo, entry, batch)))
+    return all_cases
 
 
 def _step_inputs(tokens: int, position: int) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def _step_inputs(tokens: int, position: int) -> dict[str, Any]:
 
 
 def _qwen(tokens: int) -> dict[str, Any]:
-    from benchmarks.dispatches import step_graph
+    from benchmarks.qwen import step_graph
 
     return step_graph(tokens)
 
@@ -138,15 +139,15 @@ def _resnet(name: str, batch: int) -> dict[str, Any]:
 
 
 def _zoo(entry: str, batch: int) -> dict[str, Any]:
-    from benchmarks.cuda_zoo import ENTRIES
+    from benchmarks.cuda.zoo import ENTRIES
     from npu_sim.extract import extract_ir
 
-    found = ENTRIES[entry]
-    return extract_ir(found.make().eval(), found.inputs(batch, 0))
+    model = ENTRIES[entry]
+    return extract_ir(model.make().eval(), model.inputs(batch, 0))
 
 
 def _smollm2(tokens: int) -> dict[str, Any]:
-    from benchmarks.cpu_llm import CACHE_LENGTH
+    from benchmarks.cpu.llm import CACHE_LENGTH
     from npu_sim.llm import extract_graph, load_checkpoint
 
     return extract_graph(load_checkpoint("smollm2", "bfloat16", "none"), tokens, CACHE_LENGTH)

@@ -11,8 +11,9 @@ PAUSE = 0.05  # seconds
 WARM = 0.02  # seconds
 LEAST_ROUNDS = 3
 LONG = 0.5  # seconds
+ENOUGH = 0.02  # seconds
 
-Timer = Callable[[], float]  # runs once and returns the seconds that it took
+Timer = Callable[[], float]  # runs a contender and returns the seconds of one run
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,54 @@ def wall_time(run: Callable[[], object]) -> Timer:
     return timer
 
 
+def settled(timer: Timer) -> Timer:
+    """Wrap a timer for contenders that compute with threads of this process.
+
+    Each timed run follows a pause, because the worker threads of the previous contender keep spinning for a while after
+    its last run, and untimed runs of the same contender for at least `WARM` seconds, because the pause lets the
+    processor's clock and caches go. Runs that take long need no untimed one.
+    """
+
+    def run() -> float:
+        time.sleep(PAUSE)
+        elapsed, warm = timer(), time.perf_counter() + WARM
+        if elapsed < LONG:
+            while time.perf_counter() < warm:
+                timer()
+            elapsed = timer()
+        return elapsed
+
+    return run
+
+
+def back_to_back(run: Callable[[], object], wait: Callable[[], object] = lambda: None) -> Timer:
+    """Return a timer of a call among many, which are as many as take `ENOUGH` seconds.
+
+    Args:
+        wait: Waits until the device has ended what the calls have launched.
+    """
+
+    def timer() -> float:
+        run()
+        count = 1
+        while True:
+            wait()
+            start = time.perf_counter()
+            for _ in range(count):
+                run()
+            wait()
+            elapsed = time.perf_counter() - start
+            if elapsed > ENOUGH:
+                return elapsed / count
+            count *= 4
+
+    return timer
+
+
 def interleave(
-    timers: Mapping[str, Timer], rounds: int, warmup: int = 2, limit: float = float("inf")
+    timers: Mapping[str, Timer], rounds: int, warmup: int = 0, limit: float = float("inf")
 ) -> dict[str, Result]:
     """Time each contender once per round, after `warmup` unmeasured rounds.
-
-    Before each timed run there are a pause, because the worker threads of the previous contender keep spinning for a
-    while after its last run, and untimed runs of the same contender for at least `WARM` seconds, because the pause
-    lets the processor's clock and caches go. Runs that take long need no untimed one.
 
     Args:
         limit: Seconds after which no further round begins, if there have been `LEAST_ROUNDS`.
@@ -52,12 +93,7 @@ def interleave(
         if index >= warmup + LEAST_ROUNDS and time.perf_counter() > end:
             break
         for name, timer in timers.items():
-            time.sleep(PAUSE)
-            elapsed, warm = timer(), time.perf_counter() + WARM
-            if elapsed < LONG:
-                while time.perf_counter() < warm:
-                    timer()
-                elapsed = timer()
+            elapsed = timer()
             if index >= warmup:
                 seconds[name].append(elapsed)
     return {name: Result(statistics.median(values), min(values)) for name, values in seconds.items()}
@@ -68,7 +104,7 @@ def read_bandwidth(gigabytes: float = 0.5, rounds: int = 5) -> float:
     import torch
 
     data = torch.ones(int(gigabytes * 1e9 / 8), dtype=torch.int64)
-    best = min(interleave({"read": wall_time(data.sum)}, rounds)["read"].best for _ in range(2))
+    best = min(interleave({"read": settled(wall_time(data.sum))}, rounds, warmup=2)["read"].best for _ in range(2))
     return data.numel() * data.element_size() / best
 
 
@@ -77,4 +113,4 @@ def matrix_rate(size: int = 2048, rounds: int = 4) -> float:
     import torch
 
     a, b = torch.randn(size, size), torch.randn(size, size)
-    return 2 * size**3 / interleave({"matmul": wall_time(lambda: a @ b)}, rounds)["matmul"].best
+    return 2 * size**3 / interleave({"matmul": settled(wall_time(lambda: a @ b))}, rounds, warmup=2)["matmul"].best

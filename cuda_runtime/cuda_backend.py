@@ -151,6 +151,7 @@ class CUDABackend(Backend):
 
     @property
     def counters(self) -> Counter[str]:
+        """Number of launches, compilations and the like since the backend was opened."""
         return self._device.counters
 
     @cached_property
@@ -407,6 +408,7 @@ class CUDABackend(Backend):
         self._device.synchronize()
 
     def create_executor(self, program: CUDAProgram) -> CUDAExecutor:
+        """Return an executor of a program on this GPU."""
         return CUDAExecutor(program, self, config=CUDA_GPU)
 
     def call_on(self, stream: int) -> None:

@@ -59,7 +59,7 @@ class _Macros(Kind):
 
 
 class MTLCompileOptions(Plain):
-    """How a library is compiled."""
+    """Options for compiling a library: macros, math mode, language version."""
 
     __slots__ = ("_fast_math", "_macros", "_math_mode", "_version")
 
@@ -198,8 +198,8 @@ class MTLLibrary(Labelled):
             missing = METAL["MTLLibraryErrorFunctionNotFound"]
             return None, NSError(LIBRARY_ERRORS, missing, f"no function {name!r} in the library")
         used = sorted(self._core.functions[name].used_constants)
-        found = {constant: values._value(self._core.constants[constant]) for constant in used}
-        constants = {constant: value for constant, value in found.items() if value is not None}
+        values_by_constant = {constant: values._value(self._core.constants[constant]) for constant in used}
+        constants = {constant: value for constant, value in values_by_constant.items() if value is not None}
         unset = ", ".join(constant for constant in used if constant not in constants)
         method = "newFunctionWithName_constantValues_error_"
         self._check(not unset, method, f"{name} uses the function constants {unset}: not set")

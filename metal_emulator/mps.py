@@ -64,7 +64,7 @@ class Layout:
         return (self.matrices - 1) * self.matrix_bytes + self.rows * self.row_bytes
 
     def problem(self) -> str:
-        """What is wrong with these numbers; empty if nothing is."""
+        """Return the first inconsistency of the matrix's sizes in words; empty if there is none."""
         if not (self.rows and self.columns and self.matrices):
             return f"an empty matrix: {self.rows} × {self.columns} × {self.matrices}"
         if self.row_bytes % self.dtype.itemsize:
@@ -105,10 +105,10 @@ class MPSMatrixDescriptor(Allocatable):
         problem = layout.problem()
         if problem:
             raise MetalUsageError(f"+[MPSMatrixDescriptor {method.replace('_', ':')}]: {problem}")
-        made = cls.alloc()
-        made._begin(method)
-        made._layout = layout
-        return made
+        instance = cls.alloc()
+        instance._begin(method)
+        instance._layout = layout
+        return instance
 
     @selector()
     def rows(self) -> int:

@@ -33,15 +33,15 @@ def spelled(name: str) -> str:
     return name.replace("_", ":")
 
 
-def unknown(owner: str, name: str, known: list[str]) -> UnknownSelectorError:
+def unknown(owner: str, name: str, names: list[str]) -> UnknownSelectorError:
     """The error for a name that `owner` lacks, with the nearest one that it has."""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return UnknownSelectorError(f"{owner} has no {name} ({spelled(name)}){hint}", name=name)
 
 
 class Kind:
-    """What an argument has to be. `accept` returns it as the method wants it, or raises `Mismatch`."""
+    """Type of a method's argument. `accept` returns the argument converted for the method, or raises `Mismatch`."""
 
     want = ""
 
@@ -239,7 +239,7 @@ def selector(*kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def called(receiver: object, name: str) -> str:
-    """How Objective-C writes a call of the method `name` of an object or a class."""
+    """Return a call of the method `name` of an object or a class in Objective-C's notation."""
     if isinstance(receiver, type):
         return f"+[{receiver.__name__} {spelled(name)}]"
     return f"-[{type(receiver).__name__} {spelled(name)}]"
@@ -262,7 +262,7 @@ class NSObject:
         raise unknown(type(self).__name__, name, offered(type(self)))
 
     def _unusable(self) -> str:
-        """Why nothing may be sent to this object; empty if it may."""
+        """Return the reason why the object may not receive messages; empty if it may."""
         if not self._ready:
             return "was allocated but not initialized"
         return "was released" if self._retains < 1 else ""
@@ -326,7 +326,7 @@ class Allocatable(NSObject):
 
 
 def initializer(*kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """As `selector`, for the one method that may be sent to an object that is allocated and not initialized."""
+    """Return a `selector` decorator for an init method, which is sent to an allocated, uninitialized object."""
 
     def offer(method: Callable[P, R]) -> Callable[P, R]:
         checked: Callable[..., R] = selector(*kinds)(method)
@@ -365,18 +365,22 @@ def offered(cls: type) -> list[str]:
 
 
 class MTLSize(NamedTuple):
+    """Threads, or threadgroups, along each dimension of a grid."""
+
     width: int
     height: int
     depth: int
 
 
 class NSRange(NamedTuple):
+    """A range of bytes or of slots."""
+
     location: int
     length: int
 
 
 class NSError(NSObject):
-    """What went wrong, as Metal tells it."""
+    """An error reported by a Metal method: domain, code and description."""
 
     __slots__ = ("_code", "_description", "_domain")
 

@@ -33,7 +33,7 @@ MAX_THREADS = 1024
 
 
 class MTLComputePipelineDescriptor(Labelled, Plain):
-    """What a pipeline is made of."""
+    """Description of a compute pipeline: its function, limits and binary archives."""
 
     __slots__ = ("_archives", "_function", "_max_threads", "_whole_simdgroups")
 
@@ -107,7 +107,7 @@ class MTLComputePipelineState(NSObject):
 
 
 class MTLBinaryArchiveDescriptor(Plain):
-    """Where an archive is read from; nowhere makes an empty one."""
+    """Description of a binary archive: the file to read it from; None for an empty one."""
 
     __slots__ = ("_url",)
 

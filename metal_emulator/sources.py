@@ -11,7 +11,7 @@ _LINE_DIRECTIVE = re.compile(r'\s*#\s*(?:line\s+)?(\d+)(?:\s+"([^"]*)")?')
 
 def lines_marked_not_a_guard(source: str) -> frozenset[tuple[str, int]]:
     """(file, line) of the source's lines that say `// not a guard`."""
-    found, file, line = set(), "program_source", 0
+    lines, file, line = set(), "program_source", 0
     for text in source.splitlines():
         directive = _LINE_DIRECTIVE.match(text)
         if directive:
@@ -19,5 +19,5 @@ def lines_marked_not_a_guard(source: str) -> frozenset[tuple[str, int]]:
             continue
         line += 1
         if "not a guard" in text:
-            found.add((file, line))
-    return frozenset(found)
+            lines.add((file, line))
+    return frozenset(lines)

@@ -49,14 +49,17 @@ class CompiledProgram:
 
     @property
     def input_specs(self) -> list[TensorSpec]:
+        """Specs of the inputs, in order."""
         return self.plan.inputs
 
     @property
     def output_specs(self) -> list[TensorSpec]:
+        """Specs of the outputs, in order."""
         return self.plan.outputs
 
     @property
     def weight_specs(self) -> dict[str, WeightSpec]:
+        """Name → spec of each weight."""
         return self.plan.weights
 
     @property

@@ -81,6 +81,7 @@ class PartitionPlan:
 
     @property
     def transfers(self) -> list[TransferOp]:
+        """Tensors that cross between partitions, or to the caller."""
         return [*(t for p in self.partitions for t in p.transfers), *self.output_transfers]
 
     @property

@@ -17,6 +17,7 @@ class Backend(Hardware):
     """
 
     def create_executor(self, program: CompiledProgram) -> Executor:
+        """Return an executor of a program on this backend."""
         return Executor(program, self)
 
     def execute(

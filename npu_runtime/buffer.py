@@ -65,6 +65,7 @@ class DeviceBuffer(ABC):
 
     @property
     def size_bytes(self) -> int:
+        """Bytes in the device's memory, padding included."""
         return numel(self.alloc_shape) * itemsize(self.dtype)
 
     def guarded(self: BufferT, is_current: Callable[[], bool]) -> BufferT:

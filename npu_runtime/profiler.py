@@ -46,6 +46,7 @@ class Profiler:
     _depth: int = 0
 
     def add_kernel(self, name: str, seconds: float) -> None:
+        """Add a run of a kernel."""
         entry = self.kernels[name]
         entry.seconds += seconds
         entry.calls += 1

@@ -116,19 +116,19 @@ def take_constants(source: Source, items: Sequence[Item], attributes: Attributes
         for attribute in attributes.get(index, [])
         if attribute and attribute[0].text == "function_constant"
     )
-    known = {constant.name for constant in declared}
+    names = {constant.name for constant in declared}
     derived = []
     for item in items:
         words = [source.text(index) for index in range(item.start, item.end)]
         equals = words.index("=") if "=" in words else 0
-        if "constant" not in words[:equals] or "(" in words[:equals] or not item.names & known - {item.declares}:
+        if "constant" not in words[:equals] or "(" in words[:equals] or not item.names & names - {item.declares}:
             continue
         derived.append((item.declares, source.joined(item.start + equals + 1, item.end - 1)))
         source.blank(item.start + equals, item.end - 1)
         for index in range(item.start, item.start + equals):
             if source.text(index) in ("constant", "constexpr", "const", "static"):
                 source.tokens[index].output = "static" if source.text(index) == "constant" else ""
-        known.add(item.declares)
+        names.add(item.declares)
     for index, token in enumerate(source.tokens):
         if token.text == "is_function_constant_defined":
             source.blank(index, index + 4, f"metal_defined_{source.text(index + 2)}")
@@ -165,7 +165,7 @@ def _is_mark(source: Source, index: int) -> bool:
 
 
 def _instance(source: Source, item: Item, templates: Mapping[str, Item]) -> Kernel:
-    """`template [[host_name("name")]] kernel void function<arguments>(…);`"""
+    """Read an instance of a kernel template: `template [[host_name("name")]] kernel void function<arguments>(…);`."""
     names = [token.text[1:-1] for token in source.tokens[item.start : item.end] if token.kind == "string"]
     angle = next((i for i in range(item.start, item.end) if source.text(i) == "<"), item.end)
     if not names or angle == item.end or item.declares not in templates:
@@ -219,7 +219,7 @@ def _read_parameter(
 def describe(
     kernel: Kernel, bound: Sequence[Parameter], items: Sequence[Item], constants: Sequence[FunctionConstant]
 ) -> KernelInfo:
-    """What a pipeline needs to know about a kernel."""
+    """Return the facts about a kernel that a pipeline needs."""
     names_in: dict[str, set[str]] = {}
     for item in items:
         names_in.setdefault(item.declares, set()).update(item.names)
@@ -237,7 +237,7 @@ def describe(
 
 
 def entries(kernels: Sequence[tuple[Kernel, Sequence[Parameter]]], constants: Constants) -> str:
-    """What the loader looks up: an entry per kernel, and setters for the function constants."""
+    """Return C++ source of the symbols that the loader looks up: kernel entries and setters of function constants."""
     lines = ['\n# 1 "entries"']
     for index, (kernel, bound) in enumerate(kernels):
         values = ", ".join(parameter.value for parameter in bound)
@@ -245,11 +245,11 @@ def entries(kernels: Sequence[tuple[Kernel, Sequence[Parameter]]], constants: Co
             f'extern "C" void metal_entry_{index}(const metal_runtime::Launch &launch, '
             f"const metal_runtime::Thread &thread) {{ {kernel.call}({values}); }}"
         )
-    for constant in constants.declared:
-        lines.append(
-            f'extern "C" void metal_set_{constant.name}({constant.type} value, bool defined) '
-            f"{{ {constant.name} = value; metal_defined_{constant.name} = defined; }}"
-        )
+    lines += [
+        f'extern "C" void metal_set_{constant.name}({constant.type} value, bool defined) '
+        f"{{ {constant.name} = value; metal_defined_{constant.name} = defined; }}"
+        for constant in constants.declared
+    ]
     derived = " ".join(f"{name} = {value};" for name, value in constants.derived)
     lines.append(f'extern "C" void metal_derive_constants() {{ {derived} }}\n')
     return "\n".join(lines)

@@ -28,13 +28,13 @@ class Item:
 
 def take_attributes(source: Source) -> Attributes:
     """Blanks every `[[…]]`; the attributes by the index of the token before the first of them."""
-    found: Attributes = {}
+    attributes: Attributes = {}
     index, owner = 0, -1
     while index < len(source.tokens):
         if source.text(index) == "[" and source.text(index + 1) == "[":
             end = source.tokens[index].partner
             content = source.tokens[index + 2 : end - 1]
-            found.setdefault(owner, []).extend(_split(content))
+            attributes.setdefault(owner, []).extend(_split(content))
             for token in source.tokens[index : end + 1]:
                 token.in_attribute = True
             source.blank(index, end + 1)
@@ -42,7 +42,7 @@ def take_attributes(source: Source) -> Attributes:
         else:
             owner = index
             index += 1
-    return found
+    return attributes
 
 
 def split_items(source: Source) -> Iterator[Item]:

@@ -44,6 +44,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -111,6 +112,7 @@ class IRGraph:
     native_dtype: str = ""
 
     def spec(self, name: str) -> TensorSpec:
+        """Return the spec of a tensor by its name."""
         return self.tensors[name]
 
     def producers(self) -> dict[str, OpNode]:

@@ -186,6 +186,7 @@ class QuantizedArray:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of the matrix, scales and offsets included."""
         return self.format.size_bytes(self.shape)
 
     def integers(self, rows: slice | np.ndarray = slice(None)) -> np.ndarray:

@@ -169,6 +169,7 @@ class MetalBackend(Backend):
 
     @property
     def counters(self) -> Counter[str]:
+        """Number of command buffers, dispatches and the like since the backend was opened."""
         return self._device.counters
 
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> MetalBuffer:

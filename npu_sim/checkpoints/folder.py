@@ -76,10 +76,10 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
         return True
 
     def _check_names(self, module: str, layout: Layout) -> None:
-        found = {name for name in (*_OF_WEIGHTS, "weight") if f"{module}.{name}" in self._state}
-        if foreign := sorted(found - set(layout.names)):
+        names = {name for name in (*_OF_WEIGHTS, "weight") if f"{module}.{name}" in self._state}
+        if foreign := sorted(names - set(layout.names)):
             raise WeightError(f"'{module}' has a tensor '{foreign[0]}', which is of another format than the config's")
-        if missing := [name for name in layout.required if name not in found]:
+        if missing := [name for name in layout.required if name not in names]:
             raise WeightError(f"'{module}' lacks its tensor '{missing[0]}'")
 
     def _parts(self, module: str) -> dict[str, np.ndarray]:
@@ -92,15 +92,15 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
         if key not in self.formats:
             raise KeyError(key)
         with self._lock:
-            known = self._made.pop(key, None)
-            if known is None:
+            array = self._made.pop(key, None)
+            if array is None:
                 module = key.removesuffix(".weight")
                 with _concerning(module):
-                    known = self._layouts[module].array(self._parts(module))
-            self._made[key] = known
+                    array = self._layouts[module].array(self._parts(module))
+            self._made[key] = array
             if len(self._made) > _KEPT:
                 del self._made[next(iter(self._made))]
-            return known
+            return array
 
     def __contains__(self, key: object) -> bool:
         return key in self.formats or key in self._dense

@@ -1,4 +1,4 @@
-"""How GPTQ, AWQ, compressed-tensors and fp8 checkpoints store a matrix in few bits; each becomes a `QuantizedArray`.
+"""Layouts of matrices in few bits in GPTQ, AWQ, compressed-tensors and fp8 checkpoints, read as `QuantizedArray`.
 
 Nothing is rounded: codes and zero points are the checkpoint's, scales stay in its dtype. A layout takes a module's
 tensors by the names that they have within it ("qweight", "weight_scale", ...).
@@ -23,8 +23,10 @@ _SMALLEST_GROUP = 16  # of elements for which a block's width and a row's length
 
 @dataclass(frozen=True)
 class GPTQ:
-    """AutoGPTQ's and GPTQModel's: qweight int32 [k / elements of a word, n], qzeros [groups, n / elements of a word],
-    scales [groups, n], g_idx [k]; a weight is scale · (code - zero point).
+    """Layout of AutoGPTQ and GPTQModel.
+
+    qweight is int32 [k / elements of a word, n], qzeros [groups, n / elements of a word], scales [groups, n],
+    g_idx [k]; a weight is scale · (code - zero point).
 
     Attributes:
         bits: 4 or 8.
@@ -115,8 +117,10 @@ class AWQ:
 
 @dataclass(frozen=True)
 class Packed:
-    """compressed-tensors' "pack-quantized": weight_packed int32 [n, words] with the codes plus half their range,
-    weight_scale [n, groups] or one in all, weight_zero_point packed along n, weight_shape [2].
+    """Layout "pack-quantized" of compressed-tensors.
+
+    weight_packed is int32 [n, words] with the codes plus half their range, weight_scale [n, groups] or one in all,
+    weight_zero_point packed along n, weight_shape [2].
 
     Attributes:
         bits: 4 or 8.
@@ -139,10 +143,10 @@ class Packed:
         most = words * 32 // self.bits
         if "weight_shape" not in parts:
             return n, most
-        found = [int(size) for size in parts["weight_shape"].reshape(-1)]
-        if len(found) != 2 or found[0] != n or -(-found[1] * self.bits // 32) != words:
-            raise WeightError(f"its weight_shape is {found}, but weight_packed has the shape {[n, words]}")
-        return n, found[1]
+        sizes = [int(size) for size in parts["weight_shape"].reshape(-1)]
+        if len(sizes) != 2 or sizes[0] != n or -(-sizes[1] * self.bits // 32) != words:
+            raise WeightError(f"its weight_shape is {sizes}, but weight_packed has the shape {[n, words]}")
+        return n, sizes[1]
 
     def format(self, parts: Parts) -> QuantizedFormat:
         n, k = self.shape(parts)
@@ -262,10 +266,10 @@ def _groups(k: int, group: int) -> int:
 
 
 def _expect(parts: Parts, name: str, shape: tuple[int, int], dtypes: tuple[str, ...]) -> None:
-    found = parts[name]
-    if found.shape != shape or found.dtype.name not in dtypes:
+    part = parts[name]
+    if part.shape != shape or part.dtype.name not in dtypes:
         wanted = f"{' or '.join(dtypes)} {list(shape)}"
-        raise WeightError(f"its {name} are {found.dtype.name} {list(found.shape)}; the other tensors ask for {wanted}")
+        raise WeightError(f"its {name} are {part.dtype.name} {list(part.shape)}; the other tensors ask for {wanted}")
 
 
 def _check_scales(parts: Parts, rows: int, groups: int, name: str = "weight_scale") -> None:

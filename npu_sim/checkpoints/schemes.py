@@ -1,4 +1,4 @@
-"""What a `quantization_config` says: which of a checkpoint's modules are stored how."""
+"""Schemes of a `quantization_config`: the layout in which each of a checkpoint's modules is stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Scheme:
     """A layout and the modules that have it.
 
     Attributes:
-        activations: What the modules' inputs are rounded to, as in `QuantizedFormat`.
+        activations: Format to which the modules' inputs are rounded, as in `QuantizedFormat`.
         targets: Module names, regular expressions after "re:", or "Linear" and "Embedding" for all of a class.
     """
 
@@ -61,7 +61,7 @@ _CLASSES = ("Linear", "Embedding")
 
 
 def _rank(target: str) -> int:
-    """Less for targets that are more specific."""
+    """Return a sort key that is less for more specific targets."""
     return 2 if target in _CLASSES else int(target.startswith("re:"))
 
 
@@ -149,7 +149,7 @@ def _compressed_layout(format: Any, weights: Mapping[str, Any]) -> Layout:
 
 
 def _dynamic_activations(settings: Mapping[str, Any]) -> str:
-    """What rows are rounded to while the model runs; "none" for other settings, which are not used."""
+    """Return the format to which rows are rounded at run time; "none" for settings that are not supported."""
     by_row = settings.get("dynamic") is True and settings.get("strategy") == "token" and settings.get("num_bits") == 8
     if not by_row or not settings.get("symmetric", True):
         return "none"
@@ -159,16 +159,16 @@ def _dynamic_activations(settings: Mapping[str, Any]) -> str:
 def _strategy(weights: Mapping[str, Any]) -> str:
     size = weights.get("group_size")
     guessed = "tensor" if size is None else "group" if size > 0 else "channel"
-    found = weights.get("strategy") or guessed
-    return str(_one_of({"strategy": found}, "strategy", ("tensor", "channel", "group", "block")))
+    strategy = weights.get("strategy") or guessed
+    return str(_one_of({"strategy": strategy}, "strategy", ("tensor", "channel", "group", "block")))
 
 
-def _one_of(config: Mapping[str, Any], name: str, known: Sequence[Any], default: Any = None) -> Any:
-    found = config.get(name, default)
-    found = default if found is None else found
-    if found not in known:
-        raise InputError(f"its quantization has the {name} {found!r:.80}; supported: {', '.join(map(str, known))}")
-    return found
+def _one_of(config: Mapping[str, Any], name: str, choices: Sequence[Any], default: Any = None) -> Any:
+    value = config.get(name, default)
+    value = default if value is None else value
+    if value not in choices:
+        raise InputError(f"its quantization has the {name} {value!r:.80}; supported: {', '.join(map(str, choices))}")
+    return value
 
 
 def _group(config: Mapping[str, Any]) -> int:

@@ -53,9 +53,9 @@ def _by_byte(tensor: Any) -> QuantizedArray:
         parts["weight_zero_point"] = tensor_to_numpy(zeros.cpu())
     rows, columns = tensor.block_size or tensor.shape
     block = int(rows), 0 if columns == codes.shape[1] else int(columns)
-    found = Plain("weight_scale", block, symmetric).array(parts)
-    fits = codes.dtype == torch.int8 and found.shape[1] % 2 == 0
-    return _narrowed(found) if fits and _bits(tensor) <= 4 else found
+    array = Plain("weight_scale", block, symmetric).array(parts)
+    fits = codes.dtype == torch.int8 and array.shape[1] % 2 == 0
+    return _narrowed(array) if fits and _bits(tensor) <= 4 else array
 
 
 def _array(codes: torch.Tensor) -> np.ndarray:
@@ -94,13 +94,13 @@ def _int4(tensor: Any) -> QuantizedArray:
 
 def quantized_parameters(module: nn.Module) -> dict[str, QuantizedArray]:
     """Key → weight, of the parameters that torchao has quantized. Raises WeightError as `as_quantized`."""
-    found = {key: as_quantized(value) for key, value in module.named_parameters(remove_duplicate=False)}
-    return {key: value for key, value in found.items() if value is not None}
+    arrays = {key: as_quantized(value) for key, value in module.named_parameters(remove_duplicate=False)}
+    return {key: value for key, value in arrays.items() if value is not None}
 
 
 @contextmanager
 def dense_stand_ins(module: nn.Module, weights: Mapping[str, QuantizedArray]) -> Iterator[None]:
-    """Within this context these parameters are plain tensors of the same shapes and dtypes, whose values are undefined.
+    """Replace these parameters, within the context, by plain tensors of the same shapes and dtypes, values undefined.
 
     `torch.export` then sees a linear layer with a weight instead of what torchao does with the parts of it.
     """

@@ -25,7 +25,11 @@ def benchmark_suites(option: str = "") -> list[str]:
     Args:
         option: Only those that have this option.
     """
-    sources = {path.stem: path.read_text("utf-8") for path in (ROOT / "benchmarks").glob("*.py")}
+    folder = ROOT / "benchmarks"
+    sources = {
+        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__main__"): path.read_text("utf-8")
+        for path in folder.rglob("*.py")
+    }
     declared = f'("{option}"' if option else ""
     return sorted(name for name, source in sources.items() if "def main(" in source and declared in source)
 

@@ -56,6 +56,7 @@ class TextStream(Iterator[str]):
 
     @property
     def stats(self) -> GenerationStats:
+        """Token counts and times so far."""
         return self._tokens.stats
 
     @property

@@ -68,10 +68,12 @@ class GenerationStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
+        """Rate of prompt tokens computed, without those reused from the cache; 0 before any."""
         return (self.prompt_tokens - self.reused_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
+        """Rate of decode steps; 0 before any."""
         return self.decode_steps / self.decode_seconds if self.decode_seconds else 0.0
 
 
@@ -241,6 +243,7 @@ class LanguageModel:
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens of the vocabulary."""
         return int(self.checkpoint.config.vocab_size)
 
     def eos_ids(self) -> frozenset[int]:

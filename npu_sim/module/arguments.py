@@ -11,14 +11,14 @@ from npu_sim.module.structure import NUMBER, InputLeaf, OutputLeaf, Structure, n
 
 
 class Arguments:
-    """Takes a call's arguments apart in the way in which they were given when the module was traced.
+    """Flattens a call's arguments in the structure that they had when the module was traced.
 
     Positional and keyword arguments may be exchanged, and those left out that have the default with which the module
     was traced.
 
     Args:
-        signature: Of the module's `forward`; None where it is not known, as for a `.pt2` file.
-        leaves: The leaves of (args, kwargs) then.
+        signature: Signature of the module's `forward`; None where it is not known, as for a `.pt2` file.
+        leaves: The leaves of (args, kwargs) when the module was traced.
         positional: The structure of each positional argument.
         keywords: The structure of each keyword argument.
         tensor: The class of what stands for a tensor.
@@ -71,15 +71,15 @@ class Arguments:
                     f"argument '{leaf.path}' is {self._shown(leaves[index])}, but the module was compiled with "
                     f"{self._shown(leaf.value)}, which is a part of its graph; compile it again for another value"
                 )
-        found = []
+        values = []
         for index, leaf in self._tensors:
             value = leaves[index]
             if not isinstance(value, self._tensor):
                 raise InputError(
                     f"argument '{leaf.path}' is {self._shown(value)}, but the module was compiled for a tensor"
                 )
-            found.append(value)
-        return found
+            values.append(value)
+        return values
 
     def _rebound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The values that were given at tracing, out of a call that spells its arguments differently."""
@@ -119,18 +119,18 @@ class Arguments:
             if structure.is_leaf:
                 leaves.append(value)
                 continue
-            found = structure.leaves(value)
-            if found is None:
+            inner = structure.leaves(value)
+            if inner is None:
                 raise InputError(
                     f"argument '{name}' is of another structure than the one that the module was compiled with"
                 )
-            leaves += found
+            leaves += inner
         return leaves
 
-    def _is_same(self, value: Any, known: Any) -> bool:
-        if isinstance(value, self._tensor) or isinstance(known, self._tensor):
-            return value is known
-        return type(value) is type(known) and bool(value == known)
+    def _is_same(self, value: Any, example: Any) -> bool:
+        if isinstance(value, self._tensor) or isinstance(example, self._tensor):
+            return value is example
+        return type(value) is type(example) and bool(value == example)
 
     def _shown(self, value: Any) -> str:
         if isinstance(value, self._tensor):

@@ -24,7 +24,7 @@ class Buckets:
     its mask is 0.
 
     Attributes:
-        sizes: In any order.
+        sizes: The sizes, in any order.
         mask: The argument that holds 1 for what counts; padding adds zeros to it.
     """
 
@@ -37,7 +37,7 @@ class Bucketing:
 
     Args:
         buckets: Name of a dynamic size → its buckets.
-        paths: What the caller calls each input.
+        paths: The caller's name of each input.
 
     Raises:
         InputError: there is no such size or mask, a bucket is out of the size's range, or results cannot be cut back.
@@ -46,15 +46,15 @@ class Bucketing:
     def __init__(
         self, buckets: Mapping[str, Buckets], traced: Trace, shapes: TensorShapes, paths: Sequence[str]
     ) -> None:
-        known = {name: symbol for symbol, name in shapes.names.items()}
+        symbols = {name: symbol for symbol, name in shapes.names.items()}
         described = traced.ir["graph_inputs"][: len(paths)]
         for name, bucket in buckets.items():
-            if name not in known:
-                listed = ", ".join(f"'{x}'" for x in known) or "none"
+            if name not in symbols:
+                listed = ", ".join(f"'{x}'" for x in symbols) or "none"
                 raise InputError(f"buckets for '{name}', which is no dynamic size; there are: {listed}")
-            self._check(name, bucket, traced.ranges[known[name]])
+            self._check(name, bucket, traced.ranges[symbols[name]])
             masks = [meta for meta, path in zip(described, paths, strict=True) if path == bucket.mask]
-            if not any(known[name] in _symbols(meta["shape"]) for meta in masks):
+            if not any(symbols[name] in _symbols(meta["shape"]) for meta in masks):
                 raise InputError(
                     f"buckets for '{name}' need a mask of that size, and '{bucket.mask}' is no such argument"
                 )
@@ -86,20 +86,20 @@ class Bucketing:
     def _round(name: str, size: int, buckets: list[int] | None) -> int:
         if buckets is None:
             return size
-        found = next((bucket for bucket in buckets if bucket >= size), None)
-        if found is None:
+        bucket_size = next((bucket for bucket in buckets if bucket >= size), None)
+        if bucket_size is None:
             raise InputError(f"size '{name}' is {size}, but its largest bucket is {buckets[-1]}")
-        return found
+        return bucket_size
 
     def padded(self, tensors: Sequence[torch.Tensor], key: Key) -> list[torch.Tensor]:
         """The inputs, with zeros up to the sizes of `key`."""
         sizes = dict(zip(self._symbols, key, strict=True))
-        found = []
+        padded_values = []
         for value, shape in zip(tensors, self._inputs, strict=True):
             missing = [wanted - size for wanted, size in zip(_known(shape, sizes), value.shape, strict=True)]
             around = [x for size in reversed(missing) for x in (0, size)]
-            found.append(F.pad(value, around) if any(missing) else value)
-        return found
+            padded_values.append(F.pad(value, around) if any(missing) else value)
+        return padded_values
 
     def cut(self, outputs: Sequence[torch.Tensor], key: Key) -> list[torch.Tensor]:
         """The outputs, without what comes of the padding."""

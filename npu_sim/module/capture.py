@@ -1,4 +1,4 @@
-"""From a graph that TorchDynamo captured to IR: PyTorch's ops by one trace, symbolic where sizes may change."""
+"""Conversion of a graph that TorchDynamo captured to IR, by one trace; symbolic where sizes may change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Captured:
     """A captured graph in PyTorch's ops. Its placeholders are the arguments of a call, and then the constants.
 
     Attributes:
-        names: Of the arguments, in order.
+        names: Names of the arguments, in order.
         values: The arguments in the trace: tensors without data, and numbers, which may be symbolic.
         static: Positions of the module's parameters and buffers, which TorchDynamo passes as arguments.
         constants: Tensors made while tracing, by name.
@@ -186,7 +186,7 @@ def _device(traced: GraphModule) -> torch.device:
 def _lift_constants(traced: GraphModule, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The tensors that the graph holds, which become placeholders after the others."""
     lifted: dict[str, torch.Tensor] = {}
-    made: dict[str, Node] = {}
+    placeholders: dict[str, Node] = {}
     graph = traced.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
@@ -195,28 +195,28 @@ def _lift_constants(traced: GraphModule, names: Sequence[str]) -> dict[str, torc
             continue
         if isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
             raise IRError(f"node '{node.name}' exists only inside a function that PyTorch maps or differentiates")
-        name = f"constant_{len(made)}" if str(node.target) not in made else ""
+        name = f"constant_{len(placeholders)}" if str(node.target) not in placeholders else ""
         if name:
             while name in names:
                 name += "_"
             with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
-                made[str(node.target)] = graph.placeholder(name)
-            made[str(node.target)].meta["val"] = node.meta.get("val", value)
-            last = [made[str(node.target)]]
+                placeholders[str(node.target)] = graph.placeholder(name)
+            placeholders[str(node.target)].meta["val"] = node.meta.get("val", value)
+            last = [placeholders[str(node.target)]]
             lifted[name] = value.detach()
-        node.replace_all_uses_with(made[str(node.target)])
+        node.replace_all_uses_with(placeholders[str(node.target)])
         graph.erase_node(node)
     return lifted
 
 
 def _sizes(values: Sequence[Any]) -> dict[str, tuple[int, int | None]]:
-    """Where a call's arguments have the values of the symbols."""
-    found: dict[str, tuple[int, int | None]] = {}
+    """Map each symbol to the argument, and its dimension, that has the symbol's value."""
+    origins: dict[str, tuple[int, int | None]] = {}
     for position, value in enumerate(values):
         places: list[tuple[Any, int | None]] = [(plain_number(value, f"argument {position}"), None)]
         if isinstance(value, torch.Tensor):
             places = [(size, dim) for dim, size in enumerate(sizes_of(value))]
         for size, dim in places:
             if is_symbolic(size) and size[KEY].isidentifier():
-                found.setdefault(size[KEY], (position, dim))
-    return found
+                origins.setdefault(size[KEY], (position, dim))
+    return origins

@@ -59,12 +59,12 @@ def compile(
         kwargs: Example keyword arguments.
         device: An `npu_runtime.Device`, or the name of one. Default: the GPU for CUDA tensors, else the CPU.
         dtype: Compute dtype: `float16`, `bfloat16` or `float32`. Default: the module's own.
-        dynamic_shapes: Which sizes may change between calls, as `torch.export.export` takes it. There is one program
-            for each combination of sizes, made at its first call.
+        dynamic_shapes: The sizes that may change between calls, as `torch.export.export` takes them. There is one
+            program for each combination of sizes, made at its first call.
         buckets: Name of a dynamic size (of its `torch.export.Dim`) → the sizes to which it is rounded up, so that fewer
             programs are made; only for modules that ignore what a mask hides.
-        programs: How many programs to keep; the one that has not been used for longest is dropped.
-        quantization: How to store weights in few bits: `int4`, `int8` or `fp8` for all linear layers, or a format for
+        programs: Maximum number of programs to keep; the least recently used one is dropped.
+        quantization: Formats of weights in few bits: `int4`, `int8` or `fp8` for all linear layers, or a format for
             each of some parameters (see `npu_compiler.compile`). Weights that torchao has quantized stay as they are.
 
     Raises:
@@ -206,9 +206,9 @@ class CompiledModule:
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """The module's buffers that the graph changes, as they are now."""
-        found = {}
+        tensors = {}
         for name, key, shape in self._state:
-            value = found[name] = self._own(key).detach()
+            value = tensors[name] = self._own(key).detach()
             if value.shape != shape:
                 raise InputError(
                     f"'{key}' has shape {list(value.shape)}, but the module was compiled for {list(shape)}"
@@ -218,12 +218,12 @@ class CompiledModule:
                 raise InputError(
                     f"'{key}' has strides {list(value.stride())}, but the module was compiled for {list(strides)}"
                 )
-        return found
+        return tensors
 
     def _own(self, key: str) -> torch.Tensor:
         """The module's own parameter or buffer."""
-        known = self._programs.tensors[key]
-        return known if self._module is None else live_tensor(self._module, key, known, self._plain)
+        tensor = self._programs.tensors[key]
+        return tensor if self._module is None else live_tensor(self._module, key, tensor, self._plain)
 
     def refresh(self) -> None:
         """Load the module's weights again, as they are now.
@@ -240,15 +240,15 @@ class CompiledModule:
                 raise InputError(
                     f"submodule '{self._watched.new_part}' was replaced after the module was compiled; compile it again"
                 )
-            known = self._programs.tensors
+            tensors = self._programs.tensors
             if self._module is not None:
-                known = {key: x if key in self._stored else self._own(key).detach() for key, x in known.items()}
-            if not all(torch.equal(known[key], value) for key, value in self._constants.items()):
+                tensors = {key: x if key in self._stored else self._own(key).detach() for key, x in tensors.items()}
+            if not all(torch.equal(tensors[key], value) for key, value in self._constants.items()):
                 for traced in (self.trace, self.trace.plain or self.trace):
-                    traced.ir["constants"] = {key: constant_of(known[key]) for key in traced.constants}
+                    traced.ir["constants"] = {key: constant_of(tensors[key]) for key in traced.constants}
                 self._programs.clear()
-            self._programs.replace_weights(known)
-            self._watch(known)
+            self._programs.replace_weights(tensors)
+            self._watch(tensors)
 
     def save(self, path: str | Path) -> None:
         """Write one file (`.npumod`) that `npu_sim.load` runs without PyTorch: graph, weights and programs made so far.
@@ -258,7 +258,7 @@ class CompiledModule:
         Raises:
             InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
         """
-        from npu_sim.module.saving import save_module
+        from npu_sim.module.saving import FewBits, save_module
 
         with self.backend.lock:
             if self._watched.has_changed():
@@ -270,12 +270,11 @@ class CompiledModule:
             tensors, runners = self._programs.tensors, {} if self.trace.plain else self._programs.runners
             formats = {key: format for plan in self._programs.plans() for key, format in plan.formats.items()}
             names = self._shapes.names
-            save_module(
-                Path(path), traced, tensors, self._signature, names, self._dtype, runners, formats, self._stored
-            )
+            few_bits = FewBits(formats, self._stored)
+            save_module(Path(path), traced, tensors, self._signature, names, self._dtype, runners, few_bits)
 
     def report(self) -> Report:
-        """What runs where, and why: for each program, its partitions, and the reason of each node off the device."""
+        """Return, for each program, its partitions and the reason of each node that is not on the device."""
         with self.backend.lock:
             plans = {key: runner.plan for key, runner in self._programs.runners.items()}
         names = [self._shapes.names[symbol] for symbol in self._shapes.symbols]

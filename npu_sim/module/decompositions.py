@@ -61,7 +61,7 @@ class Decompositions:
 
         Args:
             description: The call as IR.
-            weights: Its inputs that are weights.
+            weights: The names of the call's inputs that are weights.
 
         Returns:
             None if the call stays as it is, because the device runs it or nothing that it decomposes into.
@@ -191,10 +191,10 @@ def _shape_env(node: Node) -> Any:
 
 def _key(node: Node) -> Any:
     """A description of a call that is equal for calls with the same decomposition."""
-    known = {operand: position for position, operand in enumerate(operands(node))}
+    positions = {operand: position for position, operand in enumerate(operands(node))}
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     described = tuple(
-        (known[x], _described(x.meta.get("val"))) if isinstance(x, Node) else _described(x) for x in leaves
+        (positions[x], _described(x.meta.get("val"))) if isinstance(x, Node) else _described(x) for x in leaves
     )
     return node.target, str(spec), described
 

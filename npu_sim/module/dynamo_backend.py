@@ -37,7 +37,7 @@ _CHANGES = 3  # of a buffer between calls, until it is an argument
 
 @dataclass(frozen=True)
 class Options:
-    """What `torch.compile(..., options=...)` may say; see `npu_sim.compile`."""
+    """Options of `torch.compile(..., options=...)`; see `npu_sim.compile`."""
 
     device: Device | str | None = None
     dtype: str | torch.dtype | None = None
@@ -58,8 +58,8 @@ def backend(
     warning says why.
 
     Args:
-        graph_module: What TorchDynamo captured.
-        example_inputs: The arguments of the call for which it did.
+        graph_module: The graph that TorchDynamo captured.
+        example_inputs: The arguments of the captured call.
         options: `dtype`, `device`, `programs` and `quantization`, as for `npu_sim.compile`.
         mode: One of `torch.compile`'s, as callers such as `generate()` of transformers give it for every backend. All
             mean the same here: overhead is always reduced, and kernels are always chosen by measuring.
@@ -68,17 +68,17 @@ def backend(
         InputError: there is no such option or mode.
         DeviceError: there is no such device.
     """
-    known = [field.name for field in fields(Options)]
-    unknown = sorted((options or {}).keys() - set(known))
+    names = [field.name for field in fields(Options)]
+    unknown = sorted((options or {}).keys() - set(names))
     if unknown:
-        raise InputError(f"backend 'npu_sim' has no option '{unknown[0]}'; it has {', '.join(known)}")
+        raise InputError(f"backend 'npu_sim' has no option '{unknown[0]}'; it has {', '.join(names)}")
     if mode not in (None, *_MODES):
         raise InputError(f"torch.compile has no mode '{mode}'; it has {', '.join(_MODES)}")
     return compile_graph(graph_module, Options(**(options or {})))
 
 
 def break_reason(graph_module: GraphModule) -> str | None:
-    """Why TorchDynamo ended a graph where it did, and where in the source that is; None where the function ended."""
+    """Return the reason and source line of a graph break; None where the graph ends with the function."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -114,7 +114,7 @@ def _needs_gradient(graph_module: GraphModule) -> bool:
 
 @cache
 def _warn(message: str) -> None:
-    """Once for each message."""
+    """Warn, once for each message."""
     warnings.warn(message, stacklevel=2)
 
 
@@ -123,8 +123,8 @@ class _WeightSet:
     """A graph's programs with one set of weights.
 
     Attributes:
-        stamps: What of each weight changes when it is written or moved.
-        references: To the module's own tensors; when one of them goes, so does the set.
+        stamps: For each weight, values that change when it is written or moved.
+        references: Weak references to the module's own tensors; the set is dropped with the first of them.
     """
 
     programs: Programs
@@ -144,7 +144,7 @@ class Subgraph:
     """A captured graph as a callable that takes and returns what the graph does. Calls from several threads queue.
 
     Attributes:
-        failure: Why PyTorch runs the graph after all, if it does.
+        failure: The reason why PyTorch runs the graph, if it does.
     """
 
     def __init__(self, captured: Captured, settings: Settings, eager: Callable[..., Any]) -> None:
@@ -231,10 +231,12 @@ class Subgraph:
                 results.append(leaf.value)
         return results
 
-    def _load(self, args: Sequence[Any], weights: tuple[torch.Tensor, ...], known: _WeightSet | None) -> _WeightSet:
+    def _load(
+        self, args: Sequence[Any], weights: tuple[torch.Tensor, ...], weight_set: _WeightSet | None
+    ) -> _WeightSet:
         """Load the weights of a call, which are new or have been written."""
-        if known is not None:
-            for position, before, now in zip(self._static, known.stamps, _stamps(weights), strict=True):
+        if weight_set is not None:
+            for position, before, now in zip(self._static, weight_set.stamps, _stamps(weights), strict=True):
                 self._changes[position] += before != now
         fleeting = [x for x in self._static if self._changes[x] >= _CHANGES and not isinstance(args[x], nn.Parameter)]
         if fleeting:
@@ -254,16 +256,16 @@ class Subgraph:
         constants = self._trace.weights | self._trace.constants
         tensors = {name: value.detach() for name, value in names.items()} | constants
         cache = SharedWeights(self._settings.backend, names | constants)
-        made = _WeightSet(
+        loaded_set = _WeightSet(
             Programs(self._trace, self._settings, tensors, self._captured.symbols, self._compiled, cache),
             _stamps(weights),
             tuple(weakref.ref(args[x], drop(x)) for x in self._static),
         )
-        self._sets[ids] = made
-        return made
+        self._sets[ids] = loaded_set
+        return loaded_set
 
     def programs(self) -> tuple[ProgramReport, ...]:
-        """What of the graph runs where, for each program that there is."""
+        """Return a report of each program: which nodes run on the device, and why others do not."""
         settings = self._settings
         with settings.backend.lock:
             plans = self._compiled.plans()

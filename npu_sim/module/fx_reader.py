@@ -1,4 +1,4 @@
-"""From the graph of `torch.export` to IR: the schema of torch_ir, and beside it what that cannot say.
+"""Conversion of a graph of `torch.export` to IR: the schema of torch_ir, extended by what that cannot express.
 
 Beyond torch_ir's own converter this reads keyword tensors, regions under `no_grad` and `autocast`, symbolic sizes,
 which of several optional tensors a call gave, and which inputs a graph changes in place.
@@ -44,8 +44,8 @@ class Reference:
     index: int = 0
 
     def meta(self, *, as_input: bool = True) -> dict[str, Any]:
-        made = {"producer_node": self.producer, "producer_output_idx": self.index} if as_input else {}
-        return {"name": self.name, "shape": sizes_of(self.value), "dtype": dtype_of(self.value), **made}
+        origin = {"producer_node": self.producer, "producer_output_idx": self.index} if as_input else {}
+        return {"name": self.name, "shape": sizes_of(self.value), "dtype": dtype_of(self.value), **origin}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Nodes:
 
     Attributes:
         nodes: Node descriptions in the IR's form.
-        storages: Which of the traced tensors share memory.
+        storages: Groups of traced tensors that share memory.
         root: Tensor name → the tensor whose memory it shares, for views and in-place ops.
         parent: Tensor name → how it is made of the tensor which it looks into, and that tensor, for the same.
         references: Tensor name → the tensor, for all that nodes make.
@@ -93,25 +93,25 @@ class Nodes:
         """Add a graph's nodes; returns what its output node returns.
 
         Args:
-            arguments: What its placeholders stand for, in order.
-            prefix: What the names of its nodes begin with.
+            arguments: The values of its placeholders, in order.
+            prefix: Prefix of its nodes' names.
 
         Raises:
             IRError: it holds control flow that depends on data, or another op that IR has no form for.
         """
-        known: dict[Node, Value] = {}
+        values: dict[Node, Value] = {}
         given = iter(arguments)
         result: Value = None
         for node in graph_module.graph.nodes:
             match node.op:
                 case "placeholder":
-                    known[node] = next(given)
+                    values[node] = next(given)
                 case "get_attr":
-                    known[node] = _attribute(graph_module, str(node.target))
+                    values[node] = _attribute(graph_module, str(node.target))
                 case "call_function":
-                    known[node] = self._call(node, known, prefix)
+                    values[node] = self._call(node, values, prefix)
                 case "output":
-                    result = _resolve(node.args[0], known)
+                    result = _resolve(node.args[0], values)
                 case _:
                     raise IRError(f"node '{node.name}': torch.export left a {node.op} in the graph")
         return result
@@ -140,9 +140,9 @@ class Nodes:
         self._names.add(name)
         return name
 
-    def _call(self, node: Node, known: Mapping[Node, Value], prefix: str) -> Value:
+    def _call(self, node: Node, values: Mapping[Node, Value], prefix: str) -> Value:
         value, target = node.meta.get("val"), node.target
-        args, kwargs = _resolve(node.args, known), _resolve(node.kwargs, known)
+        args, kwargs = _resolve(node.args, values), _resolve(node.kwargs, values)
         if target is operator.getitem and not _is_references(args[0]):
             return args[0][args[1]]
         if isinstance(target, torch._ops.HigherOrderOperator):
@@ -160,6 +160,13 @@ class Nodes:
             return None
         if target is operator.getitem:
             return self._element(node, args[0], args[1], prefix)
+        return self._op(node, args, kwargs, values, prefix)
+
+    def _op(
+        self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[Node, Value], prefix: str
+    ) -> Value:
+        """Read a call of one of PyTorch's ops."""
+        value, target = node.meta.get("val"), node.target
         if not isinstance(target, torch._ops.OpOverload):
             raise IRError(f"node '{node.name}': {target} is not an op of PyTorch, and IR has no form for it")
         if target is torch.ops.aten.as_strided.default and not _is_packed(args[0].value):
@@ -177,7 +184,7 @@ class Nodes:
         weights = frozenset(x.name for x in inputs if x.producer is None)
         decomposition = self._decompositions.find(node, description, weights)
         if decomposition is not None:
-            return self._decomposed(node, decomposition, [known[x] for x in operands(node)], prefix)
+            return self._decomposed(node, decomposition, [values[x] for x in operands(node)], prefix)
         self._names.add(name)
         self._append(description, references)
         self._note_writes(node.name, target, args, kwargs)
@@ -307,9 +314,9 @@ def describe_call(node: Node) -> dict[str, Any]:
     Raises:
         IRError: IR has no form for it.
     """
-    known: dict[Node, Value] = {x: _value_of(x) for x in operands(node)}
+    values: dict[Node, Value] = {x: _value_of(x) for x in operands(node)}
     target: Any = node.target
-    args, kwargs = _resolve(node.args, known), _resolve(node.kwargs, known)
+    args, kwargs = _resolve(node.args, values), _resolve(node.kwargs, values)
     inputs, attrs = _bind(node.name, target._schema, args, kwargs)
     outputs = [x for x in _outputs(node.name, node.meta.get("val")) if x is not None]
     return _description(node.name, str(target), inputs, outputs, attrs)
@@ -367,7 +374,7 @@ def plain_number(value: Any, where: str) -> Any:
     """A number as it is; a symbolic one as an expression.
 
     Args:
-        where: What has the number, as the message's first words.
+        where: The owner of the number, as the message's first words.
 
     Raises:
         IRError: the number depends on data.
@@ -393,15 +400,15 @@ def _attribute(graph_module: GraphModule, path: str) -> Any:
     return value
 
 
-def _resolve(value: Any, known: Mapping[Node, Value]) -> Value:
+def _resolve(value: Any, values: Mapping[Node, Value]) -> Value:
     if isinstance(value, Node):
-        return known[value]
+        return values[value]
     if isinstance(value, (list, tuple)):
-        return [_resolve(item, known) for item in value]
+        return [_resolve(item, values) for item in value]
     if isinstance(value, Mapping):
-        return {key: _resolve(item, known) for key, item in value.items()}
+        return {key: _resolve(item, values) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(*(_resolve(x, known) for x in (value.start, value.stop, value.step)))
+        return slice(*(_resolve(x, values) for x in (value.start, value.stop, value.step)))
     return value
 
 
@@ -420,15 +427,15 @@ def _outputs(name: str, value: Any) -> tuple[Reference | None, ...]:
     """
     if isinstance(value, torch.Tensor):
         return (Reference(name, value, name),)
-    made: list[Reference | None] = []
+    outputs: list[Reference | None] = []
     index = 0
     for position, item in enumerate(value if isinstance(value, (list, tuple)) else ()):
         if isinstance(item, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in item):
             raise IRError(f"node '{name}': the op returns a list of tensors beside others, which IR has no form for")
         is_tensor = isinstance(item, torch.Tensor)
-        made.append(Reference(f"{name}_{position}", item, name, index) if is_tensor else None)
+        outputs.append(Reference(f"{name}_{position}", item, name, index) if is_tensor else None)
         index += is_tensor
-    return tuple(made)
+    return tuple(outputs)
 
 
 def _bind(
@@ -454,11 +461,11 @@ def _bind(
             inputs.append(value)
             given.append(argument.name)
         elif is_list and all(x is None or isinstance(x, Reference) for x in value):
-            found = [x for x in value if x is not None]
-            inputs += found
+            present = [x for x in value if x is not None]
+            inputs += present
             given.append(argument.name)
-            sizes.append(len(found))
-            if len(found) < len(value):
+            sizes.append(len(present))
+            if len(present) < len(value):
                 masks.append([x is None for x in value])
         elif value is not None or argument.name not in tensors:
             attrs[argument.name] = _plain(value, f"node '{where}': argument '{argument.name}'")

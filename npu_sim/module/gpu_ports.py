@@ -1,4 +1,4 @@
-"""Between a caller's CUDA tensors and a program's buffers: on the caller's stream, without waiting for the GPU.
+"""Transfers between a caller's CUDA tensors and a program's buffers, on the caller's stream, without waiting.
 
 A call is one launch of the program's graph, which begins with a kernel that copies (and casts, and checks) all inputs,
 and ends with one that copies the outputs into new tensors; where those are is set before each launch.
@@ -60,7 +60,7 @@ class GPUPorts:
         self.follow()
 
     def go_home(self) -> None:
-        """Nothing: launches are prepared for the buffers that the program has."""
+        """Do nothing: launches are prepared for the buffers that the program has."""
 
     def follow(self) -> None:
         """Prepare the copies for the buffers that the program has by now."""
@@ -113,7 +113,7 @@ class GPUPorts:
         _point(self._take, [tensor.data_ptr() for tensor in self._made.values()])
 
     def _bind(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Have the program work on the caller's memory where it changes inputs in place, as long as that stays."""
+        """Bind inputs that the program changes in place to the caller's memory, until the caller's tensors move."""
         moved = {
             name: values[name]
             for name in self._in_place
@@ -135,11 +135,11 @@ class GPUPorts:
     def take(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Output name → tensor, of the launch before; `values` are the caller's tensors by input name."""
         self._backend.call_on(torch._C._cuda_getCurrentRawStream(self._index))
-        made, self._made, self._dense = self._made, {}, []
+        results, self._made, self._dense = self._made, {}, []
         for name, donor in self._program.plan.donations.items() if self._at else ():
             if donor in self._at:
-                made[name] = values[donor]
-        return made | self._static if self._static else made
+                results[name] = values[donor]
+        return results | self._static if self._static else results
 
 
 def _point(launches: Sequence[MovingLaunch], addresses: list[int]) -> None:

@@ -26,7 +26,7 @@ class BrokenModule:
     has other graphs captured.
 
     Attributes:
-        reason: Why the module could not be traced as one graph.
+        reason: The reason why the module could not be traced as one graph.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: Options, dynamic: bool, reason: str) -> None:
@@ -42,9 +42,9 @@ class BrokenModule:
         )
 
     def _compile_graph(self, graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        found = break_reason(graph_module)
-        if found is not None:
-            self._breaks[found] = None
+        reason = break_reason(graph_module)
+        if reason is not None:
+            self._breaks[reason] = None
         compiled = compile_graph(graph_module, self._options)
         if isinstance(compiled, Subgraph):
             self._subgraphs.append(compiled)
@@ -73,7 +73,7 @@ class BrokenModule:
             return self._compiled(*args, **kwargs)
 
     def refresh(self) -> None:
-        """Nothing: each call passes the module's tensors, and those that were written are loaded again."""
+        """Do nothing: each call passes the module's tensors, and those that were written are loaded again."""
 
     def save(self, path: object) -> None:
         """Refused: what runs between the graphs is Python.
@@ -87,7 +87,7 @@ class BrokenModule:
         )
 
     def report(self) -> Report:
-        """What runs where: all graphs' programs, and why PyTorch could not trace the module as one graph."""
+        """Return all graphs' programs, and the reasons why PyTorch could not trace the module as one graph."""
         programs = [program for subgraph in self._subgraphs for program in subgraph.programs()]
         breaks = tuple(self._breaks) or (self.reason,)
         return Report(type(self._module).__name__, self.backend.device, str(self.device), tuple(programs), breaks)
@@ -98,10 +98,10 @@ class BrokenModule:
         Raises:
             IRError: that fails, or no graph could be captured.
         """
-        copies, known = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
+        copies, keywords = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
         try:
             with _kept(self._module), quiet_tracing():
-                self(*copies, **known)
+                self(*copies, **keywords)
         except Exception as error:  # whatever the module's own code and PyTorch raise
             raise IRError(self.reason) from error
         if not any(subgraph.programs() for subgraph in self._subgraphs):

@@ -1,4 +1,4 @@
-"""Which device runs a module's programs, and in which dtype."""
+"""Choice of the device that runs a module's programs, and of its compute dtype."""
 
 from __future__ import annotations
 

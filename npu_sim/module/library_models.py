@@ -1,4 +1,4 @@
-"""What is special of a library's models: transformers' caches, and the hooks that it installs itself."""
+"""Special cases of libraries' models: transformers' caches, and the hooks that it installs itself."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Value: TypeAlias = np.ndarray | DeviceBuffer
 
 
 class Memory:
-    """What all programs of a module share on a device: weights, and memory for intermediate values.
+    """Memory that all programs of a module share on a device: weights and intermediate values.
 
     Attributes:
         weights: Key → array, or matrix in few bits.
@@ -40,7 +40,7 @@ class Memory:
         return load_weights(self.weights, program, self.backend, strict=False, cache=self._cache)
 
     def forget(self, buffers: Iterable[DeviceBuffer]) -> None:
-        """Have these weights made again when they are loaded next."""
+        """Drop cached weights, so that the next load uploads them again."""
         stale = {id(buffer) for buffer in buffers}
         self._cache = {key: buffer for key, buffer in self._cache.items() if id(buffer) not in stale}
 
@@ -54,7 +54,7 @@ class DeviceProgram:
         updated: The inputs whose memory the program may change.
 
     Attributes:
-        specs: Of the graph's outputs.
+        specs: Shapes and dtypes of the graph's outputs.
         unknown: Outputs that the caller has to give as inputs which the program does not read.
     """
 
@@ -67,10 +67,10 @@ class DeviceProgram:
         updated: Collection[str],
     ) -> None:
         self._program, self._names, self._others, self._memory = program, outputs, others, memory
-        known = {spec.name: spec for spec in (*program.input_specs, *program.output_specs)}
+        specs = {spec.name: spec for spec in (*program.input_specs, *program.output_specs)}
         self.input_specs = program.input_specs
-        self.unknown = set(outputs) - known.keys() - others.keys()
-        self.specs = [known.get(name) for name in outputs]
+        self.unknown = set(outputs) - specs.keys() - others.keys()
+        self.specs = [specs.get(name) for name in outputs]
         self._kept = set(program.plan.donations.values()) - set(updated)
         self._executor = Executor(program, memory.backend, arena=memory.arena)
         self._weights = memory.load(program)
@@ -87,8 +87,8 @@ class DeviceProgram:
     def __call__(self, inputs: Mapping[str, Value]) -> list[Value]:
         """The graph's outputs; buffers hold until the next call."""
         given = {spec.name: self._own(spec, inputs[spec.name]) for spec in self.input_specs}
-        made = self._executor.run(given, self._weights)
-        values = {**inputs, **self._others, **made}
+        computed = self._executor.run(given, self._weights)
+        values = {**inputs, **self._others, **computed}
         return [values[name] for name in self._names]
 
     def _own(self, spec: TensorSpec, value: Value) -> Value:

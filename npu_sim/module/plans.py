@@ -28,11 +28,11 @@ def plan_for(
     """The plan of a traced module's graph.
 
     Args:
-        ir: Symbolic where sizes may change.
+        ir: The graph's IR, symbolic where sizes may change.
         sizes: Symbol → its value.
         dtype: Compute dtype. Default: the graph's own, if that is a float of 16 bits, else float32.
-        target: The device's.
-        quantization: As for `npu_compiler.compile`.
+        target: The device's code generation target.
+        quantization: Formats of weights in few bits, as for `npu_compiler.compile`.
 
     Warns (`PrecisionWarning`) where a module of float64 inputs or results computes in float32.
 

@@ -1,4 +1,4 @@
-"""Between a caller's tensors and a program's buffers: in shared memory where PyTorch reaches it, else by NumPy."""
+"""Transfers between a caller's tensors and a program's buffers: shared memory where PyTorch reaches it, else NumPy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TensorPorts:
         self._in_place = {port.name: port for port in self._inputs if port.name in in_place}
 
     def go_home(self) -> None:
-        """Have the program use its own buffers again, before its launches are prepared again."""
+        """Bind the program to its own buffers again, before its launches are prepared again."""
         for port in self._ports:
             port.go_home()
 
@@ -107,7 +107,7 @@ class InputPort:
         self._limit = FLOAT_MAX.get(spec.storage) if spec.storage != spec.dtype else None
 
     def go_home(self) -> None:
-        """Have the program read its own buffer again."""
+        """Bind this input to the program's own buffer again."""
         if self._move is not None:
             self._go_to(self._home)
 
@@ -201,7 +201,7 @@ class OutputPort:
         self.follow()
 
     def go_home(self) -> None:
-        """Have the program write its own buffer again."""
+        """Bind this output to the program's own buffer again."""
         if self._move is not None and self._static is not None:
             self._move(self._static.data_ptr())
 
@@ -210,7 +210,7 @@ class OutputPort:
         self._move = self._bound.mover(self.name) if self._may_move else None
 
     def make_room(self) -> None:
-        """Have the program write this output into a new tensor, where the device can do that."""
+        """Bind this output to a new tensor, where the device can write to PyTorch's memory."""
         if self._move is not None:
             assert self._static is not None
             self._room = torch.empty_like(self._static)

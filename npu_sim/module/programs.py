@@ -31,14 +31,14 @@ Own = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a trace is compiled.
+    """Settings with which a trace is compiled.
 
     Attributes:
         backend: The device that runs the programs.
         device: The torch device of arguments, weights and results.
         dtype: Compute dtype; None for the trace's own.
-        limit: How many programs to keep.
-        quantization: How weights are stored in few bits (see `npu_compiler.compile`).
+        limit: Maximum number of programs to keep.
+        quantization: Formats of weights in few bits (see `npu_compiler.compile`).
     """
 
     backend: Hardware
@@ -49,7 +49,7 @@ class Settings:
 
 
 class Compiled:
-    """What has been compiled of a trace; several sets of weights may share it."""
+    """Cache of a trace's plans and compiled programs; several sets of weights may share it."""
 
     def __init__(self, traced: Trace, settings: Settings) -> None:
         self._trace, self._settings = traced, settings
@@ -137,7 +137,7 @@ class Programs:
         return name and (f"argument '{name}'" if key is None else f"'{key}'")
 
     def plans(self) -> list[PartitionPlan]:
-        """Of the programs made so far."""
+        """Return the plans of the programs made so far."""
         return [runner.plan for runner in self.runners.values()]
 
     def clear(self) -> None:

@@ -35,8 +35,8 @@ def quiet_tracing() -> Iterator[None]:
 
 
 def _torch_loggers() -> list[logging.Logger]:
-    known = [logging.getLogger("torch"), *logging.Logger.manager.loggerDict.values()]
-    return [x for x in known if isinstance(x, logging.Logger) and (x.name == "torch" or x.name.startswith("torch."))]
+    loggers = [logging.getLogger("torch"), *logging.Logger.manager.loggerDict.values()]
+    return [x for x in loggers if isinstance(x, logging.Logger) and (x.name == "torch" or x.name.startswith("torch."))]
 
 
 class _Mute(logging.Filter):

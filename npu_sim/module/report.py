@@ -1,4 +1,4 @@
-"""What of a compiled module runs where, and why."""
+"""Reports of a compiled module: the nodes that run on the device, and why others do not."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class ProgramReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What of a compiled module runs where.
+    """Report of a compiled module: the nodes that run on the device, and why others do not.
 
     Attributes:
         device: The device that runs the programs, in words.
         tensors: The torch device of arguments, results, and of what PyTorch runs.
-        graph_breaks: Why PyTorch could not trace the module as one graph, for each break.
+        graph_breaks: For each graph break, the reason why PyTorch could not trace beyond it.
     """
 
     name: str

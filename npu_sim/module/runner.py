@@ -28,7 +28,7 @@ Values = dict[str, torch.Tensor]
 
 @dataclass
 class Loaded:
-    """What all programs of a module share on a device.
+    """Weights and memory that all programs of a module share on a device.
 
     Attributes:
         weights: Checkpoint key → the module's tensor, or a matrix in few bits.
@@ -48,7 +48,7 @@ class Runner:
 
     Args:
         updated: Graph inputs that the caller has the plan change in place.
-        programs: Those of the device partitions, where they have been compiled before.
+        programs: Programs of the device partitions, where they have been compiled before.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Runner:
     def __call__(self, inputs: Values) -> list[torch.Tensor]:
         """The graph's outputs, in order: new tensors, but for inputs that it changes in place."""
         if self._is_simple:
-            made = self._steps[0](inputs)
-            return [made[name] for name in self._outputs]
+            results = self._steps[0](inputs)
+            return [results[name] for name in self._outputs]
         values = inputs
         for step in self._steps:
             values = values | step(values)
@@ -102,7 +102,7 @@ class Runner:
 
 
 class _TorchStep:
-    """What the device lacks, in PyTorch, where the module's tensors are."""
+    """A partition that PyTorch runs on the torch device of the module's tensors."""
 
     def __init__(self, part: Partition, loaded: Loaded) -> None:
         self._part, self._loaded = part, loaded
@@ -159,7 +159,7 @@ def open_ports(
     results: set[str],
     in_place: set[str],
 ) -> TensorPorts | GPUPorts:
-    """What moves tensors of a torch device in and out of a program: see `TensorPorts`."""
+    """Return the object that moves tensors of a torch device in and out of a program: see `TensorPorts`."""
     if device.type == "cuda" and program.contains_code:  # else the backend is another device
         from cuda_runtime import CUDABackend
         from npu_sim.module.gpu_ports import GPUPorts

@@ -65,7 +65,7 @@ def load(
         allow_code: Run code in the file, whoever made it, instead of compiling the graph again.
         dlpack: Return device buffers, which speak DLPack, in the dtypes that the device stores; by default, NumPy
             arrays in PyTorch's dtypes.
-        programs: How many programs to keep, if sizes may change; the one that has not been used for longest is dropped.
+        programs: Maximum number of programs to keep, if sizes may change; the least recently used one is dropped.
         classes: Namedtuples and dataclasses of yours that results may be. Of those that the file names, only classes of
             PyTorch, transformers and the like are made; the results of others are namedtuples and dicts like them.
 
@@ -84,7 +84,7 @@ class LoadedModule:
     tensor. Calls from several threads queue. Each returns new arrays.
 
     Attributes:
-        content: What the file says.
+        content: The file's description of the module.
         backend: The device that runs the programs.
     """
 
@@ -229,7 +229,7 @@ class LoadedModule:
             raise InputError(f"argument '{path}' is a {kind} that NumPy cannot read: {error}") from error
 
     def _seen(self, index: int, value: Value) -> Any:
-        """What of an input is held against the graph: of a buffer its shape; its program knows how it is stored."""
+        """Return the shape and dtype of an input to compare with the graph's; for a buffer, the graph's dtype."""
         if isinstance(value, np.ndarray):
             return value
         meta = self.content.graph_inputs[index]
@@ -252,8 +252,8 @@ class LoadedModule:
         saved = self._saved.get(key)
         # A program that a call waits for does not stop to time kernels.
         with self.backend.without_trials() if self._programs else nullcontext():
-            found = None if saved is None else self._from_file(saved)
-            program = self._programs[key] = self._compiled(key) if found is None else found
+            stored = None if saved is None else self._from_file(saved)
+            program = self._programs[key] = self._compiled(key) if stored is None else stored
         while len(self._programs) > self._limit:
             self._programs.popitem(last=False)
         return program
@@ -288,18 +288,18 @@ class LoadedModule:
 
     def _checked(self, program: _AnyProgram) -> _AnyProgram:
         """The program, if it is one of this module's graph."""
-        known = {meta.name: meta for meta in self.content.graph_inputs}
+        metas = {meta.name: meta for meta in self.content.graph_inputs}
         used = [leaf.output for leaf in self.content.outputs if leaf.output is not None]
         used += [index for index, _ in self.content.written]
         fits = all(
-            spec.name in known
-            and spec.dtype == known[spec.name].dtype
-            and len(spec.shape) == len(known[spec.name].shape)
+            spec.name in metas
+            and spec.dtype == metas[spec.name].dtype
+            and len(spec.shape) == len(metas[spec.name].shape)
             for spec in program.input_specs
         )
         if (
             not fits
-            or not program.unknown <= known.keys()
+            or not program.unknown <= metas.keys()
             or not all(0 <= index < len(program.specs) for index in used)
         ):
             raise self._invalid("its program has other inputs or outputs than its graph")
@@ -321,7 +321,7 @@ class LoadedModule:
 
 
 class _Seen(NamedTuple):
-    """What `InputShapes` asks of an input."""
+    """Shape and dtype of an input, as `InputShapes` compares them."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -357,16 +357,16 @@ def _check_writable(given: Sequence[Any], place: int, path: str) -> None:
         raise InputError(f"{problem} shares memory with another; give a copy")
 
 
-def _write_back(given: Any, made: Value, spec: TensorSpec | None) -> None:
-    """Make an argument hold what the module has made of it."""
+def _write_back(given: Any, result: Value, spec: TensorSpec | None) -> None:
+    """Copy the module's result for an argument into it."""
     if isinstance(given, DeviceBuffer):
-        if isinstance(made, np.ndarray) or (made.dtype, made.alloc_shape) != (given.dtype, given.alloc_shape):
-            given.write(_host(made, spec))
-        elif made.native_handle is not given.native_handle:
-            given.copy_from(made)
+        if isinstance(result, np.ndarray) or (result.dtype, result.alloc_shape) != (given.dtype, given.alloc_shape):
+            given.write(_host(result, spec))
+        elif result.native_handle is not given.native_handle:
+            given.copy_from(result)
     elif isinstance(given, np.ndarray):
-        np.copyto(given, _host(made, spec))
+        np.copyto(given, _host(result, spec))
     else:
         from npu_runtime.torch_arrays import numpy_to_tensor
 
-        given.copy_(numpy_to_tensor(_host(made, spec)))
+        given.copy_(numpy_to_tensor(_host(result, spec)))

@@ -91,7 +91,7 @@ class Symbol:
     """A size that may change between calls.
 
     Attributes:
-        title: What messages call it.
+        title: Its name in messages.
     """
 
     name: str
@@ -106,10 +106,10 @@ class Symbol:
 
 @dataclass(frozen=True)
 class SavedModule:
-    """What a file says of a module, but for the values of its tensors.
+    """A file's description of a module, without the values of its tensors.
 
     Attributes:
-        ir: As JSON, without the data of its constants.
+        ir: The graph's IR as JSON, without the data of its constants.
         weights: Key in the graph → name of the tensor in the file; tied weights are one tensor.
         constants: The graph's constants likewise.
         keys: Name in the graph → key, for the weights and constants that are results, and the weights that are changed.
@@ -198,7 +198,7 @@ def write_module(path: Path, module: SavedModule, tensors: Mapping[str, StoredTe
 
 
 def read_module(path: Path) -> tuple[SavedModule, MappedCheckpoint]:
-    """What a `.npumod` says, and its tensors, mapped. Nothing in it is run.
+    """Read the description in a `.npumod` and map its tensors. Nothing in the file is run.
 
     Raises:
         ProgramFormatError: the file is missing, truncated, damaged, of another format version, or inconsistent.
@@ -235,7 +235,7 @@ def read_module(path: Path) -> tuple[SavedModule, MappedCheckpoint]:
 
 
 def _check(module: SavedModule, checkpoint: MappedCheckpoint) -> None:
-    """What must hold between the parts of a description, beyond the types of its fields."""
+    """Check that the parts of a description agree; raise `ProgramFormatError` if they do not."""
     inputs = [meta.name for meta in module.graph_inputs]
     if [leaf.name for leaf in module.inputs if leaf.name is not None] != inputs or len(set(inputs)) < len(inputs):
         raise ProgramFormatError("the leaves of its arguments are not the inputs of its graph")
@@ -305,7 +305,7 @@ def _table(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def _start(described: int) -> int:
-    """Where the tensors begin behind a description of that length."""
+    """Return the offset of the tensors behind a description of this length, in bytes."""
     return -(-(_HEADER.size + described) // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -325,7 +325,7 @@ class _Hashed:
     """Writes to a file and computes the checksum of what is written.
 
     Attributes:
-        size: In bytes.
+        size: Bytes written.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -348,7 +348,7 @@ class _Hashed:
         self._current = hashlib.sha256()
 
     def checksum(self) -> bytes:
-        """Of all that was written; call it once, at the end."""
+        """Return the checksum of everything written; call it once, at the end."""
         if self.size % _PIECE:
             self._finish_piece()
         return _joined(self._digests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ from npu_sim.module.trace import Trace
 _UNLIMITED = 2**62  # PyTorch's "no limit" is near 2**63
 
 
+@dataclass(frozen=True)
+class FewBits:
+    """Weights that the device stores in few bits.
+
+    Attributes:
+        formats: Key → the weight's format.
+        stored: Key → the weight, where it is in few bits already.
+    """
+
+    formats: Mapping[str, QuantizedFormat]
+    stored: Mapping[str, QuantizedArray]
+
+
 def save_module(
     path: Path,
     traced: Trace,
@@ -43,8 +57,7 @@ def save_module(
     titles: Mapping[str, str],
     dtype: str | None,
     runners: Mapping[Key, Runner],
-    formats: Mapping[str, QuantizedFormat],
-    stored: Mapping[str, QuantizedArray],
+    few_bits: FewBits,
 ) -> None:
     """Write a `.npumod`.
 
@@ -53,8 +66,7 @@ def save_module(
         titles: Symbol → what messages call it.
         dtype: The compute dtype that was asked for.
         runners: The programs that were made so far.
-        formats: Key → how the device stores the weight, where that is in few bits.
-        stored: The weights that are in few bits already.
+        few_bits: The weights that the device stores in few bits.
 
     Raises:
         InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
@@ -66,6 +78,7 @@ def save_module(
     returned = _returned(traced, results)
     keys = {name: key for name, key in ir["weight_name_mapping"].items() if name in returned}
     whole = {names.get(key) for key in keys.values()}
+    formats, stored = few_bits.formats, few_bits.stored
     whole |= {name for key, name in names.items() if formats.get(key) != formats.get(name)}
     for name in formats.keys() & tensors.keys() - whole:
         tensors |= _parts(name, tensors.pop(name), formats[name], stored.get(name))
@@ -110,7 +123,7 @@ def _returned(traced: Trace, results: tuple[OutputLeaf, ...]) -> set[str | None]
 def _parts(
     key: str, tensor: StoredTensor, format: QuantizedFormat, stored: QuantizedArray | None
 ) -> dict[str, StoredTensor]:
-    """What to write of a weight in few bits, which is quantized when its first part is written if it is not yet."""
+    """Return the parts of a weight in few bits; unless given, it is quantized when its first part is written."""
     whole = cache(lambda: stored or quantize(tensor.read(), format))
     shapes = format.parts((tensor.shape[0], tensor.shape[1]))
     return {
@@ -135,10 +148,10 @@ def _stored(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, StoredTensor
     """The tensors to write, and for each key the name of its tensor: the same for tied weights."""
     tensors: dict[str, StoredTensor] = {}
     names: dict[str, str] = {}
-    known: dict[Any, str] = {}
+    first_keys: dict[Any, str] = {}
     for key, tensor in weights.items():
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        names[key] = known.setdefault(place, key) if tensor.numel() else key
+        names[key] = first_keys.setdefault(place, key) if tensor.numel() else key
         if names[key] == key:
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors[key] = StoredTensor(dtype, tuple(tensor.shape), partial(_elements, tensor))
@@ -159,21 +172,21 @@ def _symbol(name: str, title: str, low: int, high: int | None) -> Symbol:
 
 def _off_device(runners: Mapping[Key, Runner]) -> tuple[OffDevice, ...]:
     """The nodes that PyTorch runs, for whatever sizes."""
-    found = {}
+    nodes = {}
     for runner in runners.values():
         for node in runner.plan.graph.nodes:
             if node.name in runner.plan.reasons:
-                found[node.name] = OffDevice(node.name, node.op_type, runner.plan.reasons[node.name])
-    return tuple(found.values())
+                nodes[node.name] = OffDevice(node.name, node.op_type, runner.plan.reasons[node.name])
+    return tuple(nodes.values())
 
 
 def _programs(runners: Mapping[Key, Runner]) -> tuple[SavedProgram, ...]:
     """The programs of those plans that are one program each."""
-    found = []
+    programs = []
     for key, runner in runners.items():
         graph = runner.plan.graph
         if len(runner.programs) == len(runner.plan.partitions) == 1:
             (program,) = runner.programs
             if {*graph.outputs} <= {*graph.inputs, *(spec.name for spec in program.output_specs)}:
-                found.append(SavedProgram(key, program.target, tuple(graph.outputs), program.to_bytes()))
-    return tuple(found)
+                programs.append(SavedProgram(key, program.target, tuple(graph.outputs), program.to_bytes()))
+    return tuple(programs)

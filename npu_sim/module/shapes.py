@@ -16,11 +16,11 @@ Key = tuple[int, ...]
 
 
 class InputShapes:
-    """Checks what a call gives for the graph's inputs, and finds the values of symbols in its shapes.
+    """Checks the shapes and dtypes of a call's inputs, and reads the values of symbols from them.
 
     Args:
         inputs: Shape and dtype of each input: sizes may be symbolic, and the dtype is what compares equal to its own.
-        paths: What the caller calls each of them.
+        paths: The caller's name of each input.
         ranges: Symbol → smallest and largest value.
         names: Symbol → its name in messages, where it has one.
         strides: Index of an input → its strides, where they must be those with which the module was compiled.
@@ -83,7 +83,7 @@ class InputShapes:
                 )
 
     def _misfit(self, tensors: Sequence[Any]) -> InputError:
-        """What to say of the first input that does not fit."""
+        """Return the error for the first input that does not fit."""
         for index, value in enumerate(tensors):
             dtype, static = self._dtypes[index], self._static[index]
             if value.dtype != dtype:
@@ -121,8 +121,8 @@ class InputShapes:
                 allowed = f"{low} or more" if high is None else f"{low} to {high}"
                 raise InputError(f"size '{self.names[symbol]}' is {size}, but the module was compiled for {allowed}")
 
-    def _problem(self, index: int, found: str, wanted: str) -> str:
-        return f"argument '{self._paths[index]}' {found}, but the module was compiled for {wanted}"
+    def _problem(self, index: int, actual: str, wanted: str) -> str:
+        return f"argument '{self._paths[index]}' {actual}, but the module was compiled for {wanted}"
 
 
 def strides_of(value: Any) -> Sequence[float]:
@@ -144,7 +144,7 @@ def dimension_names(inputs: Sequence[Mapping[str, Any]], dynamic_shapes: Sequenc
     """Symbol → the name of the `torch.export.Dim` that it stands for.
 
     Args:
-        dynamic_shapes: For each input, as `torch.export` spells it: a mapping or sequence of dimensions, or None.
+        dynamic_shapes: Each input's dimensions as `torch.export` spells them: a mapping or sequence, or None.
     """
     names: dict[str, str] = {}
     for meta, dims in zip(inputs, dynamic_shapes, strict=False):

@@ -35,17 +35,17 @@ class Parameter:
 
 
 def parameters_of(signature: inspect.Signature) -> tuple[Parameter, ...]:
-    found = []
+    parameters = []
     kinds = {name: name for name in get_args(Kind)}
     for name, parameter in signature.parameters.items():
         kind: Kind = kinds[parameter.kind.name]
         if parameter.default is inspect.Parameter.empty:
-            found.append(Parameter(name, kind))
+            parameters.append(Parameter(name, kind))
         elif type(parameter.default) in _PLAIN:
-            found.append(Parameter(name, kind, "plain", parameter.default))
+            parameters.append(Parameter(name, kind, "plain", parameter.default))
         else:
-            found.append(Parameter(name, kind, "other"))
-    return tuple(found)
+            parameters.append(Parameter(name, kind, "other"))
+    return tuple(parameters)
 
 
 def signature_of(parameters: Sequence[Parameter]) -> inspect.Signature:
@@ -54,11 +54,11 @@ def signature_of(parameters: Sequence[Parameter]) -> inspect.Signature:
     Raises:
         ProgramFormatError: no function has these parameters.
     """
-    made = []
+    rebuilt = []
     try:
         for given in parameters:
             default = {"none": inspect.Parameter.empty, "plain": given.value, "other": _OtherDefault()}[given.default]
-            made.append(inspect.Parameter(given.name, getattr(inspect.Parameter, given.kind), default=default))
-        return inspect.Signature(made)
+            rebuilt.append(inspect.Parameter(given.name, getattr(inspect.Parameter, given.kind), default=default))
+        return inspect.Signature(rebuilt)
     except (ValueError, TypeError, IndexError) as error:  # the last for an empty name
         raise ProgramFormatError(f"no function has its parameters: {error}") from error

@@ -1,4 +1,4 @@
-"""How the arguments and results of a module are nested, and what their leaves are; without PyTorch.
+"""Nesting of a module's arguments and results, and their leaves; without PyTorch.
 
 Inside a compiled module the structure is PyTorch's own (`npu_sim.module.tensors`). `Tree` says the same as plain data,
 which a file can hold.
@@ -27,8 +27,8 @@ class InputLeaf:
 
     Attributes:
         name: The graph input's, for a tensor; None for a value that tracing has made a part of the graph.
-        value: That value.
-        path: Where the leaf is in the arguments, in words.
+        value: The value that tracing has made a part of the graph.
+        path: Position of the leaf in the arguments, in words.
     """
 
     name: str | None
@@ -43,8 +43,8 @@ class OutputLeaf:
     Attributes:
         output: The index of the graph's output, for a tensor that is computed.
         source: The name of the graph input or weight, where the result is that very tensor; or that of a view.
-        value: Of a result that is no tensor. Beside an output: `NUMBER`, where the result is that tensor's one element
-            as a number of Python.
+        value: A result that is no tensor. Beside an output: `NUMBER`, where the result is that tensor's one element as
+            a number of Python.
     """
 
     output: int | None = None
@@ -62,7 +62,7 @@ def number_of(array: Any) -> Any:
 
 
 class Structure(Protocol):
-    """How leaves are nested in a value."""
+    """Nesting of leaves in a value."""
 
     @property
     def is_leaf(self) -> bool: ...
@@ -87,7 +87,7 @@ class Tree:
     """A `Structure` as plain data.
 
     Attributes:
-        keys: Of a dict, or the names of a namedtuple's or object's fields; one for each child.
+        keys: Keys of a dict, or the names of a namedtuple's or object's fields; one for each child.
         type: `module:name` of a namedtuple's or object's class.
         absent: An object's fields that are None.
         classes: Classes of the caller's, by `type`, that may be made besides those of `_PACKAGES`.
@@ -124,7 +124,7 @@ class Tree:
         return 1 if self.is_leaf else sum(child.size for child in self.children)
 
     def paths(self) -> list[str]:
-        """Where each leaf is, in words: `output` alone, else its keys and indices, as in `state.0`."""
+        """Return each leaf's path: `output` if there is only one, else its keys and indices, as in `state.0`."""
         if self.is_leaf:
             return ["output"]
         steps = self.keys or range(len(self.children))
@@ -137,13 +137,13 @@ class Tree:
         parts = self._parts(value)
         if parts is None or len(parts) != len(self.children):
             return None
-        found: list[Any] = []
+        leaves: list[Any] = []
         for child, part in zip(self.children, parts, strict=True):
             inner = child.leaves(part)
             if inner is None:
                 return None
-            found += inner
-        return found
+            leaves += inner
+        return leaves
 
     def _parts(self, value: Any) -> Sequence[Any] | None:
         """The children's values; None where the value is of another kind, or has other keys."""
@@ -187,16 +187,16 @@ class Tree:
         A file names the class. So nothing is imported for it, no module is asked but those of `_PACKAGES`, and no class
         is called but a namedtuple or dataclass that has these fields and runs nothing else when it is made.
         """
-        found = self.classes.get(self.type) or _imported(self.type)
-        is_class = isinstance(found, type)
+        maker = self.classes.get(self.type) or _imported(self.type)
+        is_class = isinstance(maker, type)
         name = self.type.rpartition(":")[2].rpartition(".")[2]
         name = name if name.isidentifier() and not keyword.iskeyword(name) else "Record"
         if self.kind == "namedtuple":
-            if not is_class or not issubclass(found, tuple) or field_names(found) != self.keys:
+            if not is_class or not issubclass(maker, tuple) or field_names(maker) != self.keys:
                 return namedtuple(name, self.keys)
-            return found if hasattr(found, "_fields") else lambda **fields: found(fields.values())
-        if is_class and _is_plain_dataclass(found, self.keys):
-            return found  # type: ignore[no-any-return]
+            return maker if hasattr(maker, "_fields") else lambda **fields: maker(fields.values())
+        if is_class and _is_plain_dataclass(maker, self.keys):
+            return maker  # type: ignore[no-any-return]
         return type(name, (Record,), {"_absent": self.absent})
 
 
@@ -212,14 +212,14 @@ def _imported(path: str) -> Any:
     module, _, names = path.partition(":")
     if module.partition(".")[0] not in _PACKAGES or module not in sys.modules:
         return None
-    found: Any = sys.modules[module]
+    value: Any = sys.modules[module]
     for name in names.split("."):
-        found = vars(found).get(name) if isinstance(found, (type, ModuleType)) else None
-    return found
+        value = vars(value).get(name) if isinstance(value, (type, ModuleType)) else None
+    return value
 
 
 class Record(dict[str, Any]):
-    """What stands for an object of a class that is not imported here: its fields, as keys and as attributes.
+    """Stand-in for an object of a class that is not imported here: its fields, as keys and as attributes.
 
     It behaves as the `ModelOutput` of transformers does: an index gives a field by its place.
     """

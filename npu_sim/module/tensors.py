@@ -1,4 +1,4 @@
-"""What a compiled module does with torch tensors as arguments and results: their structure and their shapes."""
+"""Torch tensors as arguments and results of a compiled module: their structure and their shapes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class PytreeStructure:
         self.size: int = spec.num_leaves
 
     def leaves(self, value: Any) -> list[Any] | None:
-        found, actual = pytree.tree_flatten(value)
-        return found if actual == self.spec else None
+        leaves, actual = pytree.tree_flatten(value)
+        return leaves if actual == self.spec else None
 
     def build(self, leaves: Sequence[Any]) -> Any:
         return pytree.tree_unflatten(list(leaves), self.spec)
 
     def tree(self) -> Tree:
-        """The same as plain data.
+        """Return the structure as plain data.
 
         Raises:
             InputError: there is a dict in it with other keys than plain data.
@@ -55,9 +55,9 @@ class PytreeStructure:
 def argument_structures(spec: pytree.TreeSpec) -> tuple[list[PytreeStructure], dict[str, PytreeStructure]]:
     """The structures of the positional and of the keyword arguments, out of that of (args, kwargs)."""
     positional, keyword = children_of(spec)
-    found = [PytreeStructure(child) for child in children_of(positional)]
+    structures = [PytreeStructure(child) for child in children_of(positional)]
     named = zip(keyword.context or (), children_of(keyword), strict=True)
-    return found, {name: PytreeStructure(child) for name, child in named}
+    return structures, {name: PytreeStructure(child) for name, child in named}
 
 
 def _tree(spec: pytree.TreeSpec) -> Tree:
@@ -86,7 +86,7 @@ class TensorShapes(InputShapes):
     """`InputShapes` for torch tensors.
 
     Args:
-        device: On which all tensors have to be.
+        device: The torch device of all tensors.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TensorShapes(InputShapes):
 def flat_dimensions(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
 ) -> list[Any]:
-    """For each tensor of the arguments, in order, what `dynamic_shapes` says of its dimensions, or None."""
+    """Return the entry of `dynamic_shapes`, or None, for each tensor of the arguments, in order."""
     if dynamic_shapes is None:
         return []
     bound = inspect.signature(forward).bind(*args, **kwargs).arguments

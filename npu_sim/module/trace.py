@@ -52,7 +52,7 @@ class Trace:
     """A traced module.
 
     Attributes:
-        ir: In the schema of torch_ir; sizes may be symbolic (see `npu_compiler.graph.symbolic`). Constants are arrays.
+        ir: IR in torch_ir's schema; sizes may be symbolic (see `npu_compiler.graph.symbolic`). Constants are arrays.
         weights: Key → the module's own tensor, for parameters, buffers and large constants.
         constants: The buffers whose values are constants in the IR, by key.
         inputs: The leaves of (args, kwargs), in order; `in_spec` is their structure.
@@ -64,7 +64,7 @@ class Trace:
         passed: The results that are graph inputs, weights or views, as the IR describes them, by `source`.
         views: Name → view, for results that share memory with something else.
         state: Graph input → key, for parameters and buffers that are inputs after those of a call.
-        plain: Where there are such: the same with them as weights.
+        plain: The trace in which the tensors of `state` are weights; None if there are none.
         strides: Graph input → its strides, where they decide which memory a call changes: `reshape` returns a view of
             some tensors and a copy of others.
     """
@@ -100,7 +100,7 @@ class Trace:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """What `torch.export` runs under: no gradients, no warnings and no garbage collection."""
+    """Context for `torch.export`: no gradients, no warnings and no garbage collection."""
     with collector_paused(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -184,13 +184,13 @@ def _holds_vmap(exported: ExportedProgram) -> bool:
 
 
 def first_line(error: Exception | str) -> str:
-    """Of a message."""
+    """Return the first line of a message that is not empty; the error's type if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def problem_of(error: Exception) -> str:
-    """Why PyTorch could not trace something, in words that do not need its internals."""
+    """Explain why PyTorch could not trace something, in words that do not need its internals."""
     is_about_data = any(word in f"{type(error).__name__} {error}".lower() for word in _DATA_DEPENDENT)
     if not is_about_data:
         return first_line(error)
@@ -250,7 +250,7 @@ def load_exported(path: str | Path) -> ExportedProgram:
 
 
 def trace_module(exported: ExportedProgram, name: str) -> Trace:
-    """As `trace`, with the buffers that a call changes as inputs of the graph, so that no weight changes."""
+    """Trace as `trace` does, with buffers that a call changes as inputs of the graph, so that no weight changes."""
     traced = trace(exported, name)
     written = {x for _, x in traced.written if x in traced.ir["weight_name_mapping"]}
     return replace(trace(exported, name, written), plain=traced) if written else traced
@@ -376,7 +376,7 @@ def _check_inputs_are_distinct(
 
 @dataclass(frozen=True)
 class ReadResults:
-    """What a graph's results are made of: see the attributes of `Trace`; `outputs` are the graph's."""
+    """Origins of a graph's results: see the attributes of `Trace`; `outputs` are the graph's."""
 
     leaves: tuple[OutputLeaf, ...]
     outputs: tuple[Reference, ...]
@@ -390,8 +390,8 @@ def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value])
 
     Args:
         nodes: The graph, read.
-        results: What it returns.
-        given: What its placeholders stand for.
+        results: The values that the graph returns.
+        given: The values of its placeholders.
     """
     sources = {x.name: x for x in given if isinstance(x, Reference)}
     outputs: dict[str, Reference] = {}
@@ -457,17 +457,17 @@ def plain_ir(traced: Trace) -> dict[str, Any]:
     if traced.is_dynamic:
         raise IRError("the exported program has dynamic shapes; npu_sim.compile() makes programs for their sizes")
     computed = traced.ir["graph_outputs"]
-    found = []
+    results = []
     names = []
     placed = pytree.tree_unflatten(list(range(traced.out_spec.num_leaves)), traced.out_spec)
     paths, _ = pytree.tree_flatten_with_path(placed)
     for leaf, (path, _) in zip(traced.outputs, paths, strict=True):
         if leaf.output is not None or leaf.source is not None:
-            found.append(computed[leaf.output] if leaf.output is not None else traced.passed[str(leaf.source)])
+            results.append(computed[leaf.output] if leaf.output is not None else traced.passed[str(leaf.source)])
             names.append(
                 ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
             )
-    ir = {**traced.ir, "graph_outputs": found}
+    ir = {**traced.ir, "graph_outputs": results}
     if traced.out_spec.type is not None and issubclass(traced.out_spec.type, Mapping) and len(set(names)) == len(names):
         ir["output_names"] = names
     return ir
@@ -494,9 +494,9 @@ def _is_weight(value: object) -> bool:
 def _paths(spec: pytree.TreeSpec) -> list[str]:
     """A leaf's place in (args, kwargs), in words: `args[0]['mask']` or `mask`."""
     placed = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    found, _ = pytree.tree_flatten_with_path(placed)
+    placed_leaves, _ = pytree.tree_flatten_with_path(placed)
     words = []
-    for path, _ in found:
+    for path, _ in placed_leaves:
         first, *rest = path
         which = rest[0]
         is_argument = getattr(first, "idx", 0) == 0
@@ -521,12 +521,12 @@ def _split(
 
 def _example_sizes(inputs: Sequence[Reference], ranges: Mapping[str, tuple[int, int | None]]) -> dict[str, int]:
     """Symbol → its value in the example; a small one of its range where the file does not tell."""
-    found = {symbol: max(low, 2) for symbol, (low, _) in ranges.items()}
+    example_sizes = {symbol: max(low, 2) for symbol, (low, _) in ranges.items()}
     sizes: list[Any] = [size for x in inputs for size in x.value.shape if type(size) is not int]
     for size in sizes:
-        if str(size.node.expr) in found and size.node.has_hint():
-            found[str(size.node.expr)] = int(size.node.hint)
-    return found
+        if str(size.node.expr) in example_sizes and size.node.has_hint():
+            example_sizes[str(size.node.expr)] = int(size.node.hint)
+    return example_sizes
 
 
 def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:

@@ -38,8 +38,8 @@ class AliasedView:
         Args:
             sizes: Symbol → its value.
         """
-        made = (_step(specialize(step.node, sizes), step.position, device) for step in self.path)
-        return tuple(step for step in made if step is not None)
+        all_steps = (_step(specialize(step.node, sizes), step.position, device) for step in self.path)
+        return tuple(step for step in all_steps if step is not None)
 
 
 def replay(base: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:

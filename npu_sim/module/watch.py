@@ -24,7 +24,7 @@ _SAMPLE = 2  # tensors whose memory is looked at in each check
 
 
 class WeightWatch:
-    """Says whether tensors of a module have been written, or replaced by others.
+    """Detects writes to a module's tensors, and their replacement by others.
 
     PyTorch counts what is written to a tensor in place (`Tensor._version`), and tells when a module gets another
     parameter or buffer; both are noticed at once, and so is another tensor in a plain attribute. What it does not count
@@ -33,7 +33,7 @@ class WeightWatch:
 
     Args:
         tensors: Key in the module → tensor, detached.
-        plain: Those of them that are neither parameters nor buffers.
+        plain: Keys of tensors that are neither parameters nor buffers.
 
     Attributes:
         new_part: The name of a submodule that was added or replaced, whose code is not what was compiled.
@@ -92,7 +92,7 @@ class PlainTensors:
         """Return the tensors that are in these places now."""
         return [place.value() for place in self._places.values()]
 
-    def current(self, key: str, known: torch.Tensor) -> torch.Tensor | None:
+    def current(self, key: str, original: torch.Tensor) -> torch.Tensor | None:
         """The tensor that a module holds now in place of one that it held; None if it held none there.
 
         Raises:
@@ -104,7 +104,7 @@ class PlainTensors:
         value = place.value()
         if not isinstance(value, torch.Tensor):
             problem = f"by a {type(value).__name__}" if value is not None else "or removed"
-        elif (value.shape, value.dtype, value.device) != (known.shape, known.dtype, known.device):
+        elif (value.shape, value.dtype, value.device) != (original.shape, original.dtype, original.device):
             problem = f"by a tensor of {value.dtype} with shape {list(value.shape)} on {value.device}"
         else:
             return value
@@ -159,13 +159,13 @@ def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[tuple[tuple[
             yield (step, *path), tensor
 
 
-def live_tensor(module: nn.Module, key: str, known: torch.Tensor, plain: PlainTensors) -> torch.Tensor:
-    """The module's own tensor under a key; `known`, which it had, where it holds none now."""
+def live_tensor(module: nn.Module, key: str, original: torch.Tensor, plain: PlainTensors) -> torch.Tensor:
+    """The module's own tensor under a key; `original`, which it had, where it holds none now."""
     owned, name = _owner(module, key)
     value: torch.Tensor | None = owned.get(name)
     if value is None:
-        value = plain.current(key, known)
-    return known if value is None else value
+        value = plain.current(key, original)
+    return original if value is None else value
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:
@@ -194,7 +194,7 @@ def _watched(module: nn.Module) -> weakref.WeakSet[WeightWatch]:
 
 @cache
 def _install() -> None:
-    """Have PyTorch tell when any module gets a parameter, a buffer or a submodule."""
+    """Register PyTorch's hooks for modules that get a parameter, a buffer or a submodule."""
 
     def note(module: nn.Module, name: str, value: Any) -> None:
         for watch in _WATCHES.get(module, ()):

@@ -77,7 +77,7 @@ class RankGroup:
         return value
 
     def call(self, name: str, *args: Any) -> None:
-        """Have every worker call a method of its object; do not wait for it.
+        """Call a method of every worker's object, without waiting for it.
 
         Raises:
             NPUError: the group has ended; the message says why.
@@ -112,15 +112,15 @@ class RankGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """For this process's part of what all do: an error here that comes of a lost worker becomes that reason."""
+        """Context for this process's part of joint work: an error that a lost worker caused becomes its error."""
         with _uninterrupted():
             try:
                 yield
             except BaseException as error:
                 with self._changed:
                     self._changed.wait_for(lambda: self.failure is not None, _GRACE)
-                found = DeviceError(f"rank 0 of {self.size} failed: {error}")
-                self._fail(error if isinstance(error, NPUError) else found)
+                failure = DeviceError(f"rank 0 of {self.size} failed: {error}")
+                self._fail(error if isinstance(error, NPUError) else failure)
                 self.check()
         self.check()
 
@@ -131,11 +131,11 @@ class RankGroup:
         def act() -> None:
             try:
                 action()
-                found = None
+                failure = None
             except Exception as error:
-                found = error
+                failure = error
             with self._changed:
-                outcome.append(found)
+                outcome.append(failure)
                 self._changed.notify_all()
 
         threading.Thread(target=act, daemon=True).start()
@@ -187,8 +187,8 @@ class Worker(ABC):
     """A rank's process and the connection to it.
 
     Attributes:
-        heard: When it last said that it is alive, by `time.monotonic`.
-        connection: To a process that runs `npu_sim.parallel.worker`.
+        heard: Time of its last sign of life, by `time.monotonic`.
+        connection: Connection to a process that runs `npu_sim.parallel.worker`.
     """
 
     connection: Connection
@@ -212,7 +212,7 @@ class Worker(ABC):
 
     @abstractmethod
     def ended(self) -> DeviceError:
-        """What to say of a worker that is gone."""
+        """Return the error for a worker that is gone."""
 
 
 class LocalWorker(Worker):
@@ -220,7 +220,7 @@ class LocalWorker(Worker):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.output: IO[bytes] = tempfile.TemporaryFile()
+        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the worker
         ours, theirs = Pipe()
         self.connection = ours
         environment = {
@@ -271,27 +271,27 @@ def _watch(group: weakref.ref[RankGroup], workers: list[Worker]) -> None:
         try:
             ready = wait(list(by_connection), timeout=1.0)
         except (OSError, ValueError):
-            return  # closed
-        found = group()
-        if found is None or found._closing:
-            return
+            return None  # closed
+        owner = group()
+        if owner is None or owner._closing:
+            return None
         for connection in ready:
             worker = by_connection[connection]  # type: ignore[index]
             try:
                 kind, *content = worker.connection.recv()
             except (EOFError, OSError):
-                return None if worker.connection.closed else found._fail(worker.ended())
+                return None if worker.connection.closed else owner._fail(worker.ended())
             worker.heard = time.monotonic()
             if kind == "done":
-                found._answered()
+                owner._answered()
             elif kind == "failed":
                 error_type, text = content
-                return found._fail(error_type(f"rank {worker.rank} of {worker.size}: {text}"))
+                return owner._fail(error_type(f"rank {worker.rank} of {worker.size}: {text}"))
         for worker in workers:
             if (silent := time.monotonic() - worker.heard) > PATIENCE:
                 reason = f"rank {worker.rank} of {worker.size} has not answered for {silent:.0f} seconds"
-                return found._fail(DeviceError(reason))
-        del found
+                return owner._fail(DeviceError(reason))
+        del owner
 
 
 def _end(workers: list[Worker]) -> None:

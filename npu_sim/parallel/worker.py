@@ -24,7 +24,7 @@ class Rank:
     """A worker's place in its group.
 
     Attributes:
-        rank: From 1; rank 0 is the process that started the group.
+        rank: Its number, from 1; rank 0 is the process that started the group.
         size: The number of ranks.
         receive: The next message of rank 0.
     """
@@ -42,7 +42,7 @@ class Rank:
 
 
 def named(text: str) -> Any:
-    """What `module:name` stands for."""
+    """Import and return the object that `module:name` names."""
     module, _, name = text.partition(":")
     return getattr(import_module(module), name)
 
@@ -72,8 +72,8 @@ def serve_rank(connection: Connection, rank: int, size: int) -> None:
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     threading.Thread(target=beat, daemon=True).start()
     try:
-        _, made, arguments = receive()
-        subject = named(made)(Rank(rank, size, receive), **arguments)
+        _, maker, arguments = receive()
+        subject = named(maker)(Rank(rank, size, receive), **arguments)
         send("done")
         while True:
             kind, name, args = receive()

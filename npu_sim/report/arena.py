@@ -79,7 +79,7 @@ def _holders(
     and read by one fused kernel, or in pieces. `remaining` is the highest of `live` over all calls without the buffer:
     while it is idle, or else at all. It is a bound, as the planner's offsets may waste some of it.
     """
-    found = []
+    holders = []
     for buffer in buffers:
         if not buffer.first_use <= peak <= buffer.last_use:
             continue
@@ -91,7 +91,7 @@ def _holders(
             without[before[-1] + 1 : after[0]] -= buffer.size_bytes
         else:
             without = live_bytes([other for other in buffers if other is not buffer], len(live))
-        found.append(
+        holders.append(
             {
                 "name": buffer.name,
                 "size": buffer.size_bytes,
@@ -102,4 +102,4 @@ def _holders(
                 "next_peak": int(without.argmax()),
             }
         )
-    return sorted(found, key=lambda holder: (-holder["size"], holder["first"]))
+    return sorted(holders, key=lambda holder: (-holder["size"], holder["first"]))

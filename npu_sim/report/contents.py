@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from npu_sim.verify import Culprit, VerifyReport  # it imports torch
 
 
-def report_contents(
+def report_contents(  # noqa: PLR0913 -- each part of a report is optional
     title: str,
     programs: Sequence[CompiledProgram],
     *,
@@ -33,14 +33,14 @@ def report_contents(
     numerics: dict[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A report on one program, or on those of a partitioned model.
+    """Return a report on one program, or on those of a partitioned model, as JSON data.
 
     Args:
-        measurement: Of the program, if there is one only.
-        simulations: Of each program on a chip; none, or one each.
+        measurement: Measurement of the program, if there is only one program.
+        simulations: Simulation of each program on a chip; none, or one each.
         partitions: The plan whose device partitions the programs are.
         roof: Default: the highest rates that were measured, if any were.
-        numerics: From `numerics_contents`.
+        numerics: Result of `numerics_contents`.
         notes: Sentences for the first page.
     """
     plan = {} if partitions is None else partition_contents(partitions)
@@ -65,8 +65,8 @@ def numerics_contents(report: VerifyReport, kernels: Sequence[Culprit], seed: in
     """A verification as JSON data; an error that is not finite becomes None.
 
     Args:
-        kernels: From `verify_kernels`, for the same inputs.
-        seed: Of these, if they are random.
+        kernels: Results of `verify_kernels` for the same inputs.
+        seed: Seed of the inputs, if they are random.
     """
     return {
         "passed": report.passed,
@@ -83,8 +83,8 @@ def numerics_contents(report: VerifyReport, kernels: Sequence[Culprit], seed: in
             for output in report.outputs
         ],
         "kernels": [
-            {"kernel": found.kernel, "node": found.node, "nodes": found.nodes, "error": _finite(found.error)}
-            for found in kernels
+            {"kernel": culprit.kernel, "node": culprit.node, "nodes": culprit.nodes, "error": _finite(culprit.error)}
+            for culprit in kernels
         ],
     }
 
@@ -112,10 +112,10 @@ def diff_contents(
     """A comparison of two programs.
 
     Args:
-        labels: What to call each.
-        measurements: Of each, or None.
+        labels: Name of each program.
+        measurements: Measurement of each program, or None.
     """
-    a, b = (_measured_facts(program, found) for program, found in zip(programs, measurements, strict=True))
+    a, b = (_measured_facts(program, measurement) for program, measurement in zip(programs, measurements, strict=True))
     return {
         "kind": "diff",
         "title": f"{labels[0]} and {labels[1]}",

@@ -1,4 +1,4 @@
-"""What a report says of a compiled program: totals, kernel calls and their data flow, buffers, padding."""
+"""Facts about a compiled program for a report: totals, kernel calls and their data flow, buffers, padding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def call_facts(call: KernelCall, seconds: float | None) -> dict[str, Any]:
 
 
 def data_flow(plan: ExecutionPlan) -> list[list[int]]:
-    """For each call, the earlier calls whose results it reads or adds to, in order."""
+    """Return, for each call, the earlier calls whose results it reads or adds to, in order."""
     writer: dict[str, int] = {}
     flow = []
     for index, call in enumerate(plan.calls):

@@ -39,9 +39,9 @@ class Measurement:
     """Medians over the runs, in seconds.
 
     Attributes:
-        device: What it ran on, in words.
-        calls: Of each call by itself, in order, with the device synchronized after each.
-        run: Of a whole run without profiling.
+        device: The device's description.
+        calls: Time of each call by itself, in order, with the device synchronized after each.
+        run: Time of a whole run without profiling.
     """
 
     device: str
@@ -62,7 +62,7 @@ def measure(
 
     Args:
         inputs: Input name → array.
-        weights: From `load_weights`.
+        weights: Result of `load_weights`.
         progress: Called with (runs done, runs).
     """
     executor, backend = Executor(program, device), device.backend

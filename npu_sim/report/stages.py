@@ -39,8 +39,8 @@ class StageGraphs:
         types = {tensor: self._type(tensor_type(graph.tensors[tensor])) for tensor in _named(graph)}
         nodes = [self._node(node) for node in graph.nodes]
         latest = self.graphs[-1] if self.graphs else None
-        known = self._known_types()
-        changed = {tensor: number for tensor, number in types.items() if known.get(tensor) != number}
+        earlier_types = self._known_types()
+        changed = {tensor: number for tensor, number in types.items() if earlier_types.get(tensor) != number}
         if latest is not None and nodes == latest["nodes"] and graph.outputs == latest["outputs"] and not changed:
             latest["stages"].append(name)
             return
@@ -77,10 +77,10 @@ class StageGraphs:
         return {"nodes": self.nodes, "types": self.types, "graphs": self.graphs}
 
     def _known_types(self) -> dict[str, int]:
-        known: dict[str, int] = {}
+        types: dict[str, int] = {}
         for graph in self.graphs:
-            known.update(graph["types"])
-        return known
+            types.update(graph["types"])
+        return types
 
     def _node(self, node: OpNode) -> int:
         row = [node.name, node.base, list(node.inputs), list(node.outputs), attributes(node)]
@@ -120,7 +120,7 @@ def replaced_nodes(before: IRGraph, after: IRGraph) -> dict[str, list[str]]:
     producers = before.producers()
     old = {node.name: node for node in before.nodes}
     order = {node.name: index for index, node in enumerate(before.nodes)}
-    made: dict[str, list[str]] = {}
+    regions: dict[str, list[str]] = {}
     for node in after.nodes:
         previous = old.get(node.name)
         if previous is not None and (previous.op_type, previous.inputs) == (node.op_type, node.inputs):
@@ -134,24 +134,24 @@ def replaced_nodes(before: IRGraph, after: IRGraph) -> dict[str, list[str]]:
             region.add(producer.name)
             frontier += [name for name in producer.inputs if name in producers and name not in node.inputs]
         if region - {node.name}:
-            made[node.name] = sorted(region, key=order.__getitem__)
-    return made
+            regions[node.name] = sorted(region, key=order.__getitem__)
+    return regions
 
 
 def repeats(graph: IRGraph) -> list[list[Any]]:
-    """What repeats in the list of nodes, such as layers: `[start, period, count, labels]`, a label for each time."""
+    """Return repeats in the list of nodes, such as layers: `[start, period, count, labels]`, a label for each time."""
     tensors = graph.tensors
     keys = [
         (node.base, len(node.inputs), tuple((tensors[x].shape, tensors[x].dtype) for x in node.outputs))
         for node in graph.nodes
     ]
-    found = []
+    rows = []
     for run in fold(keys):
         if (run.count - 1) * run.period >= SMALLEST_FOLD:
             starts = range(run.start, run.stop, run.period)
             labels = [_label(graph, graph.nodes[start : start + run.period]) for start in starts]
-            found.append([run.start, run.period, run.count, labels if any(labels) else []])
-    return found
+            rows.append([run.start, run.period, run.count, labels if any(labels) else []])
+    return rows
 
 
 def _label(graph: IRGraph, nodes: Iterable[OpNode]) -> str:

@@ -23,7 +23,7 @@ class OutputReport:
     Attributes:
         pearson: Pearson correlation with the float32 reference; None for a constant or integer output.
         rms_error: Root-mean-square difference between the device and the float32 reference.
-        reference_error: The same for PyTorch in the compute dtype.
+        reference_error: Root-mean-square difference between PyTorch in the compute dtype and the float32 reference.
         problems: One sentence per failed criterion; empty where the output passes.
     """
 
@@ -35,6 +35,7 @@ class OutputReport:
 
     @property
     def passed(self) -> bool:
+        """Whether no criterion failed."""
         return not self.problems
 
 

@@ -55,7 +55,9 @@ def find_culprit(
 
     Arguments are those of `kernel_errors`.
     """
-    return next((found for found in kernel_errors(final, records, inputs, exact, half, dtype) if found.error > 1), None)
+    return next(
+        (culprit for culprit in kernel_errors(final, records, inputs, exact, half, dtype) if culprit.error > 1), None
+    )
 
 
 def kernel_errors(
@@ -65,37 +67,37 @@ def kernel_errors(
 
     Args:
         final: The graph from which the program was generated.
-        records: From `recording.record`.
+        records: Result of `recording.record`.
         inputs: Graph input name → array.
         exact, half: The references in float32 and in `dtype`.
     """
-    known: dict[str, np.ndarray] = {name: np.asarray(inputs[name]) for name in final.inputs}
+    values: dict[str, np.ndarray] = {name: np.asarray(inputs[name]) for name in final.inputs}
     producer: dict[str, tuple[OpNode, str]] = {}
     for node in final.nodes:
         for out in node.outputs:
             if out in records:
-                known[out], producer[out] = records[out].value, (node, records[out].kernel)
-            elif view_rule(node) is not None and node.inputs[0] in producer and set(node.inputs) <= known.keys():
-                known[out], producer[out] = _follow_alias(final, node, known), producer[node.inputs[0]]
+                values[out], producer[out] = records[out].value, (node, records[out].kernel)
+            elif view_rule(node) is not None and node.inputs[0] in producer and set(node.inputs) <= values.keys():
+                values[out], producer[out] = _follow_alias(final, node, values), producer[node.inputs[0]]
             else:
                 continue
             if out not in exact.graph.tensors:
                 continue
-            before = known.keys() - {out}
+            before = values.keys() - {out}
             part = exact.part(out, before)
             if not part.nodes:
                 continue
-            wanted = exact.run(known, part)[out]
-            error = excess_error(known[out], wanted, half.run(known, half.part(out, before))[out], dtype)
+            wanted = exact.run(values, part)[out]
+            error = excess_error(values[out], wanted, half.run(values, half.part(out, before))[out], dtype)
             blamed, kernel = producer[out]
             names = tuple(node.name for node in reversed(part.nodes) if node.name not in exact.casts)
             yield Culprit(blamed.name, blamed.op_type, kernel, out, names, error)
 
 
-def _follow_alias(graph: IRGraph, node: OpNode, known: Arrays) -> np.ndarray:
+def _follow_alias(graph: IRGraph, node: OpNode, values: Arrays) -> np.ndarray:
     """The output of a view op, which no kernel computes, from the device's value of its input."""
-    specs = {name: replace(graph.tensors[name], dtype=known[name].dtype.name) for name in node.inputs}
+    specs = {name: replace(graph.tensors[name], dtype=values[name].dtype.name) for name in node.inputs}
     out = node.outputs[0]
-    specs[out] = replace(graph.tensors[out], dtype=known[node.inputs[0]].dtype.name)
+    specs[out] = replace(graph.tensors[out], dtype=values[node.inputs[0]].dtype.name)
     single = IRGraph(node.name, [node], specs, list(dict.fromkeys(node.inputs)), [out], [out], {}, {})
-    return execute_cpu_partition(single, {name: known[name] for name in single.inputs})[out]
+    return execute_cpu_partition(single, {name: values[name] for name in single.inputs})[out]

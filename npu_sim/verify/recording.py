@@ -115,7 +115,7 @@ def record(
     Args:
         graph: The graph from which the program was generated (the last of `trace_stages`).
         inputs: Graph input name → array.
-        weights: From `load_weights`.
+        weights: Result of `load_weights`.
     """
     recording = RecordingBackend(backend, graph)
     Executor(program, recording).run(inputs, weights, Profiler())

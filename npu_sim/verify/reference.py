@@ -94,7 +94,7 @@ def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> 
     """The references of a normalized graph: in float32, and in the compute dtype.
 
     Args:
-        graph: From `npu_compiler.compiler.normalize`.
+        graph: Result of `npu_compiler.compiler.normalize`.
         state: `state_dict` key → array or tensor.
     """
     stored = assign_storage(graph, compute_dtype)

@@ -34,8 +34,8 @@ class VerifyReport:
         fusions: The fusions that are each to blame: with that one disabled, the model passes.
         only_fused: Whether the model passes with all fusions disabled.
         failure: The device's error message, where it could not run the program at all; else empty.
-        remark: What limits the comparison: that PyTorch could not run the IR as it is, or that normalizing it changed
-            its result; else empty.
+        remark: Limit of the comparison: PyTorch could not run the IR as it is, or normalizing it changed its result;
+            else empty.
     """
 
     compute_dtype: str
@@ -48,9 +48,11 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
+        """Whether the program ran and all outputs pass."""
         return not self.failure and all(output.passed for output in self.outputs)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
         return {"passed": self.passed, **asdict(self)}
 
     def __str__(self) -> str:
@@ -263,10 +265,10 @@ class _Verification:
         final = self._final_graph(disabled)
         loaded = load_weights(self.weights, program, self.device, strict=False)
         order = {node.name: index for index, node in enumerate(final.nodes)}
-        found = []
+        culprits = []
         for arrays in self.inputs:
             records = record(program, final, self.device.backend, arrays, loaded)
             culprit = find_culprit(final, records, arrays, self.exact, self.half, self.dtype)
             if culprit is not None:
-                found.append(culprit)
-        return min(found, key=lambda culprit: order[culprit.node], default=None)
+                culprits.append(culprit)
+        return min(culprits, key=lambda culprit: order[culprit.node], default=None)

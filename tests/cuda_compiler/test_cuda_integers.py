@@ -15,7 +15,7 @@ from metal_harness import Case, call_of, plan_of, run_case
 from quantized_networks import BACKENDS, Network
 
 import npu_compiler
-from benchmarks.cuda_integers import at_batch
+from benchmarks.cuda.integers import at_batch
 from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.cuda_program import ConvolutionLaunch, launch_of
 from cuda_runtime import CUDABackend, tuned_convolutions

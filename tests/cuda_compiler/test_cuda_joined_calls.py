@@ -1,4 +1,4 @@
-"""Which calls of a CUDA program are joined, dropped or written in place; `test_cuda_conv.py` has what they compute."""
+"""Calls of a CUDA program that are joined, dropped or written in place; `test_cuda_conv.py` tests their results."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def normed_attention() -> Phases:
 
 
 def normed_in_attention(plan: ExecutionPlan) -> list[bool]:
-    """Of each attention phase, whether it normalizes queries and keys."""
+    """Return, for each attention phase, whether it normalizes queries and keys."""
     phases = [phase for run in find_runs(plan) for phase in run.phases if phase.function == "attend_keys"]
     return [bool(phase.constants["normed"]) for phase in phases]
 

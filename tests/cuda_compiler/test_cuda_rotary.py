@@ -32,7 +32,7 @@ class Step:
     Attributes:
         places: The rows of the cache that are replaced, one for each token.
         joined: Queries, keys and values lie side by side, token by token, as one product makes them.
-        shown: From which to which head of the rotation somebody else reads.
+        shown: Range of the rotation's heads that another call reads.
     """
 
     places: Sequence[int]
@@ -72,7 +72,7 @@ def plan_of(step: Step, dtype: str, target: Any = None) -> ExecutionPlan:
     sizes = {"index": tokens}
 
     def tensor(name: str, shape: Sequence[int], kind: str, order: Sequence[int] = (0, 1, 2, 3)) -> View:
-        """In memory of its own, whose dimensions lie in an order of their own."""
+        """Return a view of a new buffer whose dimensions lie in memory in the given order."""
         sizes[name] = numel(shape)
         strides = contiguous_strides([shape[dim] for dim in order])
         return View(name, tuple(shape), tuple(strides[list(order).index(dim)] for dim in range(len(shape))), 0, kind)
@@ -142,7 +142,7 @@ def test_a_prefill_has_no_launch_for_its_caches(name: str) -> None:
 
 @pytest.mark.parametrize(("tokens", "updates"), [(2, 0), (32, CONFIGS["qwen2"].num_hidden_layers)])
 def test_a_step_over_a_paged_cache_has_none_either(tokens: int, updates: int) -> None:
-    """That of a few tokens is a resident kernel, which updates the cache itself."""
+    """A step of a few tokens is a resident kernel, which updates the cache itself."""
     found = kernels(paged_plan_of("qwen2", tokens))
     assert "index_copy_pair_kernel" not in found and "rope_kernel" not in found
     assert found.count("rotary_update") == updates and found.count(RESIDENT) == (0 if updates else 1)

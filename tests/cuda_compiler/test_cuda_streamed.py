@@ -31,7 +31,7 @@ class Layer:
 
     Attributes:
         gate: The element-wise op behind it, which multiplies its activated first half with the second one.
-        format: Of the weight, where it is in few bits.
+        format: Format of the weight, where it is in few bits.
     """
 
     m: int
@@ -46,7 +46,7 @@ class Layer:
 
     @property
     def joined(self) -> list[str]:
-        """What is left of its launches in bfloat16 on a GPU of compute capability 9.0."""
+        """Kernels launched for the layer in bfloat16 on a GPU of compute capability 9.0."""
         has_many_columns = self.n > 40_000  # for a warpgroup to hold the sums of a multiprocessor's share
         product = "streamed" if self.m <= 8 or self.format or has_many_columns else "linear_wgmma"
         return [*["rmsnorm_kernel"] * (self.normed and self.m > 32), product]

@@ -219,7 +219,7 @@ def test_layers_that_share_a_mask_look_at_it_once(capability: int) -> None:
 
 
 def surveys_of(prologue: list[KernelCall], calls: list[KernelCall]) -> tuple[int, int]:
-    """How often the prologue and the calls of a program look at a mask."""
+    """Return the number of mask surveys in the prologue and in the calls of a program."""
     buffers = {
         view.buffer: BufferAllocation(view.buffer, kind, (math.prod(view.shape),), view.dtype)
         for kind, side in (("input", "inputs"), ("output", "outputs"))

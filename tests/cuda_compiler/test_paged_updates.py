@@ -80,7 +80,7 @@ def reads_index(call: KernelCall) -> bool:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_attention_is_told_which_rows_the_update_writes(name: str) -> None:
-    """But for many tokens at a time, which are mostly of one prompt and attend to what is written."""
+    """Pieces of many tokens are not told: they are mostly of one prompt and attend to the rows written."""
     update, attention = finished(plan_of(name, "bfloat16")[0], CUDACodegenTarget()).calls
     assert reads_index(update) and reads_index(attention) == (name != "a long piece")
 
@@ -123,7 +123,7 @@ def test_what_else_the_call_before_writes_is_waited_for() -> None:
 def test_attention_starts_before_the_update_unless_it_may_read_what_runs_then(
     kernel: str | None, written: tuple[str, ...], starts: bool
 ) -> None:
-    """What runs then is the call before the rotation that is part of the update."""
+    """The call that runs meanwhile is the one before the rotation that is part of the update."""
     plan, _ = plan_of("decode", "bfloat16")
     update, attention = plan.calls
     index, _, values = update.inputs

@@ -23,7 +23,7 @@ from npu_compiler.program.plan import ExecutionPlan
 
 
 def plans(name: str = "qwen3") -> list[ExecutionPlan]:
-    """Of a decode step, without and with clocks."""
+    """Return the plans of a decode step without and with clocks."""
     return [
         npu_compiler.compile(step_of(name, 1), target=CUDACodegenTarget(phase_clocks=on)).plan for on in (False, True)
     ]
@@ -145,6 +145,6 @@ def test_every_multiprocessor_notes_all_steps_within_the_kernels_time(kind: type
     for part in parts:
         own = [phase for phase in timed.phases if phase.part == part and phase.name in steps]
         assert [phase.name for phase in own] == steps
-        assert all(0 <= phase.start and phase.duration >= 0 for phase in own)
+        assert all(phase.start >= 0 and phase.duration >= 0 for phase in own)
         assert own[-1].start + own[-1].duration < 1e9 * timed.seconds + 50_000
     assert len(parts) == int(backend._device.properties["multiProcessorCount"])

@@ -21,12 +21,12 @@ SIGN = 2**31
 
 @dataclass(frozen=True)
 class Protocol:
-    """Runs of a kernel: which steps a mailbox connects with the next one, and which exchange tagged sums.
+    """Model of a resident kernel: steps connected by a mailbox with the next one, and steps that exchange tagged sums.
 
     Attributes:
         idle: A block that needs no message, so it does not wait for any.
-        edit: What is done to a step's accesses, to break the protocol.
-        first_arrival: What block 0 adds to the barrier's counter, for a number of blocks.
+        edit: Change of a step's accesses that breaks the protocol.
+        first_arrival: Block 0's addend to the barrier's counter, for a number of blocks.
     """
 
     connected: Sequence[bool]
@@ -91,7 +91,7 @@ def access(memory: Memory, protocol: Protocol, block: int, at: tuple[int, str, i
 
 
 def check_run(protocol: Protocol, memory: Memory, first: int) -> set[Memory]:
-    """What memory can hold after a run. Asserts that no order of accesses breaks an invariant or ends in polling."""
+    """Return all contents of memory after a run; assert that no order of accesses breaks an invariant or hangs."""
     programs = [protocol.program(first, block) for block in range(protocol.blocks)]
     start = memory.counter // SIGN
     # Before each access: the rounds that the block has arrived in, on top of the sign at the start.

@@ -42,7 +42,10 @@ def test_a_product_means_what_its_calls_do(
 
 
 def check_attention(phases: Phases, dtype: str, normed: bool) -> None:
-    """With norms, the order of a sum may change the last bit of a query or key, which their product makes larger."""
+    """Compare the twin's attention with the reference, with 4 times the tolerance for norms.
+
+    With norms, the order of a sum may change the last bit of a query or key, which their product makes larger.
+    """
     found = run_reference(phases)
     attended = {"attended": found.pop("attended")}
     phases.check(found, TOLERANCE[dtype])
@@ -155,7 +158,7 @@ def attention(dtype: str, seed: int, queries: int) -> Phases:
 
 
 def normed_attention(dtype: str, seed: int, queries: int) -> Phases:
-    """The same with the RMSNorm of every head, whose pairs of packs are five."""
+    """Attention as in `attention`, with the RMSNorm of every head; its pairs of packs are five."""
     phases = Phases(dtype, np.random.default_rng(seed))
     phases.product(phases.attention(6, 2, queries, 500, 80, 201, splits=8, normed=True), "out", 96)
     return phases
@@ -173,7 +176,7 @@ def paged_attention(dtype: str, seed: int, tokens: int) -> Phases:
 
 
 def normed_paged_attention(dtype: str, seed: int, tokens: int) -> Phases:
-    """The same with the RMSNorm of every head, larger blocks of the pool, and two problems of a KV head."""
+    """Paged attention with the RMSNorm of every head, larger blocks of the pool, and two problems of a KV head."""
     phases = Phases(dtype, np.random.default_rng(seed))
     h = phases.paged_attention(40, 2, REACHED[:tokens], 80, splits=8, block_size=32, normed=True)
     phases.product(h, "out", 96)

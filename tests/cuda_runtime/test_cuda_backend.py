@@ -1,4 +1,4 @@
-"""What `CUDABackend` is made of, against stand-ins for the driver and its libraries; no GPU is needed."""
+"""Parts of `CUDABackend` against stand-ins for the driver and its libraries; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class HostLt:
 
     Attributes:
         tries: The algorithms that were run.
-        broken: Those that do not run.
+        broken: The algorithms that do not run.
     """
 
     def __init__(self, version: int = 130000) -> None:
@@ -324,7 +324,7 @@ class HostLt:
 
 
 class FakeDevice:
-    """Enough of a `CUDADevice` for what only enqueues."""
+    """Stand-in for a `CUDADevice` that logs what is enqueued."""
 
     arch = 90
     failures = (ArithmeticError,)
@@ -347,7 +347,7 @@ class FakeDevice:
 
 
 class FakeStream:
-    """Between begin_capture and end_capture, what is logged goes to the graph instead."""
+    """Stand-in for a stream: operations logged between begin_capture and end_capture go to the graph."""
 
     ptr = 0
 
@@ -420,10 +420,10 @@ def test_a_product_that_the_library_refuses_is_a_device_error_with_its_words(
 
 
 class HostDevice(FakeDevice):
-    """Memory is the host's, and time passes when a graph is launched.
+    """Stand-in device with host memory, whose clock advances when a graph is launched.
 
     Args:
-        milliseconds: What a launch of a graph takes, by the algorithm that the library made the last product in it by.
+        milliseconds: Duration of a graph's launch, by the algorithm of the last product in it.
     """
 
     def __init__(self, library: HostLt | None = None, milliseconds: dict[int, float] | None = None) -> None:

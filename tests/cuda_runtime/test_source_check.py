@@ -1,4 +1,4 @@
-"""What a program's CUDA source may say. The compiler of this test may be absent: the check is text in, verdict out."""
+"""The check of a program's CUDA source: text in, verdict out, so that most tests need no compiler."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_check_comes_before_the_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["include", "macro", "comments", "continuation", "digraph", "vertical tab"])
 def test_the_compiler_would_have_read_the_file(name: str, tmp_path: Path) -> None:
-    """Otherwise the check would be for nothing."""
+    """NVRTC does read the files in these sources, so the check is needed."""
     secret = tmp_path / "secret"
     secret.write_text("the_secret_line\n", encoding="utf-8")
     log = compile_log(READING[name].replace(FILE, f'"{secret}"') + "\n", architectures()[-1])

@@ -47,7 +47,7 @@ def mutation(name: str, seed: int, number: int) -> bytes:
 
 
 def _work(name: str, seed: int, numbers: range, results: Connection) -> None:
-    """In a worker: read the files of these numbers; send "ready", then (outcome, place of an error, `Cost`) of each."""
+    """Read the files of these numbers, as a worker; send "ready", then (outcome, place of an error, `Cost`) of each."""
     from targets import TARGETS, corpus
 
     warnings.simplefilter("ignore")
@@ -114,7 +114,7 @@ def _place(error: Exception) -> str:
 
 @dataclass
 class Report:
-    """What became of the files.
+    """Outcomes of reading the files.
 
     Attributes:
         outcomes: Outcome → number of files.

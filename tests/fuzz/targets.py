@@ -1,4 +1,4 @@
-"""What is fuzzed: for each kind of file its corpus, how it is changed, and what reading it has to come to."""
+"""Fuzz targets: for each kind of file its corpus, its mutations, and the outcomes that reading it may have."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Target:
     """A kind of file.
 
     Attributes:
-        prepare: Given a folder for files, returns what reads one content and says in a word what became of it.
+        prepare: Function of a folder for files; returns one that reads a content and returns the outcome in a word.
         refusal: The error that a bad file has to cause. Any other is a finding.
-        forms: What a file can be changed as: functions to plain data and back.
-        share: Of a run over all kinds of files, how many hundredths, about.
+        forms: Forms in which a file can be changed: functions to plain data and back.
+        share: Approximate share of a run over all kinds of files, in percent.
     """
 
     prepare: Callable[[Path], Check]
@@ -296,7 +296,7 @@ _KINDS = {"facts": "*.json", "program": "*.npubin", "choices": "cpu-choices-*.js
 
 
 def _use_cache(kind: str, folder: Path) -> Any:
-    """What a cache returns, and writes to the folder if it is not there."""
+    """Read a cache's entry in the folder, or write it if it is not there; return it."""
     os.environ["NPU_SIM_CACHE"] = str(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -347,8 +347,9 @@ def _read_cache(folder: Path) -> Check:
 
 @cache
 def _saved_modules() -> list[bytes]:
-    """A module of fixed sizes with a nested result, one whose batch may change, and one with weights in few bits; each
-    also without its programs, so that its graph is compiled.
+    """Modules of fixed sizes with a nested result, with a batch that may change, and with weights in few bits.
+
+    Each is there also without its programs, so that its graph is compiled.
     """
     from tempfile import TemporaryDirectory
 

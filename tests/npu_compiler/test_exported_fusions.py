@@ -49,7 +49,7 @@ class Calls(nn.Module):
 
 
 def op(name: str, **attrs: Any) -> Callable[[IRGraph], int]:
-    """How many nodes of an op (with these attributes) a graph has."""
+    """Return a function that counts a graph's nodes of an op (with these attributes)."""
     return lambda graph: sum(
         node.base == name and all(node.attrs.get(key) == value for key, value in attrs.items()) for node in graph
     )
@@ -57,9 +57,11 @@ def op(name: str, **attrs: Any) -> Callable[[IRGraph], int]:
 
 @dataclass(frozen=True)
 class Case:
-    """Attributes:
-    fired: How many times the fusion has fired in a graph.
-    count: How many times it should.
+    """A module, and a count of the nodes that the fusion makes of it.
+
+    Attributes:
+        fired: Function that counts the firings of the fusion in a graph.
+        count: The expected number.
     """
 
     fusion: str
@@ -141,7 +143,7 @@ def rotated_attention(
 
 
 def rotations_of(heads: int) -> Callable[[IRGraph], int]:
-    """How many rotations of that many heads a graph has."""
+    """Return a function that counts a graph's rotations of `heads` heads."""
     return lambda graph: sum(n.base == "npu.rope" and graph.tensors[n.outputs[0]].shape[1] == heads for n in graph)
 
 

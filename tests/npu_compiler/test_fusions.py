@@ -1,4 +1,4 @@
-"""What each fusion does to a graph, as text: the graph that the fusions before it leave, and the graph after it."""
+"""Each fusion's effect on a graph, as text: the graph that the fusions before it leave, and the graph after it."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ def test_one_buffer_for_two_donated_inputs_is_an_error(backend: Backend) -> None
 
 
 def test_an_executors_own_output_as_its_input_is_an_error(backend: Backend) -> None:
-    """It would be overwritten while it is read."""
+    """An output that is also an input would be overwritten while it is read."""
     g = IRBuilder()
     x = g.input("x", 4, 4)
     g.output(g("aten.exp.default", x, name="a"), g("aten.matmul.default", x, x, name="b"))

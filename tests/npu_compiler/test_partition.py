@@ -371,7 +371,7 @@ def test_ops_with_several_outputs_and_tensor_lists_on_the_cpu() -> None:
 
 
 def test_a_model_has_the_same_compute_dtype_whole_and_in_parts() -> None:
-    """Most of its weights say which, also where nobody reads them."""
+    """The dtype of most weights decides, including weights that no node reads."""
     g = IRBuilder()
     x, dead = g.input("x", 2, 8, dtype="bfloat16"), g.weight("dead", 64, 8, dtype="bfloat16")
     g("aten.linear.default", x, dead)

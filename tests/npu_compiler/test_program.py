@@ -269,7 +269,7 @@ def with_value(body: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.parametrize("value", [None, "x", -7, 1.5, [], {}, [None], {"x": "y"}, b"\0", True, 2**63], ids=repr)
 def test_a_field_of_another_type_is_refused_or_harmless(body: dict[str, Any], value: Any) -> None:
-    """With a right checksum: what loads anyway must describe and save itself, so its types hold."""
+    """A program that loads with a wrong field under a right checksum can still describe and save itself."""
     for path in leaves(body):
         try:
             loaded = CompiledProgram.from_bytes(sealed(with_value(body, path, value)))

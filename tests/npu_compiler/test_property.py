@@ -259,7 +259,7 @@ def graphs(draw: Draw) -> dict[str, Any]:
 
 
 def in_bfloat16(ir: dict[str, Any]) -> dict[str, Any]:
-    """The same model with 16-bit weights, inputs and nodes; its float64 islands become float32 ones."""
+    """Return the model with 16-bit weights, inputs and nodes; its float64 islands become float32 ones."""
     return json.loads(json.dumps(ir).replace("float32", "bfloat16").replace("float64", "float32"))
 
 
@@ -270,7 +270,7 @@ def random_arrays(specs: Mapping[str, Any], rng: np.random.Generator, dtype: str
 
 @pytest.fixture(scope="module", params=DEVICES)
 def backends(request: pytest.FixtureRequest) -> tuple[Backend, ...]:
-    """Those that run one and the same program: both CPU devices, or the GPU."""
+    """Backends that run one and the same program: both CPU devices, or the GPU."""
     return CPUS if request.param == "cpu" else (Device(request.param).backend,)
 
 

@@ -73,7 +73,7 @@ class Network:
         return tensor
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """What a tensor of the compute dtype can hold, in float32."""
+        """Round values to the compute dtype; returns them in float32."""
         return saturating_cast(values.astype(np.float32), self.dtype).astype(np.float32)
 
     def matrix(self, n: int, k: int, format: QuantizedFormat | None = None) -> Tensor:
@@ -128,7 +128,7 @@ def residual(m: Network, x: Tensor) -> Tensor:
 
 
 def gated(m: Network, x: Tensor) -> Tensor:
-    """Of one format, so that they become one product; or of two."""
+    """Add a gated product whose two weights have one format, so that they become one product, or two."""
     n, k = m.width(), m.values[x].shape[1]
     gate = m.matrix(n, k)
     up = m.matrix(n, k, m.format_of(gate) if m.draw(st.booleans()) else None)

@@ -182,7 +182,7 @@ def compare(g: IRBuilder, ranks: int, rng: np.random.Generator, inputs: Mapping[
 def test_ranks_together_compute_what_one_device_does(
     ranks: int, per_rank: int, shared: str, inner: int, vocabulary: int, biased: bool, seed: int
 ) -> None:
-    """With fewer KV heads than ranks too, and a vocabulary that is no multiple of the ranks."""
+    """The cases include fewer KV heads than ranks, and a vocabulary that is no multiple of the ranks."""
     heads = ranks * per_rank
     kv_heads = {"one": 1, "fewer": 2 if ranks == 4 else ranks, "equal": heads}[shared]
     rng = np.random.default_rng(seed)

@@ -79,7 +79,7 @@ def test_perfetto_reads_all_of_it_without_complaint(tmp_path: Path) -> None:
 
 
 def test_perfetto_complains_of_what_a_timeline_refuses(tmp_path: Path) -> None:
-    """So that its silence about other traces means something."""
+    """Perfetto's check finds overlapping slices, so its acceptance of other traces means something."""
     path = tmp_path / "trace.json"
     overlapping = [{"ph": "X", "pid": 1, "tid": 2, "name": "k", "ts": start, "dur": 2} for start in (0, 1)]
     path.write_text(json.dumps({"traceEvents": overlapping}))

@@ -1,4 +1,4 @@
-"""Whose code a device runs: this user's own, what a trusted key signed, and what the caller allows. Nobody else's."""
+"""A device runs only this user's code, code that a trusted key signed, and code that the caller allows."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def runs(program: CompiledProgram) -> bool:
 
 
 def refused(program: CompiledProgram, because: str) -> None:
-    """It is not run: no device sees anything of it. But it can be described."""
+    """Check that no device sees anything of an untrusted program, while it can be described."""
     assert str(program.trust) == "unknown" and "contains code: unknown" in program.describe()
     device = CodeDevice()
     ways_out = r"compile it here from its IR, .*`npu-sim sign`.*`npu-sim trust`.*--allow-code .*allow_code=True"

@@ -24,7 +24,7 @@ def pair(shape: tuple[int, ...], offset: int = 0) -> Pair:
 
 
 def shown(view: View, base: torch.Tensor) -> torch.Tensor:
-    """What a view shows, by torch's definition of strides."""
+    """Return the elements of a view, by torch's definition of strides."""
     whole = torch.arange(base.untyped_storage().nbytes() // base.itemsize)
     return whole.as_strided(view.shape, view.strides, view.offset)
 

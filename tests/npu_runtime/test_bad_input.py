@@ -520,7 +520,7 @@ def test_operands_that_pytorch_does_not_take_are_a_device_error() -> None:
 
 
 def test_a_result_of_the_cpu_overflows_on_its_way_to_the_device_as_it_would_there() -> None:
-    """It becomes infinite, which shows, and neither clamped nor an error: nobody wrote that value."""
+    """The result becomes infinite: it is neither clamped nor an error, since nobody wrote that value."""
     g = IRBuilder()
     large = g("aten.erfinv.default", g.input("x", 3))
     g.output(g("aten.neg.default", g("aten.mul.Tensor", large, 1.0), name="y"))

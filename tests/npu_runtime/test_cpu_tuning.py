@@ -1,4 +1,4 @@
-"""Which kernel the CPU device runs a call on: the candidates, the trials and the table of choices on disk."""
+"""Choice of the kernel for a call on the CPU device: candidates, trials and the table of choices on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written to a disk that fails: the old content or the new, never half, one clear sentence, nothing left."""
+"""Writing to a failing disk leaves the old content or the new, never half, one clear sentence and no leftovers."""
 
 from __future__ import annotations
 

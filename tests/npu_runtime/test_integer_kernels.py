@@ -90,7 +90,7 @@ def test_sums_of_a_convolution_are_those_of_exact_integers(case: dict[str, Any])
 def test_all_algorithms_for_three_by_three_taps_are_exact(
     channels: int, out: int, height: int, width: int, dtype: str, algorithm: str, seed: int, monkeypatch: Any
 ) -> None:
-    """With transformed inputs and weights, and for many channels results, as large as they can be."""
+    """Transformed inputs and weights, and for many channels the results, are as large as they can be."""
     if not native_available():
         pytest.skip("there is no C++ compiler")
     rng, net, (low, high) = np.random.default_rng(seed), Network(), LIMITS[dtype]
@@ -141,7 +141,7 @@ def test_rows_of_bytes_are_multiplied_exactly(
     seed: int,
     monkeypatch: Any,
 ) -> None:
-    """By blocks of rows that are whole, begin early or lack rows; in place, and packed where too few bytes follow."""
+    """Blocks of rows are whole, begin early or lack rows; they are read in place, or packed if few bytes follow."""
     if not native_available():
         pytest.skip("there is no C++ compiler")
     if not (layout().has_tiles if algorithm == "tiles" else layout().has_byte_quads):

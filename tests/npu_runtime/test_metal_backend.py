@@ -267,7 +267,7 @@ def test_collapsing_keeps_every_element() -> None:
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2**-10), ("bfloat16", 2**-7)])
 def test_mps_makes_the_same_products_as_our_kernels(dtype: str, rounding: float) -> None:
-    """Up to one rounding: MPS stores the product before the epilogue reads it."""
+    """Results agree up to one rounding: MPS stores the product before the epilogue reads it."""
     backend, _ = open_metal(mps=True)
     for case in metal_cases.matmul.CASES:
         metal_harness.run_case(replace(case, atol=rounding), backend, dtype, 1)

@@ -1,4 +1,4 @@
-"""What the backend owes pyobjc and Metal beyond the calls that the emulator checks."""
+"""Requirements of pyobjc and Metal beyond the calls that the emulator checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def api() -> Any:
 
 
 def test_pyobjc_learns_that_a_function_constant_is_given_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its metadata lacks this method, and it takes an undescribed `void *` as an address."""
+    """Pyobjc's metadata lacks this method, and an undescribed `void *` would be passed as an address."""
     described: dict[tuple[bytes, bytes], Any] = {}
 
     def register(cls: bytes, selector: bytes, metadata: Any) -> None:
@@ -61,7 +61,7 @@ def test_a_run_has_its_own_autorelease_pool(api: Any) -> None:
 
 
 def test_macros_are_text_of_the_source(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As compiler flags, values with spaces might be taken apart."""
+    """Macros are lines of the source, since values with spaces might be split in compiler flags."""
     monkeypatch.delattr(MTLCompileOptions, "setPreprocessorMacros_")
     device = MetalDevice(MetalAPI(api.Metal, api.MPS, api.Foundation), METAL_GPU)
     row = "ELEMENTWISE(twice_kernel, const float by = params.attrs[0];, (a + by * a), (a + a))"

@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def seed_and_single_threaded_references() -> Iterator[None]:
-    """On a busy machine torch's small parallel operations wait milliseconds for a thread that lost its core."""
+    """Seed torch and run it on one thread: on a busy machine its parallel operations wait for idle threads."""
     torch.manual_seed(7)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -62,7 +62,7 @@ def maps(*shape: int, dtype: torch.dtype = torch.float32, filled: bool = True) -
 
 
 def surroundings(view: Tensor) -> Tensor:
-    """What `maps` allocated between the batch items."""
+    """Return the memory that `maps` allocated between the batch items."""
     batch, channels, height, width = view.shape
     return view.as_strided((batch, channels + 3, height, width), view.stride())[:, channels:]
 

@@ -159,7 +159,7 @@ MADE: list[Callable[[Operands], NativeLaunch | None]] = [
 
 
 def some_launches(seed: int) -> Iterator[NativeLaunch]:
-    """Those of a random layer, and those that language models need besides."""
+    """Yield the launches of a random layer, and one of those that only language models need."""
     yield from launches_of(draw(seed, 0))
     launch = random.Random(seed).choice(MADE)(Operands(seed))
     if launch is not None:
@@ -197,7 +197,7 @@ def test_an_operand_that_is_too_small_is_refused_by_name(seed: int, cut: int) ->
 @settings(max_examples=30)
 @given(seed=SEEDS)
 def test_a_kernel_needs_no_more_memory_than_its_block_tells(seed: int) -> None:
-    """With guarded arrays (test_operand_bounds.py), what it touches beyond that ends the process."""
+    """A kernel runs on arrays cut to the declared bytes; with guarded arrays, an access beyond ends the process."""
     for launch in some_launches(seed):
         extents = touched(launch)
         ranges = {(x.address + x.begin, x.end - x.begin) for x in extents}

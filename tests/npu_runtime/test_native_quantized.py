@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kerne
 
 
 def product(x: np.ndarray, weight: QuantizedArray, dtype: np.dtype = DTYPES[0]) -> np.ndarray:
-    """What the kernel makes of x · weightᵀ."""
+    """Return x · weightᵀ as the kernel computes it."""
     packed, out = native.pack_quantized(weight), blank(x.shape[0], weight.shape[0], dtype)
     assert packed is not None
     launch = native.quantized_linear(strided(x), packed, None, None, "none", out)

@@ -1,4 +1,4 @@
-"""How many threads the native kernels use, and the memory of their weights."""
+"""Number of threads of the native kernels, and the memory of their weights."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def make_pool(
     """Sequences whose blocks lie in the pool in any order; all rows that no token may attend to are NaN.
 
     Args:
-        lengths: For each sequence, the tokens that are in the cache and those of this step.
-        heads: Of queries, of keys.
+        lengths: Numbers of tokens of each sequence: in the cache, and in this step.
+        heads: Numbers of heads of queries and of keys.
     """
     random = np.random.default_rng(seed)
     counts = [-(-(known + new) // block_size) for known, new in lengths]

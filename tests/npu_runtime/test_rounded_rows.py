@@ -217,7 +217,7 @@ def test_updates_of_a_cache_round_every_row_alike(
 @needs_native
 @pytest.mark.parametrize("kind", ROW_FORMATS)
 def test_every_float16_is_rounded_alike(kind: str) -> None:
-    """Beside 448, whose scale is 1: all codes of float8, and all ties between them."""
+    """Rows hold 448, so that their scale is 1, and a float16: all codes of float8 and all ties occur."""
     every = np.arange(2**16, dtype=np.uint16).view(np.float16)
     every = every[np.isfinite(every) & (np.abs(every) <= LARGEST[kind])]
     source = np.stack([np.full(len(every), LARGEST[kind], np.float16), every], axis=1)[None, None]

@@ -104,7 +104,7 @@ def test_a_large_cast_is_the_cast_of_its_elements(dtype: str, rng: np.random.Gen
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("storage", ["float16", "float32"])
 def test_joined_parts_lie_behind_each_other(device: str, storage: str, rng: np.random.Generator) -> None:
-    """As they are, and where the device has to cast them."""
+    """Parts are joined both as they are and where the device has to cast them."""
     parts = [rng.integers(-99, 99, (rows, 700)).astype(np.float16) for rows in (1, 3000, 7)]
     whole = np.concatenate(parts)
     buffer = Device(device).backend.allocate_joined(parts, TensorSpec("w", whole.shape, "float16", storage))

@@ -56,7 +56,7 @@ np.savez(folder / "outputs.npz", **outputs)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """On a busy machine PyTorch's small parallel operations wait for threads that lost their core."""
+    """Run PyTorch on one thread: on a busy machine its parallel operations wait for threads without a core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

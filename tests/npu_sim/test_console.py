@@ -1,4 +1,4 @@
-"""What a user sees while a command works: a spinner or a bar on a terminal, nothing where output is piped."""
+"""Progress of a command: a spinner or a bar on a terminal, nothing where output is piped."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_names_in_files_are_those_of_transformers_own(tmp_path: Path) -> None:
 def test_files_that_do_not_fit_their_config_are_refused_in_a_sentence(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
 ) -> None:
-    """Before seconds of compiling."""
+    """Misfits are refused before anything is compiled."""
     shutil.copytree(llama, tmp_path / "m")
     decoder_variants.retensor(tmp_path / "m", change)
     monkeypatch.setattr("npu_sim.llm.graph.cached_program", None)
@@ -219,7 +219,7 @@ def test_a_config_that_cannot_be_used_is_refused_before_anything_is_built(
 
 
 def test_an_adapter_is_said_to_be_one(llama: Path, tmp_path: Path) -> None:
-    """Beside a whole model too: its weights would not be looked at."""
+    """An adapter is refused beside a whole model too, since its weights would not be used."""
     tmp_path.joinpath("alone").mkdir()
     (tmp_path / "alone" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     beside = changed(llama, tmp_path / "beside", "adapter_config.json", peft_type="LORA")

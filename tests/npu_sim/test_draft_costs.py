@@ -1,4 +1,4 @@
-"""What drafts bring, and what they cost at most, on a device that runs ahead: in virtual time."""
+"""Gains and bounded costs of drafts on a device that runs ahead, in virtual time."""
 
 from __future__ import annotations
 

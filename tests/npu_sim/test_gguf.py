@@ -221,7 +221,7 @@ def test_a_tensor_that_the_architecture_lacks_is_refused(folder: Path, tmp_path:
 
 
 def test_damaged_files_are_one_clear_sentence(file: Path, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Whatever is changed in a file's header, or cut off: opening it and reading its tensors works or is refused."""
+    """Opening a file with a changed header or a cut end, and reading its tensors, works or is refused."""
     whole = file.read_bytes()
     header = len(whole) - sum(tensor.rows.size for tensor in read_gguf(file).tensors.values())
     path = tmp_path / "m.gguf"

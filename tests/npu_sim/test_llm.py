@@ -68,7 +68,7 @@ def reference_logits(folder: Path, dtype: torch.dtype, ids: list[int]) -> np.nda
 
 
 def reference_logits_of_prompts(folder: Path, dtype: torch.dtype, prompts: list[list[int]]) -> np.ndarray:
-    """The same for prompts of one length, each by itself: [prompts, tokens, vocab]."""
+    """Return PyTorch's logits of prompts of one length, each run by itself: [prompts, tokens, vocab]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.no_grad():
         return np.stack([model(torch.tensor([ids])).logits[0].float().numpy() for ids in prompts])
@@ -254,7 +254,7 @@ def test_what_the_device_chooses_is_what_the_host_would_have_chosen(llama: Check
 
 
 def chosen_by_the_host(sampler: Sampler) -> Sampler:
-    """The same sampler, but none that a device knows."""
+    """Wrap a sampler so that no device recognizes it, and the host draws."""
     return lambda logits: sampler(logits)
 
 
@@ -270,7 +270,7 @@ def ahead(request: pytest.FixtureRequest, llama: Checkpoint, monkeypatch: pytest
 def test_what_the_device_draws_is_what_the_host_would_have_drawn(
     ahead: LanguageModel, settings: dict[str, Any]
 ) -> None:
-    """Over several replies: none takes numbers of the next one's, however many steps too many the device has run."""
+    """Replies use their own random numbers, however many surplus steps the device has run for the reply before."""
 
     def replies(sampler: Sampler) -> list[list[int]]:
         ahead.reset()
@@ -318,7 +318,7 @@ def test_logits_that_are_not_finite_end_a_generation(
 
 
 class DrawnToken(torch.nn.Module):
-    """What `SamplingDecode` does with logits [vocab]."""
+    """The part of `SamplingDecode` that draws a token from logits [vocab]."""
 
     def forward(self, logits: torch.Tensor, settings: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         order = logits.argsort(descending=True, stable=True)
@@ -345,7 +345,7 @@ def drawing_executor(vocab: int, device: str) -> Callable[[np.ndarray, Drawing, 
 def test_drawing_on_the_device_keeps_and_takes_what_drawing_on_the_host_does(
     rng: np.random.Generator, device: str, vocab: int
 ) -> None:
-    """Which of the tokens whose shares meet next to the uniform number it takes, rounding decides."""
+    """Rounding may decide between the two tokens whose probability intervals meet near the uniform number."""
     draw_one = drawing_executor(vocab, device)
     for spread, temperature, top_k, top_p in [
         (4, 1.0, None, None),

@@ -1,4 +1,4 @@
-"""What `npu_sim.compile` is given wrongly, or at its limits: one clear error, or the right answer."""
+"""Wrong or extreme arguments of `npu_sim.compile` give one clear error, or the right answer."""
 
 from __future__ import annotations
 

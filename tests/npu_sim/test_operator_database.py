@@ -13,7 +13,7 @@ import torch
 from operator_database import HANG, RAW, REFUSED, RIGHT, WRONG, Problem
 from random_modules import random_module
 
-from benchmarks import operators
+from benchmarks.pages import operators
 from npu_compiler.errors import InputError
 from npu_compiler.ops.registry import OPS
 
@@ -151,7 +151,7 @@ def test_special_values_are_put_into_floating_point_tensors_alone() -> None:
 def test_the_page_of_ops_is_current() -> None:
     page = operators.DOCS / "operators.md"
     written = operators.document(json.loads(database.LAST.read_text()))
-    assert page.read_text() == written, "run `python -m benchmarks.operators`"
+    assert page.read_text() == written, "run `python -m benchmarks.pages.operators`"
 
 
 def test_limits_are_read_from_the_rows() -> None:

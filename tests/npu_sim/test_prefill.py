@@ -60,7 +60,7 @@ def test_a_prompt_takes_runs_that_fit_it(tokens: int, made: set[int], run: int, 
 def test_the_division_does_not_change_the_logits(
     llama: Checkpoint, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the last run would extend beyond the end of the cache, and after tokens that are there already."""
+    """The cases include a last run that would pass the end of the cache, and tokens that are cached already."""
     ids = np.random.default_rng(3).integers(0, VOCAB, CACHE).tolist()
     monkeypatch.setattr(session, "CHUNKS", (4, 16))
     model = LanguageModel(llama, cache_length=CACHE, device=device)

@@ -24,7 +24,7 @@ from npu_sim.vision.quantize_model import quantize_model
 
 
 class Small(nn.Module):
-    """What the networks of the field are made of: a stem, an inverted bottleneck with a shortcut, a classifier."""
+    """A small network of common parts: a stem, an inverted bottleneck with a shortcut, a classifier."""
 
     def __init__(self) -> None:
         super().__init__()

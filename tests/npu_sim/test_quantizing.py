@@ -69,8 +69,11 @@ def test_searching_for_scales_lessens_the_squared_error_of_each_row(format: Quan
 
 
 def gptq_reference(weight: torch.Tensor, hessian: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
-    """The codes of "optimal brain quantization" (equation 2 of the paper): after each column, which are taken in the
-    order of the Hessian's diagonal, the others are updated and the column is eliminated from the inverse."""
+    """Return the codes of "optimal brain quantization" (equation 2 of the paper).
+
+    After each column, which are taken in the order of the Hessian's diagonal, the others are updated and the column is
+    eliminated from the inverse.
+    """
     damped = hessian.double() + DAMPING * hessian.double().diagonal().mean() * torch.eye(len(hessian))
     inverse, left = damped.inverse(), weight.double().clone()
     scales, found = fit_rows(weight, format, RANGE), torch.zeros_like(weight)

@@ -13,7 +13,8 @@ from traces import qwen_step
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import npu_compiler
-from benchmarks.dispatches import CACHE_LENGTH, DOCUMENT, LAYERS, PROMPT, measure, qwen, table, traffic
+from benchmarks.pages.dispatches import DOCUMENT, measure, table, traffic
+from benchmarks.qwen import CACHE_LENGTH, LAYERS, PROMPT, qwen
 from npu_compiler.graph.quantization import NAMED_FORMATS
 from npu_compiler.program.describe import summary
 from npu_compiler.program.target import MetalCodegenTarget
@@ -67,7 +68,7 @@ def test_the_page_on_fusions_says_what_the_compiler_does(tokens: int) -> None:
     rows, least = measure(qwen_step(tokens))
     assert rows[0].launches > rows[-1].launches
     assert "\n".join(table(rows, least.floor)) in DOCUMENT.read_text(encoding="utf-8"), (
-        "run python -m benchmarks.dispatches"
+        "run python -m benchmarks.pages.dispatches"
     )
 
 

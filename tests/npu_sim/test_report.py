@@ -79,9 +79,7 @@ def test_stages_can_be_rebuilt_from_what_the_page_holds() -> None:
     for graph in data["graphs"]:
         types |= {tensor: data["types"][number] for tensor, number in graph["types"].items()}
         known.append(dict(types))
-    last = {}
-    for name, graph in trace_stages(network()):
-        last[name] = graph
+    last = dict(trace_stages(network()))
     assert by_stage.keys() == last.keys()
     for name in ("read", "fuse", "assign_layout"):
         held = data["graphs"][by_stage[name]]
@@ -156,7 +154,7 @@ def test_the_peak_is_the_most_that_is_in_use_and_each_holder_is_in_use_then(make
 
 
 def bytes_in_use(buffers: list[dict[str, Any]], calls: int) -> list[int]:
-    """How many bytes of the arena some buffer holds during each call, byte by byte."""
+    """Return the number of arena bytes in use during each call, counted byte by byte."""
     counts = []
     for call in range(calls):
         used = np.zeros(max((b["offset"] + b["size"] for b in buffers), default=0), bool)

@@ -46,7 +46,7 @@ class Outcome:
 
 
 class Box:
-    """What PyTorch takes apart, but nobody else can."""
+    """A class that PyTorch can flatten, but that is unknown to a saved module's reader."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
@@ -243,7 +243,7 @@ def test_classes_that_the_caller_gives_come_back_as_they_are(tmp_path: Path) -> 
 
 
 def test_no_module_is_asked_for_a_class_but_those_of_known_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for an attribute, a module may import others; what it defines is looked up without asking."""
+    """Classes are looked up without `getattr` on a module, which may import others."""
 
     class Asking(ModuleType):
         def __getattr__(self, name: str) -> Any:

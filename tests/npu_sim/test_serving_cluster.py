@@ -68,7 +68,7 @@ def message(index: int) -> str:
 
 
 def stream(client: openai.OpenAI, index: int, tokens: int = TOKENS) -> Reply:
-    """What a client reads of a stream up to its end; a connection that is cut fails the test."""
+    """Return a client's reply from a stream read to its end; a connection that is cut fails the test."""
     text = ""
     try:
         chunks = client.chat.completions.create(

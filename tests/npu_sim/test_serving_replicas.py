@@ -1,4 +1,4 @@
-"""What `serve --ray` is made of, without a cluster: its options, the messages, and the sums of replicas' counts."""
+"""Parts of `serve --ray` without a cluster: its options, the messages, and the sums of replicas' counts."""
 
 from __future__ import annotations
 

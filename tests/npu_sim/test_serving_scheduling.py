@@ -1,4 +1,4 @@
-"""What the scheduler and the core of the engine do, step by step, on a toy model that sees every wrong row."""
+"""The scheduler and the core of the engine, step by step, on a toy model that detects every wrong row."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_where_every_step_with_prompts_is_slow_the_pieces_are_not_short() -> Non
 
 
 def test_pieces_are_shorter_where_longer_ones_cost_others_more_for_each_token() -> None:
-    """As on a GPU that 256 tokens fill, where steps of 64 and 128 take hardly longer than those without prompts."""
+    """The times are of a GPU that 256 tokens fill: steps of 64 and 128 take hardly longer than those of 32."""
     taken = {32: 1.725, 64: 1.81, 128: 1.95, 256: 2.85, 512: 4.3}
     found = paced(lambda tokens, prompts: taken[tokens], decoded=32)
     assert [prompt for prompt, _ in found[10:]] == [96] * 30

@@ -50,7 +50,7 @@ def pair(llama: Checkpoint) -> Iterator[LanguageModel]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_together_find_the_tokens_that_one_finds(llama: Checkpoint, ranks: int) -> None:
-    """In float32, with the prompt in several runs, and with four ranks on two KV heads."""
+    """The model is in float32, the prompt takes several runs, and four ranks share two KV heads."""
     alone, together = model(llama, 1), model(llama, ranks)
     try:
         assert [list(network.generate(PROMPT, NEW, stop=frozenset())) for network in (alone, together)] == [
@@ -70,7 +70,7 @@ def test_processes_together_find_the_tokens_that_one_finds(llama: Checkpoint, ra
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_other_families_are_divided_too(tmp_path: Path, family: str) -> None:
-    """With biases and a tied LM head, and with norms of heads."""
+    """The families have biases and a tied LM head, and norms of heads."""
     checkpoint = load_checkpoint(save_tiny(tmp_path, family, "float32"), "float32")
     alone, together = model(checkpoint, 1), model(checkpoint, 2)
     try:
@@ -102,7 +102,7 @@ def test_a_stuck_rank_ends_the_group(pair: LanguageModel, monkeypatch: pytest.Mo
 
 
 def test_one_stuck_rank_among_others_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the others keep saying that they are alive."""
+    """A stopped rank is detected although the others keep sending signs of life."""
     ended: list[bool] = []
     group = groups.RankGroup(4, "builtins:repr", {}, lambda: ended.append(True))
     try:
@@ -120,7 +120,7 @@ def test_one_stuck_rank_among_others_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ctrl_c_within_a_step_comes_after_it(pair: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So all ranks have made the same steps, and the model can go on."""
+    """Ctrl-C is delayed until all ranks have made the same steps, so the model can go on."""
     expected = list(pair.generate(PROMPT, NEW, stop=frozenset()))
     own = pair._decode_step._own  # type: ignore[attr-defined]
     run = own.run
@@ -155,7 +155,7 @@ def test_a_rank_that_cannot_begin_is_reported(llama: Checkpoint, tmp_path: Path)
 
 
 def test_a_rank_whose_device_takes_other_programs_is_refused(llama: Checkpoint) -> None:
-    """As a GPU would be that does not reach the others' memory: ranks with different programs never meet."""
+    """Ranks with different programs never run together, as on a GPU that cannot reach the others' memory."""
     assert llama.opened_by is not None
     name = f"{LanguageModel.__module__}:{LanguageModel.__qualname__}"
     ranked = RankedModel(Rank(1, 2, tuple), llama.opened_by, ["cpu", "cpu"], name, {"cache_length": 32, "chunk": 4})
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_no_other_process_can_open_is_refused(llama: Checkpoin
 
 
 def test_an_engine_on_two_processes_answers_as_on_one(llama: Checkpoint) -> None:
-    """With prompts that share a block, one of which is copied, so that every kind of step runs on both."""
+    """Prompts share a block, one of which is copied, so that every kind of step runs on both engines."""
     sizes = {"block_size": 4, "blocks": 40, "context_length": 48, "max_tokens": 8, "max_sequences": 4}
     alone, together = (PagedModel(llama, device="cpu", tensor_parallel=ranks, **sizes) for ranks in (1, 2))
     try:

@@ -343,7 +343,7 @@ def like_another(x: torch.Tensor) -> Any:
 
 
 def groups(values: Sequence[torch.Tensor], argument: torch.Tensor) -> list[int]:
-    """For each tensor, the first of all of them in whose memory it is."""
+    """Return, for each tensor, the index of the first of all tensors with the same memory."""
     places = [x.untyped_storage().data_ptr() for x in (argument, *values)]
     return [places.index(place) for place in places]
 

@@ -1,4 +1,4 @@
-"""What `npu_sim.module.trace` reads out of an exported program, in particular what torch_ir's schema cannot say."""
+"""IR that `npu_sim.module.trace` reads from an exported program, in particular beyond torch_ir's schema."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def check(device: Device, **options: Any) -> Any:
 def break_kernel(
     monkeypatch: pytest.MonkeyPatch, kernel: str, when: Callable[[Any], bool] = lambda params: True
 ) -> None:
-    """From now on the kernel writes its result 1.5 times as large, where `when(params)`."""
+    """Patch a kernel to write its result 1.5 times as large where `when(params)`."""
     original = kernel_meaning(kernel)
     assert original is not None
 
@@ -231,7 +231,7 @@ def test_values_clamped_to_the_range_fail() -> None:
 
 
 def test_outputs_are_held_against_the_graph_as_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first passes do wrong is in every other reference too."""
+    """Outputs are compared with the graph before any pass, since every later reference repeats a pass's mistake."""
     g = IRBuilder("doubled")
     ir = g.output(g("aten.mul.Tensor", g.input("x", 4, 8), 2.0, name="y")).ir()
     inputs = [{"x": np.random.default_rng(SEED).normal(size=(4, 8)).astype(np.float32)}]

@@ -27,7 +27,7 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in memory."""
+    """Layout of a tensor in memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -169,7 +169,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharing(results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """For each result the arguments and results whose memory it has."""
+    """Return, for each result, the arguments and results that share its memory."""
     everything = [x.untyped_storage().data_ptr() for x in (*arguments, *results)]
     return [tuple(i for i, x in enumerate(everything) if x == own) for own in everything[len(arguments) :]]
 

@@ -253,7 +253,7 @@ def test_lite0_checkpoint_loads_strictly_and_knows_photographs() -> None:
 
 
 def test_lite0_was_trained_on_our_normalization() -> None:
-    """Its stem's BatchNorm statistics fit what photographs give, and not with ImageNet's mean and std."""
+    """The stem's BatchNorm statistics fit photographs normalized our way, and not with ImageNet's mean and std."""
     model = efficientnet_lite0().eval()
     model.load_state_dict(torch.load(efficientnet_lite0_checkpoint(), weights_only=True))
 
@@ -397,7 +397,7 @@ def test_lite0_agrees_with_pytorch_on_photographs(tmp_path: Path, device: str) -
 def test_resnet_is_as_good_as_pytorch_in_float16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, device: str
 ) -> None:
-    """Of smaller images where a device takes long over one, and so does PyTorch in float16 on a CPU.
+    """Errors are at most PyTorch's in float16; images are smaller where a device, or PyTorch on a CPU, is slow.
 
     The emulator takes seconds for a network, so that it gets one of two blocks a stage, which have all the shapes.
     """

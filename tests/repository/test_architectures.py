@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import architectures
-from benchmarks.architecture_configs import HEADS, LAYERS, VOCABULARY, WIDTH, WORDS, nested, tiny_config
-from benchmarks.architecture_models import NotBuilt, build, model_types
-from benchmarks.architecture_page import document, histogram, summary
-from benchmarks.architecture_routes import RIGHT, WRONG, Outcome, attempt, judge
+from benchmarks.architectures import __main__ as architectures
+from benchmarks.architectures.configs import HEADS, LAYERS, VOCABULARY, WIDTH, WORDS, nested, tiny_config
+from benchmarks.architectures.models import NotBuilt, build, model_types
+from benchmarks.architectures.page import document, histogram, summary
+from benchmarks.architectures.routes import RIGHT, WRONG, Outcome, attempt, judge
 
 
 def outcome(**known: Any) -> Outcome:

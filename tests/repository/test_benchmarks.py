@@ -1,4 +1,4 @@
-"""What the benchmarks make of their figures: JSON, tables, a chart, and the checks before anything is timed."""
+"""Output of the benchmarks: JSON, tables, a chart; and the checks before anything is timed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cuda
-from benchmarks.cuda_llm import qwen3
-from benchmarks.dispatches import qwen
+from benchmarks.cuda import __main__ as cuda
+from benchmarks.cuda.llm import qwen3
+from benchmarks.cuda.page import document, draw
+from benchmarks.cuda.timing import agreement
 from benchmarks.figures import COMPILED, EAGER, OURS, Account, Figure, Run, load_run
-from benchmarks.gpu_timing import agreement
 from benchmarks.peers import ATTENTION, StaticLanguageModel
-from benchmarks.report import document, draw
+from benchmarks.qwen import qwen
 
 MACHINE: dict[str, Any] = {
     "gpu": "NVIDIA X1",
@@ -71,7 +71,7 @@ def test_merging_keeps_other_figures_in_order_and_takes_the_later_of_the_same(ru
 
 
 def test_the_page_has_a_table_for_each_cache_and_task(run: Run) -> None:
-    page = document(run, "cuda.svg")
+    page = document(run)
     headings = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
     assert headings == [
         "Decode, cache 2,048",
@@ -89,15 +89,15 @@ def test_the_page_has_a_table_for_each_cache_and_task(run: Run) -> None:
     assert "| ResNet-18, 64 | **0.250** | 0.500 | 200% | 0.500 | 20.0 | 2.00 |" in page
     assert "| second start, s | 0.75 |" in page
     assert "| Qwen decode (cache 2,048, position 1) | 200 | 1 | none | 1.00e-02 | 2.00e-02 | SDPA: grouped |" in page
-    assert "reads memory at 4.48 TB/s" in page and "![](cuda.svg)" in page
+    assert "reads memory at 4.48 TB/s" in page and "<!-- chart: cuda -->" in page
 
 
 def test_a_peer_that_was_not_measured_leaves_its_cells_empty(run: Run) -> None:
-    assert "| 16 | **1.000** | 0.500 | 50% |  | 20.0 |  |" in document(run, "cuda.svg")
+    assert "| 16 | **1.000** | 0.500 | 50% |  | 20.0 |  |" in document(run)
 
 
 def test_an_account_sums_up_its_small_kernels(run: Run) -> None:
-    page = document(run, "cuda.svg")
+    page = document(run)
     assert "### Qwen decode (cache 2,048, position 1): 0.800 ms, of which 0.200 ms in kernels" in page
     assert "| `kernel_0<int/long>` | 2 | 10.0 | 5.0% |" in page
     assert "| `8 others` | 16 | 80.0 | 40.0% |" in page
@@ -111,7 +111,7 @@ def test_only_drawing_needs_no_gpu(run: Run, tmp_path: Path, monkeypatch: pytest
     options = [text for option, name in places.items() for text in (option, str(tmp_path / name))]
     monkeypatch.setattr("sys.argv", ["cuda", "--only", "none", "--merge", *options])
     assert cuda.main() == 0
-    assert (tmp_path / "cuda.md").read_text(encoding="utf-8") == document(run, "cuda.svg")
+    assert (tmp_path / "cuda.md").read_text(encoding="utf-8") == document(run)
     drawn = (tmp_path / "cuda.svg").read_bytes()
     draw(run, tmp_path / "again.svg")
     assert drawn.startswith(b"<?xml") and drawn == (tmp_path / "again.svg").read_bytes()
@@ -131,13 +131,11 @@ def test_what_cannot_be_done_is_said(
 
 
 def test_the_page_in_docs_is_that_of_its_figures() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    if not (docs / "cuda.json").is_file():
-        pytest.skip("nothing has been measured yet: docs/cuda.json is not there")
-    page = (docs / "cuda.md").read_text(encoding="utf-8")
-    assert page == document(load_run(docs / "cuda.json"), "cuda.svg"), (
-        "run python -m benchmarks.cuda --only none --merge --json docs/cuda.json --document docs/cuda.md "
-        "--chart docs/cuda.svg"
+    folder = Path(__file__).parents[2] / "docs" / "measurements"
+    page = (folder / "cuda.md").read_text(encoding="utf-8")
+    assert page == document(load_run(folder / "cuda.json")), (
+        "run python -m benchmarks.cuda --only none --merge --json docs/measurements/cuda.json "
+        "--document docs/measurements/cuda.md"
     )
 
 

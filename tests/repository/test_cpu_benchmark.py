@@ -1,4 +1,4 @@
-"""What the CPU benchmark makes of its figures, and which contenders it lets count."""
+"""Output of the CPU benchmark, and its choice of contenders."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from torch import nn
 
-from benchmarks import cpu
-from benchmarks.cpu_contender import NEEDED, Contender, prepare
-from benchmarks.cpu_llama import write_gguf
-from benchmarks.cpu_machine import Rates, level, limit_threads, usable_cores
-from benchmarks.cpu_models import NETWORKS
-from benchmarks.cpu_network import NetworkContenders
-from benchmarks.cpu_page import LANGUAGE_TASKS, QUANTIZED_TASKS, best, document, draw, ratio
+from benchmarks.cpu import __main__ as cpu
+from benchmarks.cpu.contender import NEEDED, Contender, prepare
+from benchmarks.cpu.llama import write_gguf
+from benchmarks.cpu.machine import Rates, level, limit_threads, usable_cores
+from benchmarks.cpu.models import NETWORKS
+from benchmarks.cpu.network import NetworkContenders
+from benchmarks.cpu.page import LANGUAGE_TASKS, QUANTIZED_TASKS, best, document, draw, ratio
 from benchmarks.figures import Figure, Run, load_run
 from benchmarks.timing import LEAST_ROUNDS, interleave
 
-DOCS = Path(__file__).parents[2] / "docs"
+MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements"
 MACHINE: dict[str, Any] = {
     "cpu": "X1 9000",
     "level": "avx2",
@@ -61,7 +61,7 @@ def test_weights_in_few_bits_have_a_table_of_their_own(run: Run) -> None:
         figure("q4_1", "Small Q4_1", {"cache": 1024, "position": 128}, times),
         figure("q4_1", "Small Q4_1", {"tokens": 512}, times),
     ]
-    page = document([replace(run, figures=[*run.figures, *figures])], "cpu.svg")
+    page = document([replace(run, figures=[*run.figures, *figures])])
     assert page.count("| X1 9000, avx2, 2 threads: ms |") == 3
     assert "| Small Q4_1 decode | **5.000** | 10.0 | 5.000 | llama.cpp | 2.00 |" in page
     assert "| Small Q4_1 prefill of 512 | **5.000** | 10.0 | 5.000 | llama.cpp | 2.00 |" in page
@@ -72,13 +72,13 @@ def test_a_wrong_contender_is_marked_and_does_not_count(run: Run) -> None:
     wrong = replace(run.figures[1], errors=errors)
     assert best(wrong, ours=False) == ("PyTorch eager float32", 90.0)
     assert best(wrong, ours=True) == ("npu-sim bfloat16", 50.0)
-    page = document([replace(run, figures=[wrong])], "cpu.svg")
+    page = document([replace(run, figures=[wrong])])
     assert "| ResNet-50, batch 1 | **50.0** | 40.0 (wrong) | 90.0 | 60.0 (wrong) | 5.000 |" in page
 
 
 def test_the_page_names_machine_and_level_in_each_table(run: Run) -> None:
     other = replace(run, machine={**MACHINE, "cpu": "Y2", "level": "amx", "threads": 16})
-    page = document([run, other], "cpu.svg")
+    page = document([run, other])
     headings = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
     assert headings == ["X1 9000, avx2, 2 threads", "Y2, amx, 16 threads"]
     for heading in headings:
@@ -86,7 +86,7 @@ def test_the_page_names_machine_and_level_in_each_table(run: Run) -> None:
     assert "| Small decode | **16.0** | 30.0 | 20.0 | 10.0 | 5.000 | llama.cpp BF16 | 1.25 |" in page
     assert "| ResNet-50, batch 1 | 50.0 | **40.0** | 90.0 | 60.0 | 5.000 | OpenVINO float32 | 1.50 |" in page
     assert "reads 20.0 GB/s" in page and "at 119 GFLOP/s" in page and "openvino 2026.4" in page
-    assert "![](cpu.svg)" in page
+    assert "<!-- chart: cpu -->" in page
 
 
 def test_a_page_is_drawn_from_saved_results_without_measuring(
@@ -98,18 +98,16 @@ def test_a_page_is_drawn_from_saved_results_without_measuring(
     options = ["--pages-from", str(tmp_path / "a.json"), "--document", str(page), "--chart", str(chart)]
     monkeypatch.setattr("sys.argv", ["cpu", *options])
     assert cpu.main() == 0
-    assert page.read_text(encoding="utf-8") == document([run], "cpu.svg")
+    assert page.read_text(encoding="utf-8") == document([run])
     draw([run], tmp_path / "again.svg")
     assert chart.read_bytes().startswith(b"<?xml") and chart.read_bytes() == (tmp_path / "again.svg").read_bytes()
 
 
 def test_the_page_in_docs_is_that_of_its_figures() -> None:
-    files = sorted(DOCS.glob("cpu-*.json"))
-    if not files:
-        pytest.skip("nothing has been measured yet: there is no docs/cpu-*.json")
-    page = (DOCS / "cpu.md").read_text(encoding="utf-8")
-    assert page == document([load_run(path) for path in files], "cpu.svg"), (
-        "run python -m benchmarks.cpu --pages-from docs/cpu-*.json --document docs/cpu.md --chart docs/cpu.svg"
+    files = sorted(MEASUREMENTS.glob("cpu-*.json"))
+    page = (MEASUREMENTS / "cpu.md").read_text(encoding="utf-8")
+    assert page == document([load_run(path) for path in files]), (
+        "run python -m benchmarks.cpu --pages-from docs/measurements/cpu-*.json --document docs/measurements/cpu.md"
     )
 
 
@@ -120,7 +118,7 @@ def test_results_of_another_machine_are_not_merged(run: Run) -> None:
 
 
 def test_all_tasks_are_known_to_what_measures_them() -> None:
-    assert cpu.NETWORK_TASKS == tuple(NETWORKS)
+    assert tuple(NETWORKS) == cpu.NETWORK_TASKS
     assert {*LANGUAGE_TASKS, *QUANTIZED_TASKS} == set(cpu.TASKS) - set(NETWORKS)
 
 

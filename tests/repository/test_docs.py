@@ -1,4 +1,4 @@
-"""What the documents refer to exists: links and their sections, files, doors, and sections that the code cites."""
+"""References of the documents exist: links and their sections, files, public names, sections that the code cites."""
 
 from __future__ import annotations
 
@@ -52,6 +52,17 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
     named = {path for path in re.findall(r"`([\w./*-]+)`", text) if path.split("/")[0] in TOP_FOLDERS and "/" in path}
     missing = [path for path in named if not any(ROOT.glob(path.rstrip("/")))]
     assert sorted(missing) == []
+
+
+@DOCUMENT
+def test_benchmarks_that_a_document_names_can_be_run(document: Path) -> None:
+    """Modules after `python -m`, but for a changelog, which names those of its time."""
+    if document.name == "CHANGELOG.md":
+        return
+    for name in re.findall(r"python -m\s+(benchmarks(?:\.\w+)+)", document.read_text(encoding="utf-8")):
+        path = ROOT / name.replace(".", "/")
+        sources = [file for file in (path.with_suffix(".py"), path / "__main__.py") if file.is_file()]
+        assert sources and '__name__ == "__main__"' in sources[0].read_text(encoding="utf-8"), name
 
 
 def doors() -> dict[str, list[str]]:

@@ -18,14 +18,14 @@ EXAMPLES = ROOT / "examples"
 def in_this_process(
     name: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """What an example prints; here torch and transformers are imported already."""
+    """Run an example here, where torch and transformers are imported already; return its output."""
     monkeypatch.setattr(sys, "argv", [name, *options.split()])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out
 
 
 def in_another_process(name: str) -> str:
-    """What an example prints that registers an op or a device, which would stay registered."""
+    """Run, in a new process, an example that registers an op or a device; return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(EXAMPLES / name)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

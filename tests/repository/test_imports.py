@@ -1,4 +1,4 @@
-"""Who may import whom (docs/architecture.md, section 2), asserted from the sources; and what a start imports."""
+"""Allowed imports between packages (docs/architecture.md, section 2), and the modules that a start imports."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_no_import_is_relative() -> None:
 
 @functools.cache
 def started(module: str) -> tuple[frozenset[str], bool]:
-    """What a new process has loaded that imported a module, and whether the table of element-wise ops is filled."""
+    """Import a module in a new process; return all modules loaded, and whether the element-wise table is filled."""
     code = (
         f"import sys, {module}\n"
         "table = sys.modules.get('npu_compiler.program.elementwise')\n"

@@ -1,4 +1,4 @@
-"""Which instruction set the kernels are compiled for is known in one header only."""
+"""Only one header knows the instruction set that the kernels are compiled for."""
 
 from __future__ import annotations
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 from tiny_llms import save_tiny, save_tokenizer
 
-from benchmarks import quality
+from benchmarks.quality import __main__ as quality
+from benchmarks.quality import page
+from benchmarks.quality.page import Figure, Quality, load_quality, table
+from benchmarks.quality.variants import VARIANTS, Calibration, quantize_all
+from benchmarks.quality.windows import add_window, read_window, windows
 from npu_sim.llm import load_checkpoint
 from npu_sim.llm.graph import dense_model
 from npu_sim.quantizing import tuning
@@ -23,33 +27,33 @@ def test_quality_of_a_tiny_model(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(folder, "float32", "none")
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat with a hat and looked at that. " * 30, encoding="utf-8")
-    ids = quality.windows(checkpoint, [text], 3, 40)
+    ids = windows(checkpoint, [text], 3, 40)
     model = dense_model(checkpoint, "cpu")
-    calibration = quality.Calibration(("a text",), text.read_text("utf-8"), 4)
-    whole = quality.Figure("as it is", 16.0, 1.0)
+    calibration = Calibration(("a text",), text.read_text("utf-8"), 4)
+    whole = Figure("as it is", 16.0, 1.0)
     figures = [whole]
     names = ["int8", "int4-64-rtn"]
-    variants = list(quality.quantize_all(checkpoint, names, calibration, "cpu"))
+    variants = list(quantize_all(checkpoint, names, calibration, "cpu"))
     original = {name: model.get_parameter(name).data for name in variants[0][1]}
     losses = []
     for window in ids:
-        reference = quality.read_window(model, original, window)
+        reference = read_window(model, original, window)
         losses.append(float(torch.nn.functional.nll_loss(reference[:-1], window[1:], reduction="sum")))
-        quality.add_window(whole, reference, reference, window)
+        add_window(whole, reference, reference, window)
         for figure, weights in variants:
-            quality.add_window(figure, quality.read_window(model, weights, window), reference, window)
+            add_window(figure, read_window(model, weights, window), reference, window)
     figures += [figure for figure, _ in variants]
     assert whole.divergence == 0 and whole.agreement == whole.tokens == 3 * 39
     assert -whole.log_likelihood == pytest.approx(sum(losses), rel=1e-6)
     eight, four = figures[1:]
     assert 0 < eight.divergence < four.divergence and four.bits < 5 < eight.bits < 9
     assert abs(eight.perplexity / whole.perplexity - 1) < abs(four.perplexity / whole.perplexity - 1) + 0.01
-    run = quality.Quality({"model": "tiny"}, figures)
+    run = Quality({"model": "tiny"}, figures)
     run.save(tmp_path / "run.json")
-    loaded = quality.load_quality(tmp_path / "run.json")
-    assert quality.table(loaded) == quality.table(run) and loaded.figures == figures
+    loaded = load_quality(tmp_path / "run.json")
+    assert table(loaded) == table(run) and loaded.figures == figures
     with pytest.raises(SystemExit, match="windows of 40 tokens, not 999"):
-        quality.windows(checkpoint, [text], 999, 40)
+        windows(checkpoint, [text], 999, 40)
 
 
 def test_variants_are_added_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,15 +63,15 @@ def test_variants_are_added_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     read.write_text("the cat sat on the mat with a hat and looked at that. " * 30, encoding="utf-8")
     first.write_text("a cat and a cat and two more. " * 90, encoding="utf-8")
     second.write_text("a dog or a dog or two less. " * 90, encoding="utf-8")
-    monkeypatch.setitem(quality.VARIANTS, "tuned", replace(quality.VARIANTS["int4-64"], written=2, steps=3))
+    monkeypatch.setitem(VARIANTS, "tuned", replace(VARIANTS["int4-64"], written=2, steps=3))
     monkeypatch.setattr(tuning, "_RATE", 0.1)  # moves what is stored in 16 bits, too
     common = ["quality", "--model", str(folder), "--device", "cpu", "--windows", "2", "--length", "40"]
     common += ["--json", str(tmp_path / "run.json"), "--samples", "8", "--text", str(read)]
 
-    def run(*options: str) -> quality.Quality:
+    def run(*options: str) -> Quality:
         monkeypatch.setattr("sys.argv", [*common, *options])
         quality.main()
-        return quality.load_quality(tmp_path / "run.json")
+        return load_quality(tmp_path / "run.json")
 
     alone = run("--calibrate", str(first), "--variants", "int8", "int4-64")
     both = run("--calibrate", str(first), str(second), "--variants", "tuned", "int4-64", "--add")
@@ -90,13 +94,12 @@ def test_variants_are_added_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_chart_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    quality.draw(quality.load_quality(DOCS / "quality.json"), tmp_path / "chart.svg")
+    page.draw(load_quality(DOCS / "measurements" / "quality.json"), tmp_path / "chart.svg")
     assert "<svg" in (tmp_path / "chart.svg").read_text("utf-8")
 
 
 def test_the_section_in_docs_is_that_of_its_figures() -> None:
-    run = quality.load_quality(DOCS / "quality.json")
-    assert quality.section(run, "quality.svg") in (DOCS / "quantization.md").read_text("utf-8"), (
-        "run python -m benchmarks.quality --json docs/quality.json --chart docs/quality.svg "
-        "--document docs/quantization.md"
+    run = load_quality(DOCS / "measurements" / "quality.json")
+    assert page.section(run) in (DOCS / "quantization.md").read_text("utf-8"), (
+        "run python -m benchmarks.quality --json docs/measurements/quality.json --document docs/quantization.md"
     )

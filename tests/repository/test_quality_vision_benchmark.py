@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from benchmarks import quality_vision
+from benchmarks.quality import vision as quality_vision
 
 
 def test_views_are_the_whole_and_its_quarters_and_their_mirror_images() -> None:

@@ -136,7 +136,7 @@ class Mixed(Small):
 
 @pytest.fixture(params=["cpu", "metal"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """What `Device()` opens: the CPU, or Metal on the emulator; `MetalBackend()` is always on the emulator."""
+    """Kind of device that `Device()` opens: the CPU, or Metal on the emulator, where `MetalBackend()` always is."""
     if find_compiler() is None:
         pytest.skip("the Metal emulator needs a C++ compiler")
     api = metal_emulator.api()

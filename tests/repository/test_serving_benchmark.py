@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from toy_batches import VOCAB, ToyModel, ToyResult
 
-from benchmarks.serving import (
+from benchmarks.serving.__main__ import (
     MEANS,
-    Found,
+    Contender,
     Job,
     draw_jobs,
     full_batch_rate,
@@ -52,7 +52,7 @@ def test_an_engine_is_measured_with_all_its_requests_at_once() -> None:
 
 def test_the_table_leaves_out_what_was_not_measured() -> None:
     console = Console(file=StringIO(), width=100)
-    console.print(table([Found("npu-sim", 120.0, waste=0.031), Found("llama.cpp", 80.0)]))
+    console.print(table([Contender("npu-sim", 120.0, waste=0.031), Contender("llama.cpp", 80.0)]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "120.0" in text and "3.1" in text and "full batch" not in text
 

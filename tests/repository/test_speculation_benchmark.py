@@ -8,7 +8,7 @@ from io import StringIO
 from rich.console import Console
 from toy_batches import VOCAB, ToyModel, alone
 
-from benchmarks.speculation import EDITED, STORIES, SUMMARIZED, Found, answer, make_parser, table, tasks
+from benchmarks.serving.speculation import EDITED, STORIES, SUMMARIZED, PromptResult, answer, make_parser, table, tasks
 from npu_sim.serving.request import Request
 
 
@@ -29,9 +29,12 @@ def test_an_answer_is_the_models_own_with_and_without_drafts() -> None:
 
 
 def test_the_table_has_the_median_and_the_least_gain_of_each_kind() -> None:
-    found = [Found("edit code", name, 10.0, rate, 8, 6, True) for name, rate in (("a", 12.0), ("b", 20.0), ("c", 15.0))]
+    found = [
+        PromptResult("edit code", name, 10.0, rate, 8, 6, True)
+        for name, rate in (("a", 12.0), ("b", 20.0), ("c", 15.0))
+    ]
     console = Console(file=StringIO(), width=120)
-    console.print(table([*found, Found("sampled story", "d", 10.0, 9.8, 0, 0, False)]))
+    console.print(table([*found, PromptResult("sampled story", "d", 10.0, 9.8, 0, 0, False)]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(value in text for value in ("1.50", "1.20", "75%", "0.98"))
 

@@ -69,5 +69,5 @@ class Opened:
         return rows
 
     def value(self, script: str) -> Any:
-        """What a JavaScript expression yields on the page."""
+        """Evaluate a JavaScript expression on the page."""
         return self.page.evaluate(script)

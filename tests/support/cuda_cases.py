@@ -1,4 +1,4 @@
-"""Cases for the CUDA templates that compute: what the cases that all devices share are too small for."""
+"""Cases of CUDA templates that need larger operands than the cases that all devices share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def holes(queries: int, keys: int, hole: int) -> Case:
 
 
 def _with(places: dict[int, float], dtype: str = "compute") -> np.ndarray:
-    """Two rows of 20,000 ones, but for some places of both."""
+    """Two rows of 20,000 ones, with other values at some places of both."""
     values = np.ones((2, 20_000), np.int32 if dtype == "int32" else np.float32)
     for place, value in places.items():
         values[:, place] = value
@@ -285,7 +285,7 @@ def pixels_last(shape: tuple[int, ...], **options: Any) -> T:
 
 
 def group_norm(name: str, shape: tuple[int, ...], groups: int, affine: bool = True, **options: Any) -> Case:
-    """Over channels-last images."""
+    """Case of a group norm over channels-last images."""
     parts = {"weight": T((shape[1],)), "bias": T((shape[1],))} if affine else {}
     return norm_cases.group(f"last-{name}", pixels_last(shape, **options), groups, pixels_last(shape), **parts)
 

@@ -1,4 +1,4 @@
-"""Whether an NVIDIA GPU can be used here, and what tests run on where it can."""
+"""Devices for tests: the CPU, and an NVIDIA GPU where one can be used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npu_runtime.backend import Launch
 
 
 def gpu_problem() -> str:
-    """Why no GPU can be used here; empty where one can."""
+    """Return the reason why no GPU can be used here; empty where one can."""
     try:
         CUDADevice()
     except DeviceError as error:

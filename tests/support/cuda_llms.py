@@ -77,7 +77,7 @@ def plan_of(name: str, tokens: int, dtype: str = "bfloat16") -> ExecutionPlan:
 
 
 def paged_plan_of(name: str, tokens: int, dtype: str = "bfloat16") -> ExecutionPlan:
-    """Of a step of that many tokens, each of a sequence of its own."""
+    """Return the plan of a step of `tokens` tokens, each of a sequence of its own."""
     shape = PagedShape(tokens, tokens, tokens, blocks_per_sequence=4, blocks=4 * tokens + 1, block_size=16, history=64)
     ir = traced(f"{name} paged {tokens} {dtype}", lambda: extract_paged(checkpoint(name, dtype), shape))
     return npu_compiler.compile(ir, target=CUDACodegenTarget()).plan

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Phases:
-    """A list of calls, the operands' first values by buffer, and what the buffers hold after the calls by the twins."""
+    """A list of calls, the operands' initial values by buffer, and the buffers' final values by the twins."""
 
     dtype: str
     rng: np.random.Generator
@@ -66,7 +66,7 @@ class Phases:
         """Appends a product of x [M, K], with the RMSNorm before it, and returns its result [M, N].
 
         Args:
-            format: Of the weight, where it is in few bits.
+            format: Format of the weight, where it is in few bits.
         """
         m, k = x.shape
         value = self.expected.get(x.buffer, self.data[x.buffer]).reshape(m, k)
@@ -99,7 +99,7 @@ class Phases:
     def _weight(
         self, name: str, drawn: Array, format: QuantizedFormat | None
     ) -> tuple[list[View], Array, dict[str, Any]]:
-        """The operands of a weight [N, K], what it is, and the parameters of a kernel that say how it is stored."""
+        """Return a weight [N, K] as operands, its values, and the kernel's parameters for its storage."""
         if format is None:
             weight = self.operand(name, *drawn.shape, kind="weight", values=drawn)
             return [weight], self.data[name], {}
@@ -275,7 +275,7 @@ def _activate(name: str) -> Callable[[Array], Array]:
 
 
 def run_reference(phases: Phases) -> dict[str, Array]:
-    """What the buffers hold after the CPU device's reference kernels, for those whose contents the twins say."""
+    """Run the phases by the CPU device's reference kernels; return the buffers that the twins compute too."""
     data = {name: array.copy() for name, array in phases.data.items()}
     tensors = {name: numpy_to_tensor(array) for name, array in data.items()}
 
@@ -295,7 +295,7 @@ def resident(phases: Phases) -> tuple[KernelCall, Specializer]:
 
 
 def run_resident(phases: Phases, backend: Backend, times: int = 3) -> list[dict[str, Array]]:
-    """What the buffers that the resident kernel writes hold after each of some runs, from the same memory on."""
+    """Run the resident kernel `times` times from the same memory; return the buffers that it writes, for each run."""
     call, make = resident(phases)
     memory = _memory(phases, make, backend)
     (launch,) = prepared(backend, [call], make.sources, memory)
@@ -311,7 +311,7 @@ def run_resident(phases: Phases, backend: Backend, times: int = 3) -> list[dict[
 
 
 def run_calls(calls: Sequence[KernelCall], make: Specializer, phases: Phases, backend: Backend) -> dict[str, Array]:
-    """What the buffers that specialized calls write hold after them, where they start from the operands of `phases`."""
+    """Run specialized calls on the operands of `phases`; return the buffers that they write."""
     memory = _memory(phases, make, backend)
     for call in calls:
         (launch,) = prepared(backend, [call], make.sources, memory)

@@ -1,4 +1,4 @@
-"""Matrix products as cuBLASLt is asked for them, with all that they read and write."""
+"""Cases of cuBLASLt's matrix products: operands, epilogues, and expected results."""
 
 from __future__ import annotations
 

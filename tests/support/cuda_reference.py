@@ -49,7 +49,7 @@ def activated(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 class ReferenceBackend(CPUBackend):
-    """The CPU device's torch kernels, and what the calls mean that only the CUDA target makes."""
+    """The CPU device's torch kernels, with meanings for the calls that only the CUDA target makes."""
 
     config = CUDA_GPU
     runs_targets = (CUDA_GPU.name,)

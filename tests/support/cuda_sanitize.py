@@ -43,7 +43,7 @@ Job = tuple[str, Callable[[CUDABackend], object]]
 
 
 def chosen(tool: str) -> list[Job]:
-    """What a tool watches, by name: the first case that makes a kernel or a list of kernels, and resident kernels."""
+    """Return a tool's jobs: the first case of each kernel and of each list of kernels, and resident kernels."""
     first: dict[Any, Job] = {}
     for case in [*all_cases(), *CASES]:
         for dtype in (*DTYPES, "float32"):
@@ -56,7 +56,7 @@ def chosen(tool: str) -> list[Job]:
 
 
 class UnwrittenBuffer(CUDABuffer):
-    """Memory that poison leaves as it was allocated, so that initcheck sees who reads it."""
+    """A buffer that is not poisoned, so that initcheck sees reads of what nobody wrote."""
 
     def _upload(self, data: np.ndarray) -> None:
         if not (np.ascontiguousarray(data).view(np.uint8) == 0xFF).all():
@@ -68,7 +68,7 @@ class UnwrittenBuffer(CUDABuffer):
 
 
 class UnwrittenBackend(CUDABackend):
-    """The GPU with such memory."""
+    """The CUDA backend with buffers that are not poisoned."""
 
     def allocate(self, shape: Any, dtype: str, alloc_shape: Any = None) -> CUDABuffer:
         return UnwrittenBuffer(self._device, shape, alloc_shape, dtype)

@@ -22,7 +22,7 @@ from zoo import ZOO  # noqa: E402
 from zoo_runs import IN_BFLOAT16, extracted, extracted_in_bfloat16  # noqa: E402
 
 import npu_compiler  # noqa: E402
-from benchmarks.dispatches import PROMPT  # noqa: E402
+from benchmarks.qwen import PROMPT  # noqa: E402
 from cuda_compiler import CUDACodegenTarget  # noqa: E402
 from npu_compiler import PartitionPlan, partition  # noqa: E402
 from npu_sim.llm import Checkpoint, extract_graph  # noqa: E402

@@ -39,7 +39,7 @@ def _nvrtc() -> ctypes.CDLL | None:
 
 
 def architectures() -> tuple[int, ...]:
-    """What of `ARCHITECTURES` the compiler found here knows; skips the test where there is none."""
+    """Return those of `ARCHITECTURES` that the installed compiler supports; skip the test where there is none."""
     if (library := _nvrtc()) is not None:
         count = ctypes.c_int()
         assert library.nvrtcGetNumSupportedArchs(ctypes.byref(count)) == 0
@@ -62,7 +62,7 @@ def compile_in_turn(sources: Iterable[str], start: int = 0) -> None:
     """Compile every source for one of the architectures that it is made for, the next source for the next one.
 
     Args:
-        start: Where the turns begin, so that several calls with alike sources differ.
+        start: Index of the first architecture, so that several calls with alike sources differ.
 
     Raises:
         AssertionError: one does not compile; with the compiler's log.
@@ -88,7 +88,7 @@ def _compile(jobs: Sequence[tuple[str, int]]) -> None:
 
 
 def compile_log(text: str, arch: int) -> str:
-    """What the compiler says of a source for an architecture; nothing where it compiles."""
+    """Return the compiler's errors for a source and an architecture; empty where it compiles."""
     library = _nvrtc()
     assert library is not None
     program, name = ctypes.c_void_p(), "sm_90a" if arch == 90 else f"sm_{arch}"

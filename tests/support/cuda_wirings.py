@@ -1,4 +1,4 @@
-"""Small models that make a resident kernel in ways that language models of today do not, and what they have to give."""
+"""Small models that become resident kernels of unusual structure, and a check of their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CACHE = 512
 
 
 class Wired(nn.Module):
-    """Four heads of width 64 and linears around them, in ways that language models of today are not wired."""
+    """Four attention heads of width 64 between linear layers, connected in ways that language models are not."""
 
     def __init__(self, value_width: int = 64) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def wired_program(kind: type[Wired], target: CodegenTarget) -> CompiledProgram:
 
 
 def check_wired(kind: type[Wired], gpu: CUDABackend, seed: int, times: int) -> None:
-    """Compares what a resident kernel gives for inputs that are new every time with PyTorch in float32."""
+    """Compare a resident kernel's results for new inputs each time with PyTorch in float32."""
     torch.manual_seed(seed)
     module, rng = kind().bfloat16().eval(), np.random.default_rng(seed)
     program, wide = wired_program(kind, gpu.target), copy.deepcopy(module).float()

@@ -1,11 +1,11 @@
-"""Checkpoints of supported decoders that say something unusual, held against what transformers generates from them.
+"""Unusual checkpoints of supported decoders, compared with what transformers generates from them.
 
     python tests/support/decoder_variants.py [--compiled] [WORD ...]
 
 Configs that change what is computed, generation configs, files, quantized folders, GGUF files and adapters. Words
 choose the variants whose names contain one. The outcomes are those of `decoders.py`; where transformers opens no such
-folder, or invents weights that it lacks, it must be refused. What
-a config changes is tried by both routes, anything else by one of them in turn.
+folder, or invents weights that it lacks, it must be refused. Config changes are tried by both routes, anything else by
+one of them in turn.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def save_model(folder: Path, family: str, dtype: str = "float32", **fields: Any)
 
 
 def rewrite(folder: Path, file: str = "config.json", **fields: Any) -> Path:
-    """Other fields in a JSON file of a folder; those that are `...` are left out."""
+    """Change fields of a JSON file in a folder; those given as `...` are removed."""
     path = folder / file
     whole = {**(json.loads(path.read_text()) if path.is_file() else {}), **fields}
     path.write_text(json.dumps({name: value for name, value in whole.items() if value is not ...}))
@@ -83,7 +83,7 @@ def rewrite(folder: Path, file: str = "config.json", **fields: Any) -> Path:
 
 
 def retensor(folder: Path, change: Callable[[Tensors], Any]) -> Path:
-    """Other tensors in a folder: those that `change` returns, or has made of the ones that it was given."""
+    """Replace a folder's tensors by those that `change` returns, or by its argument after changes in place."""
     tensors = load_file(folder / "model.safetensors")
     tensors = change(tensors) or tensors
     save_file({name: x.clone() for name, x in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
@@ -193,7 +193,7 @@ def renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
 
 
 def replaced(end: str, make: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Tensors], Tensors]:
-    """Tensors whose name has this end changed, or left out."""
+    """Return a change of tensors whose names have this end; None removes them."""
 
     def change(tensors: Tensors) -> Tensors:
         changed = {name: make(x) if name.endswith(end) else x for name, x in tensors.items()}
@@ -460,7 +460,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "z
 
 
 def _scaled_without_config(folder: Path) -> None:
-    """As NVIDIA's ModelOpt writes: scales beside weights in float8, about which config.json says nothing."""
+    """Store float8 weights and scales as NVIDIA's ModelOpt does, without a word in config.json."""
     retensor(folder, lambda tensors: {**_float8(tensors), **_scales(tensors)})
     rewrite(folder, "hf_quant_config.json", quantization={"quant_algo": "FP8"})
 
@@ -474,7 +474,7 @@ def _scales(tensors: Tensors) -> Tensors:
 
 
 def _bitsandbytes(tensors: Tensors) -> Tensors:
-    """As bitsandbytes stores four bits: a column of bytes and statistics."""
+    """Return tensors as bitsandbytes stores four bits: a column of bytes and statistics."""
     made: Tensors = {}
     for name, x in tensors.items():
         packed = "_proj" in name
@@ -486,7 +486,7 @@ def _bitsandbytes(tensors: Tensors) -> Tensors:
 
 
 def _end_in_config(folder: Path) -> None:
-    """As old checkpoints, which have no generation config."""
+    """Move the end tokens to config.json and remove the generation config, as in old checkpoints."""
     rewrite(folder, eos_token_id=[7, 31])
     (folder / "generation_config.json").unlink()
 
@@ -516,7 +516,6 @@ def _only_adapter(folder: Path) -> None:
 
 
 _LAYER = "model__layers__0__self_attn"
-_MASK = {"transformer__h__0__attn__bias": torch.ones(1, 1, 9, 9)}
 _HEAD = {"lm_head__weight": torch.randn(VOCAB, 64, generator=torch.Generator().manual_seed(1))}
 FILES: dict[str, Save] = {
     "bfloat16": lambda place: _config_in(place, "bfloat16"),
@@ -675,7 +674,7 @@ def variants() -> dict[str, Save]:
 
 
 def continued(folder: Path | None) -> list[tuple[list[int], list[float]]] | None:
-    """Per prompt what `decoders.reference` returns, by `generate` of transformers, which reads the generation config.
+    """Return `decoders.reference`'s result per prompt, by transformers' `generate`, which reads the generation config.
 
     None where it opens no such folder, or where it makes up weights that the files lack.
     """

@@ -1,4 +1,4 @@
-"""Every kind of causal language model that transformers knows, tiny and random, held against what we generate.
+"""Every kind of causal language model of transformers, tiny and random, compared with our generation.
 
     python tests/support/decoders.py [MODEL_TYPE ...]
 
@@ -127,7 +127,7 @@ def _resized(kind: Any, plain: Any, changes: dict[str, Any]) -> Any:
 
 
 def randomize(model: Any, seed: int = 0) -> None:
-    """Give every parameter values that matter: biases and norms too, and layers that do not vanish."""
+    """Randomize every parameter, biases and norms too, so that each affects the result."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -145,7 +145,7 @@ def prompts() -> list[list[int]]:
 
 
 def reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """The greedy tokens of transformers, and after each how far the second greatest logit was below."""
+    """Return transformers' greedy tokens, and the margin of each over the second greatest logit."""
     ids = torch.tensor([prompt])
     tokens: list[int] = []
     gaps: list[float] = []

@@ -1,4 +1,4 @@
-"""Code blocks of the documents: found, compared between languages, and run as they stand."""
+"""Code blocks of the documents: reading them, comparing them between languages, and running them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Snippet:
     """A fenced code block.
 
     Attributes:
-        line: Of its first line of code in the document, from 1.
+        line: Number of its first line of code in the document, from 1.
     """
 
     document: Path
@@ -38,7 +38,7 @@ class Snippet:
 
     @property
     def can_run(self) -> bool:
-        """A block that needs what a test cannot have says so in its first line, in English: `# Needs a Mac.`"""
+        """Whether the block runs; one that cannot says so in its first line, in English: `# Needs a Mac.`."""
         return not self.code.startswith("# Needs ")
 
 
@@ -50,7 +50,7 @@ def snippets(document: Path) -> list[Snippet]:
 
 
 def without_comments(snippet: Snippet) -> object:
-    """What a block says, which is the same in every language that the document is written in.
+    """Return the content of a block that is the same in every language of the document.
 
     Diagrams have translated labels: of them, only that they are there.
     """
@@ -64,8 +64,7 @@ def without_comments(snippet: Snippet) -> object:
 
 
 def table_rows(document: Path) -> list[tuple[list[str], list[str]]]:
-    """What a translation leaves as it is in each row of a document's tables: code in backticks, and numbers with a
-    decimal point."""
+    """Return the parts of each table row that translations keep: code in backticks, numbers with a decimal point."""
     rows = re.findall(r"^\|.*", FENCE.sub("", document.read_text(encoding="utf-8")), re.MULTILINE)
     return [(sorted(re.findall(r"`[^`]+`", row)), re.findall(r"\d+\.\d+", re.sub(r"`[^`]*`", "", row))) for row in rows]
 
@@ -115,7 +114,7 @@ def run(document: Path, names: dict[str, Any]) -> None:
 
 
 def _compiled(snippet: Snippet) -> Any:
-    """With the document's own line numbers, so that a traceback leads there."""
+    """Compile a block with the document's own line numbers, so that a traceback leads there."""
     return compile("\n" * (snippet.line - 1) + snippet.code, str(snippet.document), "exec")
 
 

@@ -1,4 +1,4 @@
-"""An engine without a model, which says what a test wants, and a server around it in a thread."""
+"""A serving engine without a model that replies by a script, and a server around it in a thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def text_checkpoint(folder: Path, template: str = PLAIN) -> Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """What `text_checkpoint` has made in a folder."""
+    """Open the checkpoint that `text_checkpoint` made in a folder."""
     tokenizer = load_tokenizer(folder)
     eos = frozenset({tokenizer.eos_token_id})
     return Checkpoint(NAME, SimpleNamespace(vocab_size=304), {}, "float32", lambda: tokenizer, eos)
@@ -65,7 +65,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Script:
-    """What the engine does with a request.
+    """The engine's reaction to a request.
 
     Attributes:
         text: The reply, again and again if it is to be endless.
@@ -83,12 +83,12 @@ class FakeEngine:
     """Takes requests from any thread and replies by a script.
 
     Args:
-        script: For each request.
-        capacity: Requests at once; more are refused.
+        script: The reaction to each request.
+        capacity: Maximum number of requests at once; more are refused.
 
     Attributes:
         requests: All that were taken.
-        active: Those that have not ended.
+        active: The requests that have not ended.
     """
 
     def __init__(self, tokenizer: Any, script: Callable[[Request], Script] | Script, capacity: int = 1000) -> None:
@@ -240,7 +240,7 @@ class Served:
     """A server in a thread.
 
     Attributes:
-        url: Its address, without a path.
+        url: The server's address, without a path.
     """
 
     url: str

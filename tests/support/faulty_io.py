@@ -1,4 +1,4 @@
-"""What writes files, with each of its system calls failing in turn, and with the process killed there.
+"""Fault injection for operations that write files: each system call fails in turn, or the process is killed there.
 
     LD_PRELOAD=faulty_io.so python tests/support/faulty_io.py FOLDER COMPILER
 
@@ -137,7 +137,7 @@ OPERATIONS = [
 
 
 def started_anew(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `act` returns, or what it raises, as if this process had just started."""
+    """Call `act` as if this process had just started; return its result, or its error as `{"raised": …}`."""
     files.remove_leftovers.cache_clear()
     cache_folder._warn_once.cache_clear()
     try:
@@ -175,7 +175,7 @@ def snapshot(folder: Path) -> Snapshot:
 
 
 def examine(operation: Operation, folder: Path) -> dict[str, Any]:
-    """How many calls the operation makes, and what does not hold, a sentence each."""
+    """Return the operation's number of system calls, and a sentence for each property that does not hold."""
     fresh(folder, {})
     operation.prepare(folder)
     before = snapshot(folder)
@@ -199,7 +199,7 @@ def examine(operation: Operation, folder: Path) -> dict[str, Any]:
 
 
 def unclear(operation: Operation, answer: dict[str, Any], is_done: bool) -> Iterator[str]:
-    """What is wrong with what a process says that a fault hit."""
+    """Yield the faults of a process's answer after an injected fault."""
     if "killed" in answer:
         return
     if "raised" in answer:

@@ -35,7 +35,7 @@ _EMULATED_CPUS = {"aarch64": "cortex-a53", "aarch64-bf16": "max", "x86-64-v2": "
 
 
 def missing_tool(level: Level) -> str | None:
-    """What is not installed here but needed to build for that level and to run it, or None."""
+    """Return the missing tool that is needed to build for a level or to run it, or None."""
     if _compiler(level) is None:
         return f"{level.machine}-linux-gnu-g++"
     if level not in this_cpu().levels() and (level.name not in _EMULATED_CPUS or _emulator(level) is None):
@@ -91,7 +91,7 @@ class ForeignLibrary:
         return _Function(self, name)
 
     def number(self, name: str) -> int:
-        """What a function without parameters returns."""
+        """Call a function without parameters; return its result."""
         return self._ask("n", name, lambda: self._numbers(1))[0]
 
     def text(self, name: str) -> bytes:
@@ -183,7 +183,7 @@ def _pointers(block: Any, at: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def _system_root(compiler: str) -> str:
-    """Where the cross compiler's own libc is: the emulated program's `/`."""
+    """Return the folder of the cross compiler's libc: the emulated program's `/`."""
     asked = subprocess.run([compiler, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True)
     return str(Path(asked.stdout.strip()).resolve().parents[1])
 
@@ -203,5 +203,5 @@ def install(level: Level) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Before any test file asks whether there are native kernels."""
+    """Install the foreign level before any test file asks whether there are native kernels."""
     install(find_level(os.environ["FOREIGN_CPU_LEVEL"]))

@@ -1,4 +1,4 @@
-"""Caches for tests: what is made there is made apart from the user's cache, but the native kernels come from it."""
+"""Cache folders for tests, apart from the user's cache except for the native kernels, which are copied from it."""
 
 from __future__ import annotations
 

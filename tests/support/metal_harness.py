@@ -59,7 +59,7 @@ def open_metal(mps: bool) -> tuple[MetalBackend, Any]:
 
 @dataclass(frozen=True)
 class T:
-    """An operand: the geometry of its view and what it holds.
+    """An operand: the geometry of its view, and its values.
 
     Attributes:
         dtype: `compute` (the 16-bit dtype under test), `float32`, `int32` or `bool`.
@@ -89,7 +89,7 @@ class Case:
 
     Attributes:
         atol: Relative to the largest expected value.
-        reference: What the call means, where that is not what the CPU device does: it raises for an index out of range.
+        reference: Meaning of the call, where the CPU device has another one: it raises for an index out of range.
     """
 
     kernel: str
@@ -113,7 +113,7 @@ def all_cases() -> list[Case]:
 
 
 def call_of(case: Case, compute: str) -> KernelCall:
-    """A case's call, its operands in buffers `in0`, …, `out0`, …"""
+    """Return a case's call, with its operands in buffers `in0`, `in1`, …, `out0`, `out1`, …."""
     inputs, outputs = (
         tuple(t.view(f"{stem}{index}", compute) for index, t in enumerate(operands))
         for stem, operands in (("in", case.inputs), ("out", case.outputs))
@@ -174,7 +174,7 @@ def run_in_several_orders(case: Case, backend: Backend, emulator: Any, dtype: st
 
 
 def plan_of(call: KernelCall, target: CodegenTarget) -> ExecutionPlan:
-    """One call as a target turns it into kernels, temporary buffers included."""
+    """Return a plan of one call as a target turns it into kernels, with temporary buffers."""
     buffers = {
         view.buffer: BufferAllocation(view.buffer, kind, (_extent(view),), view.dtype)
         for kind, views in (("input", call.inputs), ("output", call.outputs))
@@ -185,7 +185,7 @@ def plan_of(call: KernelCall, target: CodegenTarget) -> ExecutionPlan:
 
 
 def _prepare(call: KernelCall, backend: Backend, memory: dict[str, DeviceBuffer]) -> Callable[[], None]:
-    """What runs one call with its temporary buffers poisoned."""
+    """Return a function that runs one call with its temporary buffers poisoned."""
     plan = plan_of(call, backend.target)
     backend.compile(plan.calls, plan.sources)
     poison = np.full(max(plan.arena_bytes, 1), 0xFF, np.uint8)
@@ -226,7 +226,7 @@ class _Memory:
     """An operand's memory, gaps and guard included.
 
     Attributes:
-        used: Which elements of `data` the view holds.
+        used: Mask of the elements of `data` that the view holds.
     """
 
     def __init__(self, name: str, operand: T, compute: str, rng: np.random.Generator, poison: bool) -> None:
@@ -245,7 +245,7 @@ class _Memory:
 
     @property
     def spec(self) -> TensorSpec:
-        """Of the whole memory, stored in the dtype that it has."""
+        """Spec of the whole memory, stored in the dtype that it has."""
         return TensorSpec(self.view.buffer, self.data.shape, self.view.dtype, self.view.dtype)
 
 

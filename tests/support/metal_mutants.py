@@ -29,7 +29,7 @@ DTYPE = "float16"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant: the case that failed and how, or None for one that nobody noticed."""
+    """Outcome of a mutant: the case that failed and its message, or None for a mutant that survived."""
 
     mutant: Mutant
     killer: str | None

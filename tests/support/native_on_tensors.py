@@ -14,7 +14,7 @@ from npu_runtime.cpu.native import conv as _conv
 
 
 def memory_of(value: Any) -> Any:
-    """An array over a tensor's memory, in its strides; what is no tensor as it is."""
+    """Return an array over a tensor's memory, in its strides; any other value unchanged."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(memory_of, value))
     if not isinstance(value, torch.Tensor):

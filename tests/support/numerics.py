@@ -1,4 +1,4 @@
-"""What "right" means in numbers (docs/architecture.md, section 6)."""
+"""Bounds of numerical errors (docs/architecture.md, section 6)."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -8,7 +8,7 @@ MIN_DRAWS = 8
 
 
 def assert_design6(ours: ArrayLike, ref_f32: ArrayLike, ref_16bit: ArrayLike, *, seed: object = None) -> None:
-    """Hold `ours` against PyTorch in float32, and against PyTorch in our 16-bit dtype, over draws of inputs or weights.
+    """Assert that `ours` is as near to PyTorch in float32 as PyTorch in our 16-bit dtype is, over several draws.
 
     All are of one shape [draws, ..., classes]. In every draw: Pearson r > 0.999, and the same argmax along the last
     axis, except that two candidates closer than what 16 bits cost PyTorch on this very input are a tie.

@@ -1,4 +1,4 @@
-"""PyTorch's own operator database, run through our front doors and judged against eager PyTorch.
+"""PyTorch's operator database, run by `npu_sim.compile`, saved modules and `torch.compile`, against eager PyTorch.
 
 `python tests/support/operator_database.py` examines all of it in processes that are begun anew when an op hangs or ends
 them, and goes on where an earlier run stopped.
@@ -92,7 +92,7 @@ class Examination:
 
     Attributes:
         on_device: Whether all samples of its first dtype ran wholly on the device; None if there were none.
-        off_device: What did not: op → reason.
+        off_device: Ops that did not run on the device → reason.
         outcomes: The number of cases by outcome.
     """
 
@@ -156,7 +156,7 @@ def operators() -> dict[str, Any]:
 
 
 def dtypes_of(op: Any) -> list[torch.dtype]:
-    """Those of the five that an op has on the CPU; int32 for an op that has no int64."""
+    """Return those of `DTYPES` that an op has on the CPU; int32 for an op without int64."""
     supported = op.supported_dtypes("cpu")
     chosen = [dtype for dtype in DTYPES if dtype in supported]
     if torch.int32 in supported and torch.int64 not in supported:
@@ -211,7 +211,7 @@ def examine(name: str, limit: int, note: Callable[[str], None] = lambda _: None)
 
     Args:
         limit: Samples in its first dtype; there are fewer in the others.
-        note: Is told what is about to run.
+        note: Function that is called with the name of each case before it runs.
     """
     op = operators()[name]
     found = Examination(name)
@@ -323,7 +323,7 @@ def run_module(
     is_memory: bool = False,
     also: nn.Module | None = None,
 ) -> Outcome | None:
-    """How a module's result by one of our routes compares with eager PyTorch's; None if that raises an error.
+    """Compare a module's result by one of our routes with eager PyTorch's; None if that raises an error.
 
     Args:
         tied: The tensor that the indices among the results count, where they may be those of any equal element.
@@ -475,10 +475,10 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _compare(ours: Any, expected: Any, others: Sequence[Any], is_drawn: bool, tied: torch.Tensor | None) -> str | None:
-    """In words what differs, in the results and in the arguments after the call.
+    """Describe the first difference in the results and in the arguments after the call; None if there is none.
 
     Args:
-        others: More exact results, and further ones of PyTorch that are as good.
+        others: Results that are more exact, and further ones of PyTorch that are as good.
         tied: The tensor that the indices among the results count, where they may be those of any equal element.
     """
     got, wanted = pytree.tree_leaves(ours), pytree.tree_leaves(expected)
@@ -574,7 +574,7 @@ def _limit(seconds: int) -> Iterator[None]:
 
 
 def _work(names: Sequence[str], limit: int, results: Path, progress: Path) -> None:
-    """In a process of its own: examine ops, adding a line to the results for each."""
+    """Examine ops, as a process of its own, adding a line to the results for each."""
     torch.set_num_threads(1)
     for name in names:
         found = examine(name, limit, lambda case, name=name: progress.write_text(f"{name}\n{case}"))

@@ -40,7 +40,7 @@ class PerfettoTrace:
         return list(zip(*[iter(cells)] * len(columns), strict=True))
 
     def problems(self) -> list[tuple[str, int]]:
-        """What Perfetto counts as an error in the trace, or dropped from it."""
+        """Return Perfetto's counts of errors in the trace and of dropped events."""
         found = self.rows("select name, value from stats where severity in ('error', 'data_loss') and value != 0")
         return [(str(name), int(value)) for name, value in found]
 
@@ -114,7 +114,7 @@ class _Engine:
         self._answer += self._memory.read(self._store, pointer, pointer + size)
 
     def _host(self, needed: Any) -> Any:
-        """What the module calls of the system: memory, and nothing else that matters (there are no files, no clock)."""
+        """Return the host function for an import of the module: memory, and stubs for the rest (no files, no clock)."""
         if needed.name in ("__assert_fail", "_abort_js"):
             return self._fail
         if needed.name == "emscripten_resize_heap":

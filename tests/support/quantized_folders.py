@@ -18,7 +18,7 @@ def quantize_folder(folder: Path, config: Mapping[str, Any], compress: Compress,
     """Rewrite a dense folder with the weights of its linear layers compressed.
 
     Args:
-        config: Its `quantization_config`.
+        config: The folder's `quantization_config`.
         compress: A weight [n, k] → its tensors by their names within the module.
         skip: Modules to leave dense, "lm_head" besides.
 
@@ -56,7 +56,7 @@ def _codes(weight: torch.Tensor, bits: int, generator: torch.Generator) -> torch
 
 
 def gptq(bits: int, group: int, symmetric: bool, version: int = 1, dtype: torch.dtype = torch.float16) -> Compress:
-    """As `QuantLinear.pack` of AutoGPTQ (auto_gptq/nn_modules/qlinear/qlinear_cuda.py), with random codes and zeros."""
+    """Pack as AutoGPTQ's `QuantLinear.pack` (nn_modules/qlinear/qlinear_cuda.py), with random codes and zeros."""
 
     def compress(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
         n, k = weight.shape

@@ -1,4 +1,4 @@
-"""Small graphs that quantize, as PyTorch's PT2E quantization makes them, and what the CPU device makes of them."""
+"""Small quantized graphs, as PyTorch's PT2E quantization makes them, and their results on the CPU device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMITS = {"int8": (-128, 127), "uint8": (0, 255)}
 
 @dataclass
 class Network:
-    """An IR that quantizes, and the weights for it."""
+    """Builder of a quantized graph and its weights."""
 
     g: IRBuilder = field(default_factory=IRBuilder)
     state: dict[str, np.ndarray] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Network:
 
     @property
     def ops(self) -> list[str]:
-        """Of the graph that kernels are generated from."""
+        """Op types of the graph that kernels are generated from."""
         *_, (_, graph) = trace_stages(self.g.ir(), compute_dtype="float32")
         return [node.op_type for node in graph]
 

@@ -1,4 +1,4 @@
-"""What tests of products with weights in few bits share: formats, shapes, exact weights, and bounds of the error."""
+"""Helpers for tests of products with weights in few bits: formats, shapes, exact weights, error bounds."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def rng() -> np.random.Generator:
 
 
 def strided(rows: np.ndarray) -> np.ndarray:
-    """The same matrix with its rows further apart than they are long."""
+    """Return a copy of a matrix whose rows are further apart than they are long."""
     memory = np.zeros((rows.shape[0], rows.shape[1] + 3), rows.dtype)
     memory[:, : rows.shape[1]] = rows
     return memory[:, : rows.shape[1]]
 
 
 def blank(rows: int, columns: int, dtype: np.dtype = DTYPES[0]) -> np.ndarray:
-    """A strided result that shows what a kernel left out."""
+    """Return a strided result filled with NaN, which shows elements that a kernel did not write."""
     return np.full((rows, columns + 5), np.nan, dtype)[:, :columns]
 
 
@@ -64,7 +64,7 @@ def whole_numbers(format: QuantizedFormat, n: int, k: int) -> QuantizedArray:
 
 
 def bound(x: np.ndarray, weight: QuantizedArray) -> np.ndarray:
-    """By how much a float32 result may be wrong: [rows, n].
+    """Return the error bound of a float32 result: [rows, n].
 
     The integer of an element differs from it by half a unit at most, which is 2^-15 of the block's largest at most; a
     block is part of a group. Then products, sums over blocks and the two terms of a minimum are rounded; float products

@@ -94,7 +94,7 @@ class Layer:
         return self.rng.choice(choices)
 
     def sizes(self, count: int, choices: Sequence[int] = SIZES) -> list[int]:
-        """So many sizes, which are alike half of the time."""
+        """Draw `count` sizes, which are equal half of the time."""
         return [self.size(choices)] * count if self.chance(0.5) else [self.size(choices) for _ in range(count)]
 
     def batch(self) -> int:
@@ -196,7 +196,7 @@ KINDS: dict[str, Kind] = {}
 
 
 def kind(function: Kind) -> Kind:
-    """Register what draws a kind of layer."""
+    """Decorator: register a function that draws a kind of layer."""
     KINDS[function.__name__] = function
     return function
 
@@ -214,7 +214,7 @@ def map_sizes(d: Layer, rank: int) -> list[int]:
 
 @dataclass
 class Window:
-    """How a kernel slides over a map; it has a place in it."""
+    """Geometry of a sliding window that fits into a map at least once."""
 
     sizes: list[int]
     kernel: list[int]
@@ -503,7 +503,7 @@ def draw(seed: int, number: int) -> Layer:
 
 
 def _followed(d: Layer, x: Tensor) -> Tensor:
-    """x, or what follows a layer in models: a sum with another tensor, an activation, both."""
+    """Return x, or x with an addition, an activation or both behind it, as models have them."""
     if d.chance(0.2):
         other = d.input(*d.g.shape(x))
         x = d("add.Tensor", *((x, other) if d.chance(0.5) else (other, x)))
@@ -549,7 +549,7 @@ class Bench:
         self.backends = [AnyKernel(), CPUBackend(tune=False), CPUBackend(native=False, tune=False), numpy]
 
     def check(self, layer: Layer, number: int) -> str:
-        """Return what is wrong with the device's result, or nothing; `off` where the device lacks one of the ops."""
+        """Return the error of the device's result, or nothing; `off` where the device lacks one of the ops."""
         if lacks_an_op(layer):
             return "off"
         # By turns: the kernels of its own come first, then PyTorch's and NumPy's.
@@ -568,7 +568,7 @@ class Bench:
 
 
 def difference(layer: Layer, ours: np.ndarray) -> str:
-    """How a result differs from PyTorch's by more than rounding; empty where it does not."""
+    """Describe a result's difference from PyTorch's beyond rounding; empty where there is none."""
     theirs = layer.values[layer.g.outputs[0]].double().numpy()
     if ours.shape != theirs.shape:
         return f"shape {ours.shape}, not {theirs.shape}"

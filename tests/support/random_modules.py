@@ -1,4 +1,4 @@
-"""Random modules: layers, functions, views, in-place writes and decisions about shapes, in an order drawn anew."""
+"""Random modules of layers, functions, views, in-place writes and decisions about shapes."""
 
 from __future__ import annotations
 

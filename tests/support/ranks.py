@@ -16,7 +16,7 @@ from npu_runtime.cpu.backend import CPUBackend
 
 
 class ThreadGroup:
-    """The memory in which the ranks of a group leave what the others are to read."""
+    """Memory through which the ranks of a group exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""A model that recites a text in virtual time, for tests of what drafts cost and bring on a device that runs ahead."""
+"""A model that recites a text in virtual time, for tests of the cost and gain of drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from npu_sim.serving.writer import News
 
 @dataclass
 class Clock:
-    """Stands for the module `time`."""
+    """Stand-in for the module `time`."""
 
     now: float = 1000.0
 
@@ -36,8 +36,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds: of a step of one token, and of up to eight; of the host for each step; from the launch of a step to
-    its beginning, and from its end to when the host knows of it. So many steps of several tokens take two seconds more.
+    """Milliseconds that things take.
+
+    Attributes:
+        one: A step of one token.
+        several: A step of two to eight tokens.
+        host: The host's work for each step.
+        begin: The launch of a step, until it begins.
+        end: The end of a step, until the host knows of it.
+        slow_steps: Number of steps of several tokens that take two seconds more.
     """
 
     one: float = 0.4
@@ -97,7 +104,7 @@ def seconds(
     times: Times | None = None,
     max_outputs: int = 64,
 ) -> float:
-    """How long it takes to recite a text after its first `prompt` tokens, from the first of them on."""
+    """Return the virtual seconds of reciting a text after its first `prompt` tokens, from the first new token on."""
     clock = Clock()
     monkeypatch.setattr(core, "time", clock)
     monkeypatch.setattr(draft_planner, "time", clock)

@@ -1,4 +1,4 @@
-"""Rows whose elements lie at and beside the numbers between two codes, where a rounding that differs shows."""
+"""Rows whose elements lie at and beside the midpoints of two codes, where a different rounding shows."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ OPTIONS = {
     },
 }
 THREADS = "4"  # also where there are fewer cores, so that they meet in more ways
-BUILD = "from npu_runtime.cpu.native import build; assert build.library_path(), build.failure_reason()"
 LIBRARIES = {"thread": ("libtsan.so",), "address": ("libasan.so", "libubsan.so")}
 
 

@@ -10,7 +10,7 @@ import torch
 
 
 def results_of_threads(call: Callable[[Any], Any], inputs: Sequence[Any], calls: int) -> list[list[Any]]:
-    """What each thread got, which called the module so often with its own input."""
+    """Call a module `calls` times in a thread per input; return each thread's results."""
     results: list[list[Any]] = [[] for _ in inputs]
 
     def work(index: int) -> None:

@@ -66,7 +66,7 @@ def save_letters(folder: Path, length: int) -> Any:
     """A random Qwen2 whose tokens are the letters a to z and that never ends by itself, as a Hugging Face folder.
 
     Args:
-        length: Its maximum context length.
+        length: Maximum context length.
 
     Returns:
         The letters as a tokenizer, which is not saved: it lacks what divides a text.

@@ -29,7 +29,7 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def row_values(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """What the pool holds of tokens at positions: [N]."""
+    """Return the pool's row values of tokens at positions: [N]."""
     return _mixed((tokens.astype(np.uint64) + np.uint64(1)) * _M + positions.astype(np.uint64) * np.uint64(0x51ED270B))
 
 
@@ -60,7 +60,7 @@ class ToyResult:
 
 
 class ToyModel:
-    """A `BatchModel`.
+    """A `BatchModel` of a few NumPy lines, whose logits depend on every row of the sequence's table.
 
     Attributes:
         steps: Steps launched so far.

@@ -1,4 +1,4 @@
-"""Traced graphs, each made once in a run of the tests, whichever of pytest's workers needs it first."""
+"""Cache of traced graphs, each made once in a run of the tests, by the first of pytest's workers to need it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from benchmarks.dispatches import LAYERS, step_graph
+from benchmarks.qwen import LAYERS, step_graph
 
 FOLDER = "TEST_TRACES"  # the environment variable that names the folder which the workers share
 
 
 def traced(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The IR of that name: what a worker has made of it before, else made now for all of them."""
+    """Return the IR of that name, from the workers' shared cache; it is made if it is not there."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         return make()

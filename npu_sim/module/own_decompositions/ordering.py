@@ -26,7 +26,7 @@ def _lifted(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, int]:
 def _picked(
     x: torch.Tensor, dim: int, keepdim: bool, place: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The element at one place of each sorted row, and its index.
+    """Return the element at one place of each sorted row, and its index.
 
     Args:
         place: Given the rows and the dimension: the places, with that dimension kept.

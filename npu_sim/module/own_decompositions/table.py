@@ -25,12 +25,12 @@ def decomposes(overloads: str) -> Callable[[Function], Function]:
     def add(function: Function) -> Function:
         for name in overloads.split():
             _, packet, overload = name.split(".")
-            found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
-            if found is None:
+            op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+            if op is None:
                 continue
-            if found in OWN:
+            if op in OWN:
                 raise ValueError(f"op '{name}' has two decompositions")
-            OWN[found] = function
+            OWN[op] = function
         return function
 
     return add

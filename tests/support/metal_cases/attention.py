@@ -70,7 +70,7 @@ def some_rows_lowest(queries: int, keys: int, dtype: str) -> np.ndarray:
 
 
 def lowest_beside_infinity(queries: int, keys: int, dtype: str) -> np.ndarray:
-    """Of three queries, one has the lowest value behind a run of -inf, one -inf alone, one a causal mask of both."""
+    """Return a mask whose queries have in turn the lowest value behind -inf, -inf alone, a causal mask of both."""
     key, kind = np.arange(keys), np.arange(queries)[:, None] % 3
     behind = np.where(key < keys // 2, -inf, LOWEST[dtype])
     both = np.where(key % 5 == 3, -inf, lowest_tail(queries, keys, dtype, 1))
@@ -113,7 +113,7 @@ def paged(
     """Tokens of some sequences, whose blocks lie in a pool in any order; rows that nobody attends to are NaN.
 
     Args:
-        lengths: For each sequence, the tokens that are in the cache and those of this step.
+        lengths: Numbers of tokens of each sequence: in the cache, and in this step.
         spare: Tokens at the end that are padding: position 0 of sequence 0.
     """
     random = np.random.default_rng(len(lengths) + width)

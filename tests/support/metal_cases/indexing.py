@@ -39,7 +39,7 @@ def _select_what_is_there(inputs: Tensors, outputs: Tensors, params: Mapping[str
 
 
 def _pick_what_is_there(inputs: Tensors, outputs: Tensors, params: Mapping[str, Any]) -> None:
-    """For indices of the leading dimensions."""
+    """Reference of picking by indices of the leading dimensions, some of which are out of range."""
     x, indices = inputs[0], [index.long() for index in inputs[1:]]
     clamped = [index.clamp(-size, size - 1) for index, size in zip(indices, x.shape, strict=False)]
     found = torch.ones_like(indices[0], dtype=torch.bool)

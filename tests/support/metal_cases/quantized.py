@@ -35,7 +35,7 @@ def _parts(
 
     Args:
         gap: Elements between the rows of each operand.
-        offset: Where each operand begins; 16, 32, … lets kernels read 16 bytes of codes at once.
+        offset: First element of each operand; 16, 32, … lets kernels read 16 bytes of codes at once.
     """
     codes, offsets, scales = format
     rng = np.random.default_rng([rows, k, group])

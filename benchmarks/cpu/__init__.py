@@ -1,0 +1,1 @@
+"""Language models and networks on the CPU device, beside PyTorch, ONNX Runtime, OpenVINO and llama.cpp."""

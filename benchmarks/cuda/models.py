@@ -1,0 +1,184 @@
+"""Models of vision, language and diffusion in float16 on the CUDA device, against `torch.compile`.
+
+    python -m benchmarks.cuda.models [--only convnext,…] [--batches 1,many] [--peers reduce-overhead,…] [--accounts]
+
+Programs and peers are compiled in several processes at a time. When all of these are ready, each in turn has the GPU
+for itself and times all contenders of its row in turns. Each is compared with PyTorch in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import npu_compiler
+from benchmarks.cuda.timing import Contender, account, medians, time_in_turn, torch_contender
+from benchmarks.cuda.zoo import ENTRIES, Entry, seeded
+from benchmarks.peers import compiled
+from cuda_runtime import CUDABackend
+from npu_runtime import Executor, NPUBuffer, load_weights
+from npu_sim.extract import extract_ir
+
+PEERS = ("reduce-overhead", "max-autotune")
+OURS, EAGER = "ours", "eager"
+PATIENCE = 40  # seconds
+SLACK, ROUNDING = 2.0, 2e-3  # how far from float32 a result may be: times eager PyTorch's error, and beyond
+
+
+@contextmanager
+def alone(folder: Path, others: int) -> Iterator[None]:
+    """Wait until so many processes are ready, or nobody has become so for a while; then one of them at a time."""
+    Path(folder, str(os.getpid())).touch()
+    ready, since = 1, time.monotonic()
+    while ready < others and time.monotonic() - since < PATIENCE:
+        time.sleep(0.2)
+        count = len(list(folder.iterdir()))
+        if count != ready:
+            ready, since = count, time.monotonic()
+    with Path(folder.parent, f"{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def errors_of(results: dict[str, Tensor], reference: Tensor) -> dict[str, float]:
+    """‖result - reference‖ / ‖reference‖ by contender.
+
+    Raises:
+        ValueError: one is much further from the reference than eager PyTorch.
+    """
+    errors = {name: float((result.float() - reference).norm() / reference.norm()) for name, result in results.items()}
+    if any(not error <= SLACK * errors[EAGER] + ROUNDING for error in errors.values()):
+        raise ValueError(f"wrong results; relative errors: {errors}")
+    return errors
+
+
+class Ours:
+    """A model as a program on the CUDA device, its inputs in device memory."""
+
+    def __init__(self, entry: Entry, module: nn.Module, inputs: list[Tensor]) -> None:
+        self.backend = CUDABackend()
+        ir = extract_ir(module, inputs)
+        started = time.perf_counter()
+        self.program = npu_compiler.compile(ir, self.backend.target, compute_dtype="float16")
+        self.compile_seconds = time.perf_counter() - started
+        self._inputs, self._state = inputs, {**dict(module.named_buffers()), **module.state_dict()}
+
+    def start(self) -> None:
+        """Compile the kernels, choose among them by trials, and load the weights."""
+        self._executor = Executor(self.program, self.backend)
+        self._weights = load_weights(self._state, self.program, self.backend, strict=False)
+        self._bound = {
+            spec.name: NPUBuffer.from_numpy(x.numpy(), self.backend, spec=spec)
+            for spec, x in zip(self.program.input_specs, self._inputs, strict=True)
+        }
+
+    def run(self) -> Any:
+        return self._executor.run(self._bound, self._weights)
+
+    def result(self) -> Tensor:
+        return torch.from_numpy(self.run()[self.program.output_specs[0].name].to_numpy()).cuda()
+
+
+@torch.no_grad()
+def measure(
+    name: str, batch: int, peers: tuple[str, ...], with_account: bool, rounds: int, folder: Path, others: int
+) -> str:
+    """The lines of a row: milliseconds, errors, and where our time goes.
+
+    Args:
+        folder, others: As `alone` takes them.
+    """
+    entry = ENTRIES[name]
+    module, inputs = seeded(entry), entry.inputs(batch, 1)
+    ours = Ours(entry, module, inputs)
+    on_gpu = [x.cuda() for x in inputs]
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    reference = module.cuda()(*on_gpu)
+    halves = [x.half() if x.is_floating_point() else x for x in on_gpu]
+    images = any(x.dim() == 4 for x in halves)
+    form = torch.channels_last if images else torch.preserve_format
+    peer = module.to(torch.float16).to(memory_format=form)  # type: ignore[call-overload]
+    halves = [x.to(memory_format=form) if x.dim() == 4 else x for x in halves]
+    calls: dict[str, Callable[..., Tensor]] = {EAGER: peer}
+    for mode in peers:
+        calls[mode] = compiled(peer, halves, mode, freezing=True)
+    with alone(folder, others):
+        torch.backends.cudnn.benchmark = True
+        started = time.perf_counter()
+        ours.start()
+        results = {OURS: ours.result(), **{mode: call(*halves).clone() for mode, call in calls.items()}}
+        seconds = time.perf_counter() - started
+        errors = errors_of(results, reference)
+        contenders = {OURS: Contender(ours.run, ours.backend.timed)}
+        contenders |= {mode: torch_contender(lambda call=call: call(*halves)) for mode, call in calls.items()}  # type: ignore[misc]
+        ms = medians(time_in_turn(contenders, rounds))
+        rows = account(ours.run) if with_account else []
+    ratios = " ".join(f"{mode} {ms[mode]:.4f} ({ms[mode] / ms[OURS]:.2f}x)" for mode in (*peers, EAGER))
+    lines = [
+        f"ROW {name} b{batch}: ours {ms[OURS]:.4f} ms {ratios}; {len(ours.program.plan.calls)} calls; errors "
+        + " ".join(f"{mode} {error:.1e}" for mode, error in errors.items())
+        + f"; compile {ours.compile_seconds:.1f} s, start {seconds:.1f} s"
+    ]
+    busy = sum(each for _, each, _ in rows)
+    if rows:
+        lines.append(f"  kernels {busy:.4f} ms")
+    lines += [f"  {1000 * each:9.1f} us {count:5.0f} x {kernel[:90]}" for kernel, each, count in rows[:22]]
+    return "\n".join(lines)
+
+
+def _guarded(*arguments: Any) -> str:
+    try:
+        return measure(*arguments)
+    except Exception:
+        return f"ROW {arguments[0]} b{arguments[1]}: FAILED\n{traceback.format_exc()[-1500:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(ENTRIES), help="comma-separated models (default: %(default)s)")
+    parser.add_argument("--batches", default="1,many", help="comma-separated sizes (default: %(default)s)")
+    parser.add_argument("--peers", default="", help=f"modes of torch.compile, of {', '.join(PEERS)} (default: none)")
+    parser.add_argument("--accounts", action="store_true", help="list our kernels by time")
+    parser.add_argument("--processes", type=int, default=12, help="rows to prepare at a time (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="timing rounds (default: %(default)s)")
+    arguments = parser.parse_args()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "npu-sim-inductor")))
+    peers = tuple(filter(None, arguments.peers.split(",")))
+    rows = [
+        (name, ENTRIES[name].many if batch == "many" else int(batch))
+        for name in arguments.only.split(",")
+        for batch in arguments.batches.split(",")
+    ]
+    started, status = time.perf_counter(), 0
+    processes = min(arguments.processes, len(rows))
+    with (
+        tempfile.TemporaryDirectory() as parent,
+        ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool,
+    ):
+        ready = Path(parent, "ready")
+        ready.mkdir()
+        settings = (peers, arguments.accounts, arguments.rounds, ready, processes)
+        futures = [pool.submit(_guarded, *row, *settings) for row in rows]
+        for future in as_completed(futures):
+            text = future.result()
+            status |= "FAILED" in text
+            print(f"[{time.perf_counter() - started:.0f} s] {text}", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

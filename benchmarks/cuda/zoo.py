@@ -1,0 +1,193 @@
+"""The models of `benchmarks.cuda.models`: real configurations of transformers, and a block of a diffusion UNet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IMAGE = (3, 224, 224)
+TOKENS = 30000  # ids are drawn below this
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model as it is measured.
+
+    Attributes:
+        title: Name in the table.
+        make: Makes the module, with random weights in float32.
+        shapes: Shape of one element of the batch, for each input.
+        many: The larger of the two batch sizes.
+        integers: The inputs are token ids.
+    """
+
+    title: str
+    make: Callable[[], nn.Module]
+    shapes: tuple[tuple[int, ...], ...]
+    many: int = 32
+    integers: bool = False
+
+    def inputs(self, batch: int, seed: int, device: str = "cpu") -> list[Tensor]:
+        """Random inputs: float32 from a normal distribution, or int64 ids."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.integers:
+            tensors = [torch.randint(TOKENS, (batch, *shape), generator=generator) for shape in self.shapes]
+        else:
+            tensors = [torch.randn(batch, *shape, generator=generator) for shape in self.shapes]
+        return [each.to(device) for each in tensors]
+
+
+class Only(nn.Module):
+    """A model of transformers that returns one tensor.
+
+    Args:
+        output: The field of the result to return.
+        argument: The keyword that the input is passed as.
+    """
+
+    def __init__(self, model: nn.Module, output: str, argument: str, **settings: Any) -> None:
+        super().__init__()
+        self.model, self.output, self.argument, self.settings = model, output, argument, settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = getattr(self.model(**{self.argument: x}, **self.settings), self.output)
+        return result
+
+
+class UNetBlock(nn.Module):
+    """A residual block and a transformer block as in the UNet of Stable Diffusion.
+
+    Args:
+        channels: Channels of the activations, which are [N, channels, H, W].
+        heads: Heads of the attention over all pixels and over the text.
+    """
+
+    def __init__(self, channels: int, heads: int, embedding: int = 1280, text: int = 768) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.GroupNorm(32, channels) for _ in range(3)])
+        self.convolutions = nn.ModuleList([nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2)])
+        self.time = nn.Linear(embedding, channels)
+        self.proj_in, self.proj_out = (nn.Conv2d(channels, channels, 1) for _ in range(2))
+        self.layer_norms = nn.ModuleList([nn.LayerNorm(channels) for _ in range(3)])
+        self.queries = nn.ModuleList([nn.Linear(channels, channels, bias=False) for _ in range(2)])
+        self.keys = nn.ModuleList([nn.Linear(width, channels, bias=False) for width in (channels, text)])
+        self.values = nn.ModuleList([nn.Linear(width, channels, bias=False) for width in (channels, text)])
+        self.outs = nn.ModuleList([nn.Linear(channels, channels) for _ in range(2)])
+        self.gated = nn.Linear(channels, 8 * channels)
+        self.down = nn.Linear(4 * channels, channels)
+
+    def forward(self, x: Tensor, time: Tensor, text: Tensor) -> Tensor:
+        """x [N, channels, H, W], time [N, embedding], text [N, tokens, text] → like x."""
+        first, second = self.convolutions
+        hidden = first(F.silu(self.norms[0](x))) + self.time(F.silu(time))[:, :, None, None]
+        x = x + second(F.silu(self.norms[1](hidden)))
+        tokens = self.proj_in(self.norms[2](x)).flatten(2).transpose(1, 2)
+        normed = self.layer_norms[0](tokens)
+        tokens = tokens + self._attend(0, normed, normed)
+        tokens = tokens + self._attend(1, self.layer_norms[1](tokens), text)
+        value, gate = self.gated(self.layer_norms[2](tokens)).chunk(2, -1)
+        tokens = tokens + self.down(value * F.gelu(gate))
+        result: Tensor = x + self.proj_out(tokens.transpose(1, 2).reshape(x.shape))
+        return result
+
+    def _attend(self, number: int, tokens: Tensor, others: Tensor) -> Tensor:
+        q, k, v = (
+            project[number](source).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project, source in ((self.queries, tokens), (self.keys, others), (self.values, others))
+        )
+        attended: Tensor = self.outs[number](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return attended
+
+
+def _transformers(kind: str, config: str, output: str, argument: str, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        model = getattr(transformers, kind)(getattr(transformers, config)(**settings))
+        return Only(model, output, argument)
+
+    return make
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return Only(GPT2LMHeadModel(GPT2Config()), "logits", "input_ids", use_cache=False)
+
+
+def _whisper() -> nn.Module:
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    config = WhisperConfig(
+        d_model=768, encoder_layers=12, encoder_attention_heads=12, encoder_ffn_dim=3072, num_mel_bins=80
+    )
+    return Only(WhisperEncoder(config), "last_hidden_state", "input_features")
+
+
+_IMAGES = {"output": "logits", "argument": "pixel_values"}
+_HIDDEN = {"output": "last_hidden_state", "argument": "input_ids"}
+_UNET = ((320, 64, 64), (1280,), (77, 768))
+
+ENTRIES = {
+    "convnext": Entry(
+        "ConvNeXt-T", _transformers("ConvNextForImageClassification", "ConvNextConfig", **_IMAGES), (IMAGE,)
+    ),
+    "efficientnet": Entry(
+        "EfficientNet-B0",
+        _transformers(
+            "EfficientNetForImageClassification",
+            "EfficientNetConfig",
+            **_IMAGES,
+            image_size=224,
+            width_coefficient=1.0,
+            depth_coefficient=1.0,
+            hidden_dim=1280,
+        ),
+        (IMAGE,),
+    ),
+    "mobilenet": Entry(
+        "MobileNetV2", _transformers("MobileNetV2ForImageClassification", "MobileNetV2Config", **_IMAGES), (IMAGE,)
+    ),
+    "swin": Entry("Swin-T", _transformers("SwinForImageClassification", "SwinConfig", **_IMAGES), (IMAGE,)),
+    "segformer": Entry(
+        "SegFormer-B0, 512 × 512",
+        _transformers("SegformerForSemanticSegmentation", "SegformerConfig", **_IMAGES),
+        ((3, 512, 512),),
+        16,
+    ),
+    "vit": Entry("ViT-B/16", _transformers("ViTForImageClassification", "ViTConfig", **_IMAGES), (IMAGE,)),
+    "unet": Entry("UNet block, 8 heads of 40", lambda: UNetBlock(320, 8), _UNET, 16),
+    "unet64": Entry("UNet block, 5 heads of 64", lambda: UNetBlock(320, 5), _UNET, 16),
+    "bert": Entry(
+        "BERT-base, 128 tokens", _transformers("BertModel", "BertConfig", **_HIDDEN), ((128,),), 16, integers=True
+    ),
+    "t5": Entry(
+        "T5-base encoder, 128 tokens",
+        _transformers(
+            "T5EncoderModel", "T5Config", **_HIDDEN, d_model=768, d_ff=3072, num_layers=12, num_heads=12, d_kv=64
+        ),
+        ((128,),),
+        16,
+        integers=True,
+    ),
+    "gpt2": Entry("GPT-2 prefill, 512 tokens", _gpt2, ((512,),), 16, integers=True),
+    "whisper": Entry("Whisper-small encoder, 30 s", _whisper, ((80, 3000),), 16),
+}
+
+
+def seeded(entry: Entry) -> nn.Module:
+    """The entry's module with its library's random initialization, and batch norms that do something."""
+    torch.manual_seed(0)
+    module = entry.make().eval()
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean.normal_(0.0, 0.1)  # type: ignore[union-attr]
+            part.running_var.uniform_(0.5, 1.5)  # type: ignore[union-attr]
+    return module

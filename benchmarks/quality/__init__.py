@@ -1,0 +1,1 @@
+"""Quality of quantized models: perplexity of language models, answers of vision models."""

@@ -1,0 +1,1 @@
+"""Many requests at once: throughput, drafts, and clients that misbehave."""
