@@ -10,8 +10,9 @@ import numpy as np
 
 from npu_compiler.graph.dtypes import FLOAT_MAX
 from npu_runtime.cpu.arrays import address, expand, strides_of
-from npu_runtime.cpu.native.bindings import ROUNDING, NativeLaunch, available, launch, operand
-from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View, packed, strided
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, operand
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View, packed, strided
+from npu_runtime.cpu.native.numbers import DTYPES, ROUNDING
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 _NO_MASK, _BOOLEAN, _ADDITIVE = range(3)

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.errors import DeviceError
-from npu_compiler.graph.quantization import ROW_FORMATS
 from npu_runtime.cpu.arrays import address, strides_of
 from npu_runtime.cpu.native.build import library_path
-from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, View, check_extents
+from npu_runtime.cpu.native.extents import ArgumentBlock, View, check_extents
+from npu_runtime.cpu.native.numbers import DTYPES
 from npu_runtime.cpu.native.threads import usable_threads
-
-ROUNDING = {name: number for number, name in enumerate(("none", *ROW_FORMATS))}  # RowFormat in row_rounding.h
 
 
 class _Launch(ctypes.Structure):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from npu_compiler.program.elementwise import ACTIVATION_OF, GATES
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
@@ -203,21 +204,15 @@ def _mul(call: ArrayCall) -> NativeLaunch | None:
     return native.mul(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
 
 
-_ACTIVATIONS = {"relu": "relu", "silu": "silu", "gelu_erf": "gelu", "gelu_tanh": "gelu_tanh"}
-
-
-@_accelerates(*_ACTIVATIONS)
+@_accelerates(*ACTIVATION_OF)
 def _activation(call: ArrayCall) -> NativeLaunch | None:
-    return native.activation(_ACTIVATIONS[call.name], call.inputs[0], call.out)
+    return native.activation(ACTIVATION_OF[call.name], call.inputs[0], call.out)
 
 
-_GATES = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
-
-
-@_accelerates(*_GATES)
+@_accelerates(*GATES)
 def _gated(call: ArrayCall) -> NativeLaunch | None:
     gate, up = call.inputs
-    return native.activation_mul(_GATES[call.name], gate, up, call.out)
+    return native.activation_mul(GATES[call.name], gate, up, call.out)
 
 
 def _quad(values: Sequence[int]) -> tuple[int, int, int, int]:
@@ -239,8 +234,6 @@ def _conv2d_by(algorithm: str | None, call: ArrayCall) -> NativeLaunch | None:
     params = call.params
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
-        return None
-    if params["activation"] not in native_conv.ACTIVATIONS:
         return None
     weight = call.prepared(1, f"conv{params['groups']}", lambda w: native_conv.pack_conv_weight(w, params["groups"]))
     return native_conv.conv2d(

@@ -18,11 +18,10 @@ import numpy as np
 from npu_compiler.program.views import numel
 from npu_runtime.cpu.arrays import BFLOAT16, address, host_memory, strides_of
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, layout
-from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, floats, item_size, strided
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, strided
+from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES
 from npu_runtime.cpu.native.pointwise import widened
 from npu_runtime.cpu.window_lengths import window_lengths
-
-ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu", "hardsigmoid", "sigmoid")
 
 _TILE_ROWS, _TILE_PAIRS = 32, 16  # kTileRows and kTileSteps in vec.h
 _MOST_TAPS = 1024  # kMostTaps in taps.h
@@ -235,7 +234,7 @@ def conv2d(
     packed_weight = packed.layout(algorithm, pairs)
     bias = np.zeros(weight.shape[0], np.float32) if bias is None else bias.astype(np.float32)
     args = _args(x, packed_weight, bias, residual, out, window)
-    args.activation = ACTIVATIONS.index(activation)
+    args.activation = ACTIVATIONS[activation]
     args.residual_before_activation = residual_before_activation
     args.groups, args.in_channels, args.out_channels = groups, weight.shape[1], weight.shape[0] // groups
     name, args.variant = _KERNELS[algorithm]

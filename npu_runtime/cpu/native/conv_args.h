@@ -3,11 +3,9 @@
 
 #include <cstdint>
 
-#include "kernel.h"
+#include "activation.h"
 
 namespace npu::conv {
-
-enum class Activation : int64_t { none, relu, relu6, hardswish, silu, gelu, hardsigmoid, sigmoid };
 
 // Tensors are NCHW with dense planes: only the stride between batch items is free. `weight` is packed as the kernel at
 // hand wants it, one group after the other; `bias` has a float per channel.

@@ -1,7 +1,5 @@
 #include "conv_epilogue.h"
 
-#include "conv_activation.h"
-
 namespace npu::conv {
 namespace {
 
@@ -47,16 +45,7 @@ Bounds bounds_of(const ConvArgs& args) {
 }
 
 void finish(const ConvArgs& args, int64_t item, const Tile& tile) {
-  switch (args.activation) {
-    case Activation::none: return finish_as<Activation::none>(args, item, tile);
-    case Activation::relu: return finish_as<Activation::relu>(args, item, tile);
-    case Activation::relu6: return finish_as<Activation::relu6>(args, item, tile);
-    case Activation::hardswish: return finish_as<Activation::hardswish>(args, item, tile);
-    case Activation::silu: return finish_as<Activation::silu>(args, item, tile);
-    case Activation::gelu: return finish_as<Activation::gelu>(args, item, tile);
-    case Activation::hardsigmoid: return finish_as<Activation::hardsigmoid>(args, item, tile);
-    case Activation::sigmoid: return finish_as<Activation::sigmoid>(args, item, tile);
-  }
+  with_activation(args.activation, [&](auto tag) { finish_as<decltype(tag)::value>(args, item, tile); });
 }
 
 }  // namespace npu::conv

@@ -15,10 +15,9 @@ import numpy as np
 from npu_runtime.cpu.arrays import address, host_memory, strides_of
 from npu_runtime.cpu.bound_call import ArrayCall, Params
 from npu_runtime.cpu.native.bindings import NativeLaunch, layout
-from npu_runtime.cpu.native.conv import ACTIVATIONS
-from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, floats, item_size, packed
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, packed
+from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES, STORED_DTYPES
 
-_STORED = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
 _CHANNELS_LAST = (0, 2, 3, 1)
 _TILE_STEPS = 16  # kTileSteps in vec.h
 _FEWEST_TILE_ROWS, _FEWEST_TILE_TERMS = 8, 48  # with fewer, a matrix unit mostly multiplies what does not count
@@ -113,14 +112,14 @@ def _base(x: np.ndarray, residual: np.ndarray | None, out: np.ndarray, params: P
     args = _Args(
         x=address(x),
         out=address(out),
-        x_type=_STORED[x.dtype],
-        out_type=_STORED[out.dtype],
-        activation=ACTIVATIONS.index(params.get("activation", "none")),
+        x_type=STORED_DTYPES[x.dtype],
+        out_type=STORED_DTYPES[out.dtype],
+        activation=ACTIVATIONS[params.get("activation", "none")],
         inverse_out_scale=np.float32(1) / scale,
         **{name: params[name] for name in ("x_scale", "zero_point", "out_zero_point", "low", "high") if name in params},
     )
     if residual is not None:
-        args.residual, args.residual_type = address(residual), _STORED[residual.dtype]
+        args.residual, args.residual_type = address(residual), STORED_DTYPES[residual.dtype]
         args.residual_scale, args.residual_zero_point = params["residual_scale"], params["residual_zero_point"]
     return args
 
@@ -230,7 +229,7 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
     zeros, bias, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
     read = [1, 2, *(index for index in (zeros, bias) if index is not None)]
     params = call.params
-    if not all(map(call.is_constant, read)) or params["activation"] not in ACTIVATIONS:
+    if not all(map(call.is_constant, read)):
         return None
     known, baked = call.at(zeros), [] if zeros is None else [zeros]  # zero points become part of the packed weight
     if algorithm == "depthwise":
@@ -400,7 +399,7 @@ def dequantize(call: ArrayCall) -> NativeLaunch | None:
 def add(call: ArrayCall) -> NativeLaunch | None:
     """Prepares an integer_add_kernel."""
     (x, residual), out = call.inputs, call.out
-    if call.params["activation"] not in ACTIVATIONS or not (_same_order(x, out) and _same_order(residual, out)):
+    if not (_same_order(x, out) and _same_order(residual, out)):
         return None
     args = _base(x, residual, out, call.params)
     _set(args, batch=1, groups=x.size, in_h=1, in_w=1)

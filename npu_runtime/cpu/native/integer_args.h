@@ -1,11 +1,9 @@
 // The argument block of the integer kernels, and how their sums become results; integer.py declares the same fields.
 #pragma once
 
-#include "conv_activation.h"
+#include "activation.h"
 
 namespace npu::integer {
-
-using conv::Activation;
 
 // How an operand is stored: the floats as in Dtype.
 enum class Stored : int64_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, u8 = 4 };

@@ -86,16 +86,7 @@ Finish finish_of(const Args& a) {
 }
 
 Vec apply(Activation activation, Vec y) {
-  switch (activation) {
-    case Activation::none: return y;
-    case Activation::relu: return conv::activate<Activation::relu>(y);
-    case Activation::relu6: return conv::activate<Activation::relu6>(y);
-    case Activation::hardswish: return conv::activate<Activation::hardswish>(y);
-    case Activation::silu: return conv::activate<Activation::silu>(y);
-    case Activation::gelu: return conv::activate<Activation::gelu>(y);
-    case Activation::hardsigmoid: return conv::activate<Activation::hardsigmoid>(y);
-    case Activation::sigmoid: return conv::activate<Activation::sigmoid>(y);
-  }
+  with_activation(activation, [&](auto tag) { y = activate<decltype(tag)::value>(y); });
   return y;
 }
 

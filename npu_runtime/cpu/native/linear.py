@@ -11,11 +11,10 @@ import numpy as np
 
 from npu_runtime.cpu.arrays import BFLOAT16, address
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, layout, operand
-from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View, item_size, packed
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View, item_size, packed
 from npu_runtime.cpu.native.memory import weight_memory
+from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
-
-ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
 class Packed(Protocol):

@@ -8,7 +8,8 @@ import numpy as np
 
 from npu_runtime.cpu.arrays import expand
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, operand
-from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View
+from npu_runtime.cpu.native.numbers import DTYPES
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 

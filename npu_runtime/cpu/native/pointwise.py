@@ -10,8 +10,8 @@ import numpy as np
 from npu_compiler.program.views import collapse
 from npu_runtime.cpu.arrays import address, expand, host_memory, strides_of
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
-from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View
-from npu_runtime.cpu.native.linear import ACTIVATIONS
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View
+from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES
 
 _ALONE, _ADD, _MULTIPLY = range(3)
 

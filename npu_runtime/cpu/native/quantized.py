@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from npu_compiler.graph.quantization import CODES, OFFSETS, SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
+from npu_compiler.graph.quantization import SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
 from npu_runtime.cpu.arrays import address
-from npu_runtime.cpu.native.bindings import ROUNDING, NativeLaunch, available, launch, layout
-from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, floats, item_size, packed, prefixed
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, layout
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, packed, prefixed
 from npu_runtime.cpu.native.linear import LinearArgs, float_vector, gated_linear_args, linear_args
 from npu_runtime.cpu.native.memory import weight_memory
+from npu_runtime.cpu.native.numbers import CODE_FORMATS, DTYPES, OFFSET_KINDS, ROUNDING
 
-_CODES = {name: number for number, name in enumerate(CODES)}
-_OFFSETS = {name: number for number, name in enumerate(OFFSETS)}
 # Elements that share a scale of x, where groups have more: a multiple of 8 (kMaxBlock in quantized.h).
 _MAX_BLOCK = 64
 _INDEX_DTYPES = (np.int32, np.int64)
@@ -28,13 +27,13 @@ class _Format(ctypes.Structure):
 
     @property
     def bits(self) -> int:
-        return 4 if self.codes == _CODES["int4"] else 8
+        return 4 if self.codes == CODE_FORMATS["int4"] else 8
 
     @property
     def offset_size(self) -> int:
         """Bytes of a group's offset."""
         sizes = {"none": 0, "minimum": item_size(self.scales)}
-        return sizes.get(next(name for name, number in _OFFSETS.items() if number == self.offsets), 1)
+        return sizes.get(next(name for name, number in OFFSET_KINDS.items() if number == self.offsets), 1)
 
     @property
     def packed_row(self) -> int:
@@ -215,7 +214,7 @@ def _native_format(weight: QuantizedArray) -> _Format:
     longest = min(_MAX_BLOCK, -(-group // 8) * 8)
     block = min(range(longest, longest // 2, -8), key=lambda length: -(-group // length) * length)
     scales = DTYPES[weight.scales.dtype]
-    return _Format(_CODES[format.codes], scales, _OFFSETS[format.offsets], group, k // group, block)
+    return _Format(CODE_FORMATS[format.codes], scales, OFFSET_KINDS[format.offsets], group, k // group, block)
 
 
 def _numbers(format: QuantizedFormat) -> np.ndarray:
