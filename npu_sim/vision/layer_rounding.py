@@ -111,7 +111,7 @@ def _compensated(
         codes, scales = searched(rows, hessian)
     else:
         arrays = [compensated(*one, _INT8, SEARCH) for one in zip(rows, hessian, strict=True)]
-        codes = torch.stack([torch.from_numpy(array.integers()) for array in arrays])
+        codes = torch.stack([torch.from_numpy(array.numbers()) for array in arrays])
         scales = torch.stack([torch.from_numpy(array.scales[:, 0]) for array in arrays])
         scales = best_scales(codes.double(), rows.double(), damped(hessian), scales.double()).float()
     return IntegerWeight(codes.to(torch.int8).reshape(weight.shape).numpy(), scales.flatten().numpy())

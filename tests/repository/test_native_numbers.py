@@ -32,7 +32,7 @@ def enums() -> dict[str, dict[str, int]]:
     "enum, table",
     [
         ("Activation", numbers.ACTIVATIONS),
-        ("Codes", numbers.CODE_FORMATS),
+        ("Codes", numbers.CODES),
         ("Offsets", numbers.OFFSET_KINDS),
         ("RowFormat", numbers.ROUNDING),
     ],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from npu_compiler.graph.quantization import CODES, OFFSETS, ROW_FORMATS
+from npu_compiler.graph.code_formats import CODE_FORMATS
+from npu_compiler.graph.quantization import OFFSETS, ROW_FORMATS
 from npu_compiler.program import elementwise
 from npu_runtime.cpu.arrays import BFLOAT16
 
@@ -18,6 +19,6 @@ def _numbered(*names: str) -> dict[str, int]:
 
 
 ACTIVATIONS = _numbered("none", *elementwise.ACTIVATIONS)  # `Activation` in activation.h
-CODE_FORMATS = _numbered(*CODES)  # `Codes` in quantized.h
+CODES = _numbered(*CODE_FORMATS)  # `Codes` in quantized.h
 OFFSET_KINDS = _numbered(*OFFSETS)  # `Offsets` in quantized.h
 ROUNDING = _numbered("none", *ROW_FORMATS)  # `RowFormat` in row_rounding.h

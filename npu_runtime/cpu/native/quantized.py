@@ -6,16 +6,16 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
-from npu_compiler.graph.quantization import SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
+from npu_compiler.graph.code_formats import CODE_FORMATS
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, layout
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, packed, prefixed
 from npu_runtime.cpu.native.linear import LinearArgs, float_vector, gated_linear_args, linear_args
 from npu_runtime.cpu.native.memory import weight_memory
-from npu_runtime.cpu.native.numbers import CODE_FORMATS, DTYPES, OFFSET_KINDS, ROUNDING
+from npu_runtime.cpu.native.numbers import CODES, DTYPES, OFFSET_KINDS, ROUNDING
 
 # Elements that share a scale of x, where groups have more: a multiple of 8 (kMaxBlock in quantized.h).
 _MAX_BLOCK = 64
@@ -27,7 +27,8 @@ class _Format(ctypes.Structure):
 
     @property
     def bits(self) -> int:
-        return 4 if self.codes == CODE_FORMATS["int4"] else 8
+        bits: int = tuple(CODE_FORMATS.values())[self.codes].bits
+        return bits
 
     @property
     def offset_size(self) -> int:
@@ -214,13 +215,12 @@ def _native_format(weight: QuantizedArray) -> _Format:
     longest = min(_MAX_BLOCK, -(-group // 8) * 8)
     block = min(range(longest, longest // 2, -8), key=lambda length: -(-group // length) * length)
     scales = DTYPES[weight.scales.dtype]
-    return _Format(CODE_FORMATS[format.codes], scales, OFFSET_KINDS[format.offsets], group, k // group, block)
+    return _Format(CODES[format.codes], scales, OFFSET_KINDS[format.offsets], group, k // group, block)
 
 
 def _numbers(format: QuantizedFormat) -> np.ndarray:
     """What each code stands for, without its scale: float32 [256]."""
-    dtype = {"int4": np.uint8, "int8": np.int8, "float8_e4m3": ml_dtypes.float8_e4m3fn}[format.codes]
-    numbers: np.ndarray = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    numbers: np.ndarray = np.arange(256, dtype=np.uint8).view(format.code_format.dtype).astype(np.float32)
     if format.offsets == "none":
-        numbers -= np.float32(SYMMETRIC_ZERO[format.codes])
+        numbers -= np.float32(format.code_format.zero)
     return numbers
