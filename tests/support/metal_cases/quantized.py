@@ -10,8 +10,8 @@ import torch
 from metal_harness import Case, T
 
 from npu_compiler.graph.code_formats import CODE_FORMATS
-from npu_runtime.cpu.kernels.quantized import dequantized
 from npu_runtime.cpu.quantized_weights import weight_parts
+from npu_runtime.cpu.torch_kernels.prepacked import dequantized
 
 # Codes, what is taken off or added, and the dtype of the scales: each of the other 16-bit dtype too.
 FORMATS = [

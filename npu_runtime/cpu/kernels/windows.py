@@ -8,12 +8,12 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from npu_runtime.cpu.bound_call import Params
-from npu_runtime.cpu.numpy_kernels.products import activated
-from npu_runtime.cpu.numpy_kernels.registry import Arrays, as_float32, is_float, numpy_kernel, to_float
+from npu_runtime.cpu.kernels.products import activated
+from npu_runtime.cpu.kernels.registry import Arrays, as_float32, cpu_kernel, is_float, to_float
 from npu_runtime.cpu.window_lengths import window_lengths
 
 
-@numpy_kernel("conv2d_kernel")
+@cpu_kernel("conv2d_kernel")
 def conv2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """out = act(conv(x, w) + bias + residual); padding is top, bottom, left, right."""
     x, weight, *rest = map(as_float32, inputs)
@@ -55,7 +55,7 @@ def _by_columns(x: np.ndarray, weight: np.ndarray, shape: tuple[int, ...], param
     return result
 
 
-@numpy_kernel("conv_transpose2d_kernel")
+@cpu_kernel("conv_transpose2d_kernel")
 def conv_transpose2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, weight, *bias = map(as_float32, inputs)
     groups, (top, left), out = params["groups"], params["padding"], outputs[0]
@@ -99,7 +99,7 @@ def _padded(x: np.ndarray, out: np.ndarray, params: Params, dilation: Sequence[i
     return np.pad(x, pads, constant_values=value)
 
 
-@numpy_kernel("max_pool2d_kernel", "integer_max_pool2d_kernel")
+@cpu_kernel("max_pool2d_kernel", "integer_max_pool2d_kernel")
 def max_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, out = to_float(inputs[0]), outputs[0]
     least = -np.inf if is_float(x.dtype) else np.iinfo(x.dtype).min
@@ -110,7 +110,7 @@ def max_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     out[...] = result
 
 
-@numpy_kernel("max_pool2d_index_kernel")
+@cpu_kernel("max_pool2d_index_kernel")
 def max_pool2d_index(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Compute the place of each maximum in its plane, row by row: the first of equal ones, the last of several NaNs."""
     x, out = as_float32(inputs[0]), outputs[0]
@@ -128,7 +128,7 @@ def max_pool2d_index(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     out[...] = index
 
 
-@numpy_kernel("avg_pool2d_kernel")
+@cpu_kernel("avg_pool2d_kernel")
 def avg_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, out = as_float32(inputs[0]), outputs[0]
     padded = _padded(x, out, params, (1, 1), 0.0)
@@ -143,7 +143,7 @@ def avg_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     out[...] = total / (np.float32(params["divisor"]) if params["divisor"] else rows[:, None] * columns)
 
 
-@numpy_kernel("adaptive_avg_pool2d_kernel")
+@cpu_kernel("adaptive_avg_pool2d_kernel")
 def adaptive_avg_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, out = as_float32(inputs[0]), outputs[0]
     for axis in (2, 3):
@@ -156,7 +156,7 @@ def adaptive_avg_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None
     out[...] = x
 
 
-@numpy_kernel("upsample_nearest_kernel")
+@cpu_kernel("upsample_nearest_kernel")
 def upsample_nearest(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Output pixel i reads input pixel floor(i · scale), or floor((i + ½) · scale) in the exact form."""
     x, out = inputs[0], outputs[0]
@@ -168,7 +168,7 @@ def upsample_nearest(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     out[...] = x[:, :, rows[:, None], columns]
 
 
-@numpy_kernel("upsample_bilinear_kernel")
+@cpu_kernel("upsample_bilinear_kernel")
 def upsample_bilinear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     result = as_float32(inputs[0])
     for axis in (2, 3):

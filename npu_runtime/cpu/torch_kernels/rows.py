@@ -1,4 +1,4 @@
-"""Reductions over the last `reduce_dims` dimensions, and softmax over the last one."""
+"""Reductions over the last `reduce_dims` dimensions, softmax over the last one, and group norms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel, to_float
+from npu_runtime.cpu.torch_kernels.registry import Params, Tensors, to_float, torch_kernel
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ _FLAT: dict[str, Callable[[torch.Tensor, Params], torch.Tensor]] = {
 def _reduction(op: str) -> None:
     function = _FLAT[op]
 
-    @cpu_kernel(f"{op}_kernel")
+    @torch_kernel(f"{op}_kernel")
     def reduce(inputs: Tensors, outputs: Tensors, params: Params) -> None:
         x = to_float(inputs[0])
         kept = x.dim() - params["reduce_dims"]
@@ -45,24 +45,32 @@ for _op in _FLAT:
     _reduction(_op)
 
 
-@cpu_kernel("softmax_kernel")
+@torch_kernel("softmax_kernel")
 def softmax(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(torch.softmax(to_float(inputs[0]).float() * params["scale"], -1))
 
 
-@cpu_kernel("log_softmax_kernel")
+@torch_kernel("log_softmax_kernel")
 def log_softmax(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(torch.log_softmax(to_float(inputs[0]).float() * params["scale"], -1))
 
 
-@cpu_kernel("masked_softmax_kernel")
+@torch_kernel("masked_softmax_kernel")
 def masked_softmax(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """softmax(scale · scores + mask)."""
     scores, mask = (to_float(t).float() for t in inputs)
     outputs[0].copy_(torch.softmax(scores * params["scale"] + mask, -1))
 
 
-@cpu_kernel("cumsum_kernel")
+@torch_kernel("cumsum_kernel")
 def cumsum(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """Running sum along the last dimension."""
     outputs[0].copy_(to_float(inputs[0]).cumsum(-1))
+
+
+@torch_kernel("groupnorm_kernel")
+def group_norm(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    x, *affine = (to_float(t) for t in inputs)
+    weight, bias = (*affine, None, None)[:2]
+    # PyTorch takes the mean of squares of channels-last images, which loses digits where values are far from zero.
+    outputs[0].copy_(torch.group_norm(x.contiguous(), params["groups"], weight, bias, params["eps"]))

@@ -1,45 +1,14 @@
-"""Norms over rows, rotary embedding, attention; float32 arithmetic."""
+"""Attention by PyTorch's own; float32 arithmetic."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel, to_float
+from npu_runtime.cpu.torch_kernels.registry import Params, Tensors, torch_kernel
 
 
-@cpu_kernel("rmsnorm_kernel")
-def rms_norm(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over rows."""
-    x, *weight = (to_float(t) for t in inputs)
-    result = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + params["eps"])
-    outputs[0].copy_(result * (weight[0] + params["weight_offset"]) if weight else result)
-
-
-@cpu_kernel("layernorm_kernel")
-def layer_norm(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    x, *affine = (to_float(t) for t in inputs)
-    weight, bias = (*affine, None, None)[:2]
-    outputs[0].copy_(F.layer_norm(x, x.shape[-1:], weight, bias, params["eps"]))
-
-
-@cpu_kernel("groupnorm_kernel")
-def group_norm(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    x, *affine = (to_float(t) for t in inputs)
-    weight, bias = (*affine, None, None)[:2]
-    # PyTorch takes the mean of squares of channels-last images, which loses digits where values are far from zero.
-    outputs[0].copy_(torch.group_norm(x.contiguous(), params["groups"], weight, bias, params["eps"]))
-
-
-@cpu_kernel("rope_kernel")
-def rope(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """x · cos + rotate_half(x) · sin over the last dimension."""
-    x, cos, sin = (to_float(t) for t in inputs)
-    first, second = x.chunk(2, -1)
-    outputs[0].copy_(x * cos + torch.cat((-second, first), -1) * sin)
-
-
-@cpu_kernel("attention_kernel")
+@torch_kernel("attention_kernel")
 def attention(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D], KV heads shared by consecutive query heads."""
     q, k, v, *rest = inputs
@@ -56,12 +25,6 @@ def attention(inputs: Tensors, outputs: Tensors, params: Params) -> None:
         enable_gqa=k.shape[1] != q.shape[1],
     )
     outputs[0].copy_(result)
-
-
-@cpu_kernel("paged_attention_kernel")
-def paged_attention_kernel(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    q, k, v, tables, sequences, positions = inputs
-    outputs[0].copy_(paged_attention(q, k, v, tables, sequences, positions, params["block_size"], params["scale"]))
 
 
 def paged_attention(

@@ -7,9 +7,9 @@ import numpy as np
 from npu_compiler.ops import ELEMENTWISE
 from npu_compiler.program.elementwise import ACTIVATIONS
 from npu_runtime.cpu.bound_call import Params
-from npu_runtime.cpu.numpy_kernels.elementwise import bound_elementwise
-from npu_runtime.cpu.numpy_kernels.registry import Arrays, as_float32, numpy_kernel, to_float
-from npu_runtime.cpu.numpy_kernels.rows import softmax_of
+from npu_runtime.cpu.kernels.elementwise import bound_elementwise
+from npu_runtime.cpu.kernels.registry import Arrays, as_float32, cpu_kernel, to_float
+from npu_runtime.cpu.kernels.rows import softmax_of
 
 
 def activated(array: np.ndarray, activation: str) -> np.ndarray:
@@ -20,14 +20,14 @@ def activated(array: np.ndarray, activation: str) -> np.ndarray:
     return array
 
 
-@numpy_kernel("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
+@cpu_kernel("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
 def linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """out[M, N] = act(x[M, K] · w[N, K]ᵀ + bias) + residual."""
     x, weight, *rest = map(as_float32, inputs)
     linear_epilogue([x @ weight.T, *rest], outputs, params)
 
 
-@numpy_kernel("linear_epilogue_kernel")
+@cpu_kernel("linear_epilogue_kernel")
 def linear_epilogue(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """out = act(product + bias) + residual."""
     product, *rest = map(as_float32, inputs)
@@ -36,7 +36,7 @@ def linear_epilogue(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     outputs[0][...] = result + rest.pop(0) if params["has_residual"] else result
 
 
-@numpy_kernel("gated_matmul_vec_kernel")
+@cpu_kernel("gated_matmul_vec_kernel")
 def gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """out[1, N] = act(gate) · up, where [gate, up] = x[1, K] · w[2N, K]ᵀ + bias."""
     x, weight, *bias = map(as_float32, inputs)
@@ -45,20 +45,21 @@ def gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     outputs[0][...] = activated(gate.copy(), params["activation"]) * up
 
 
-@numpy_kernel("batched_matmul_kernel")
+@cpu_kernel("batched_matmul_kernel")
 def batched_matmul(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """out[…, M, N] = scale · a[…, M, K] · b[…, K, N]; integers multiply as integers."""
     product = np.matmul(*map(to_float, inputs))
     outputs[0][...] = product if params["scale"] == 1.0 else product * np.float32(params["scale"])
 
 
-@numpy_kernel("attention_kernel")
+@cpu_kernel("attention_kernel")
 def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D], KV heads shared by consecutive query heads."""
     q, k, v = map(as_float32, inputs[:3])
     batch, heads, queries, width = q.shape
-    keys, shared = k.shape[2], heads // k.shape[1]
-    grouped = q.reshape(batch, -1, shared, queries, width)
+    groups, keys = k.shape[1:3]
+    shared = heads // groups
+    grouped = q.reshape(batch, groups, shared, queries, width)
     scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).reshape(batch, heads, queries, keys) * np.float32(
         params["scale"]
     )
@@ -69,10 +70,10 @@ def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
         scores = np.where(np.tri(queries, keys, dtype=bool), scores, np.float32(-np.inf))
     sees_none = np.isneginf(scores).all(-1, keepdims=True)
     weights = np.where(sees_none, np.float32(0), softmax_of(scores))
-    outputs[0][...] = (weights.reshape(batch, -1, shared, queries, keys) @ v[:, :, None]).reshape(outputs[0].shape)
+    outputs[0][...] = (weights.reshape(batch, groups, shared, queries, keys) @ v[:, :, None]).reshape(outputs[0].shape)
 
 
-@numpy_kernel("paged_attention_kernel")
+@cpu_kernel("paged_attention_kernel")
 def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Attention of the tokens of each sequence to the rows of the pool that its table names."""
     q, k, v, tables, sequences, positions = inputs

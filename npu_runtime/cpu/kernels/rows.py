@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from npu_runtime.cpu.bound_call import Params
-from npu_runtime.cpu.numpy_kernels.registry import Arrays, as_float32, is_float, numpy_kernel, to_float
+from npu_runtime.cpu.kernels.registry import Arrays, as_float32, cpu_kernel, is_float, to_float
 
 
 def _variance(x: np.ndarray, params: Params) -> np.ndarray:
@@ -47,7 +47,7 @@ _FLAT: dict[str, Callable[[np.ndarray, Params], np.ndarray]] = {
 def _reduction(op: str) -> None:
     function = _FLAT[op]
 
-    @numpy_kernel(f"{op}_kernel")
+    @cpu_kernel(f"{op}_kernel")
     def reduce(inputs: Arrays, outputs: Arrays, params: Params) -> None:
         x = to_float(inputs[0])
         kept = x.shape[: x.ndim - params["reduce_dims"]]
@@ -62,7 +62,7 @@ for _op in _FLAT:
 
 def softmax_of(x: np.ndarray) -> np.ndarray:
     """softmax over the last dimension of a float32 array; NaN where a row is -inf throughout."""
-    exponentials = np.exp(x - x.max(-1, keepdims=True))
+    exponentials = np.exp(x - x.max(-1, keepdims=True, initial=-np.inf))
     result: np.ndarray = exponentials / exponentials.sum(-1, keepdims=True)
     return result
 
@@ -71,25 +71,25 @@ def _scaled(x: np.ndarray, params: Params) -> np.ndarray:
     return as_float32(x) * np.float32(params["scale"])
 
 
-@numpy_kernel("softmax_kernel")
+@cpu_kernel("softmax_kernel")
 def softmax(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     outputs[0][...] = softmax_of(_scaled(inputs[0], params))
 
 
-@numpy_kernel("log_softmax_kernel")
+@cpu_kernel("log_softmax_kernel")
 def log_softmax(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x = _scaled(inputs[0], params)
     shifted = x - x.max(-1, keepdims=True)
     outputs[0][...] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-@numpy_kernel("masked_softmax_kernel")
+@cpu_kernel("masked_softmax_kernel")
 def masked_softmax(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """softmax(scale · scores + mask)."""
     outputs[0][...] = softmax_of(_scaled(inputs[0], params) + as_float32(inputs[1]))
 
 
-@numpy_kernel("cumsum_kernel")
+@cpu_kernel("cumsum_kernel")
 def cumsum(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Running sum along the last dimension."""
     x = to_float(inputs[0])
@@ -97,7 +97,7 @@ def cumsum(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     outputs[0][...] = sums.astype(outputs[0].dtype)  # which begin with 0.0, not with a zero's sign, and wrap
 
 
-@numpy_kernel("rmsnorm_kernel")
+@cpu_kernel("rmsnorm_kernel")
 def rms_norm(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over rows."""
     x, *weight = map(as_float32, inputs)
@@ -111,14 +111,14 @@ def _normalized(x: np.ndarray, eps: float) -> np.ndarray:
     return result
 
 
-@numpy_kernel("layernorm_kernel")
+@cpu_kernel("layernorm_kernel")
 def layer_norm(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, *affine = map(as_float32, inputs)
     result = _normalized(x, params["eps"])
     outputs[0][...] = _shifted(result, affine, (-1,))
 
 
-@numpy_kernel("groupnorm_kernel")
+@cpu_kernel("groupnorm_kernel")
 def group_norm(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, *affine = map(as_float32, inputs)
     groups = x.reshape(x.shape[0], params["groups"], int(np.prod(x.shape[1:])) // params["groups"])
@@ -133,7 +133,7 @@ def _shifted(x: np.ndarray, affine: Arrays, shape: tuple[int, ...]) -> np.ndarra
     return x + affine[1].reshape(shape) if len(affine) > 1 else x
 
 
-@numpy_kernel("rope_kernel")
+@cpu_kernel("rope_kernel")
 def rope(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """x · cos + rotate_half(x) · sin over the last dimension."""
     x, cos, sin = map(as_float32, inputs)

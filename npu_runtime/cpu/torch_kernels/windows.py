@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from npu_runtime.cpu.kernels.matmul import activated
-from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel, to_float
+from npu_runtime.cpu.torch_kernels.products import activated
+from npu_runtime.cpu.torch_kernels.registry import Params, Tensors, to_float, torch_kernel
 
 
-@cpu_kernel("conv2d_kernel")
+@torch_kernel("conv2d_kernel")
 def conv2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """out = act(conv(x, w) + bias + residual); padding is top, bottom, left, right."""
     x, weight, *rest = (to_float(t) for t in inputs)
@@ -26,7 +26,7 @@ def conv2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(activated(result, params["activation"]))
 
 
-@cpu_kernel("conv_transpose2d_kernel")
+@torch_kernel("conv_transpose2d_kernel")
 def conv_transpose2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     x, weight, *bias = (to_float(t) for t in inputs)
     stride, padding, output_padding, dilation = (
@@ -38,14 +38,14 @@ def conv_transpose2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(result)
 
 
-@cpu_kernel("max_pool2d_kernel")
+@torch_kernel("max_pool2d_kernel")
 def max_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     kernel, stride, padding, dilation = (tuple(params[key]) for key in ("window", "stride", "padding", "dilation"))
     ceil_mode = bool(params["ceil_mode"])
     outputs[0].copy_(F.max_pool2d(to_float(inputs[0]), kernel, stride, padding, dilation, ceil_mode=ceil_mode))
 
 
-@cpu_kernel("max_pool2d_index_kernel")
+@torch_kernel("max_pool2d_index_kernel")
 def max_pool2d_index(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """Compute the place of each maximum in its plane, counted row by row."""
     kernel, stride, padding, dilation = (tuple(params[key]) for key in ("window", "stride", "padding", "dilation"))
@@ -56,7 +56,7 @@ def max_pool2d_index(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(result[1])
 
 
-@cpu_kernel("avg_pool2d_kernel")
+@torch_kernel("avg_pool2d_kernel")
 def avg_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     kernel, stride, padding = (tuple(params[key]) for key in ("window", "stride", "padding"))
     result = F.avg_pool2d(
@@ -71,24 +71,12 @@ def avg_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(result)
 
 
-@cpu_kernel("adaptive_avg_pool2d_kernel")
+@torch_kernel("adaptive_avg_pool2d_kernel")
 def adaptive_avg_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(F.adaptive_avg_pool2d(to_float(inputs[0]), (outputs[0].shape[2], outputs[0].shape[3])))
 
 
-@cpu_kernel("upsample_nearest_kernel")
-def upsample_nearest(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """Output pixel i reads input pixel floor(i · scale), or floor((i + ½) · scale) in the exact form."""
-    x, out = inputs[0], outputs[0]
-    shift = 0.5 if params["exact"] else 0.0
-    rows, columns = (
-        ((torch.arange(size, dtype=torch.float32) + shift) * scale).long().clamp(max=source - 1)
-        for size, source, scale in zip(out.shape[2:], x.shape[2:], params["scale"], strict=True)
-    )
-    out.copy_(x[:, :, rows][:, :, :, columns])
-
-
-@cpu_kernel("upsample_bilinear_kernel")
+@torch_kernel("upsample_bilinear_kernel")
 def upsample_bilinear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     x, out = to_float(inputs[0]), outputs[0]
     height, width = (1.0 / scale for scale in params["scale"])

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate, reporting
-from npu_runtime.cpu.kernels.matmul import activated
-from npu_runtime.cpu.kernels.quantized import dequantized
-from npu_runtime.cpu.kernels.reference import on_tensors, reference_launch
-from npu_runtime.cpu.quantized_weights import weight_parts
+from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
+from npu_runtime.cpu.torch_kernels.launches import on_tensors
+from npu_runtime.cpu.torch_kernels.products import activated
+from npu_runtime.cpu.torch_kernels.registry import TORCH_KERNELS, Params, Tensors
 from npu_runtime.hardware import Launch
+from npu_runtime.torch_arrays import tensor_to_numpy
 
 TensorCall: TypeAlias = BoundCall[Tensor]
 Maker: TypeAlias = Callable[[TensorCall], Launch | None]
@@ -212,6 +213,11 @@ def _gated_linear(call: TensorCall) -> Launch | None:
     return launch
 
 
+def dequantized(parts: Tensors, params: Params) -> Tensor:
+    """The weight [n, k] in float32."""
+    return torch.from_numpy(stored_weight([tensor_to_numpy(part) for part in parts], params).dequantize())
+
+
 def _widened(maker: Maker) -> Maker:
     """The maker of a launch for a plain weight, for one in few bits: on its float32 copy."""
 
@@ -312,9 +318,9 @@ def _pointwise_conv(call: TensorCall) -> Launch | None:
 
 
 @_candidate("torch", "attention_kernel", "batched_matmul_kernel", "max_pool2d_kernel", "avg_pool2d_kernel")
-def _reference(call: TensorCall) -> Launch | None:
-    """The reference itself, where no weight could be prepared for it."""
-    return reference_launch(call.call, call.inputs, call.outputs)
+def _unprepared(call: TensorCall) -> Launch | None:
+    """PyTorch's kernel as it is, where there is no weight to prepare."""
+    return partial(TORCH_KERNELS[call.name], call.inputs, call.outputs, call.params)
 
 
 @_candidate("torch 16-bit", "attention_kernel")

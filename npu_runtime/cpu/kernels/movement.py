@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from npu_runtime.cpu.arrays import BFLOAT16
 from npu_runtime.cpu.bound_call import Params
-from npu_runtime.cpu.numpy_kernels.registry import Arrays, in_range, is_float, numpy_kernel, to_float
+from npu_runtime.cpu.kernels.registry import Arrays, cpu_kernel, in_range, is_float, to_float
 
 # How `scatter_kernel` joins elements, and what it begins with.
 _JOINS: dict[str, tuple[np.ufunc, Callable[[np.dtype], Any]]] = {
@@ -21,12 +22,19 @@ _JOINS: dict[str, tuple[np.ufunc, Callable[[np.dtype], Any]]] = {
 _PADDING = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
-@numpy_kernel("fill_kernel")
+def _fill(out: np.ndarray, value: float) -> None:
+    if out.dtype == BFLOAT16:  # of which NumPy converts a value for each element
+        out.view(np.uint16)[...] = np.asarray(value, BFLOAT16).view(np.uint16)
+    else:
+        out[...] = value
+
+
+@cpu_kernel("fill_kernel")
 def fill(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    outputs[0][...] = params["value"]
+    _fill(outputs[0], params["value"])
 
 
-@numpy_kernel("arange_kernel")
+@cpu_kernel("arange_kernel")
 def arange(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """out[i] = start + i · step."""
     out = outputs[0]
@@ -34,42 +42,47 @@ def arange(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     out[...] = params["start"] + steps * params["step"]
 
 
-@numpy_kernel("pad_kernel")
+@cpu_kernel("pad_kernel")
 def pad(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Grow the trailing dimensions; `pads` lists (before, after) from the last dimension on."""
     x, out, pads = inputs[0], outputs[0], params["pads"]
-    pairs = [(pads[2 * i], pads[2 * i + 1]) for i in reversed(range(x.ndim))]
+    grown = list(zip(pads[::2], pads[1::2], strict=True))[: x.ndim]
+    pairs = [(0, 0)] * (x.ndim - len(grown)) + grown[::-1]
     if params["mode"] == "constant":
-        out[...] = params["value"]
+        _fill(out, params["value"])
         out[tuple(slice(before, before + size) for size, (before, _) in zip(x.shape, pairs, strict=True))] = x
     else:
         out[...] = np.pad(x, pairs, _PADDING[params["mode"]])  # type: ignore[call-overload]
 
 
-@numpy_kernel("triangle_kernel")
+@cpu_kernel("triangle_kernel")
 def triangle(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    keep = np.triu if params["upper"] else np.tril
-    outputs[0][...] = keep(inputs[0], params["diagonal"])
+    x, out, diagonal = inputs[0], outputs[0], params["diagonal"]
+    rows, columns = x.shape[-2:]
+    below = np.tri(rows, columns, diagonal - params["upper"], dtype=bool)  # the triangle, or all that is not in it
+    out[...] = 0
+    np.copyto(out, x, where=~below if params["upper"] else below)
 
 
-@numpy_kernel("flip_kernel")
+@cpu_kernel("flip_kernel")
 def flip(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     outputs[0][...] = np.flip(inputs[0], tuple(dim for dim, flag in enumerate(params["dims"]) if flag))
 
 
-@numpy_kernel("embedding_kernel")
+@cpu_kernel("embedding_kernel")
 def embedding(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     table, ids = inputs
     outputs[0][...] = table[in_range(ids, len(table))]
 
 
-@numpy_kernel("index_select_kernel")
+@cpu_kernel("index_select_kernel")
 def index_select(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     source, index = inputs
-    outputs[0][...] = source.take(in_range(index, source.shape[params["dim"]]), params["dim"])
+    # Of an index within range, "clip" changes nothing, and spares a copy of the result.
+    source.take(in_range(index, source.shape[params["dim"]]), params["dim"], outputs[0], mode="clip")
 
 
-@numpy_kernel("gather_kernel")
+@cpu_kernel("gather_kernel")
 def gather(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Of the other dimensions than `dim`, the index may have fewer elements than the source: those in front."""
     source, index = inputs
@@ -79,14 +92,14 @@ def gather(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     outputs[0][...] = np.take_along_axis(source[front], index, dim)
 
 
-@numpy_kernel("index_kernel")
+@cpu_kernel("index_kernel")
 def index(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """NumPy's advanced indexing on adjacent dimensions from `first` on; negative indices count from the back."""
     source, *indices = inputs
     outputs[0][...] = source[(slice(None),) * params["first"] + tuple(indices)]
 
 
-@numpy_kernel("index_copy_kernel", "index_copy_pair_kernel")
+@cpu_kernel("index_copy_kernel", "index_copy_pair_kernel")
 def index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """out[…, index[i], …] = source[…, i, …], in place, for each pair of source and out."""
     positions, *sources = inputs
@@ -95,7 +108,7 @@ def index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> None:
         out[(slice(None),) * params["dim"] + (rows,)] = source
 
 
-@numpy_kernel("scatter_kernel")
+@cpu_kernel("scatter_kernel")
 def scatter(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Elements of `source` that name a place of a row of `base`, put there or joined with what is there."""
     base, index, source = inputs
@@ -120,7 +133,7 @@ def scatter(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     outputs[0][...] = out
 
 
-@numpy_kernel("argsort_kernel")
+@cpu_kernel("argsort_kernel")
 def argsort(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Where the elements of each row come from when it is sorted; equal ones keep their order."""
     x = to_float(inputs[0])
