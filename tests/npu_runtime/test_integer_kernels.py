@@ -16,8 +16,8 @@ from npu_compiler import compile
 from npu_compiler.program.elementwise import ACTIVATIONS
 from npu_runtime import Executor, load_weights
 from npu_runtime.cpu.native import available as native_available
-from npu_runtime.cpu.native import integer
 from npu_runtime.cpu.native.bindings import layout
+from npu_runtime.cpu.native.integers import integer
 
 
 def loops(x: np.ndarray, w: np.ndarray, stride: int, padding: int, dilation: int, groups: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels of this folder into one shared library, once per machine, CPU level and source version."""
+"""Compiles the C++ kernels into one shared library, once per machine, CPU level and source version."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def build(compiler: str, level: Level) -> Library:
     if level.flags and level in this_cpu().levels():
         flags.append("-mtune=native")
     target = "\n".join((_run([compiler, "--version"]), *flags))
-    headers = b"".join(path.read_bytes() for path in sorted(SOURCE_FOLDER.glob("*.h")))
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCE_FOLDER.rglob("*.h")))
     objects = {
         unit: f"{unit[0].stem}-{_digest(target.encode(), headers, *(path.read_bytes() for path in unit))}.o"
         for unit in _units()
@@ -197,7 +197,7 @@ def build(compiler: str, level: Level) -> Library:
     path = cache_folder() / name
     if read_entry(path) is not None:
         return Library(path, level, compiler, None)
-    command = [compiler, *flags, "-x", "c++", "-c", "-"]
+    command = [compiler, *flags, "-I", str(SOURCE_FOLDER), "-x", "c++", "-c", "-"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         seconds = _make(path, level, objects, command)
@@ -272,7 +272,7 @@ def _check_room(folder: Path) -> None:
 
 def _units() -> list[tuple[Path, ...]]:
     """The source files, in the groups that are compiled as one."""
-    files = {path.stem: path for path in sorted(SOURCE_FOLDER.glob("*.cpp"))}
+    files = {path.stem: path for path in sorted(SOURCE_FOLDER.rglob("*.cpp"))}
     grouped = [tuple(files.pop(name) for name in unit if name in files) for unit in _UNITS]
     return [unit for unit in grouped if unit] + [(path,) for path in files.values()]
 
