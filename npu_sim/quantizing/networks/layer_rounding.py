@@ -23,8 +23,8 @@ from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_runtime.cpu_fallback import CPUPartition
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.quantizing.compensation import PROPAGATION, compensated
+from npu_sim.quantizing.networks.rounding_search import FEW, best_scales, damped, searched
 from npu_sim.quantizing.rounding import SEARCH
-from npu_sim.vision.rounding_search import FEW, best_scales, damped, searched
 
 _INT8 = QuantizedFormat("int8")
 _POSITIONS = 20  # for each weight of a result: with fewer, what the inputs lack is not known well enough to make up for

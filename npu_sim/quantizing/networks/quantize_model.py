@@ -6,9 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from npu_compiler.errors import InputError
+from npu_sim.quantizing.networks.quantize import QuantizedNetwork, quantize_network
 from npu_sim.vision.images import load_image, preprocess
 from npu_sim.vision.models import extract_model_ir, find_model, model_weights
-from npu_sim.vision.quantize import QuantizedNetwork, quantize_network
 
 _MOST_IMAGES = 128
 _SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})

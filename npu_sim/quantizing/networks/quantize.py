@@ -138,7 +138,7 @@ def quantize_network(
     kept = {node for node in keys if keys[node] in keep or node in worst}
     chosen = Points(graph, kept)
     quantized = [layer for layer in layers if layer.node not in kept]
-    from npu_sim.vision.layer_rounding import round_layers
+    from npu_sim.quantizing.networks.layer_rounding import round_layers
 
     wanted = {name: found[name] for name in chosen.tensors}
     alone = {layer.weight: integers[layer.weight] for layer in quantized}
