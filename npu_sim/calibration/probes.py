@@ -169,6 +169,21 @@ def _less_mean(g: Graph, x: str) -> str:
     return g.op("sub.Tensor", [x, mean], g.shape(x))
 
 
+def _product(width: int, g: Graph, x: str) -> str:
+    rows, k = g.shape(x)
+    return g.op("linear.default", [x, g.weight(width, k)], [rows, width])
+
+
+def product_probe(m: int, n: int, k: int) -> Probe:
+    """A product [m, k] · [n, k]ᵀ."""
+    return Probe("product", (m, k), partial(_product, n))
+
+
+def softmax_probe(shape: tuple[int, int]) -> Probe:
+    """Softmax after softmax: calls that wait for each other and that no fusion joins."""
+    return Probe("norm", shape, _softmax)
+
+
 LAUNCH = Probe("norm", (1, 8), _norm)
 BETWEEN_PRODUCTS = Probe("norm", (32, 32), _layer_and_norm)
 SMALL_PRODUCTS = Probe("product", (32, 32), partial(_two_layers, 32))
