@@ -55,7 +55,7 @@ class MTLCommandQueue(Labelled):
 
 
 class References:
-    """What a command buffer's commands use: held, or only watched where the caller promised to hold it."""
+    """Objects that a command buffer's commands use: held, or only watched where the caller promised to hold them."""
 
     def __init__(self, *, retained: bool) -> None:
         self.retained = retained
@@ -71,7 +71,7 @@ class References:
                 self._watched[reference] = str(thing)
 
     def gone(self) -> list[str]:
-        """What was used and no longer exists."""
+        """Names of the objects that were used and no longer exist."""
         return [name for reference, name in self._watched.items() if reference() is None]
 
 

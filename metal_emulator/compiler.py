@@ -353,7 +353,7 @@ def _cores() -> int:
 
 @functools.cache
 def _toolchain() -> str:
-    """What decides how a source compiles here: the compiler, and the processor that it compiles for."""
+    """Description of the compiler and of the processor that it compiles for."""
     version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

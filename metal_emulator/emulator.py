@@ -1,4 +1,4 @@
-"""What one emulated device keeps track of: how it was asked to run, what was made, and what went wrong unseen."""
+"""State of one emulated device: its settings, counts of created objects, and errors that nobody saw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Counters:
-    """How often each kind of object was made, and each kind of command encoded."""
+    """Counts of created objects and encoded commands, by kind."""
 
     buffers: int = 0
     libraries: int = 0

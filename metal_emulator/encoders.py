@@ -37,7 +37,7 @@ ARENA_SIZE = 1 << 16
 
 
 class BytesArena:
-    """Where a command buffer keeps copies of what `setBytes` was given."""
+    """Memory of a command buffer for copies of the bytes given to `setBytes`."""
 
     def __init__(self) -> None:
         self._chunks: list[bytearray] = []
@@ -62,7 +62,7 @@ class BytesArena:
 
 @dataclass(slots=True)
 class Binding:
-    """What one buffer slot holds: a buffer from an offset on, or (without `storage`) copied bytes."""
+    """Content of one buffer slot: a buffer from an offset on, or (without `storage`) copied bytes."""
 
     storage: Storage | None
     offset: int
@@ -71,7 +71,7 @@ class Binding:
 
 
 class CommandEncoder(Labelled):
-    """What compute and blit encoders share: they encode into one command buffer, until they are ended."""
+    """Base of compute and blit encoders, which encode into one command buffer until they are ended."""
 
     __slots__ = ("_command_buffer", "_depth", "_open")
     _device: MTLDevice

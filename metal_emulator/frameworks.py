@@ -33,7 +33,7 @@ class Framework:
 
 @dataclass(frozen=True)
 class MetalAPI:
-    """What `import Metal, MetalPerformanceShaders as MPS, Foundation` gives on a Mac, and the emulator behind it."""
+    """The modules Metal, MetalPerformanceShaders and Foundation of a Mac, and the emulator behind them."""
 
     Metal: Any
     MPS: Any

@@ -59,7 +59,7 @@ class _Macros(Kind):
 
 
 class MTLCompileOptions(Plain):
-    """How a library is compiled."""
+    """Options with which a library is compiled."""
 
     __slots__ = ("_fast_math", "_macros", "_math_mode", "_version")
 

@@ -64,7 +64,7 @@ class Layout:
         return (self.matrices - 1) * self.matrix_bytes + self.rows * self.row_bytes
 
     def problem(self) -> str:
-        """What is wrong with these numbers; empty if nothing is."""
+        """Reason why these numbers describe no matrix; empty if they do."""
         if not (self.rows and self.columns and self.matrices):
             return f"an empty matrix: {self.rows} × {self.columns} × {self.matrices}"
         if self.row_bytes % self.dtype.itemsize:

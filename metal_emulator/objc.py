@@ -41,7 +41,7 @@ def unknown(owner: str, name: str, known: list[str]) -> UnknownSelectorError:
 
 
 class Kind:
-    """What an argument has to be. `accept` returns it as the method wants it, or raises `Mismatch`."""
+    """Kind of an argument. `accept` returns it as the method wants it, or raises `Mismatch`."""
 
     want = ""
 
@@ -239,7 +239,7 @@ def selector(*kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def called(receiver: object, name: str) -> str:
-    """How Objective-C writes a call of the method `name` of an object or a class."""
+    """Objective-C text of a call of the method `name` of an object or a class."""
     if isinstance(receiver, type):
         return f"+[{receiver.__name__} {spelled(name)}]"
     return f"-[{type(receiver).__name__} {spelled(name)}]"
@@ -262,7 +262,7 @@ class NSObject:
         raise unknown(type(self).__name__, name, offered(type(self)))
 
     def _unusable(self) -> str:
-        """Why nothing may be sent to this object; empty if it may."""
+        """Reason why nothing may be sent to this object; empty if it may."""
         if not self._ready:
             return "was allocated but not initialized"
         return "was released" if self._retains < 1 else ""
@@ -326,7 +326,7 @@ class Allocatable(NSObject):
 
 
 def initializer(*kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """As `selector`, for the one method that may be sent to an object that is allocated and not initialized."""
+    """Decorator like `selector`, for the method that may be sent to an object that is not yet initialized."""
 
     def offer(method: Callable[P, R]) -> Callable[P, R]:
         checked: Callable[..., R] = selector(*kinds)(method)
@@ -376,7 +376,7 @@ class NSRange(NamedTuple):
 
 
 class NSError(NSObject):
-    """What went wrong, as Metal tells it."""
+    """An error as Metal reports it."""
 
     __slots__ = ("_code", "_description", "_domain")
 

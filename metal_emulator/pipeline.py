@@ -33,7 +33,7 @@ MAX_THREADS = 1024
 
 
 class MTLComputePipelineDescriptor(Labelled, Plain):
-    """What a pipeline is made of."""
+    """Description from which a pipeline is made."""
 
     __slots__ = ("_archives", "_function", "_max_threads", "_whole_simdgroups")
 
@@ -107,7 +107,7 @@ class MTLComputePipelineState(NSObject):
 
 
 class MTLBinaryArchiveDescriptor(Plain):
-    """Where an archive is read from; nowhere makes an empty one."""
+    """File from which an archive is read; without one the archive is empty."""
 
     __slots__ = ("_url",)
 

@@ -39,7 +39,7 @@ class Storage:
 
 
 class VarList:
-    """What pyobjc gives for a `void *` of unknown length. It does not keep the buffer alive."""
+    """pyobjc's object for a `void *` of unknown length. It does not keep the buffer alive."""
 
     __slots__ = ("_storage",)
 
@@ -109,7 +109,7 @@ class MTLBuffer(Labelled):
 
 
 def outside(storage: Storage, offset: int, size: int) -> str:
-    """Why a range is not one of the buffer's; empty if it is."""
+    """Reason why a range does not lie in the buffer; empty if it does."""
     if size and offset + size <= storage.length:
         return ""
     return f"{size} bytes from offset {offset} do not lie in {storage}"

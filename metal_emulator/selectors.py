@@ -1,4 +1,4 @@
-"""Which selectors the emulator may offer: those of a list of known ones, and those that an Apple header documents."""
+"""Selectors that the emulator may offer: those of a fixed list, and those that an Apple header documents."""
 
 from __future__ import annotations
 

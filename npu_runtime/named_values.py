@@ -14,7 +14,7 @@ def inputs_by_name(given: Mapping[str, ValueT], known: Collection[str], whose: s
     """Check that each known input is given and nothing else.
 
     Args:
-        whose: What has these inputs, for the message: "program" or "graph".
+        whose: Owner of these inputs, for the message: "program" or "graph".
 
     Raises:
         InputError: names all that are missing or unknown.

@@ -17,7 +17,7 @@ def doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpe
 
     Args:
         outputs: Output name → array.
-        specs: Of the outputs.
+        specs: Specs of the outputs.
     """
     found = []
     for spec in specs:

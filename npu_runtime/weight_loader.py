@@ -48,7 +48,7 @@ def load_weights(
         strict: Refuse keys that the model does not know.
         progress: Called with (weights done, weights in all) after each.
         cache: Shared between programs over the same checkpoint: a weight that they store alike is uploaded once.
-        rank: Whose part of the weights to load, of a program for several devices; only that part is read.
+        rank: The rank whose part of the weights to load, of a program for several devices; only that part is read.
 
     Raises:
         WeightError: lists every weight that is missing, unknown or misshapen, holds NaN, does not fit its dtype, or is
@@ -110,7 +110,7 @@ def _keys(weight: WeightSpec) -> tuple[str, ...]:
 def _made(
     weights: Sequence[WeightSpec], source: Mapping[str, Any], rank: int
 ) -> list[tuple[list[str], list[np.ndarray]]]:
-    """For each of some weights of the same tensors: its problems, and its parts as they are stored, if it has none."""
+    """Problems of each weight, and its parts as they are stored where it has none; all are made of the same tensors."""
     shapes = weights[0].source_shapes
     state = {key: _as_stored(source[key]) for key in shapes if key in source}
     read = {piece for weight in weights for piece in pieces_read(weight.recipe, shapes, rank) if piece[0] in state}
@@ -277,7 +277,7 @@ _FLOAT8 = "F8_E4M3"  # no tensor of a graph has this dtype: it is one of codes, 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a safetensors file's header says of a tensor."""
+    """Entry of a tensor in a safetensors file's header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -315,7 +315,7 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
                 raise WeightError(f"'{file}' is not a readable safetensors file: {error}") from error
 
     def without(self, unwanted: Callable[[str], bool]) -> MappedCheckpoint:
-        """The same checkpoint without some of its tensors."""
+        """A copy of the checkpoint without some of its tensors."""
         kept = copy.copy(self)
         kept._where = {key: place for key, place in self._where.items() if not unwanted(key)}
         return kept

@@ -219,7 +219,7 @@ def _read_parameter(
 def describe(
     kernel: Kernel, bound: Sequence[Parameter], items: Sequence[Item], constants: Sequence[FunctionConstant]
 ) -> KernelInfo:
-    """What a pipeline needs to know about a kernel."""
+    """Description of a kernel for a pipeline."""
     names_in: dict[str, set[str]] = {}
     for item in items:
         names_in.setdefault(item.declares, set()).update(item.names)
@@ -237,7 +237,7 @@ def describe(
 
 
 def entries(kernels: Sequence[tuple[Kernel, Sequence[Parameter]]], constants: Constants) -> str:
-    """What the loader looks up: an entry per kernel, and setters for the function constants."""
+    """C++ of the symbols that the loader looks up: an entry per kernel, and setters for the function constants."""
     lines = ['\n# 1 "entries"']
     for index, (kernel, bound) in enumerate(kernels):
         values = ", ".join(parameter.value for parameter in bound)

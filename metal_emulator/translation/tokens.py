@@ -171,7 +171,7 @@ class Source:
         return index
 
     def scope_end(self, index: int) -> int:
-        """Where the innermost block around `index` closes."""
+        """Index at which the innermost block around `index` closes."""
         while index < len(self.tokens) and not (self.text(index) == "}" and self.tokens[index].partner < index):
             index = self.tokens[index].partner + 1 if self.text(index) in ("(", "[", "{") else index + 1
         return index
@@ -187,7 +187,7 @@ class Source:
         return self.text(index) in KEYWORDS
 
     def postfix_end(self, index: int) -> int:
-        """Where the postfix expression that starts at `index` ends; `index` if none starts there."""
+        """End of the postfix expression that starts at `index`; `index` if none starts there."""
         if not self.is_name(index) and self.text(index) != "(":
             return index
         index = index + 1 if self.is_name(index) else self.tokens[index].partner + 1
@@ -201,7 +201,7 @@ class Source:
                 return index
 
     def postfix_start(self, end: int) -> int:
-        """Where the postfix expression that ends before `end` starts."""
+        """Start of the postfix expression that ends before `end`."""
         index = end - 1
         while True:
             text = self.text(index)
@@ -218,7 +218,7 @@ class Source:
             return index
 
     def statement_start(self, index: int) -> int:
-        """Where the expression that is assigned to at `index` starts."""
+        """Start of the expression that is assigned to at `index`."""
         at = index - 1
         while at >= 0:
             text = self.text(at)
@@ -234,7 +234,7 @@ class Source:
         return 0
 
     def condition_start(self, index: int) -> int:
-        """Where the condition of the `?` at `index` starts."""
+        """Start of the condition of the `?` at `index`."""
         at = index - 1
         while at >= 0:
             text = self.text(at)

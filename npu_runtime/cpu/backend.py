@@ -186,7 +186,7 @@ class CPUBackend(Backend):
             self._tuner.seconds_left = allowed
 
     def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
-        """For native launches, whose argument blocks hold addresses."""
+        """A function that moves native launches to a buffer elsewhere; None where others than native ones use it."""
         address = buffer.native_handle.ctypes.data
         fields = []
         for launch, operands in launches:
@@ -240,7 +240,7 @@ def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Cand
 
 @functools.cache
 def _warn_of_missing_kernels(pytorch: bool) -> None:
-    """Once, however many backends there are, and only where something is about to run."""
+    """Warn that there are no native kernels: once in a process, when a program is about to run."""
     reason = (failure_reason() or "no reason given").splitlines()[0]
     library = "PyTorch" if pytorch else "NumPy"
     warnings.warn(

@@ -20,12 +20,12 @@ CLOCK_GHZ = 1.0  # of the chip that is written: its rates are per nanosecond
 
 @dataclass(frozen=True)
 class Shape:
-    """What no measurement shows of a device, and how it is described as a chip.
+    """Numbers of a chip's description that no measurement of the device shows.
 
     Attributes:
         arrays: Cores or multiprocessors.
-        rows, columns: Of the block of results in the inner loop of a product.
-        held_folds: Such blocks that one pass over an operand in cache serves.
+        rows, columns: Size of the block of results in the inner loop of a product.
+        held_folds: Number of such blocks that one pass over an operand in cache serves.
         sram: Bytes of cache; None for what was measured.
     """
 
@@ -53,7 +53,7 @@ def shape_of(device: Device, arrays: int | None = None, sram: int | None = None)
 
 
 def chip_text(measured: Measured, shape: Shape, name: str) -> str:
-    """The chip file (TOML)."""
+    """Text of the chip file (TOML)."""
     described = _described(measured, shape, name)
     table = factors(parse_chip(described, name), measured.blocks)
     tables: dict[str, list[str]] = {}
@@ -69,7 +69,7 @@ def _row(row: Sequence[float]) -> str:
 
 
 def _described(measured: Measured, shape: Shape, name: str) -> str:
-    """The chip file without measured calls."""
+    """Text of the chip file without measured calls."""
     elements = shape.arrays * shape.rows * shape.columns
     rates = ", ".join(f"{dtype} = {_digits(rate / elements / CLOCK_GHZ)}" for dtype, rate in measured.gmac_s.items())
     operations = _digits(measured.element_gop_s / shape.arrays / CLOCK_GHZ)
@@ -118,5 +118,5 @@ overlapped = false
 
 
 def _digits(value: float, digits: int = 4) -> str:
-    """So many digits, never without a decimal point, as TOML wants it of a float."""
+    """The value in `digits` significant digits, with a decimal point, which TOML wants of a float."""
     return repr(float(f"{value:.{digits}g}"))

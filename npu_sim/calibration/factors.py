@@ -20,15 +20,15 @@ _HIDDEN = 0.1  # computing that is a smaller share of a block says nothing of it
 
 
 def factors(chip: Chip, blocks: Sequence[Block]) -> Mapping[str, tuple[tuple[float, ...], ...]]:
-    """By what factor computing takes longer than a chip's description says, for each call of the probes' kinds.
+    """Factors by which computing takes longer than a chip's description says, for each call of the probes' kinds.
 
     The other calls of a block are simulated with the factors found before.
 
     Args:
-        blocks: Those of the first dtype stand for the dtypes that have none.
+        blocks: Measured blocks; those of the first dtype stand for the dtypes that have none.
 
     Returns:
-        What `Chip.measured` holds.
+        The value of `Chip.measured`.
     """
     found: dict[str, dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     for each in blocks:

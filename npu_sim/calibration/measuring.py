@@ -41,18 +41,18 @@ FEW_BLOCKS, MANY_BLOCKS = (2, 6), (16, 64)  # numbers of blocks in the two progr
 
 @dataclass(frozen=True)
 class Measured:
-    """What a device reaches.
+    """Rates and costs that were measured on a device.
 
     Attributes:
-        device: Its name.
+        device: Name of the device.
         read_gb_s: 10^9 bytes per second of weights from memory.
         cached_gb_s: 10^9 bytes per second of weights that stay in caches.
-        cache_bytes: The most that stays there.
+        cache_bytes: Largest size that stays there.
         gmac_s: Dtype → 10^9 multiply-accumulates per second in a large product.
         element_gop_s: 10^9 element operations per second, in the operations that `npu_model` counts.
         launch_us: Microseconds that a kernel call takes besides its work.
-        product_us: Microseconds that a product takes besides that.
-        blocks: Of the probes, those of the device's first dtype first.
+        product_us: Further microseconds of a product.
+        blocks: Times of the probes' blocks, those in the device's first dtype first.
     """
 
     device: str
@@ -68,7 +68,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block of a probe takes, computed in a dtype, in seconds."""
+    """Seconds of a probe's block, computed in a dtype."""
 
     probe: Probe
     dtype: str
@@ -140,7 +140,7 @@ class Times:
 
     @classmethod
     def of(cls, probe: Probe, dtype: str, device: Device) -> Times:
-        """Measured now."""
+        """Measure a probe on a device."""
         for few, many in (FEW_BLOCKS, MANY_BLOCKS):
             programs = [_program(probe, dtype, device, count) for count in (few, many)]
             short, long = map(typical, samples_of(programs, device))
@@ -150,7 +150,7 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """Of a block."""
+        """Seconds of one block."""
         return max((self.long - self.short) / (self.many - self.few), 1e-9)
 
     def least(self, other: Times) -> Times:

@@ -51,7 +51,7 @@ def samples_of(programs: Sequence[CompiledProgram], device: Device) -> list[list
 
 
 def typical(ordered: Sequence[float]) -> float:
-    """The lower quartile: what a run takes that little disturbs."""
+    """The lower quartile: seconds of a run that little disturbs."""
     return ordered[len(ordered) // 4]
 
 
@@ -68,7 +68,7 @@ def _random(*shape: int) -> np.ndarray:
 
 
 def _runner(program: CompiledProgram, device: Device) -> Callable[[int], float]:
-    """Runs a program with random weights so many times; the seconds."""
+    """A function that runs a program with random weights a number of times and returns the seconds."""
     shapes = {key: shape for spec in program.weight_specs.values() for key, shape in spec.source_shapes.items()}
     state = {key: _random(*shape) for key, shape in shapes.items()}
     executor, weights = Executor(program, device), load_weights(state, program, device)

@@ -84,7 +84,7 @@ def index_select(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @cpu_kernel("gather_kernel")
 def gather(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """Of the other dimensions than `dim`, the index may have fewer elements than the source: those in front."""
+    """out = source at `index` along `dim`; along other dimensions the index may be shorter than the source."""
     source, index = inputs
     dim = params["dim"]
     in_range(index, source.shape[dim])
@@ -135,7 +135,7 @@ def scatter(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @cpu_kernel("argsort_kernel")
 def argsort(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """Where the elements of each row come from when it is sorted; equal ones keep their order."""
+    """Positions of each row's elements in sorted order; equal ones keep their order."""
     x = to_float(inputs[0])
     if params[
         "descending"

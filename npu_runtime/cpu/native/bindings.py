@@ -104,7 +104,7 @@ def _kernel(name: str, args_type: type[ArgumentBlock]) -> Any:
 
 
 def _failure(kernel: str) -> DeviceError:
-    """What the thread's latest failed kernel reports."""
+    """The error that the thread's latest failed kernel reports."""
     loaded = library()
     reason = loaded.npu_failure().decode() if loaded is not None else "no native kernels"
     return DeviceError(f"{reason} in kernel {kernel}")

@@ -81,9 +81,9 @@ class Library:
 
     Attributes:
         path: The shared library.
-        level: What it was compiled for.
+        level: CPU level that it was compiled for.
         compiler: The path of the compiler.
-        seconds: How long compiling took, or None where the library was in the cache.
+        seconds: Seconds that compiling took; None where the library was in the cache.
     """
 
     path: Path
@@ -103,7 +103,7 @@ def library_path() -> Path | None:
 
 
 def failure_reason() -> str | None:
-    """Why `library_path` returned None, or None when it did not."""
+    """Reason why `library_path` returned None; None when it did not."""
     outcome = _outcome()
     return None if isinstance(outcome, Library) else outcome
 

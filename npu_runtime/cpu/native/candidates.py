@@ -1,4 +1,4 @@
-"""Which native kernels can run a call."""
+"""Candidates among the native kernels for a call."""
 
 from __future__ import annotations
 

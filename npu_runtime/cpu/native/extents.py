@@ -27,7 +27,7 @@ class Extent(NamedTuple):
 
     Attributes:
         operand: The field's name.
-        address: Where the field points; None where the operand is absent.
+        address: Address to which the field points; None where the operand is absent.
         begin, end: The range, in bytes from there; empty where nothing is touched.
     """
 

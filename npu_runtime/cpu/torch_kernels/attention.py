@@ -37,7 +37,7 @@ def paged_attention(
     block_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """What `npu_compiler.ops.transformer.lower_paged_attention` says, in float32: [N, H, D]."""
+    """Paged attention as `npu_compiler.ops.transformer.lower_paged_attention` defines it, in float32: [N, H, D]."""
     sequences = sequences.long().clamp(0, len(tables) - 1)
     positions = positions.long().clamp(0, tables.shape[1] * block_size - 1)
     tables = tables.long().clamp(0, len(keys) // block_size - 1)

@@ -33,5 +33,5 @@ def scatter(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 
 @torch_kernel("argsort_kernel")
 def argsort(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """Where the elements of each row come from when it is sorted; equal ones keep their order."""
+    """Positions of each row's elements in sorted order; equal ones keep their order."""
     outputs[0].copy_(torch.argsort(inputs[0], dim=-1, descending=bool(params["descending"]), stable=True))

@@ -241,7 +241,7 @@ _candidate("sgemm", "quantized_gated_matmul_vec_kernel")(_widened(_gated_linear)
 
 
 def _padded(call: TensorCall) -> tuple[Callable[[], Tensor], list[int]]:
-    """How to get the input in float32, and the padding that is left to apply on both sides."""
+    """A function that returns the input in float32, and the padding that is left to apply on both sides."""
     x = call.inputs[0]
     top, bottom, left, right = call.params["padding"]
     if (top, left) == (bottom, right):

@@ -33,8 +33,8 @@ class Tuner:
     A choice, once made, is kept, so that results are the same from run to run.
 
     Attributes:
-        trials: How many calls were tried.
-        seconds_left: For trials of this start.
+        trials: Number of calls that were tried.
+        seconds_left: Seconds left for trials of this start.
     """
 
     def __init__(self, table: ChoiceTable) -> None:
@@ -78,7 +78,7 @@ class Tuner:
 
 
 def _switching_seconds() -> float:
-    """What native kernels lose after one of PyTorch's."""
+    """Seconds that native kernels lose after one of PyTorch's."""
     return 0.0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else _SPINNING
 
 

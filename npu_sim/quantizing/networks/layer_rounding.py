@@ -42,9 +42,9 @@ def round_layers(
     """Compensate rounded weights and correct biases, in the graph's order.
 
     Args:
-        graph: Of floats, with one input; each weight has a key of its own.
+        graph: Graph of floats, with one input; each weight has a key of its own.
         state: Weights by key.
-        layers: Those to round.
+        layers: Layers to round.
         ranges: Tensor → its range, for all tensors to round.
         integers: Weight tensor → its integers where each element is rounded by itself.
         images: float32 inputs of the graph.
@@ -118,7 +118,7 @@ def _compensated(
 
 
 def _matched(weight: torch.Tensor, hessian: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """As `compensation.matched`, for groups: weights whose results come nearer to those of the float network."""
+    """Weights of each group whose results come nearer to those of the float network; see `compensation.matched`."""
     change = torch.cholesky_solve(shift.mT.double(), torch.linalg.cholesky(damped(hessian))).mT
     return weight + PROPAGATION * weight @ change.float()
 
@@ -126,7 +126,7 @@ def _matched(weight: torch.Tensor, hessian: torch.Tensor, shift: torch.Tensor) -
 def _moments(
     exact: Sequence[torch.Tensor], rounded: Sequence[torch.Tensor], node: OpNode, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Of a layer's rounded inputs x and exact ones y, without their means: the sums of x xᵀ and (y - x) xᵀ.
+    """Sums of x xᵀ and (y - x) xᵀ over a layer's rounded inputs x and exact ones y, without their means.
 
     Returns:
         Both sums, [groups, k, k], and the number of positions that they are over.
@@ -143,7 +143,7 @@ def _moments(
 
 
 def _columns(value: torch.Tensor, node: OpNode, shape: tuple[int, ...]) -> torch.Tensor:
-    """What each output element of a linear or convolution multiplies with its weight: [groups, k, positions]."""
+    """Inputs that each output element of a linear or convolution multiplies with its weight: [groups, k, positions]."""
     if len(shape) == 2:
         return value.reshape(1, -1, shape[1]).mT
     options = {
@@ -155,7 +155,7 @@ def _columns(value: torch.Tensor, node: OpNode, shape: tuple[int, ...]) -> torch
 
 
 def _mean_error(name: str, exact: Sequence[_Values], rounded: Sequence[_Values]) -> torch.Tensor:
-    """What a tensor lacks in the mean of each channel."""
+    """Mean error of each channel of a tensor: exact less rounded."""
     axes = [dim for dim in range(exact[0][name].ndim) if dim != channel_dim(exact[0][name])]
     errors = [(wanted[name] - found[name]).mean(axes) for wanted, found in zip(exact, rounded, strict=True)]
     return torch.stack(errors).mean(0)

@@ -42,12 +42,12 @@ _REPORTED_IMAGES = 4
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What 8 bits cost one layer.
+    """Cost of 8 bits in one layer.
 
     Attributes:
         layer: The weight's key.
-        signal_to_noise: Of its output with quantized input and weight against the float one, in decibels.
-        saved_bytes: Of its weight against 32-bit floats.
+        signal_to_noise: Decibels of its output with quantized input and weight, against the float one.
+        saved_bytes: Bytes of its weight less than in 32-bit floats.
         kept: Whether it stays in floats.
     """
 
@@ -62,8 +62,8 @@ class QuantizedNetwork:
     """A network in 8 bits.
 
     Attributes:
-        ir: For `npu_compiler.compile` and everything else that takes IR.
-        weights: By the keys that the IR names.
+        ir: The IR, for `npu_compiler.compile` and everything else that takes IR.
+        weights: Weights by the keys that the IR names.
         report: A line for each layer, the worst first.
     """
 
@@ -103,10 +103,10 @@ def quantize_network(
     """Quantize the convolutions and linears of a network with one input.
 
     Args:
-        ir: Of the network in float32.
-        weights: Its state dict, of arrays or torch tensors.
+        ir: IR of the network in float32.
+        weights: State dict of the network, of arrays or torch tensors.
         images: Calibration inputs, each of the shape of the network's input, already preprocessed.
-        ranges: How an activation's range is chosen: the one with the least mean squared error, the percentile
+        ranges: Choice of an activation's range: the one with the least mean squared error, the percentile
             `PERCENTILE` of magnitudes, or all that was seen.
         keep: Keys of weights whose layers stay in floats.
         keep_worst: The number of further layers that stay so: those with the lowest signal-to-noise ratio.
@@ -227,7 +227,7 @@ def _rounded(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class _Calibration:
-    """What the images make of a network's activations."""
+    """Ranges of a network's activations over the calibration images."""
 
     def __init__(
         self, graph: IRGraph, state: Mapping[str, np.ndarray], points: Points, source: str, images: Sequence[np.ndarray]
@@ -322,5 +322,5 @@ def _signal_to_noise(
 
 
 def _ends(node: OpNode) -> tuple[str, str]:
-    """What a layer reads, besides its weights, and what it makes."""
+    """Names of a layer's input, besides its weights, and of its output."""
     return node.inputs[0], node.outputs[0]

@@ -30,7 +30,7 @@ def quantize_model(
         name: One of `MODELS`.
         images: A folder of photographs, of which 128 are used at most, or one photograph.
         output: The folder to write.
-        weights: As in `model_weights`.
+        weights: Weights, as for `model_weights`.
         ranges, keep, keep_worst: As in `quantize_network`.
 
     Raises:

@@ -40,7 +40,7 @@ def searched(weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def damped(hessian: torch.Tensor) -> torch.Tensor:
-    """In float64, with something on each diagonal."""
+    """The Hessians in float64, with a multiple of the mean added to each diagonal."""
     result = hessian.double().clone()
     diagonal = result.diagonal(dim1=1, dim2=2)
     mean = diagonal.mean(1, keepdim=True)

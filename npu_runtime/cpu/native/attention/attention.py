@@ -84,7 +84,7 @@ def attention(
     query i attend keys up to i. A row that attends nothing is zero.
 
     Args:
-        rounded: What k and v stand for, where they are codes.
+        rounded: Format and scales of k and v, where they are codes.
     """
     if not available() or any(t.ndim != 4 or t.size == 0 or not has_contiguous_rows(t) for t in (q, k, v, out)):
         return None

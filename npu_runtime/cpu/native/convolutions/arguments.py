@@ -92,7 +92,7 @@ class ConvArgs(ArgumentBlock):
 
 
 class Window(NamedTuple):
-    """How a kernel slides over a plane; pairs are (vertical, horizontal), padding is (top, bottom, left, right)."""
+    """Sliding window over a plane; pairs are (vertical, horizontal), padding is (top, bottom, left, right)."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -116,7 +116,7 @@ class Window(NamedTuple):
         return min(self.stride + self.dilation + self.kernel) > 0 and min(self.padding) >= 0
 
     def simplified(self, out: np.ndarray) -> Window:
-        """The same window with strides of 1 along axes where it has one position only."""
+        """Window with a stride of 1 along axes where it has one position only."""
         rows, columns = (step if size > 1 else 1 for step, size in zip(self.stride, out.shape[2:], strict=True))
         return self._replace(stride=(rows, columns))
 

@@ -105,7 +105,7 @@ def _choose(weight: np.ndarray, window: Window, groups: int, out: np.ndarray, pa
 
 
 def _column_bytes(weight: np.ndarray, out: np.ndarray) -> int:
-    """What "channels" gathers of one batch item, at most."""
+    """Maximum bytes of columns that "channels" gathers for one batch item."""
     return 4 * numel(out.shape[2:]) * numel(weight.shape[1:])
 
 

@@ -169,10 +169,10 @@ def pack_panels(weight: np.ndarray, zeros: np.ndarray | None, groups: int) -> _P
 
 
 def pack_byte_panels(weight: np.ndarray, groups: int, multiple: int = 1) -> _Packed:
-    """The same in panels of int8, for a weight without zero points.
+    """A weight in panels of int8, for weights without zero points.
 
     Args:
-        multiple: Panels have a multiple of so many steps.
+        multiple: The number of steps of a panel is a multiple of this.
     """
     return _stored(_panels(weight, groups, 4, multiple), weight)
 
@@ -195,7 +195,7 @@ def pack_windows(weight: np.ndarray) -> _Packed:
 
 
 def _signed_sums(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each output channel of a weight [o, ...] the sum of its positive elements and that of its negative ones."""
+    """Sums of the positive and of the negative elements of each output channel of a weight [o, ...]: int64 [o] each."""
     rows = weight.reshape(len(weight), -1)
     return np.maximum(rows, 0).sum(axis=1, dtype=np.int64), np.minimum(rows, 0).sum(axis=1, dtype=np.int64)
 

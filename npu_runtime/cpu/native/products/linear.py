@@ -67,7 +67,7 @@ class LinearArgs(ArgumentBlock):
         yield packed("weight", self.weight, packed_size(self.n, self.k, self.x.dtype))
 
     def row_extents(self, kernel: str) -> Iterator[Extent]:
-        """All but the weight's."""
+        """Extents of all operands but the weight."""
         rows, is_gated = self.x.size[2], kernel.endswith("gated_linear")
         results = (1, 1, rows, self.n // 2 if is_gated else self.n)
         yield self.x.extent("x", (1, 1, rows, self.k))
@@ -165,7 +165,7 @@ def linear_args(
 def gated_linear_args(
     x: np.ndarray, weight: Packed, bias: np.ndarray | None, activation: str, out: np.ndarray
 ) -> LinearArgs | None:
-    """As `linear_args`, for the product of one row with a gate's weight and another one's, which follows it."""
+    """Arguments of a gated product of one row; None where there is no kernel for them. See `linear_args`."""
     if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)):
         return None
     if x.shape != (1, weight.k) or out.shape != (1, weight.n // 2) or weight.n % 2:

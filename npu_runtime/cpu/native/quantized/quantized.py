@@ -48,7 +48,7 @@ class _Rows(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("codes", "scales", "offsets")]
 
     def extents(self, format: _Format, n: int) -> Iterator[Extent]:
-        """Those of `n` rows."""
+        """Extents of `n` rows."""
         yield packed("codes", self.codes, n * format.group * format.groups * format.bits // 8)
         yield packed("scales", self.scales, n * format.groups * item_size(format.scales))
         yield packed("offsets", self.offsets, n * format.groups * format.offset_size)
@@ -138,7 +138,7 @@ def quantized_linear(
     the launch runs.
 
     Args:
-        activations: What rows of x are rounded to first (`QuantizedFormat.activations`).
+        activations: Format to which rows of x are rounded first (`QuantizedFormat.activations`).
     """
     bias = float_vector(bias)
     args = linear_args(x, weight, bias, residual, activation, out)
@@ -219,7 +219,7 @@ def _native_format(weight: QuantizedArray) -> _Format:
 
 
 def _numbers(format: QuantizedFormat) -> np.ndarray:
-    """What each code stands for, without its scale: float32 [256]."""
+    """Number that each code stands for, without its scale: float32 [256]."""
     numbers: np.ndarray = np.arange(256, dtype=np.uint8).view(format.code_format.dtype).astype(np.float32)
     if format.offsets == "none":
         numbers -= np.float32(format.code_format.zero)
