@@ -30,20 +30,20 @@ def factors(chip: Chip, blocks: Sequence[Block]) -> Mapping[str, tuple[tuple[flo
     Returns:
         The value of `Chip.measured`.
     """
-    found: dict[str, dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
+    samples: dict[str, dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     for each in blocks:
         kind = each.probe.kind
-        known = found[kind if each.dtype == blocks[0].dtype else in_dtype(kind, each.dtype)]
+        own = samples[kind if each.dtype == blocks[0].dtype else in_dtype(kind, each.dtype)]
         blocks_run = FEW_BLOCKS[1]
         program = compile(each.probe.ir(blocks_run), compute_dtype=each.dtype)
         works = [call_work(call).operations for call in program.kernels]
         block = range(len(works) - len(works) // blocks_run, len(works))
         of_kind = [index for index in block if works[index].kind == kind]
-        of_kind = [index for index in of_kind if works[index].sizes not in known] or of_kind
+        of_kind = [index for index in of_kind if works[index].sizes not in own] or of_kind
         shown = {works[index].sizes for index in of_kind}
-        before = {sizes: known.pop(sizes, []) for sizes in shown}
-        known.update({sizes: [1.0] for sizes in shown})
-        result = simulate(program, replace(chip, measured=_table(found)))
+        before = {sizes: own.pop(sizes, []) for sizes in shown}
+        own.update({sizes: [1.0] for sizes in shown})
+        result = simulate(program, replace(chip, measured=_table(samples)))
         predicted = sum(chip.seconds(result.calls[index].cycles) for index in block)
         computing = sum(
             chip.seconds(result.calls[index].array_cycles + result.calls[index].vector_cycles) for index in of_kind
@@ -60,16 +60,16 @@ def factors(chip: Chip, blocks: Sequence[Block]) -> Mapping[str, tuple[tuple[flo
             factor = max(1.0, (each.seconds - others - launches) / computing)
         else:
             factor = max(_LEAST, (computing + each.seconds - predicted) / computing)
-        known.update({sizes: [*before[sizes], factor] for sizes in shown})
-    return _table(found)
+        own.update({sizes: [*before[sizes], factor] for sizes in shown})
+    return _table(samples)
 
 
 def _table(
-    found: Mapping[str, Mapping[tuple[int, ...], Sequence[float]]],
+    samples: Mapping[str, Mapping[tuple[int, ...], Sequence[float]]],
 ) -> Mapping[str, tuple[tuple[float, ...], ...]]:
-    """Each kind's rows of sizes and factor, the geometric mean of those found."""
+    """Each kind's rows of sizes and factor, the geometric mean of those samples."""
     return {
         kind: tuple((*map(float, sizes), math.prod(each) ** (1 / len(each))) for sizes, each in rows.items())
-        for kind, rows in found.items()
+        for kind, rows in samples.items()
         if rows
     }

@@ -109,7 +109,7 @@ def measure(device: Device, report: Callable[[int, int], object] = lambda done, 
             times.append(Times.of(probe, each, device))
             report(next(done), total)
     least = [reduce(Times.least, times) for times in zip(*passes, strict=True)]
-    blocks = [Block(*one, found.seconds) for one, found in zip(wanted, least, strict=True)]
+    blocks = [Block(*one, block.seconds) for one, block in zip(wanted, least, strict=True)]
     costs = 1e6 * launch, 1e6 * max(0.0, small / 2 - launch)
     most = max(cached.values())
     kept = max((size for size, rate in cached.items() if rate >= math.sqrt(read * most)), default=min(cached))
@@ -120,8 +120,8 @@ def _measured_probes(device: Device) -> list[tuple[Probe, str]]:
     """The probes, and the dtype that each is computed in: on a CPU, what language models consist of in a second one."""
     if device.name != "cpu":
         return [(probe, "float16") for probe in probes(MOST_MACS_OF_A_GPU)]
-    found = list(probes(MOST_MACS))
-    return [(probe, "float32") for probe in found] + [(probe, "bfloat16") for probe in found if probe.kind in OF_TEXT]
+    every = list(probes(MOST_MACS))
+    return [(probe, "float32") for probe in every] + [(probe, "bfloat16") for probe in every if probe.kind in OF_TEXT]
 
 
 def block_seconds(probe: Probe, dtype: str, device: Device) -> float:

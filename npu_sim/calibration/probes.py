@@ -25,8 +25,8 @@ class Graph:
         self._made("x", shape, "x")
 
     def shape(self, name: str) -> Shape:
-        found: Shape = self._metas[name]["shape"]
-        return found
+        shape: Shape = self._metas[name]["shape"]
+        return shape
 
     def weight(self, *shape: int) -> str:
         name = f"p_{len(self._weights)}"
@@ -202,12 +202,26 @@ def probes(most: int) -> Iterator[Probe]:
 
 
 def _sized() -> Iterator[tuple[Probe, int]]:
+    """Each probe, and the multiply-accumulates of a block."""
+    yield from _row_probes()
+    yield from _product_probes()
+    yield from _attention_probes()
+    for images in (1, 8, 32):
+        yield from _convolution_probes(images)
+        yield from _depthwise_probes(images)
+        yield Probe("pool", (images, 64, 56, 56), _max_pool), 64 * images * 64 * 56**2
+
+
+def _row_probes() -> Iterator[tuple[Probe, int]]:
     for rows, width in ((128, 256), (512, 768), (4096, 512), (16384, 768), (131072, 512)):
         for kind, block in (("norm", _norm), ("softmax", _softmax), ("elementwise", _normed_sum)):
             yield Probe(kind, (rows, width), block), 64 * rows * width
     for images, channels, size in ((1, 576, 14), (1, 64, 56), (32, 576, 14), (32, 64, 56)):
         shape = (images, channels, size, size)
         yield Probe("reduction", shape, _less_mean), 64 * math.prod(shape)
+
+
+def _product_probes() -> Iterator[tuple[Probe, int]]:
     for rows in (1, 8, 32, 128, 512, 2048):
         for width, inner in ((192, 192), (256, 1024), (512, 2048), (768, 768), (768, 3072), (2048, 2048), (2048, 8192)):
             if inner < 8192 or rows in (128, 2048):
@@ -215,6 +229,9 @@ def _sized() -> Iterator[tuple[Probe, int]]:
                 yield Probe("product", (rows, width), partial(_two_layers, inner)), work
                 if width < inner and rows in (32, 512):
                     yield Probe("product", (rows, width), partial(_feed_forward, inner)), work
+
+
+def _attention_probes() -> Iterator[tuple[Probe, int]]:
     for images, length, heads, width in (
         (64, 49, 3, 96),
         (4, 49, 12, 384),
@@ -230,47 +247,51 @@ def _sized() -> Iterator[tuple[Probe, int]]:
     ):
         work = 4 * images * length * width**2 + 2 * images * length**2 * width
         yield Probe("attention", (images, length, width), partial(_attention, heads)), work
-    for images in (1, 8, 32):
-        for channels, size, factor, taps in (
-            (64, 56, 1, 3),
-            (128, 28, 1, 3),
-            (256, 14, 1, 3),
-            (512, 7, 1, 3),
-            (16, 112, 4, 1),
-            (24, 56, 6, 1),
-            (128, 28, 4, 1),
-            (96, 14, 6, 1),
-            (512, 7, 4, 1),
-        ):
-            shape = (images, channels, size, size)
-            work = 2 * images * size**2 * channels**2 * factor * taps**2
-            yield Probe("convolution", shape, partial(_two_convolutions, channels * factor, taps)), work
-        for channels, size, outputs, taps in (
-            (3, 224, 32, 3),
-            (3, 224, 64, 7),
-            (64, 56, 128, 3),
-            (128, 28, 256, 3),
-            (256, 14, 512, 3),
-            (64, 56, 128, 1),
-            (256, 28, 512, 1),
-            (512, 14, 1024, 1),
-        ):
-            shape, work = (images, channels, size, size), images * size**2 // 4 * channels * outputs * taps**2
-            yield Probe("convolution", shape, partial(_strided, outputs, taps, 1), chained=False), work
-        for channels, size, taps in (
-            (32, 112, 3),
-            (96, 56, 7),
-            (144, 56, 3),
-            (192, 28, 5),
-            (384, 14, 3),
-            (576, 14, 5),
-            (384, 14, 7),
-            (960, 7, 3),
-            (960, 7, 5),
-        ):
-            shape, work = (images, channels, size, size), 16 * images * channels * size**2 * taps**2
-            yield Probe("depthwise", shape, partial(_depthwise, taps)), work
-        for channels, size, taps in ((96, 112, 3), (144, 56, 5), (240, 28, 3), (576, 14, 3), (672, 14, 5)):
-            shape, work = (images, channels, size, size), 4 * images * channels * size**2 * taps**2
-            yield Probe("depthwise", shape, partial(_strided, channels, taps, channels), chained=False), work
-        yield Probe("pool", (images, 64, 56, 56), _max_pool), 64 * images * 64 * 56**2
+
+
+def _convolution_probes(images: int) -> Iterator[tuple[Probe, int]]:
+    for channels, size, factor, taps in (
+        (64, 56, 1, 3),
+        (128, 28, 1, 3),
+        (256, 14, 1, 3),
+        (512, 7, 1, 3),
+        (16, 112, 4, 1),
+        (24, 56, 6, 1),
+        (128, 28, 4, 1),
+        (96, 14, 6, 1),
+        (512, 7, 4, 1),
+    ):
+        shape = (images, channels, size, size)
+        work = 2 * images * size**2 * channels**2 * factor * taps**2
+        yield Probe("convolution", shape, partial(_two_convolutions, channels * factor, taps)), work
+    for channels, size, outputs, taps in (
+        (3, 224, 32, 3),
+        (3, 224, 64, 7),
+        (64, 56, 128, 3),
+        (128, 28, 256, 3),
+        (256, 14, 512, 3),
+        (64, 56, 128, 1),
+        (256, 28, 512, 1),
+        (512, 14, 1024, 1),
+    ):
+        shape, work = (images, channels, size, size), images * size**2 // 4 * channels * outputs * taps**2
+        yield Probe("convolution", shape, partial(_strided, outputs, taps, 1), chained=False), work
+
+
+def _depthwise_probes(images: int) -> Iterator[tuple[Probe, int]]:
+    for channels, size, taps in (
+        (32, 112, 3),
+        (96, 56, 7),
+        (144, 56, 3),
+        (192, 28, 5),
+        (384, 14, 3),
+        (576, 14, 5),
+        (384, 14, 7),
+        (960, 7, 3),
+        (960, 7, 5),
+    ):
+        shape, work = (images, channels, size, size), 16 * images * channels * size**2 * taps**2
+        yield Probe("depthwise", shape, partial(_depthwise, taps)), work
+    for channels, size, taps in ((96, 112, 3), (144, 56, 5), (240, 28, 3), (576, 14, 3), (672, 14, 5)):
+        shape, work = (images, channels, size, size), 4 * images * channels * size**2 * taps**2
+        yield Probe("depthwise", shape, partial(_strided, channels, taps, channels), chained=False), work

@@ -59,27 +59,27 @@ def round_layers(
     rounded = [{source: _rounded(values[source], ranges.get(source))} for values in exact]
     last = {name: index for index, node in enumerate(graph.nodes) for name in node.inputs}
     for index, node in enumerate(graph.nodes):
-        layer, made = by_node.get(node.name), node.outputs
+        layer, outputs = by_node.get(node.name), node.outputs
         _run(node, graph, state, exact)
         if layer is None:
             _run(node, graph, state, rounded)
         else:
             key = next(graph.weights[layer.weight].keys())
             if not isinstance(node.attrs.get("padding"), str):
-                inputs = ([values[node.inputs[0]] for values in found] for found in (exact, rounded))
+                inputs = ([values[node.inputs[0]] for values in network] for network in (exact, rounded))
                 integers_of[layer.weight] = _compensated(state[key], node, *inputs)
             _run(node, graph, {**state, key: integers_of[layer.weight].dequantize()}, rounded)
-            shift = _mean_error(made[0], exact, rounded)
+            shift = _mean_error(outputs[0], exact, rounded)
             old = state[next(graph.weights[layer.bias].keys())] if layer.bias is not None else np.float32(0)
             name = unique_name(f"{node.name}.bias", tensors)
             tensors[name] = TensorSpec(name, tuple(shift.shape), "float32")
             recipes[name], changed[name] = from_key(name), (old + shift.numpy()).astype(np.float32)
             node = replace(node, inputs=(*node.inputs[:2], name))
             for values in rounded:
-                values[made[0]] += _along_channels(shift, values[made[0]])
+                values[outputs[0]] += _along_channels(shift, values[outputs[0]])
         nodes.append(node)
         for values in rounded:
-            values.update({name: _rounded(values[name], ranges.get(name)) for name in made})
+            values.update({name: _rounded(values[name], ranges.get(name)) for name in outputs})
         for values in (*exact, *rounded):
             for name in [name for name in values if last.get(name, -1) <= index]:
                 del values[name]
@@ -92,8 +92,8 @@ def _run(node: OpNode, graph: IRGraph, state: Mapping[str, np.ndarray], images: 
     weights = {name: graph.weights[name] for name in node.inputs if name in graph.weights}
     constants = {name: graph.constants[name] for name in node.inputs if name in graph.constants}
     given = [name for name in dict.fromkeys(node.inputs) if name not in weights and name not in constants]
-    made = list(node.outputs)
-    part = CPUPartition(IRGraph(node.name, [node], graph.tensors, given, made, made, weights, constants), state)
+    outputs = list(node.outputs)
+    part = CPUPartition(IRGraph(node.name, [node], graph.tensors, given, outputs, outputs, weights, constants), state)
     for values in images:
         values.update(part.run_tensors({name: values[name] for name in given}))
 
@@ -157,7 +157,7 @@ def _columns(value: torch.Tensor, node: OpNode, shape: tuple[int, ...]) -> torch
 def _mean_error(name: str, exact: Sequence[_Values], rounded: Sequence[_Values]) -> torch.Tensor:
     """Mean error of each channel of a tensor: exact less rounded."""
     axes = [dim for dim in range(exact[0][name].ndim) if dim != channel_dim(exact[0][name])]
-    errors = [(wanted[name] - found[name]).mean(axes) for wanted, found in zip(exact, rounded, strict=True)]
+    errors = [(wanted[name] - stored[name]).mean(axes) for wanted, stored in zip(exact, rounded, strict=True)]
     return torch.stack(errors).mean(0)
 
 
@@ -170,8 +170,8 @@ def _along_channels(channels: torch.Tensor, value: torch.Tensor) -> torch.Tensor
     return channels.reshape([-1 if dim == channel_dim(value) else 1 for dim in range(value.ndim)])
 
 
-def _rounded(value: torch.Tensor, found: ActivationRange | None) -> torch.Tensor:
+def _rounded(value: torch.Tensor, limits: ActivationRange | None) -> torch.Tensor:
     """The numbers that the integers of a tensor stand for; the tensor itself where it has no range."""
-    if found is None:
+    if limits is None:
         return value
-    return ((value / found.scale).round() + found.zero_point).clamp(0, 255).sub(found.zero_point).mul(found.scale)
+    return ((value / limits.scale).round() + limits.zero_point).clamp(0, 255).sub(limits.zero_point).mul(limits.scale)

@@ -130,25 +130,43 @@ def quantize_network(
     if unknown := sorted(set(keep) - set(keys.values())):
         raise InputError(f"no layer has the weight '{unknown[0]}'; they are {', '.join(keys.values())}")
     points = Points(graph)
-    seen = _Calibration(graph, state, points, spec.name, images)
-    found = {name: seen.range_of(name, ranges) for name in points.tensors}
+    calibration = _Calibration(graph, state, points, spec.name, images)
+    limits = {name: calibration.range_of(name, ranges) for name in points.tensors}
     integers = {layer.weight: quantize_weight(state[_key(graph, layer)]) for layer in layers}
-    ratios = _signal_to_noise(graph, state, layers, found, integers, spec.name, images[:_REPORTED_IMAGES])
+    ratios = _signal_to_noise(graph, state, layers, limits, integers, spec.name, images[:_REPORTED_IMAGES])
     worst = sorted((node for node in keys if keys[node] not in keep), key=lambda node: ratios[node])[:keep_worst]
     kept = {node for node in keys if keys[node] in keep or node in worst}
-    chosen = Points(graph, kept)
-    quantized = [layer for layer in layers if layer.node not in kept]
-    from npu_sim.quantizing.networks.layer_rounding import round_layers
-
-    wanted = {name: found[name] for name in chosen.tensors}
-    alone = {layer.weight: integers[layer.weight] for layer in quantized}
-    graph, state, together = round_layers(graph, state, quantized, wanted, alone, images)
-    result, codes = quantized_graph(graph, wanted, together)
-    read = {key for recipe in result.weights.values() for key in recipe.keys()}
     report = [
         LayerReport(keys[layer.node], ratios[layer.node], 3 * state[keys[layer.node]].size, layer.node in kept)
         for layer in layers
     ]
+    return _rounded_network(graph, state, kept, limits, integers, images, report)
+
+
+def _rounded_network(
+    graph: IRGraph,
+    state: Mapping[str, np.ndarray],
+    kept: set[str],
+    limits: Mapping[str, ActivationRange],
+    integers: Mapping[str, IntegerWeight],
+    images: Sequence[np.ndarray],
+    report: Sequence[LayerReport],
+) -> QuantizedNetwork:
+    """The network with all layers but the kept ones rounded for what they read.
+
+    Args:
+        kept: Nodes of the layers that stay in floats.
+        limits: Tensor → its range, for all tensors that may be rounded.
+        integers: Weight tensor → its integers where each element is rounded by itself.
+    """
+    from npu_sim.quantizing.networks.layer_rounding import round_layers
+
+    quantized = [layer for layer in Points(graph).layers if layer.node not in kept]
+    wanted = {name: limits[name] for name in Points(graph, kept).tensors}
+    alone = {layer.weight: integers[layer.weight] for layer in quantized}
+    graph, state, together = round_layers(graph, state, quantized, wanted, alone, images)
+    result, codes = quantized_graph(graph, wanted, together)
+    read = {key for recipe in result.weights.values() for key in recipe.keys()}
     return QuantizedNetwork(
         graph_to_dict(result),
         {key: value for key, value in {**state, **codes}.items() if key in read},
@@ -259,7 +277,7 @@ class _Calibration:
             high = centres[min(int(np.searchsorted(total, 1 - rest)), _BINS - 1)]
         shares = _CLIPS if how == "mse" else (1.0,)
         tried = [_as_range(low * share, high * share) for share in shares]
-        return min(reversed(tried), key=lambda found: float(counts @ _squared_error(centres, found)))
+        return min(reversed(tried), key=lambda limits: float(counts @ _squared_error(centres, limits)))
 
 
 def _as_range(low: float, high: float) -> ActivationRange:
@@ -268,9 +286,9 @@ def _as_range(low: float, high: float) -> ActivationRange:
     return ActivationRange(scale, int(np.clip(np.rint(-low / scale), 0, 255)))
 
 
-def _squared_error(values: np.ndarray, found: ActivationRange) -> np.ndarray:
-    codes = np.clip(np.rint(values / found.scale) + found.zero_point, 0, 255)
-    return np.asarray(np.square((codes - found.zero_point) * found.scale - values))
+def _squared_error(values: np.ndarray, limits: ActivationRange) -> np.ndarray:
+    codes = np.clip(np.rint(values / limits.scale) + limits.zero_point, 0, 255)
+    return np.asarray(np.square((codes - limits.zero_point) * limits.scale - values))
 
 
 def _watched(graph: IRGraph, state: Mapping[str, np.ndarray], names: Sequence[str]) -> CPUPartition:
@@ -311,9 +329,9 @@ def _signal_to_noise(
     signal, noise = dict.fromkeys(alone, 0.0), dict.fromkeys(alone, 0.0)
     for values in _runs(watched, given, images):
         for layer in layers:
-            found, (source, result) = ranges[layer.source], _ends(nodes[layer.node])
-            codes = ((values[source] / found.scale).round() + found.zero_point).clamp(0, 255)
-            rounded = (codes - found.zero_point) * found.scale
+            limits, (source, result) = ranges[layer.source], _ends(nodes[layer.node])
+            codes = ((values[source] / limits.scale).round() + limits.zero_point).clamp(0, 255)
+            rounded = (codes - limits.zero_point) * limits.scale
             exact = values[result].double()
             lost = alone[layer.node].run_tensors({source: rounded})[result] - exact
             signal[layer.node] += float(exact.square().sum())

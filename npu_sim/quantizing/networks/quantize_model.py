@@ -40,11 +40,11 @@ def quantize_model(
     model = find_model(name)
     calibration = [preprocess(load_image(path), model.preprocessing) for path in find_images(images)]
     state = model_weights(model, weights)
-    found = quantize_network(
+    network = quantize_network(
         extract_model_ir(model), state, calibration, ranges=ranges, keep=keep, keep_worst=keep_worst
     )
-    found.save(output)
-    return found
+    network.save(output)
+    return network
 
 
 def find_images(path: Path) -> list[Path]:
@@ -57,7 +57,7 @@ def find_images(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"no calibration images at '{path}': give a folder of photographs")
-    found = sorted(file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES)
-    if not found:
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES)
+    if not files:
         raise InputError(f"the folder '{path}' holds no images to calibrate with ({', '.join(sorted(_SUFFIXES))})")
-    return found[:_MOST_IMAGES]
+    return files[:_MOST_IMAGES]

@@ -52,8 +52,8 @@ def best_scales(codes: torch.Tensor, wanted: torch.Tensor, hessian: torch.Tensor
     """The scales [groups, n] with which the codes change the output least; those given where all codes are 0."""
     weighted = codes @ hessian
     length = (weighted * codes).sum(2)
-    found = (weighted * wanted).sum(2) / length.where(length > 0, 1.0)
-    return found.where((length > 0) & (found > 0), scales)
+    best = (weighted * wanted).sum(2) / length.where(length > 0, 1.0)
+    return best.where((length > 0) & (best > 0), scales)
 
 
 def _compensated(weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
