@@ -30,8 +30,8 @@ def _metal() -> Backend:
 
 def _plugin(name: str) -> Callable[..., Backend] | None:
     """A device that an installed package offers under the entry point group `npu_simulation.devices`."""
-    found = entry_points(group=PLUGINS, name=name)
-    return next(iter(found)).load() if found else None
+    entries = entry_points(group=PLUGINS, name=name)
+    return next(iter(entries)).load() if entries else None
 
 
 _FACTORIES: dict[str, Callable[..., Backend]] = {"cpu": _cpu, "metal": _metal}

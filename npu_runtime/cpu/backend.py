@@ -190,10 +190,10 @@ class CPUBackend(Backend):
         address = buffer.native_handle.ctypes.data
         fields = []
         for launch, operands in launches:
-            found = pointers(launch.args, address, buffer.size_bytes) if isinstance(launch, NativeLaunch) else []
-            if len(found) != operands:
+            addresses = pointers(launch.args, address, buffer.size_bytes) if isinstance(launch, NativeLaunch) else []
+            if len(addresses) != operands:
                 return None
-            fields += found
+            fields += addresses
 
         def move(to: int) -> None:
             for field, offset in fields:
@@ -230,12 +230,12 @@ def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Cand
         native: Whether native kernels are among them.
         pytorch: Whether PyTorch's are.
     """
-    found = native_candidates(call) if native else []
-    if pytorch and not (found and is_quantized(call.call)):  # which PyTorch's kernels would widen
+    possible = native_candidates(call) if native else []
+    if pytorch and not (possible and is_quantized(call.call)):  # which PyTorch's kernels would widen
         from npu_runtime.cpu.torch_kernels.prepacked import prepacked_candidates
 
-        found += prepacked_candidates(call)
-    return found
+        possible += prepacked_candidates(call)
+    return possible
 
 
 @functools.cache

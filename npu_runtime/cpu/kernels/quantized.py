@@ -25,8 +25,8 @@ def quantized_gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> N
 def quantized_embedding(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     parts, (ids,) = weight_parts(inputs, params, 0)
     rows = in_range(ids, len(parts[0])).reshape(-1)
-    found = stored_weight([part[rows] for part in parts], params)
-    outputs[0][...] = found.dequantize().reshape(outputs[0].shape)
+    weight = stored_weight([part[rows] for part in parts], params)
+    outputs[0][...] = weight.dequantize().reshape(outputs[0].shape)
 
 
 @cpu_kernel("quantized_index_copy_kernel")

@@ -153,16 +153,16 @@ class NativeLaunch:
 
 def pointers(args: ctypes.Structure, start: int, size: int) -> list[tuple[ctypes.c_uint64, int]]:
     """The fields of an argument block that point into `size` bytes from `start`, each with its distance from there."""
-    found = []
+    fields = []
     for name, kind, *_ in args._fields_:
         place = ctypes.addressof(args) + getattr(type(args), name).offset
         if issubclass(kind, ctypes.Structure):
-            found += pointers(kind.from_address(place), start, size)
+            fields += pointers(kind.from_address(place), start, size)
         elif kind is ctypes.c_void_p:
             field = ctypes.c_uint64.from_address(place)
             if start <= field.value < start + size:
-                found.append((field, field.value - start))
-    return found
+                fields.append((field, field.value - start))
+    return fields
 
 
 class NativeSequence:

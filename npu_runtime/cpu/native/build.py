@@ -253,14 +253,14 @@ def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], com
 
 def _object(path: Path, work: Path, command: list[str], unit: tuple[Path, ...]) -> Path:
     """A unit's object file in the folder `work`; `path` is its place in the cache."""
-    made = work / path.name
+    result = work / path.name
     content = read_entry(path)
     if content is not None:
-        made.write_bytes(content)
+        result.write_bytes(content)
     else:
-        _run([*command, "-o", str(made)], _source(unit))
-        write_entry(path, made.read_bytes())
-    return made
+        _run([*command, "-o", str(result)], _source(unit))
+        write_entry(path, result.read_bytes())
+    return result
 
 
 def _check_room(folder: Path) -> None:

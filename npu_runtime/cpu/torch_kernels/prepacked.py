@@ -54,11 +54,11 @@ _MAKERS: dict[str, list[tuple[str, Maker]]] = {}
 
 def prepacked_candidates(call: ArrayCall) -> list[Candidate]:
     """PyTorch's kernels that may run the call, the default first; none where only the reference can."""
-    found = [Candidate(name, partial(_make, make), uses_pytorch=True) for name, make in _MAKERS.get(call.name, ())]
+    possible = [Candidate(name, partial(_make, make), uses_pytorch=True) for name, make in _MAKERS.get(call.name, ())]
     if call.name == "conv2d_kernel" and call.inputs[1].size < call.out.size:
         # Packing a small weight at every call takes less than the layout in which a packed one leaves a large result.
-        found.sort(key=lambda candidate: candidate.name == "onednn")
-    return found
+        possible.sort(key=lambda candidate: candidate.name == "onednn")
+    return possible
 
 
 def _make(make: Maker, call: ArrayCall) -> Launch | None:

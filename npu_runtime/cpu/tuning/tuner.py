@@ -50,9 +50,9 @@ class Tuner:
 
     def _chosen(self, call: ArrayCall, candidates: Sequence[Candidate]) -> str | None:
         key = call_key(call)
-        known = self._table.choices.get(key)
-        if known is not None and known.chosen in {candidate.name for candidate in candidates}:
-            return known.chosen
+        choice = self._table.choices.get(key)
+        if choice is not None and choice.chosen in {candidate.name for candidate in candidates}:
+            return choice.chosen
         if key not in self._without_table and self.seconds_left > 0:
             start = time.perf_counter()
             self._without_table[key] = self._try(key, call, candidates)

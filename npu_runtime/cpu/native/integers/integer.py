@@ -231,19 +231,20 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
     params = call.params
     if not all(map(call.is_constant, read)):
         return None
-    known, baked = call.at(zeros), [] if zeros is None else [zeros]  # zero points become part of the packed weight
+    # Zero points become part of the packed weight.
+    constant_zeros, baked = call.at(zeros), [] if zeros is None else [zeros]
     if algorithm == "depthwise":
-        weight = call.prepared(1, "integer taps", lambda w: pack_taps(w, known), baked)
+        weight = call.prepared(1, "integer taps", lambda w: pack_taps(w, constant_zeros), baked)
     elif algorithm in _WINOGRAD:
         weight = call.prepared(1, "integer windows", pack_windows)
     elif algorithm == "columns":
-        weight = call.prepared(1, "integer columns", lambda w: pack_columns(w, known), baked)
+        weight = call.prepared(1, "integer columns", lambda w: pack_columns(w, constant_zeros), baked)
     elif algorithm in ("bytes", "tiles"):
         multiple = _TILE_STEPS if algorithm == "tiles" else 1
         name = f"integer byte panels {groups} {multiple}"
         weight = call.prepared(1, name, lambda w: pack_byte_panels(w, groups, multiple))
     else:
-        weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, known, groups), baked)
+        weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, constant_zeros, groups), baked)
     added, spare = call.at(bias), (0, layout().panel)
     # The least code of x is 0 for the kernels on bytes.
     on_bytes = algorithm in ("bytes", "tiles") or algorithm == "columns" and layout().has_byte_quads
@@ -274,10 +275,10 @@ def conv2d(call: ArrayCall, algorithm: str | None = None) -> NativeLaunch | None
     algorithm = _choose(call) if algorithm is None else algorithm
     if algorithm == "tiles" and not layout().has_tiles:
         return None
-    found = _product(call, algorithm, groups)
-    if found is None:
+    product = _product(call, algorithm, groups)
+    if product is None:
         return None
-    args, keep = found
+    args, keep = product
     _set(args, batch=x.shape[0], groups=groups, in_channels=weight.shape[1], out_channels=len(weight) // groups)
     _set(args, in_h=x.shape[2], in_w=x.shape[3], out_h=call.out.shape[2], out_w=call.out.shape[3])
     _set_window(args, call.params, weight.shape[2:], (top, left))
@@ -353,10 +354,10 @@ def linear(call: ArrayCall) -> NativeLaunch | None:
     algorithm = "direct"
     if _may_be_bytes(call):
         algorithm = "tiles" if layout().has_tiles and len(x) >= _FEWEST_TILE_ROWS else "bytes"
-    found = _product(call, algorithm, 1)
-    if found is None:
+    product = _product(call, algorithm, 1)
+    if product is None:
         return None
-    args, keep = found
+    args, keep = product
     _set(args, batch=1, groups=1, in_channels=weight.shape[1], out_channels=len(weight))
     _set(args, in_h=1, in_w=len(x), out_h=1, out_w=len(x))
     _set_window(args, {"stride": (1, 1), "dilation": (1, 1)}, (1, 1), (0, 0))
