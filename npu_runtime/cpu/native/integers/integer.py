@@ -6,20 +6,31 @@ operands that are read when a launch is prepared (weights, scales, biases) and n
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
 import numpy as np
 
-from npu_runtime.cpu.arrays import address, host_memory, strides_of
-from npu_runtime.cpu.bound_call import ArrayCall, Params
+from npu_runtime.cpu.arrays import address
+from npu_runtime.cpu.bound_call import ArrayCall
 from npu_runtime.cpu.native.bindings import NativeLaunch, layout
-from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, packed
-from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES, STORED_DTYPES
+from npu_runtime.cpu.native.integers.arguments import (
+    CHANNELS_LAST,
+    TILE_STEPS,
+    IntegerArgs,
+    base_args,
+    is_image,
+    is_packed,
+    set_fields,
+    set_window,
+)
+from npu_runtime.cpu.native.integers.weights import (
+    pack_byte_panels,
+    pack_columns,
+    pack_panels,
+    pack_taps,
+    pack_windows,
+    signed_sums,
+)
+from npu_runtime.cpu.native.numbers import DTYPES
 
-_CHANNELS_LAST = (0, 2, 3, 1)
-_TILE_STEPS = 16  # kTileSteps in vec.h
 _FEWEST_TILE_ROWS, _FEWEST_TILE_TERMS = 8, 48  # with fewer, a matrix unit mostly multiplies what does not count
 _KERNELS = {
     "tiles": "integer_conv2d_tiles",
@@ -35,196 +46,7 @@ _WINOGRAD = {"winograd4": 64, "winograd2": 4}
 _FEWEST_WINOGRAD_TILES = 12  # of 4 x 4 results; with fewer, products of bytes are faster than transforming weights
 
 
-class _Args(ArgumentBlock):
-    """Args in integer_args.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "scales", "bias", "offsets", "residual", "out")),
-        *((name, ctypes.c_int64) for name in ("x_type", "residual_type", "out_type", "activation")),
-        *((name, ctypes.c_float) for name in ("x_scale", "residual_scale", "inverse_out_scale")),
-        *((name, ctypes.c_int32) for name in ("zero_point", "residual_zero_point", "out_zero_point", "low", "high")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("batch", "groups", "in_channels", "out_channels", "in_h", "in_w", "out_h", "out_w"),
-                *("kernel_h", "kernel_w", "stride_h", "stride_w", "dilation_h", "dilation_w", "pad_top", "pad_left"),
-                "weight_group_stride",
-            )
-        ),
-    ]
-
-    def extents(self, kernel: str) -> Iterator[Extent]:
-        if kernel.startswith("integer_conv2d"):
-            yield from self._convolution(kernel.removeprefix("integer_conv2d").removeprefix("_"))
-            return
-        maps = self.batch * self.groups
-        size = maps * self.in_h * self.in_w
-        results = {"integer_max_pool2d": maps * self.out_h * self.out_w, "integer_mean": maps}.get(kernel, size)
-        yield packed("x", self.x, size * item_size(self.x_type))
-        yield packed("residual", self.residual, size * item_size(self.residual_type))
-        yield packed("out", self.out, results * item_size(self.out_type))
-
-    def _convolution(self, algorithm: str) -> Iterator[Extent]:
-        """Extents of a convolution, which reads whole vectors of scales, biases and offsets, and whole panels."""
-        features, pixels = self.groups * self.out_channels, self.batch * self.out_h * self.out_w
-        yield packed("x", self.x, self.batch * self.groups * self.in_channels * self.in_h * self.in_w)
-        yield packed("residual", self.residual, pixels * features * item_size(self.residual_type))
-        yield packed("out", self.out, pixels * features * item_size(self.out_type))
-        panel, lanes, taps = layout().panel, layout().lanes, self.kernel_h * self.kernel_w
-        if algorithm == "columns":
-            width, quads = (4 * lanes, True) if layout().has_byte_quads else (lanes, False)
-            read = -(-features // width) * width
-            steps = self.kernel_w * -(-self.kernel_h // (4 if quads else 2))
-            weight = read * steps * 4
-        elif algorithm == "depthwise":
-            read, weight = -(-features // lanes) * lanes, -(-taps // 2) * 2 * features * 2
-        else:
-            read = features - self.out_channels + -(-self.out_channels // panel) * panel
-            last = -(-self.out_channels // panel) * panel
-            if algorithm.startswith("winograd"):
-                weight = last * self.in_channels * taps
-            else:
-                step, multiple, size = {"bytes": (4, 1, 1), "tiles": (4, _TILE_STEPS, 1)}.get(algorithm, (2, 1, 2))
-                steps = -(-(taps * self.in_channels) // (step * multiple)) * step * multiple
-                weight = ((self.groups - 1) * self.weight_group_stride + last * steps) * size
-        yield packed("weight", self.weight, weight)
-        for name in ("scales", "bias", "offsets"):
-            yield floats(name, getattr(self, name), read)
-
-
-def _is_packed(array: np.ndarray) -> bool:
-    """Whether the array is row-major without gaps."""
-    expected = 1
-    for size, stride in zip(reversed(array.shape), reversed(strides_of(array)), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return array.size > 0
-
-
-def _is_image(array: np.ndarray) -> bool:
-    return array.ndim == 4 and _is_packed(array.transpose(_CHANNELS_LAST))
-
-
-def _base(x: np.ndarray, residual: np.ndarray | None, out: np.ndarray, params: Params) -> _Args:
-    """The argument block without shapes."""
-    scale = np.float32(params.get("out_scale", 1.0))
-    args = _Args(
-        x=address(x),
-        out=address(out),
-        x_type=STORED_DTYPES[x.dtype],
-        out_type=STORED_DTYPES[out.dtype],
-        activation=ACTIVATIONS[params.get("activation", "none")],
-        inverse_out_scale=np.float32(1) / scale,
-        **{name: params[name] for name in ("x_scale", "zero_point", "out_zero_point", "low", "high") if name in params},
-    )
-    if residual is not None:
-        args.residual, args.residual_type = address(residual), STORED_DTYPES[residual.dtype]
-        args.residual_scale, args.residual_zero_point = params["residual_scale"], params["residual_zero_point"]
-    return args
-
-
-def _set(args: _Args, **fields: int) -> None:
-    for name, value in fields.items():
-        setattr(args, name, value)
-
-
-def _set_window(args: _Args, params: Params, kernel: tuple[int, ...], padding: tuple[int, int]) -> None:
-    for name, pair in (("kernel", kernel), ("stride", params["stride"]), ("dilation", params["dilation"])):
-        _set(args, **{f"{name}_h": pair[0], f"{name}_w": pair[1]})
-    _set(args, pad_top=padding[0], pad_left=padding[1])
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A weight as a kernel reads it, a row for each group; and the sum of each output channel.
-
-    Attributes:
-        order: The output channel of each element in the arrays of scales, biases and offsets.
-    """
-
-    data: np.ndarray
-    sums: np.ndarray
-    order: np.ndarray
-
-
-def _centred(weight: np.ndarray, zeros: np.ndarray | None) -> np.ndarray:
-    """A weight [o, ...] counted from its zero points, int16."""
-    wide = weight.astype(np.int16)
-    if zeros is not None:
-        wide -= zeros.astype(np.int16).reshape(-1, *[1] * (weight.ndim - 1))
-    return wide
-
-
-def _stored(rows: np.ndarray, wide: np.ndarray) -> _Packed:
-    memory = host_memory(rows.size, rows.dtype).reshape(rows.shape)
-    memory[...] = rows
-    return _Packed(memory, wide.reshape(len(wide), -1).sum(axis=1, dtype=np.int32), np.arange(len(wide)))
-
-
-def pack_panels(weight: np.ndarray, zeros: np.ndarray | None, groups: int) -> _Packed:
-    """A weight [o, i, kh, kw] or [o, i] in panels of int16 (integer_gemm.h), the channels of its window innermost."""
-    wide = _centred(weight, zeros)
-    return _stored(_panels(wide, groups, 2), wide)
-
-
-def pack_byte_panels(weight: np.ndarray, groups: int, multiple: int = 1) -> _Packed:
-    """A weight in panels of int8, for weights without zero points.
-
-    Args:
-        multiple: The number of steps of a panel is a multiple of this.
-    """
-    return _stored(_panels(weight, groups, 4, multiple), weight)
-
-
-def _panels(weight: np.ndarray, groups: int, step: int, multiple: int = 1) -> np.ndarray:
-    panel = layout().panel
-    order = (0, 2, 3, 1) if weight.ndim == 4 else (0, 1)
-    flat = weight.transpose(order).reshape(groups, len(weight) // groups, -1)
-    flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % panel), (0, -flat.shape[2] % (step * multiple))))
-    steps = flat.reshape(groups, -1, panel, flat.shape[2] // step, step).transpose(0, 1, 3, 2, 4)
-    return steps.reshape(groups, -1)
-
-
-def pack_windows(weight: np.ndarray) -> _Packed:
-    """A weight [o, i, 3, 3] without zero points in panels: taps of pairs of inputs (conv_integer_winograd.cpp)."""
-    panel, (out, channels) = layout().panel, weight.shape[:2]
-    padded = np.pad(weight, ((0, -out % panel), (0, 0), (0, 0), (0, 0)))
-    pairs = padded.reshape(-1, panel, channels // 2, 2, 9).transpose(0, 2, 4, 1, 3)
-    return _stored(pairs.reshape(1, -1), weight)
-
-
-def _signed_sums(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of the positive and of the negative elements of each output channel of a weight [o, ...]: int64 [o] each."""
-    rows = weight.reshape(len(weight), -1)
-    return np.maximum(rows, 0).sum(axis=1, dtype=np.int64), np.minimum(rows, 0).sum(axis=1, dtype=np.int64)
-
-
-def pack_taps(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
-    """A weight [o, 1, kh, kw] as pairs of taps for each channel (conv_integer_depthwise.cpp)."""
-    wide = _centred(weight, zeros)
-    flat = wide.reshape(len(wide), -1)
-    flat = np.pad(flat, ((0, 0), (0, flat.shape[1] % 2)))
-    return _stored(flat.reshape(len(wide), -1, 2).transpose(1, 0, 2).reshape(1, -1), wide)
-
-
-def pack_columns(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
-    """A weight [o, 1, k, k] as quads or pairs of taps for each column and channel (conv_integer_columns.cpp)."""
-    quads, lanes, taps = layout().has_byte_quads, layout().lanes, weight.shape[-1]
-    block, step = (4 * lanes, 4) if quads else (lanes, 2)
-    within = np.arange(block)
-    if quads:
-        within = within.reshape(-1, 4, 4).transpose(1, 0, 2).reshape(-1)  # interleave_quads
-    starts = np.minimum(np.arange(0, len(weight), block), max(0, len(weight) - block))
-    order = (starts[:, None] + within) % len(weight)  # of which there may be less than a block
-    wide = _centred(weight, zeros)
-    columns = wide.astype(np.int8 if quads else np.int16).reshape(-1, taps, taps).transpose(0, 2, 1)
-    parts = np.pad(columns, ((0, 0), (0, 0), (0, -taps % step))).reshape(len(weight), taps, -1, step)[order]
-    packed = _stored(parts.transpose(0, 2, 3, 1, 4).reshape(1, -1), wide)
-    return replace(packed, order=order.reshape(-1))
-
-
-def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple[object, ...]] | None:
+def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[IntegerArgs, tuple[object, ...]] | None:
     """The argument block of a product without its shapes, and what the launch must keep alive."""
     zeros, bias, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
     read = [1, 2, *(index for index in (zeros, bias) if index is not None)]
@@ -240,7 +62,7 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
     elif algorithm == "columns":
         weight = call.prepared(1, "integer columns", lambda w: pack_columns(w, constant_zeros), baked)
     elif algorithm in ("bytes", "tiles"):
-        multiple = _TILE_STEPS if algorithm == "tiles" else 1
+        multiple = TILE_STEPS if algorithm == "tiles" else 1
         name = f"integer byte panels {groups} {multiple}"
         weight = call.prepared(1, name, lambda w: pack_byte_panels(w, groups, multiple))
     else:
@@ -256,7 +78,7 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
         biases = np.pad(added.astype(np.float32)[weight.order], spare)
     offsets = np.pad(-zero_point * weight.sums[weight.order], spare)
     other = call.at(residual)
-    args = _base(call.inputs[0], other, call.out, params)
+    args = base_args(call.inputs[0], other, call.out, params)
     args.weight, args.scales, args.bias = address(weight.data), address(scales), address(biases)
     args.offsets, args.weight_group_stride = address(offsets), weight.data.shape[1]
     return args, (call.inputs[0], weight, scales, biases, offsets, other, call.out)
@@ -267,7 +89,7 @@ def conv2d(call: ArrayCall, algorithm: str | None = None) -> NativeLaunch | None
     x, weight = call.inputs[:2]
     _, _, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
     images = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
-    if not all(map(_is_image, images)):
+    if not all(map(is_image, images)):
         return None
     groups, (top, bottom, left, right) = call.params["groups"], call.params["padding"]
     if min(top, bottom, left, right) < 0:
@@ -279,9 +101,9 @@ def conv2d(call: ArrayCall, algorithm: str | None = None) -> NativeLaunch | None
     if product is None:
         return None
     args, keep = product
-    _set(args, batch=x.shape[0], groups=groups, in_channels=weight.shape[1], out_channels=len(weight) // groups)
-    _set(args, in_h=x.shape[2], in_w=x.shape[3], out_h=call.out.shape[2], out_w=call.out.shape[3])
-    _set_window(args, call.params, weight.shape[2:], (top, left))
+    set_fields(args, batch=x.shape[0], groups=groups, in_channels=weight.shape[1], out_channels=len(weight) // groups)
+    set_fields(args, in_h=x.shape[2], in_w=x.shape[3], out_h=call.out.shape[2], out_w=call.out.shape[3])
+    set_window(args, call.params, weight.shape[2:], (top, left))
     return NativeLaunch(_KERNELS[algorithm], args, keep)
 
 
@@ -326,7 +148,7 @@ def _winograd(call: ArrayCall) -> list[str]:
     whole = weight.shape[1] % (2 * layout().lanes) == 0
     if weight.shape[2:] != (3, 3) or set(steps) != {1} or not whole or not call.is_constant(1) or _has_zeros(call):
         return []
-    above, below = call.prepared(1, "integer signed sums", _signed_sums)
+    above, below = call.prepared(1, "integer signed sums", signed_sums)
     low, high = limits.min - zero, limits.max - zero
     largest = int(np.maximum(above * high + below * low, -above * low - below * high).max())
     return [name for name, times in _WINOGRAD.items() if times * largest < 2**31]
@@ -349,7 +171,7 @@ def linear(call: ArrayCall) -> NativeLaunch | None:
     x, weight = call.inputs[:2]
     _, _, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
     rows = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
-    if not all(map(_is_packed, rows)):
+    if not all(map(is_packed, rows)):
         return None
     algorithm = "direct"
     if _may_be_bytes(call):
@@ -358,9 +180,9 @@ def linear(call: ArrayCall) -> NativeLaunch | None:
     if product is None:
         return None
     args, keep = product
-    _set(args, batch=1, groups=1, in_channels=weight.shape[1], out_channels=len(weight))
-    _set(args, in_h=1, in_w=len(x), out_h=1, out_w=len(x))
-    _set_window(args, {"stride": (1, 1), "dilation": (1, 1)}, (1, 1), (0, 0))
+    set_fields(args, batch=1, groups=1, in_channels=weight.shape[1], out_channels=len(weight))
+    set_fields(args, in_h=1, in_w=len(x), out_h=1, out_w=len(x))
+    set_window(args, {"stride": (1, 1), "dilation": (1, 1)}, (1, 1), (0, 0))
     return NativeLaunch(_KERNELS[algorithm], args, keep)
 
 
@@ -368,8 +190,8 @@ def _same_order(x: np.ndarray, out: np.ndarray) -> bool:
     """Whether both hold the same elements at the same places, without gaps."""
     if x.shape != out.shape:
         return False
-    orders = (tuple(range(x.ndim)), _CHANNELS_LAST) if x.ndim == 4 else (tuple(range(x.ndim)),)
-    return any(_is_packed(x.transpose(order)) and _is_packed(out.transpose(order)) for order in orders)
+    orders = (tuple(range(x.ndim)), CHANNELS_LAST) if x.ndim == 4 else (tuple(range(x.ndim)),)
+    return any(is_packed(x.transpose(order)) and is_packed(out.transpose(order)) for order in orders)
 
 
 def quantize(call: ArrayCall) -> NativeLaunch | None:
@@ -377,11 +199,11 @@ def quantize(call: ArrayCall) -> NativeLaunch | None:
     (x,), out = call.inputs, call.out
     if x.dtype not in DTYPES:
         return None
-    args = _base(x, None, out, call.params)
+    args = base_args(x, None, out, call.params)
     if _same_order(x, out):
-        _set(args, batch=1, groups=x.size, in_h=1, in_w=1)
-    elif x.ndim == 4 and _is_packed(x) and _is_image(out):
-        _set(args, batch=x.shape[0], groups=x.shape[1], in_h=x.shape[2], in_w=x.shape[3], kernel_h=1)
+        set_fields(args, batch=1, groups=x.size, in_h=1, in_w=1)
+    elif x.ndim == 4 and is_packed(x) and is_image(out):
+        set_fields(args, batch=x.shape[0], groups=x.shape[1], in_h=x.shape[2], in_w=x.shape[3], kernel_h=1)
     else:
         return None
     return NativeLaunch("integer_quantize", args, (x, out))
@@ -392,8 +214,8 @@ def dequantize(call: ArrayCall) -> NativeLaunch | None:
     (x,), out = call.inputs, call.out
     if not _same_order(x, out):
         return None
-    args = _base(x, None, out, call.params)
-    _set(args, batch=1, groups=x.size, in_h=1, in_w=1)
+    args = base_args(x, None, out, call.params)
+    set_fields(args, batch=1, groups=x.size, in_h=1, in_w=1)
     return NativeLaunch("integer_dequantize", args, (x, out))
 
 
@@ -402,29 +224,29 @@ def add(call: ArrayCall) -> NativeLaunch | None:
     (x, residual), out = call.inputs, call.out
     if not (_same_order(x, out) and _same_order(residual, out)):
         return None
-    args = _base(x, residual, out, call.params)
-    _set(args, batch=1, groups=x.size, in_h=1, in_w=1)
+    args = base_args(x, residual, out, call.params)
+    set_fields(args, batch=1, groups=x.size, in_h=1, in_w=1)
     return NativeLaunch("integer_add", args, (x, residual, out))
 
 
 def max_pool2d(call: ArrayCall) -> NativeLaunch | None:
     """Prepares an integer_max_pool2d_kernel."""
     (x,), out, params = call.inputs, call.out, call.params
-    if not (_is_image(x) and _is_image(out)):
+    if not (is_image(x) and is_image(out)):
         return None
-    args = _base(x, None, out, params)
-    _set(args, batch=x.shape[0], groups=x.shape[1], in_h=x.shape[2], in_w=x.shape[3])
-    _set(args, out_h=out.shape[2], out_w=out.shape[3])
-    _set_window(args, params, tuple(params["window"]), tuple(params["padding"]))
+    args = base_args(x, None, out, params)
+    set_fields(args, batch=x.shape[0], groups=x.shape[1], in_h=x.shape[2], in_w=x.shape[3])
+    set_fields(args, out_h=out.shape[2], out_w=out.shape[3])
+    set_window(args, params, tuple(params["window"]), tuple(params["padding"]))
     return NativeLaunch("integer_max_pool2d", args, (x, out))
 
 
 def mean(call: ArrayCall) -> NativeLaunch | None:
     """Prepares an integer_mean_kernel."""
     (x,), out = call.inputs, call.out
-    if not (_is_image(x) and _is_packed(out)):
+    if not (is_image(x) and is_packed(out)):
         return None
     scale = np.float32(call.params["x_scale"]) / np.float32(x[0, 0].size)
-    args = _base(x, None, out, {**call.params, "x_scale": scale})
-    _set(args, batch=x.shape[0], groups=x.shape[1], in_h=x.shape[2], in_w=x.shape[3])
+    args = base_args(x, None, out, {**call.params, "x_scale": scale})
+    set_fields(args, batch=x.shape[0], groups=x.shape[1], in_h=x.shape[2], in_w=x.shape[3])
     return NativeLaunch("integer_mean", args, (x, out))
