@@ -3,7 +3,7 @@
     python examples/custom_op.py
 
 The row says how a node of the op becomes kernel calls; the kernel's declaration names its operands; the CPU kernel says
-what it means, in torch, and is the reference for any other device's kernel. Nothing else has to know: the constraint
+what it means, in NumPy, and is the reference for any other device's kernel. Nothing else has to know: the constraint
 checker, the partitioner and the CPU device read the same row. Prints the graph before and after, and that the result
 equals PyTorch's.
 """
@@ -39,9 +39,9 @@ def add_cumprod() -> None:
         ctx.emit("cumprod_kernel", [view.transpose(dim, last)], [out.transpose(dim, last)])
 
     @cpu_kernel("cumprod_kernel")
-    def cumprod(inputs: Sequence[Tensor], outputs: Sequence[Tensor], params: Mapping[str, Any]) -> None:
+    def cumprod(inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], params: Mapping[str, Any]) -> None:
         """Running product along the last dimension."""
-        outputs[0].copy_(to_float(inputs[0]).cumprod(-1))
+        outputs[0][...] = to_float(inputs[0]).cumprod(-1, np.float64)
 
 
 class Survival(nn.Module):

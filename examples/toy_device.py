@@ -68,13 +68,12 @@ class ToyBackend(Backend):
         return counted
 
 
-def window(operand: Operand) -> torch.Tensor:
-    """The operand's view as a torch tensor over the buffer's own bytes."""
-    view = operand.view
-    dtype: torch.dtype = getattr(torch, view.dtype)
-    raw = torch.from_numpy(operand.memory.native_handle)[operand.byte_offset :]
-    typed = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    return typed.as_strided(view.shape, view.strides, typed.storage_offset() + view.offset)
+def window(operand: Operand) -> np.ndarray:
+    """The operand's view as an array over the buffer's own bytes."""
+    view, dtype = operand.view, numpy_dtype(operand.view.dtype)
+    start = operand.byte_offset + view.offset * dtype.itemsize
+    strides = [step * dtype.itemsize for step in view.strides]
+    return np.ndarray(view.shape, dtype, operand.memory.native_handle, start, strides)
 
 
 def main() -> None:

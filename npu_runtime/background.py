@@ -10,7 +10,7 @@ _texts: dict[object, str] = {}
 
 @contextmanager
 def background_work(text: str) -> Iterator[Callable[[str], None]]:
-    """Within this context `current_work` returns the text, or what the yielded function was last called with."""
+    """Context in which `current_work` returns the text; the yielded function replaces it by its argument."""
     work = object()
 
     def say(text: str) -> None:

@@ -97,7 +97,7 @@ class DeviceBuffer(ABC):
         return unpack_array(self._download(), self.shape, spec)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """For `np.asarray(buffer)`: a download, which is always a copy."""
+        """Download the buffer into an array, always a copy (the protocol of `np.asarray`)."""
         if copy is False:
             raise ValueError("a device buffer cannot become an array without a copy")
         return np.asarray(self.to_numpy(), dtype)
@@ -130,7 +130,7 @@ class DeviceBuffer(ABC):
 
     @property
     def version(self) -> int:
-        """How often `write` or `copy_from` has replaced the content, through whatever handle."""
+        """Number of times that `write` or `copy_from` has replaced the content, through any handle."""
         return self._writes[0]
 
     @abstractmethod
@@ -184,7 +184,7 @@ class StagedInputs:
 
 
 class DeviceMemory:
-    """What makes a device's buffers: a backend, seen from where only memory matters.
+    """Allocator of a device's buffers: the part of a backend that is about memory.
 
     Attributes:
         stored: Names of the dtypes that the device can store.
@@ -206,7 +206,7 @@ class DeviceMemory:
         """Upload an array.
 
         Args:
-            alloc_shape: Its shape in memory, if that is larger and there is no spec.
+            alloc_shape: Shape in memory, if that is larger and there is no spec.
             spec: A program's input spec: the array is checked against its shape, kind of dtype and index bounds,
                 cast to its storage dtype and padded to its `alloc_shape`. Without one the array keeps its dtype, but
                 for integers and float64, which become int32 and float32.
@@ -298,7 +298,7 @@ def as_backend(device: MemoryT | Opened[MemoryT]) -> MemoryT:
 
 @contextmanager
 def reporting_shortage(dtype: str, alloc_shape: Shape) -> Iterator[None]:
-    """Meanwhile a `MemoryError` becomes a `DeviceError` that names what there was no room for."""
+    """Context that turns a `MemoryError` into a `DeviceError` with the size of the allocation that failed."""
     try:
         yield
     except MemoryError as error:

@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def read_entry(path: Path) -> bytes | None:
-    """What `keep_entry` or `write_entry` wrote there; None where there is nothing, or nothing that is whole."""
+    """The content that `keep_entry` or `write_entry` wrote; None where the file is absent or damaged."""
     remove_leftovers(path.parent)
     try:
         content = unseal(path.read_bytes(), path.name)

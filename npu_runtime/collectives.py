@@ -1,4 +1,4 @@
-"""What ranks exchange while they run a program together: the interface that a backend uses, and its form on the host.
+"""Collective operations of the ranks that run a program together: the interface of backends, and its form on the host.
 
 Every rank of a group runs the same program, so all of them come to the same calls in the same order. A backend joins a
 group once (`Hardware.join`); kernels of the family `Family.COLLECTIVE` then use `Hardware.collectives`.
@@ -24,7 +24,7 @@ class Collectives(ABC):
 
     Attributes:
         rank: This rank, from 0.
-        size: How many there are.
+        size: Number of ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -68,7 +68,7 @@ class HostCollectives(Collectives):
 
 
 def no_group(call: KernelCall) -> DeviceError:
-    """What a device says that is asked to run a part of a program alone."""
+    """The error of a device that has joined no group and is asked to run one rank's part of a program."""
     return DeviceError(
         f"the program was divided among {call.params['ranks']} devices; run it with that many, as "
         "LanguageModel(…, tensor_parallel=…) does"

@@ -18,7 +18,7 @@ from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
 Watch: TypeAlias = Callable[..., AbstractContextManager[None]]
-"""What watches a partition's ops: called with an op's name and, by keyword, what a trace says of it."""
+"""Observer of a partition's ops: called with an op's name and, by keyword, the facts of its entry in a trace."""
 
 
 class CPUPartition:
@@ -55,7 +55,7 @@ class CPUPartition:
         return {name: tensor_to_numpy(value) for name, value in results.items()}
 
     def run_tensors(self, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> dict[str, torch.Tensor]:
-        """The same for tensors that are on the partition's device, where the results stay.
+        """Run the partition on tensors of its device, where the results stay.
 
         Raises:
             DeviceError: an op failed.
@@ -74,7 +74,7 @@ class CPUPartition:
         return {name: values[name] for name in self.graph.outputs}
 
     def _facts(self, node: OpNode) -> dict[str, Any]:
-        """What a trace says of a node: its name, and its tensors as `float32[2, 3]`."""
+        """A node's entry in a trace: its name, and its tensors as `float32[2, 3]`."""
         inputs, outputs = ([self.graph.tensors[name] for name in names] for names in (node.inputs, node.outputs))
         return {
             "node": node.name,
@@ -163,7 +163,7 @@ def _register(namespace: str) -> None:
 
 
 def unclear_reason(node: OpNode, graph: IRGraph) -> str | None:
-    """Why a node's tensors cannot be told apart: the IR does not record which optional ones were omitted."""
+    """Reason why a node's tensors are ambiguous: the IR does not record which optional ones were omitted; else None."""
     if node.tensor_names is not None:
         return None
     base = node.base.removesuffix("_")
@@ -189,7 +189,7 @@ def bind_arguments(
     no affine parameters), None stands for them; `unclear_reason` refuses the nodes where it does not.
 
     Args:
-        device: For tensors that the op makes; default: the CPU.
+        device: Device of the tensors that the op makes; default: the CPU.
     """
     remaining, given = list(inputs), attrs.get(TENSOR_NAMES)
     sizes, masks = list(attrs.get("_tensor_list_sizes") or []), list(attrs.get("_tensor_list_none_masks") or [])

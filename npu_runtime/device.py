@@ -30,8 +30,8 @@ def _metal() -> Backend:
 
 def _plugin(name: str) -> Callable[..., Backend] | None:
     """A device that an installed package offers under the entry point group `npu_simulation.devices`."""
-    found = entry_points(group=PLUGINS, name=name)
-    return next(iter(found)).load() if found else None
+    entries = entry_points(group=PLUGINS, name=name)
+    return next(iter(entries)).load() if entries else None
 
 
 _FACTORIES: dict[str, Callable[..., Backend]] = {"cpu": _cpu, "metal": _metal}
@@ -59,7 +59,7 @@ def best_device() -> str:
 
 
 def find_device(name: str) -> Callable[[], Backend]:
-    """What opens the device of that name; nothing of the device is imported yet.
+    """A function that opens the device of that name; nothing of the device is imported yet.
 
     Raises:
         DeviceError: there is no such device.
@@ -102,8 +102,8 @@ class Device:
     """A device by name, or the best one here: Metal on a Mac where it is installed, else the CPU.
 
     Args:
-        name: Where a machine has several of a kind, with a number after a colon: `:1` is the second. A simulated chip
-            is named there too: `npu-model:edge`.
+        name: Name of the device. Where a machine has several of a kind, a number follows a colon: `:1` is the second.
+            A simulated chip is named there too: `npu-model:edge`.
 
     Raises:
         DeviceError: no such device, or it is not usable on this machine.

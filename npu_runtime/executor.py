@@ -64,7 +64,7 @@ class Executor:
         arena: Memory for intermediate values that is shared with other programs of the same device.
 
     Attributes:
-        counters: How often buffers were allocated, calls prepared, launch lists rebuilt and runs made.
+        counters: Counts of allocated buffers, prepared calls, rebuilt launch lists and runs.
 
     Raises:
         DeviceError: the device does not run programs for that target.
@@ -131,7 +131,7 @@ class Executor:
 
     @property
     def _run(self) -> ThreadRun:
-        """What the calling thread has of its own."""
+        """State of the calling thread."""
         try:
             own: ThreadRun = self._threads.run
         except AttributeError:
@@ -149,7 +149,7 @@ class Executor:
         Args:
             inputs: Input name → buffer, or what is uploaded: an array, a torch tensor, a number or a nested list of
                 numbers. `"input"` is the only one, if there is one.
-            weights: What `load_weights` returned; may be left out when the program has none.
+            weights: Result of `load_weights`; may be left out when the program has none.
 
         Returns:
             Output name → buffer, valid until this thread's next run; `["output"]` is the only one, if there is one,

@@ -1,4 +1,4 @@
-"""Where an executor's launches read the program's inputs: in the caller's buffers, or in copies."""
+"""Memory in which an executor's launches read the program's inputs: the caller's buffers, or copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class InputPlaces:
     `SETTLED` runs is read there again. A donated input is never copied: its buffer is what the caller gets back.
 
     Args:
-        counters: Its "buffers" counts what is allocated here.
+        counters: Counts by name; "buffers" counts what is allocated here.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class InputPlaces:
         """The memory that holds, in this run, the value of an input that is not in the memory it was last read in.
 
         Args:
-            bound: That memory, for which launches are prepared; None before the first run.
+            bound: Memory of the inputs, for which launches are prepared; None before the first run.
         """
         if isinstance(value, np.ndarray):
             return self._uploaded(name, value)

@@ -36,7 +36,7 @@ class _RefusingLock:
         )
 
     def __exit__(self, *_: object) -> None:
-        """Never reached: entering fails."""
+        """Do nothing: never reached, since entering fails."""
 
 
 _owners: weakref.WeakSet[Locked] = weakref.WeakSet()

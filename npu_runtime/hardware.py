@@ -1,4 +1,4 @@
-"""What a device offers to those who run programs on it: memory and prepared kernels."""
+"""Interface of a device for those who run programs on it: memory and prepared kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Operand:
     """A view of a kernel call, bound to memory.
 
     Attributes:
-        byte_offset: Where the buffer starts in `memory`; the view's own offset comes on top.
+        byte_offset: Start of the buffer in `memory`; the view's own offset comes on top.
         is_constant: Whether the content stays the same from run to run (weights and what is made of them).
     """
 
@@ -69,11 +69,12 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """What one part of a device did during a kernel.
+    """Activity of one part of a device during a kernel.
 
     Attributes:
-        part: Which part, such as "multiprocessor 3".
-        start, duration: Nanoseconds since the kernel's beginning, and how many.
+        part: Name of the part, such as "multiprocessor 3".
+        start: Nanoseconds since the kernel's beginning.
+        duration: Nanoseconds.
     """
 
     part: str
@@ -100,10 +101,10 @@ class Hardware(DeviceMemory, ABC):
 
     config: TargetConfig
     runs_ahead = 1
-    """How many runs to launch before reading the first one's result; 1 where launching a run also completes it."""
+    """Number of runs to launch before reading the first one's result; 1 where launching a run also completes it."""
 
     first_runs = 0
-    """How many runs of a program take longer than all later ones, since they prepare it."""
+    """Number of first runs of a program that take longer than all later ones, since they prepare it."""
 
     joins_groups = False
     """Whether the device exchanges tensors with others, so that a model can be divided among them."""
@@ -116,11 +117,11 @@ class Hardware(DeviceMemory, ABC):
     @property
     @abstractmethod
     def device(self) -> str:
-        """What the device is, in words."""
+        """Description of the device."""
 
     @property
     def target(self) -> CodegenTarget:
-        """What to compile programs for this device with; by default the op-level target."""
+        """Code generation target of programs for this device; by default the op-level target."""
         return OpLevelTarget()
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -157,8 +158,7 @@ class Hardware(DeviceMemory, ABC):
         return run
 
     def without_trials(self) -> AbstractContextManager[object]:
-        """Meanwhile launches are prepared by what is known of their speed, without timing any; the caller holds the
-        lock."""
+        """Context in which launches are prepared without timing trials. The caller holds the lock."""
         return nullcontext()
 
     def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
@@ -184,7 +184,7 @@ class Hardware(DeviceMemory, ABC):
         return time.perf_counter()
 
     def ran(self, program: CompiledProgram) -> None:
-        """Told by an executor that a run of this program is launched, while the lock is held."""
+        """Take note that an executor has launched a run of this program; the lock is held."""
 
     def timed(self, launch: Launch) -> float:
         """Run one launch to its end; returns the seconds it took, by the device's own clock if it has one."""
@@ -199,7 +199,7 @@ class Hardware(DeviceMemory, ABC):
         return Ceilings()
 
     def phases(self, call: KernelCall, memory: Mapping[str, DeviceBuffer]) -> Sequence[PhaseTime]:
-        """What the parts of the device did in the latest launch of a call, where its program measures that.
+        """Activity of the device's parts in the latest launch of a call, where its program measures that.
 
         Args:
             memory: Buffer name → memory, for the call's operands.
@@ -211,7 +211,7 @@ _BEST: list[Callable[[], Hardware]] = []
 
 
 def offer_best_hardware(find: Callable[[], Hardware]) -> None:
-    """Have `best_hardware` ask this function, which knows the devices; they know executors, which ask for the best."""
+    """Set the function that `best_hardware` calls. The devices import executors, which ask for the best device."""
     _BEST[:] = [find]
 
 

@@ -10,21 +10,21 @@ from npu_compiler.errors import InputError
 ValueT = TypeVar("ValueT")
 
 
-def inputs_by_name(given: Mapping[str, ValueT], known: Collection[str], whose: str) -> Mapping[str, ValueT]:
+def inputs_by_name(given: Mapping[str, ValueT], expected: Collection[str], whose: str) -> Mapping[str, ValueT]:
     """Check that each known input is given and nothing else.
 
     Args:
-        whose: What has these inputs, for the message: "program" or "graph".
+        whose: Owner of these inputs, for the message: "program" or "graph".
 
     Raises:
         InputError: names all that are missing or unknown.
     """
-    if len(known) == 1 and given.keys() == {"input"}:
-        return dict(zip(known, given.values(), strict=True))
-    unknown, missing = sorted(given.keys() - set(known)), sorted(set(known) - given.keys())
+    if len(expected) == 1 and given.keys() == {"input"}:
+        return dict(zip(expected, given.values(), strict=True))
+    unknown, missing = sorted(given.keys() - set(expected)), sorted(set(expected) - given.keys())
     if unknown or missing:
         problems = [f"unknown input '{name}'" for name in unknown] + [f"missing input '{name}'" for name in missing]
-        names = ", ".join(f"'{name}'" for name in known)
+        names = ", ".join(f"'{name}'" for name in expected)
         raise InputError(f"{'; '.join(problems)} (the {whose}'s inputs are {names})")
     return given
 

@@ -17,13 +17,13 @@ def doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpe
 
     Args:
         outputs: Output name → array.
-        specs: Of the outputs.
+        specs: Specs of the outputs.
     """
-    found = []
+    sentences = []
     for spec in specs:
         if is_float(spec.dtype) and (problem := _problem(np.asarray(outputs[spec.name]), spec.storage or spec.dtype)):
-            found.append(f"output '{spec.name}': {problem}")
-    return found
+            sentences.append(f"output '{spec.name}': {problem}")
+    return sentences
 
 
 def warn_of_doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> None:

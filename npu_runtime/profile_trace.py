@@ -1,4 +1,4 @@
-"""What a profiler records, and its timeline: what the host, the transfers and each device did, and counters.
+"""Records of a profiler, and their timeline: host, transfers, devices and counters.
 
 All times are the host's. A device that measures a kernel by its own clock says only how long that took, so the kernel's
 slice ends when the host saw it end.
@@ -27,9 +27,9 @@ class CallTime:
 
     Attributes:
         plan: The plan whose call number `index` it is.
-        ended: When it had ended, by the host's clock (`time.perf_counter`).
-        seconds: How long it took, by the device's clock if it has one.
-        phases: What parts of the device did meanwhile, where it measured that; of the first run only.
+        ended: Time at which it had ended, by the host's clock (`time.perf_counter`).
+        seconds: Seconds that it took, by the device's clock if it has one.
+        phases: Activity of the device's parts, where it measured that; of the first run only.
     """
 
     plan: ExecutionPlan
@@ -46,10 +46,10 @@ class CallTime:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the host did, or a transfer, from `start` to `end` by the host's clock.
+    """Activity of the host, or a transfer, from `start` to `end` by the host's clock.
 
     Attributes:
-        args: What else is known of it, JSON values by name.
+        args: Further facts, JSON values by name.
     """
 
     name: str
@@ -117,7 +117,7 @@ class _Builder:
 
 
 def call_facts(timed: CallTime, ceilings: Ceilings) -> dict[str, Any]:
-    """What a trace says of a kernel call: its node, tensors, bytes and operations, their rates, and the roofline."""
+    """A kernel call's entry in a trace: its node, tensors, bytes and operations, their rates, and the roofline."""
     call, seconds = timed.call, timed.seconds
     facts: dict[str, Any] = {
         "node": call.node,

@@ -25,15 +25,15 @@ class Entry:
 
 @dataclass
 class Profiler:
-    """Passed to `Executor.run` or `DAGExecutor.execute`; times add up over runs.
+    """Recorder of times, to pass to `Executor.run` or `DAGExecutor.execute`; times add up over runs.
 
     A profiled run synchronizes after every kernel, so its total is larger than an unprofiled run's.
 
     Attributes:
         kernels, transfers: Totals by name.
-        total, runs: Seconds of all runs, and how many there were.
+        total, runs: Seconds of all runs, and their number.
         calls: Every kernel call on a device, in order.
-        host_spans, transfer_spans: What the host did, slices inside each other, and every transfer.
+        host_spans, transfer_spans: Activities of the host, nested, and every transfer.
     """
 
     kernels: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
@@ -88,7 +88,7 @@ class Profiler:
         self.host_spans.append(Span(name, start, time.perf_counter(), args))
 
     def timeline(self) -> Timeline:
-        """What was recorded, on tracks: host, transfers, each device's kernels, what its blocks did, and counters."""
+        """The records on tracks: host, transfers, each device's kernels and their blocks, and counters."""
         return timeline_of(self.calls, self.host_spans, self.transfer_spans)
 
     def save_trace(self, path: str | Path) -> None:

@@ -30,7 +30,7 @@ class Arena:
 
     Attributes:
         memory: None until a program needs some.
-        generation: How often it has moved to larger memory.
+        generation: Number of moves to larger memory.
     """
 
     def __init__(self, backend: Hardware) -> None:
@@ -90,7 +90,7 @@ class BoundProgram:
             }
 
     def surround(self, before: Sequence[Launch], after: Sequence[Launch]) -> None:
-        """Have these launched with the program, before and after it."""
+        """Set launches that run with the program, before and after it."""
         self._run.surround(before, after)
 
     @property
@@ -130,8 +130,8 @@ class SharedMemory:
 
     Attributes:
         memory: Buffer name → memory, for these buffers.
-        versions: Of the weights, when they were bound.
-        prologue_runs: How often the prologue has run, and so replaced what it makes.
+        versions: Versions of the weights when they were bound.
+        prologue_runs: Number of runs of the prologue, each of which replaces its results.
     """
 
     def __init__(self, plan: ExecutionPlan, backend: Hardware, counters: Counter[str], arena: Arena) -> None:
@@ -188,7 +188,7 @@ class SharedMemory:
 
 
 class ThreadRun:
-    """What a thread has of its own: outputs, copies of inputs, and the launches that are prepared for them.
+    """State of one thread: outputs, copies of inputs, and the launches that are prepared for them.
 
     Attributes:
         memory: Buffer name → memory that the launches are prepared for.
@@ -293,7 +293,7 @@ class ThreadRun:
         return found
 
     def _follow_weights(self) -> None:
-        """Have the calls prepared again that read a weight which is another now, or what the prologue made."""
+        """Mark for preparation the calls that read a replaced weight or a result of the prologue."""
         plan, shared = self._plan, self._shared
         changed = {view.buffer for call in plan.prologue for view in call.outputs}
         for name in plan.weights:
@@ -304,7 +304,7 @@ class ThreadRun:
         self._versions, self._prologue_runs = shared.versions, shared.prologue_runs
 
     def _forget(self, buffers: Iterable[str]) -> None:
-        """Have the calls that touch these buffers prepared again before the next launch (invariant 2)."""
+        """Mark for preparation, before the next launch, the calls that touch these buffers (invariant 2)."""
         for name in buffers:
             for index in self._users.get(name, ()):
                 self._launches[index] = None

@@ -24,7 +24,7 @@ def require_torch(purpose: str) -> None:
     """Check that torch is installed.
 
     Args:
-        purpose: What needs them, as the message's first words: "tracing a model".
+        purpose: Activity that needs torch, as the message's first words: "tracing a model".
 
     Raises:
         InputError: it is not.

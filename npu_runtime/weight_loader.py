@@ -48,7 +48,7 @@ def load_weights(
         strict: Refuse keys that the model does not know.
         progress: Called with (weights done, weights in all) after each.
         cache: Shared between programs over the same checkpoint: a weight that they store alike is uploaded once.
-        rank: Whose part of the weights to load, of a program for several devices; only that part is read.
+        rank: The rank whose part of the weights to load, of a program for several devices; only that part is read.
 
     Raises:
         WeightError: lists every weight that is missing, unknown or misshapen, holds NaN, does not fit its dtype, or is
@@ -57,32 +57,32 @@ def load_weights(
     backend = as_backend(device)
     with_state = source if isinstance(source, Mapping) else MappedCheckpoint(Path(source))
     problems = _name_problems(program, with_state, strict)
-    known: MutableMapping[str, DeviceBuffer] = {} if cache is None else cache
+    buffers: MutableMapping[str, DeviceBuffer] = {} if cache is None else cache
     keys = {name: _identity(weight) for name, weight in program.weight_specs.items()}
     if isinstance(source, dict):  # other mappings may read a file for every access
         for name, spec in program.weight_specs.items():
-            adopted = _adopted(spec, source, backend) if keys[name] not in known else None
+            adopted = _adopted(spec, source, backend) if keys[name] not in buffers else None
             if adopted is not None:
-                known[keys[name]] = adopted
-    wanted = {keys[name]: weight for name, weight in program.weight_specs.items() if keys[name] not in known}
+                buffers[keys[name]] = adopted
+    wanted = {keys[name]: weight for name, weight in program.weight_specs.items() if keys[name] not in buffers}
     together = [list(weights) for _, weights in groupby(wanted.values(), _keys)]
-    made = chain.from_iterable(ahead(lambda weights: _made(weights, with_state, rank), together))
+    stored = chain.from_iterable(ahead(lambda weights: _stored_parts(weights, with_state, rank), together))
     for done, key in enumerate(keys.values(), 1):
         weight = wanted.pop(key, None)
         if weight is not None:
-            found, parts = next(made)
-            problems += found
+            own_problems, parts = next(stored)
+            problems += own_problems
             if not problems:
-                known[key] = backend.allocate_joined(parts, weight.spec)
+                buffers[key] = backend.allocate_joined(parts, weight.spec)
         if progress is not None:
             progress(done, len(keys))
     if problems:
         raise weight_error(f"program '{program.name}'", problems)
-    return {name: known[key] for name, key in keys.items()}
+    return {name: buffers[key] for name, key in keys.items()}
 
 
 def _identity(weight: WeightSpec) -> str:
-    """Equal for weights of several programs that are made, checked and stored alike."""
+    """A key that is equal for weights of several programs that are made, checked and stored alike."""
     spec = weight.spec
     return f"{weight.recipe}|{spec.storage}|{spec.alloc_shape or spec.shape}|{spec.bounds}"
 
@@ -107,10 +107,10 @@ def _keys(weight: WeightSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(weight.recipe.keys()))
 
 
-def _made(
+def _stored_parts(
     weights: Sequence[WeightSpec], source: Mapping[str, Any], rank: int
 ) -> list[tuple[list[str], list[np.ndarray]]]:
-    """For each of some weights of the same tensors: its problems, and its parts as they are stored, if it has none."""
+    """Problems of each weight, and its parts as they are stored where it has none; all are made of the same tensors."""
     shapes = weights[0].source_shapes
     state = {key: _as_stored(source[key]) for key in shapes if key in source}
     read = {piece for weight in weights for piece in pieces_read(weight.recipe, shapes, rank) if piece[0] in state}
@@ -277,7 +277,7 @@ _FLOAT8 = "F8_E4M3"  # no tensor of a graph has this dtype: it is one of codes, 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a safetensors file's header says of a tensor."""
+    """Entry of a tensor in a safetensors file's header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -315,7 +315,7 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
                 raise WeightError(f"'{file}' is not a readable safetensors file: {error}") from error
 
     def without(self, unwanted: Callable[[str], bool]) -> MappedCheckpoint:
-        """The same checkpoint without some of its tensors."""
+        """A copy of the checkpoint without some of its tensors."""
         kept = copy.copy(self)
         kept._where = {key: place for key, place in self._where.items() if not unwanted(key)}
         return kept

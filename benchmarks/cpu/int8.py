@@ -34,7 +34,7 @@ _CALIBRATION_SEEDS = range(1, 5)
 def contenders(name: str, batch: int, threads: int, folder: Path) -> tuple[dict[str, tuple[Contender, Array]], Array]:
     """The contenders for a network in 8 bits, each with its output, and the output of the float network."""
     from npu_sim.extract import extract_ir
-    from npu_sim.vision.quantize import quantize_network
+    from npu_sim.quantizing.networks.quantize import quantize_network
     from npu_sim.vision.resnet import random_images
 
     network = NETWORKS[name]

@@ -14,7 +14,7 @@ _QUANTIZED = "quantized_decomposed."
 
 
 def write_onnx(ir: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: Path) -> str:
-    """Write the IR that `npu_sim.vision.quantize` makes as ONNX; returns the name of its input.
+    """Write the IR that `npu_sim.quantizing.networks.quantize` makes as ONNX; returns the name of its input.
 
     Raises:
         ValueError: it holds an op that is none of those of image classifiers.

@@ -39,7 +39,7 @@ def quantized(name: str) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
     from safetensors.numpy import load_file
 
     from npu_sim.extract import extract_ir
-    from npu_sim.vision.quantize import quantize_network
+    from npu_sim.quantizing.networks.quantize import quantize_network
 
     folder = cache_folder() / "benchmarks" / f"{name}-int8"
     if not (folder / QUANTIZED_IR).is_file():

@@ -18,9 +18,9 @@ from PIL import Image
 
 from npu_compiler import read_ir
 from npu_runtime.cpu_fallback import CPUPartition
+from npu_sim.quantizing.networks.quantize import quantize_network
 from npu_sim.vision import find_model, preprocess
 from npu_sim.vision.models import extract_model_ir, model_weights
-from npu_sim.vision.quantize import quantize_network
 
 PHOTOGRAPHS = (
     "astronaut.png",

@@ -16,14 +16,13 @@ from cuda_compiler.elementwise.grouping import place_of
 from cuda_compiler.rules.channel_packs import single_pixels, single_taps
 from cuda_compiler.rules.matmul import VECTOR_ROWS
 from npu_compiler.graph.dtypes import HALF_DTYPES
-from npu_compiler.program.elementwise import ACTIVATIONS, elementwise_kernel
+from npu_compiler.program.elementwise import ACTIVATION_OF, elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides
 
 _PRODUCTS = ("matmul_kernel", "matmul_notrans_kernel")
 _CONVOLUTION, _GROUP_NORM = "conv2d_kernel", "groupnorm_kernel"
-_ACTIVATION_OF = {op: name for name, op in ACTIVATIONS.items()}
 _REACH = 24  # calls to look ahead for the reader of a result
 
 
@@ -97,7 +96,7 @@ def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
     if len(own) != 1 or not _is_run(own[0], made.numel) or own[0].offset != made.offset:
         return None
     target = replace(made, buffer=out.buffer, offset=out.offset)
-    activation = _ACTIVATION_OF.get(decl.op.name)
+    activation = ACTIVATION_OF.get(decl.op.name)
     params = call.params
     if call.kernel != _GROUP_NORM and (params["activation"] != "none"):
         return None

@@ -17,8 +17,8 @@ from cuda_compiler.resident.products import (
 )
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.dtypes import itemsize
-from npu_compiler.graph.quantization import CODES
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
@@ -41,7 +41,7 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelC
     m, n, k = (call.params[name] for name in "mnk")
     gated = call.kernel == "quantized_gated_matmul_vec_kernel"
     parts = {name: view for name in _PARTS if (view := inputs[name]) is not None}
-    bits = CODES[call.params["codes"]]
+    bits = CODE_FORMATS[call.params["codes"]].bits
     span, group = _SPAN_BYTES * 8 // bits, k // call.params["groups"]
     if (
         not can_receive(inputs, m, k)

@@ -12,6 +12,7 @@ from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from cuda_compiler.specialization.template_files import template_text
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
@@ -49,7 +50,7 @@ def suits_linear_codes(make: Specializer, call: KernelCall) -> bool:
     """Whether a product of bytes is one that this kernel makes, with its scales and all that follows it."""
     inputs, out = operands(call), call.outputs[0]
     # The sums of float8 are the tensor cores' own, which are not exact enough for a result in float16.
-    dtypes = HALF_DTYPES if call.params["codes"] == "int8" else ("bfloat16",)
+    dtypes = ("bfloat16",) if CODE_FORMATS[call.params["codes"]].is_float else HALF_DTYPES
     if make.capability != HOPPER or call.params["m"] < _FEWEST_ROWS or out.dtype not in dtypes:
         return False
     tiling = _tiling(*(call.params[name] for name in "mnk"), False, make.shared_memory)
@@ -110,7 +111,7 @@ def linear_codes(
         block=(_THREADS, 1, 1),
         shared=tiling.shared,
         constants={
-            "to_int8": call.params["codes"] == "int8",
+            "to_int8": not CODE_FORMATS[call.params["codes"]].is_float,
             "is_made": bool(function),
             "weight_rows": tiling.weight_rows,
             "stages": tiling.stages,

@@ -16,6 +16,7 @@ from cuda_compiler.specialization.gpu import ADA, TURING
 from cuda_compiler.specialization.sizes import Size3, groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from cuda_compiler.specialization.template_files import template_text
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
@@ -98,14 +99,14 @@ def _multiplies_bytes(call: KernelCall, capability: int) -> bool:
         return False
     if scales.dtype != "float32" or params["k"] % _UNIT or params["n"] % _UNIT or vector_width(data) < _UNIT:
         return False
-    if params["codes"] == "int8":
+    if not CODE_FORMATS[params["codes"]].is_float:
         return capability >= TURING and params["m"] >= _FEWEST_ROWS
     return capability >= ADA and out.dtype in HALF_DTYPES  # float32 results are to be exacter than its sums
 
 
 def scales_products(make: Specializer, call: KernelCall) -> bool:
     """Whether cuBLASLt can multiply a product of codes with scales by row and column."""
-    return bool(call.params["codes"] == "float8_e4m3" and make.scales_products)
+    return CODE_FORMATS[call.params["codes"]].is_float and make.scales_products
 
 
 def row_teams(origin: Origin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
@@ -157,7 +158,7 @@ def round_rows(
         block=block,
         constants={
             **constants,
-            "to_int8": form.codes == "int8",
+            "to_int8": not CODE_FORMATS[form.codes].is_float,
             "is_made": bool(origin.function),
             "is_normed": origin.eps is not None,
             "eps": float(origin.eps or 0.0),
@@ -218,8 +219,8 @@ def joined_product(make: Specializer, call: KernelCall, rounded: RoundedRows, fu
 def unscaled_product(
     make: Specializer, call: KernelCall, rounded: RoundedRows, dtype: str
 ) -> tuple[KernelCall, UnscaledProduct]:
-    """rows · weightᵀ of codes in a buffer of its own, and no more; in int32 for int8, else in `dtype`."""
-    kind = "int32" if call.params["codes"] == "int8" else dtype
+    """rows · weightᵀ of codes in a buffer of its own, and no more; in int32 for integers, else in `dtype`."""
+    kind = dtype if CODE_FORMATS[call.params["codes"]].is_float else "int32"
     out = make.temporary(call.node, call.outputs[0].shape, kind)
     return _gemm(call, rounded.rows, out), UnscaledProduct(out, *_scales(call, rounded))
 

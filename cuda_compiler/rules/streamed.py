@@ -11,8 +11,8 @@ from cuda_compiler.rules.gates import GATED, template_operands
 from cuda_compiler.specialization.gpu import CLUSTERS_SHARING, HOPPER, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
-from npu_compiler.graph.quantization import CODES
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
@@ -84,7 +84,7 @@ def _division(make: Specializer, call: KernelCall, inputs: Mapping[str, View | N
     sides = tuple(
         call.params["groups"] * itemsize(side.dtype) for name in _SIDES if (side := inputs.get(name)) is not None
     )
-    bits = CODES[call.params["codes"]] if "codes" in call.params else 16
+    bits = CODE_FORMATS[call.params["codes"]].bits if "codes" in call.params else 16
     return divided(m, n, k, call.kernel in GATED.values(), make.shared_memory, bits, sides)
 
 

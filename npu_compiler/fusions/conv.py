@@ -7,12 +7,9 @@ from dataclasses import replace
 from npu_compiler.fusions.engine import ACTIVATION_OPS, Fusion, Match, P, Rewriter, Var, activation, add, fused
 from npu_compiler.graph.model import IRGraph, OpNode
 
-# gelu in its tanh form is left to a kernel of its own.
-_ACTIVATIONS = frozenset({"relu", "relu6", "silu", "hardswish", "hardsigmoid", "sigmoid", "gelu"})
-
 
 def _is_conv_activation(node: OpNode, graph: IRGraph) -> bool:
-    return activation(node) in _ACTIVATIONS
+    return activation(node) is not None
 
 
 def _conv_patterns() -> tuple[P, ...]:

@@ -29,7 +29,6 @@ from npu_compiler.ops.windows import reach_the_image
 
 _QUANTIZE, _DEQUANTIZE = "npu.quantize", "npu.dequantize"
 _WEIGHT_OPS = tuple(f"quantized_decomposed.dequantize_{kind}.default" for kind in ("per_channel", "per_tensor"))
-_ACTIVATIONS = frozenset({"relu", "relu6", "silu", "hardswish", "hardsigmoid", "sigmoid", "gelu"})
 _NO_RESIDUAL = {"has_residual": False, "residual_scale": 1.0, "residual_zero_point": 0}
 _NO_RESULT = {"out_scale": 1.0, "out_zero_point": 0, "low": 0, "high": 0}
 
@@ -294,7 +293,7 @@ class _Fuser:
         reader = self._only_reader(made)
         if may_add and reader is not None and reader.base == "aten.add" and self._add_residual(chain, reader, made):
             made, reader = reader.outputs[0], self._only_reader(reader.outputs[0])
-        if reader is not None and activation(reader) in _ACTIVATIONS and len(reader.inputs) == 1:
+        if reader is not None and activation(reader) is not None and len(reader.inputs) == 1:
             chain.attrs["activation"] = activation(reader)
             chain.taken.append(reader)
             made, reader = reader.outputs[0], self._only_reader(reader.outputs[0])

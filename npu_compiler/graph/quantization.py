@@ -17,17 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import ml_dtypes
 import numpy as np
 
 from npu_compiler.errors import InputError
+from npu_compiler.graph.code_formats import CODE_FORMATS, CodeFormat
 from npu_compiler.graph.dtypes import FLOAT_DTYPES, itemsize, numpy_dtype
 
-CODES = {"int4": 4, "int8": 8, "float8_e4m3": 8}  # name → bits
+CODES = {name: row.bits for name, row in CODE_FORMATS.items()}  # name → bits
 OFFSETS = ("none", "minimum", "zero_point")
 PARTS = ("codes", "scales", "offsets")
-SYMMETRIC_ZERO = {"int4": 8, "int8": 0, "float8_e4m3": 0}  # the code that stands for 0 without offsets
-FLOAT8_MAX = 448.0
 ROW_FORMATS = ("int8", "float8_e4m3")  # to which rows of activations and of KV caches are rounded at run time
 METHODS = ("rtn", "gptq")  # by which weights are rounded to a format
 COMPUTING_DEVICES = ("cpu", "gpu")
@@ -53,13 +51,14 @@ class QuantizedFormat:
     activations: str = "none"
 
     def __post_init__(self) -> None:
-        if self.codes not in CODES:
-            raise InputError(f"unknown codes {self.codes!r:.80} of a quantized format; known are {', '.join(CODES)}")
+        if self.codes not in CODE_FORMATS:
+            known = ", ".join(CODE_FORMATS)
+            raise InputError(f"unknown codes {self.codes!r:.80} of a quantized format; known are {known}")
         if type(self.group) is not int or self.group < 0:
             raise InputError(f"the group size of a quantized format is {self.group!r:.80}, which is not a whole number")
         if self.scales not in FLOAT_DTYPES - {"float64"}:
             raise InputError(f"scales of dtype {self.scales!r:.80}; use float16, bfloat16 or float32")
-        if self.offsets not in OFFSETS or (self.codes == "float8_e4m3" and self.offsets != "none"):
+        if self.offsets not in OFFSETS or (self.code_format.is_float and self.offsets != "none"):
             raise InputError(f"offsets {self.offsets!r:.80} of {self.codes}; known are {', '.join(OFFSETS)}")
         if self.activations not in ("none", *ROW_FORMATS):
             known = ", ".join(("none", *ROW_FORMATS))
@@ -76,9 +75,19 @@ class QuantizedFormat:
         return replace(self, activations="none")
 
     @property
+    def code_format(self) -> CodeFormat:
+        """The row of `CODE_FORMATS` for the codes."""
+        return CODE_FORMATS[self.codes]
+
+    @property
     def bits(self) -> int:
-        """Of a code."""
-        return CODES[self.codes]
+        """Bits of a code."""
+        return self.code_format.bits
+
+    @property
+    def code_range(self) -> tuple[float, float]:
+        """The smallest and the largest number to which `quantize` rounds."""
+        return self.code_format.range(self.offsets != "none")
 
     def groups(self, k: int) -> int:
         """The number of groups in a row of k elements."""
@@ -189,25 +198,24 @@ class QuantizedArray:
         """Bytes of the matrix, scales and offsets included."""
         return self.format.size_bytes(self.shape)
 
-    def integers(self, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
-        """The codes as numbers, zero points subtracted: int16 [rows, k]. Not for float8."""
-        values = unpack_codes(self.codes[rows], self.format.codes).astype(np.int16)
+    def numbers(self, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
+        """The codes as numbers, zero points subtracted: int16 [rows, k], or float32 for codes that are floats."""
+        kind = self.format.code_format
+        codes = kind.unpack(self.codes[rows])
+        if kind.is_float:
+            return codes.astype(np.float32)
+        values = codes.astype(np.int16)
         if self.format.offsets == "none":
-            return values - np.int16(SYMMETRIC_ZERO[self.format.codes])
+            return values - np.int16(kind.zero)
         if self.format.offsets == "minimum":
             return values
         assert self.offsets is not None
-        zeros = self.offsets[rows].view(np.int8 if self.format.codes == "int8" else np.uint8).astype(np.int16)
-        found: np.ndarray = values - self._spread(zeros)
-        return found
+        centred: np.ndarray = values - self._spread(kind.zero_points(self.offsets[rows]))
+        return centred
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
         """The elements in float32 [rows, k]: scale · code + minimum, each operation rounded to float32."""
-        values: np.ndarray
-        if self.format.codes == "float8_e4m3":
-            values = self.codes[rows].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        else:
-            values = self.integers(rows).astype(np.float32)
+        values: np.ndarray = self.numbers(rows).astype(np.float32, copy=False)
         values = values * self._spread(self.scales[rows].astype(np.float32))
         if self.format.offsets == "minimum":
             assert self.offsets is not None
@@ -225,7 +233,7 @@ class QuantizedArray:
             part = getattr(self, name)
             if part is not None and part.dtype != np.uint8 and not np.isfinite(part.astype(np.float32)).all():
                 yield f"its {name} contain values that are not finite"
-        if self.format.codes == "float8_e4m3" and bool(((self.codes & 0x7F) == 0x7F).any()):
+        if self.format.code_format.is_float and bool(np.isnan(self.format.code_format.unpack(self.codes)).any()):
             yield "its float8 codes contain NaN"
         if self._loses_codes():
             yield "its scales are 0 where its codes are not"
@@ -235,26 +243,7 @@ class QuantizedArray:
         rows = np.flatnonzero((self.scales == 0).any(axis=1))
         if not rows.size:
             return False
-        codes = self.codes[rows] & 0x7F if self.format.codes == "float8_e4m3" else self.integers(rows)
-        return bool(codes[self._spread(self.scales[rows] == 0)].any())
-
-
-def unpack_codes(codes: np.ndarray, kind: str) -> np.ndarray:
-    """Codes [n, bytes] one by one: uint8 [n, 2 · bytes] for int4, int8 [n, bytes] for int8."""
-    if kind == "int8":
-        return codes.view(np.int8)
-    unpacked = np.empty((*codes.shape, 2), np.uint8)
-    np.bitwise_and(codes, 15, out=unpacked[..., 0])
-    np.right_shift(codes, 4, out=unpacked[..., 1])
-    return unpacked.reshape(codes.shape[0], -1)
-
-
-def pack_codes(values: np.ndarray, kind: str) -> np.ndarray:
-    """The inverse of `unpack_codes`: integers [n, k] within the range of the codes as uint8 [n, bytes]."""
-    if kind == "int8":
-        return np.ascontiguousarray(values.astype(np.int8)).view(np.uint8)
-    pairs = values.astype(np.uint8).reshape(values.shape[0], -1, 2)
-    return np.ascontiguousarray(pairs[..., 0] | pairs[..., 1] << 4)
+        return bool(self.numbers(rows)[self._spread(self.scales[rows] == 0)].any())
 
 
 def quantize(matrix: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
@@ -294,19 +283,17 @@ def quantize_rows(rows: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]
     wide = np.asarray(rows, np.float32).reshape(-1, rows.shape[-1])
     finite = np.isfinite(wide).all(axis=1, keepdims=True)
     wide = np.where(finite, wide, np.float32(0))
-    most = np.float32(127) if codes == "int8" else FLOAT8_MAX
-    scales = np.abs(wide).max(axis=1, initial=0, keepdims=True) / most
+    kind = CODE_FORMATS[codes]
+    scales = np.abs(wide).max(axis=1, initial=0, keepdims=True) / np.float32(kind.largest)
     scales[scales < np.finfo(np.float32).tiny] = 0
     scaled = wide * np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
-    rounded = np.rint(scaled).astype(np.int8) if codes == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn)
     scales[~finite] = np.nan
-    return rounded.view(np.uint8).reshape(rows.shape), scales.reshape(rows.shape[:-1])
+    return kind.pack(kind.nearest(scaled)).reshape(rows.shape), scales.reshape(rows.shape[:-1])
 
 
 def dequantize_rows(codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:
     """The rows [..., k] that `quantize_rows` made codes and scales of, in float32."""
-    dtype = np.int8 if kind == "int8" else ml_dtypes.float8_e4m3fn
-    rows: np.ndarray = codes.view(dtype).astype(np.float32) * scales[..., None].astype(np.float32)
+    rows: np.ndarray = CODE_FORMATS[kind].unpack(codes).astype(np.float32) * scales[..., None].astype(np.float32)
     return rows
 
 
@@ -318,29 +305,18 @@ def with_scales(
     grouped = np.asarray(matrix, np.float32).reshape(n, format.groups(k), -1)
     wide = scales.astype(np.float32)[..., None]
     safe = np.where(wide == 0, np.float32(1), wide)
-    if format.codes == "float8_e4m3":
-        scaled = np.clip(grouped / safe, -FLOAT8_MAX, FLOAT8_MAX)
-        codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(n, k)
-        return QuantizedArray(format, (n, k), codes, scales, offsets)
-    low, high = code_range(format)
+    kind = format.code_format
     if format.offsets == "minimum":
         assert offsets is not None
         values = (grouped - offsets.astype(np.float32)[..., None]) / safe
     elif format.offsets == "zero_point":
         assert offsets is not None
-        zeros = offsets.view(np.int8) if format.codes == "int8" else offsets
-        values = grouped / safe + zeros.astype(np.float32)[..., None]
+        values = grouped / safe + kind.zero_points(offsets).astype(np.float32)[..., None]
     else:
-        values = grouped / safe + np.float32(SYMMETRIC_ZERO[format.codes])
-    rounded = np.clip(np.rint(values), low, high).reshape(n, k)
-    return QuantizedArray(format, (n, k), pack_codes(rounded, format.codes), scales, offsets)
-
-
-def code_range(format: QuantizedFormat) -> tuple[int, int]:
-    """The smallest and largest code that `quantize` uses; symmetric 8-bit codes leave out -128."""
-    if format.codes == "int4":
-        return 0, 15
-    return (-127 if format.offsets == "none" else -128), 127
+        values = grouped / safe
+        values = values + np.float32(kind.zero) if kind.zero else values  # the sum with 0 would lose the sign of -0.0
+    codes = kind.nearest(np.clip(values, *format.code_range)).reshape(n, k)
+    return QuantizedArray(format, (n, k), kind.pack(codes), scales, offsets)
 
 
 def _fit(grouped: np.ndarray, format: QuantizedFormat) -> tuple[np.ndarray, np.ndarray | None]:
@@ -348,9 +324,8 @@ def _fit(grouped: np.ndarray, format: QuantizedFormat) -> tuple[np.ndarray, np.n
     dtype = numpy_dtype(format.scales)
     if format.offsets == "none":
         largest = np.abs(grouped).max(axis=2)
-        steps = {"int4": 7.5, "int8": 127.0, "float8_e4m3": FLOAT8_MAX}[format.codes]
-        return (largest / np.float32(steps)).astype(dtype), None
-    low, high = code_range(format)
+        return (largest / np.float32(format.code_format.largest)).astype(dtype), None
+    low, high = format.code_range
     smallest, greatest = (np.float32(f(grouped, axis=2)) for f in (np.min, np.max))
     if format.offsets == "minimum":
         if low < 0:  # offsets are those of code 0
@@ -361,4 +336,4 @@ def _fit(grouped: np.ndarray, format: QuantizedFormat) -> tuple[np.ndarray, np.n
     scales = ((greatest - smallest) / np.float32(high - low)).astype(dtype)
     wide = scales.astype(np.float32)
     zeros = np.clip(np.rint(low - smallest / np.where(wide == 0, np.float32(1), wide)), low, high)
-    return scales, zeros.astype(np.int8).view(np.uint8) if low < 0 else zeros.astype(np.uint8)
+    return scales, zeros.astype(format.code_format.dtype).view(np.uint8)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.model import OpNode
-from npu_compiler.graph.quantization import CODES, OFFSETS, ROW_FORMATS, QuantizedFormat
+from npu_compiler.graph.quantization import OFFSETS, ROW_FORMATS, QuantizedFormat
 from npu_compiler.ops.indexing import is_checked_index
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.matmul import packed_rows
@@ -19,7 +20,7 @@ from npu_compiler.program.views import View
 _FIELDS: dict[str, Any] = {
     "k": "I",
     "groups": "I",
-    "codes": f"s {' '.join(CODES)}",
+    "codes": f"s {' '.join(CODE_FORMATS)}",
     "offsets": f"s {' '.join(OFFSETS)}",
 }
 _WEIGHT = "data:u[{rows},.bytes] scales:f[{rows},.groups] offset?:fu[{rows},.groups]"
@@ -30,7 +31,7 @@ def _holds_rows(call: SimpleNamespace) -> bool:
     dtype = None if call.offset is None else call.offset.dtype
     wanted = {"none": None, "minimum": call.scales.dtype, "zero_point": "uint8"}[call.offsets]
     divides = call.groups > 0 and call.k % call.groups == 0
-    return bool(divides and dtype == wanted and call.bytes * 8 == call.k * CODES[call.codes])
+    return bool(divides and dtype == wanted and call.bytes * 8 == call.k * CODE_FORMATS[call.codes].bits)
 
 
 def _holds_gated_rows(call: SimpleNamespace) -> bool:

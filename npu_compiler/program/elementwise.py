@@ -58,7 +58,8 @@ class Elementwise:
 
 ELEMENTWISE: dict[str, Elementwise] = {}
 
-# The activations that products and convolutions apply to their results: name → element-wise op.
+# The activations that products and convolutions apply to their results: name → element-wise op. The native CPU kernels
+# number them in this order, and take the first two for limits of their argument.
 ACTIVATIONS = {
     "relu": "relu",
     "relu6": "relu6",
@@ -72,14 +73,14 @@ ACTIVATIONS = {
 # The element-wise ops that multiply an activated operand with another one: op → name of the activation.
 GATES = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
 ACTIVATION = f"s none {' '.join(ACTIVATIONS)}"  # the format of the parameter that chooses one of them
-_ACTIVATION_OF = {op: name for name, op in ACTIVATIONS.items()}
+ACTIVATION_OF = {op: name for name, op in ACTIVATIONS.items()}
 
 
 def activation_rule(op: str) -> Callable[[Mapping[str, Any]], str | None] | None:
     """For an element-wise op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them."""
     if op == "hardtanh":
         return lambda attrs: "relu6" if (attrs.get("min_val", -1), attrs.get("max_val", 1)) == (0, 6) else None
-    name = _ACTIVATION_OF.get(op)
+    name = ACTIVATION_OF.get(op)
     return None if name is None else lambda attrs: name
 
 

@@ -39,7 +39,7 @@ def _pages(size: int) -> np.ndarray:
 
 
 def address(array: np.ndarray) -> int:
-    """Of its first element."""
+    """Address of the array's first element."""
     where: int = array.__array_interface__["data"][0]
     return where
 
@@ -74,7 +74,7 @@ def expand(array: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
 
 
 def reshaped(array: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
-    """The same memory under another shape; None where no strides show it so."""
+    """View of the array's memory under another shape; None where no strides give one."""
     if numel(shape) != array.size:
         return None
     strides = reshape_strides(array.shape, strides_of(array), shape)

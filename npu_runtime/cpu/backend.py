@@ -1,4 +1,4 @@
-"""`CPUBackend`: any CPU as a device. Native kernels run where they exist, else PyTorch's, else NumPy's."""
+"""`CPUBackend`: any CPU as a device. Native kernels run where they exist, else PyTorch's, else those in NumPy."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from npu_runtime.cpu.arrays import host_memory
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
 from npu_runtime.cpu.ceilings import measured_ceilings
 from npu_runtime.cpu.exchange import COLLECTIVE_KERNELS, collective_launch
+from npu_runtime.cpu.kernels import bound_reference
 from npu_runtime.cpu.levels import forced_level
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
 from npu_runtime.cpu.native.bindings import pointers
 from npu_runtime.cpu.native.candidates import native_candidates
 from npu_runtime.cpu.native.threads import usable_threads
-from npu_runtime.cpu.numpy_kernels import numpy_launch
 from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
 from npu_runtime.hardware import Ceilings
 from npu_runtime.pieces import in_pieces
@@ -168,7 +168,7 @@ class CPUBackend(Backend):
         implementations = candidates(bound, self.native, self.pytorch)
         choose = self._tuner.launch if self.tune else default_launch
         launch = choose(bound, implementations)
-        return launch or reference(bound, self.native, self.pytorch)
+        return launch or fallback(bound, self.native, self.pytorch)
 
     def join(self, rank: int, size: int, share: Share) -> None:
         from npu_runtime.cpu.gloo import GlooCollectives
@@ -186,14 +186,14 @@ class CPUBackend(Backend):
             self._tuner.seconds_left = allowed
 
     def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
-        """For native launches, whose argument blocks hold addresses."""
+        """A function that moves native launches to a buffer elsewhere; None where others than native ones use it."""
         address = buffer.native_handle.ctypes.data
         fields = []
         for launch, operands in launches:
-            found = pointers(launch.args, address, buffer.size_bytes) if isinstance(launch, NativeLaunch) else []
-            if len(found) != operands:
+            addresses = pointers(launch.args, address, buffer.size_bytes) if isinstance(launch, NativeLaunch) else []
+            if len(addresses) != operands:
                 return None
-            fields += found
+            fields += addresses
 
         def move(to: int) -> None:
             for field, offset in fields:
@@ -224,23 +224,23 @@ class CPUBackend(Backend):
 
 
 def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Candidate]:
-    """The implementations of a call besides the reference, the default first.
+    """The implementations of a call besides its `fallback`, the default first.
 
     Args:
         native: Whether native kernels are among them.
         pytorch: Whether PyTorch's are.
     """
-    found = native_candidates(call) if native else []
-    if pytorch and not (found and is_quantized(call.call)):  # which PyTorch's kernels would widen
-        from npu_runtime.cpu.kernels.prepacked import prepacked_candidates
+    possible = native_candidates(call) if native else []
+    if pytorch and not (possible and is_quantized(call.call)):  # which PyTorch's kernels would widen
+        from npu_runtime.cpu.torch_kernels.prepacked import prepacked_candidates
 
-        found += prepacked_candidates(call)
-    return found
+        possible += prepacked_candidates(call)
+    return possible
 
 
 @functools.cache
 def _warn_of_missing_kernels(pytorch: bool) -> None:
-    """Once, however many backends there are, and only where something is about to run."""
+    """Warn that there are no native kernels: once in a process, when a program is about to run."""
     reason = (failure_reason() or "no reason given").splitlines()[0]
     library = "PyTorch" if pytorch else "NumPy"
     warnings.warn(
@@ -267,18 +267,19 @@ def bind(operand: Operand) -> np.ndarray:
     return np.ndarray(view.shape, dtype, memory, operand.byte_offset + view.offset * size, strides)
 
 
-def reference(call: ArrayCall, among_native: bool, pytorch: bool) -> Launch:
-    """What runs a call that no candidate handles: its meaning in torch, or its kernel in NumPy.
+def fallback(call: ArrayCall, among_native: bool, pytorch: bool) -> Launch:
+    """The launch for a call that no candidate handles: PyTorch's kernel where it has a faster one, else the reference.
 
     Args:
         among_native: Whether native kernels run before and after it.
         pytorch: Whether to use torch.
 
     Raises:
-        DeviceError: there is no kernel of that name, or none in NumPy.
+        DeviceError: there is no kernel of that name.
     """
-    if not pytorch:
-        return numpy_launch(call)
-    from npu_runtime.cpu.kernels.reference import bound_reference
+    launch = None
+    if pytorch:
+        from npu_runtime.cpu.torch_kernels import torch_launch
 
-    return bound_reference(call, among_native)
+        launch = torch_launch(call, among_native)
+    return launch or bound_reference(call)

@@ -32,7 +32,7 @@ class BoundCall(Generic[ArrayT]):
 
     @property
     def name(self) -> str:
-        """Of the kernel, or of the element-wise op."""
+        """Name of the kernel, or of the element-wise op."""
         elementwise = elementwise_kernel(self.call)
         return self.call.kernel if elementwise is None else elementwise.op.name
 
@@ -85,7 +85,7 @@ class Candidate:
     """One implementation of a kernel.
 
     Attributes:
-        name: Stands for it in the table of choices, so it must not change its meaning.
+        name: Name in the table of choices, which must not change its meaning.
         make: Prepares it for a call; None where it does not handle the call.
         variant_of: Name of the candidate that it is a variant of; where that one is far behind, it is not tried.
         uses_pytorch: Whether it runs on PyTorch's threads instead of the native kernels' own.

@@ -1,4 +1,4 @@
-"""What this CPU reaches at most, measured with NumPy: no table says what the memory of a machine gives."""
+"""Highest rates of this CPU, measured with NumPy: no table has the bandwidth of a machine's memory."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ COLLECTIVE_KERNELS: dict[str, Callable[[HostCollectives, np.ndarray, np.ndarray]
 
 
 def collective_launch(call: ArrayCall, group: Collectives | None) -> Launch:
-    """What exchanges a call's operands with the other ranks.
+    """A launch that exchanges a call's operands with the other ranks.
 
     Raises:
         DeviceError: the device has joined no group, or one of another size.

@@ -56,4 +56,4 @@ class GlooCollectives(HostCollectives):
         self._group._allgather_base(from_numpy(whole.reshape(-1)), from_numpy(part)).wait()
 
     def abort(self) -> None:
-        """Nothing to do: once a process has ended, the others' connections to it fail."""
+        """Do nothing: once a process has ended, the others' connections to it fail."""

@@ -24,10 +24,10 @@ class Level:
     """An instruction set to compile for.
 
     Attributes:
-        name: Its name in `NPU_SIM_CPU_LEVEL` and in reports.
+        name: Name in `NPU_SIM_CPU_LEVEL` and in reports.
         machine: The architecture: "x86_64" or "aarch64"; empty for any.
         flags: The compiler's options.
-        features: What the CPU must have, in the words of Linux's /proc/cpuinfo.
+        features: Features that the CPU must have, in the words of Linux's /proc/cpuinfo.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How many elements the windows of an average pooling hold."""
+"""Number of elements in each window of an average pooling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 def window_lengths(
     size: int, count: int, kernel: int, stride: int, before: int, after: int, count_padding: bool
 ) -> np.ndarray:
-    """How many elements each of `count` windows averages along one axis of `size`, in float32.
+    """Number of elements that each of `count` windows averages along one axis of `size`: float32 [count].
 
     Args:
         before, after: The axis's padding, of which a window that goes beyond counts no more.

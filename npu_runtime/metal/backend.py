@@ -57,7 +57,7 @@ class MetalBuffer(DeviceBuffer):
         return copied
 
     def _copy_from(self, other: DeviceBuffer) -> None:
-        """By the host, which is safe at any time: `MetalDevice.run` returns when the GPU has finished."""
+        """Copy on the host, which is safe at any time: `MetalDevice.run` returns when the GPU has finished."""
         self._upload(other._bytes() if isinstance(other, MetalBuffer) else other._download())
 
     def _clear(self) -> None:
@@ -84,7 +84,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """What of a call does not depend on memory: an MPS product, a dispatch of a kernel of ours, or both.
+    """Part of a call that does not depend on memory: an MPS product, a dispatch of a kernel of ours, or both.
 
     The dispatch comes first where the product is added to what it writes.
     """
@@ -143,7 +143,7 @@ class MetalBackend(Backend):
         mps: Leave matrix products to Metal Performance Shaders; else our kernels make all of them.
 
     Attributes:
-        counters: What was made, packed and encoded so far (see `MetalDevice.counters`).
+        counters: Counts of what was made, packed and encoded so far (see `MetalDevice.counters`).
     """
 
     config: TargetConfig = METAL_GPU
@@ -164,7 +164,7 @@ class MetalBackend(Backend):
 
     @property
     def target(self) -> CodegenTarget:
-        """Not the op-level target, whose integer kernels and rounded rows are the CPU's."""
+        """Metal's own target: the integer kernels and rounded rows of the op-level target are the CPU's."""
         return self._target
 
     @property

@@ -101,7 +101,7 @@ def _binding(call: KernelCall, decl: KernelDecl, constants: dict[str, int]) -> B
 
 
 def _type(view: View | None, half: str | None) -> int:
-    """How an operand is stored, as `common.metal` numbers it; 0 for an absent one."""
+    """Number of an operand's storage type in `common.metal`; 0 for an absent operand."""
     if view is None:
         return 0
     return _OTHER_HALF if view.dtype in HALF_DTYPES and view.dtype != half else _TYPES[view.dtype]
@@ -135,7 +135,7 @@ def pack_geometry(view: View | None) -> bytes:
 
 
 def collapse_views(views: Sequence[View]) -> list[View]:
-    """The same elements in the same order in as few dimensions, at least one, as all the views (of one shape) share."""
+    """The views, all of one shape, with dimensions merged where all of them allow it; at least one dimension stays."""
     shape, strides = collapse(views[0].shape, *(view.strides for view in views))
     if not shape:
         shape, strides = [1], [[1] for _ in views]

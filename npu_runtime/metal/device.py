@@ -288,10 +288,10 @@ class PipelineArchive:
         self._added = 0
 
 
-def _require(made: Any, what: str, error: Any) -> Any:
-    if made is None:
+def _require(created: Any, what: str, error: Any) -> Any:
+    if created is None:
         raise DeviceError(f"Metal cannot make the {what}: {_message(error)}")
-    return made
+    return created
 
 
 def _message(error: Any) -> str:

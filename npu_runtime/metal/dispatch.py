@@ -1,4 +1,4 @@
-"""How many threadgroups of how many threads each Metal kernel runs with."""
+"""Number of threadgroups, and of threads in each, for every Metal kernel."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _matmul_vec(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _quantized_matmul_vec(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """As `_matmul_vec`; a thread takes 16 bytes of each row's codes at a time."""
+    """Grid of a product of one row with codes; a thread takes 16 bytes of each row's codes at a time."""
     return _columns(call.params["n"], _groups(call.inputs[1].shape[-1], CODE_BYTES), config)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_compiler.errors import WeightError
+from npu_compiler.graph.code_formats import CODE_FORMATS, integer_codes
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_sim.checkpoints.bits import SIGN, awq_fields, awq_rows_of, fields, rows_of, signed
 
@@ -53,9 +54,9 @@ class GPTQ:
         _expect(parts, "scales", (groups, n), _SCALES)
         _expect(parts, "qzeros", (groups, n * self.bits // 32), ("int32",))
         self._check_order(parts.get("g_idx"), k)
-        codes = "int4" if self.bits == 4 else "int8"
         middle = self.symmetric and bool((self._zeros(parts) == 2 ** (self.bits - 1)).all())
-        return QuantizedFormat(codes, self.group, parts["scales"].dtype.name, "none" if middle else "zero_point")
+        offsets = "none" if middle else "zero_point"
+        return QuantizedFormat(integer_codes(self.bits), self.group, parts["scales"].dtype.name, offsets)
 
     def _zeros(self, parts: Parts) -> np.ndarray:
         """int16 [groups, n]."""
@@ -154,8 +155,7 @@ class Packed:
             raise WeightError("its weight_g_idx says that the columns of a group do not follow each other (actorder)")
         _check_scales(parts, n, _groups(k, self.group))
         offsets = "none" if self.symmetric else "zero_point"
-        codes = "int4" if self.bits == 4 else "int8"
-        return QuantizedFormat(codes, self.group, parts["weight_scale"].dtype.name, offsets)
+        return QuantizedFormat(integer_codes(self.bits), self.group, parts["weight_scale"].dtype.name, offsets)
 
     def array(self, parts: Parts) -> QuantizedArray:
         format, (n, k) = self.format(parts), self.shape(parts)
@@ -222,7 +222,7 @@ class Plain:
             raise WeightError(
                 f"its rows of {k} elements are not a whole number of groups of {columns}, or of parts of them"
             )
-        codes = "int8" if parts["weight"].dtype == np.int8 else "float8_e4m3"
+        codes = next(name for name, row in CODE_FORMATS.items() if row.dtype == parts["weight"].dtype)
         offsets = "none" if self.symmetric else "zero_point"
         declared = self.block is not None and self.block[1] == group
         return QuantizedFormat(codes, group if group < k or declared else 0, scales.dtype.name, offsets)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from npu_compiler.errors import WeightError
-from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, pack_codes
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.torch_arrays import tensor_to_numpy
 from npu_sim.checkpoints.layouts import Plain
 
@@ -72,9 +72,10 @@ def _bits(tensor: Any) -> int:
 
 def _narrowed(array: QuantizedArray) -> QuantizedArray:
     """Codes from -8 to 7 that take a byte each, in 4 bits."""
-    codes = pack_codes(array.codes.view(np.int8) + np.int8(8), "int4")
-    zeros = None if array.offsets is None else array.offsets + np.uint8(8)
-    return QuantizedArray(replace(array.format, codes="int4"), array.shape, codes, array.scales, zeros)
+    format = replace(array.format, codes="int4")
+    codes = format.code_format.pack(array.codes.view(np.int8) + np.int8(format.code_format.zero))
+    zeros = None if array.offsets is None else array.offsets + np.uint8(format.code_format.zero)
+    return QuantizedArray(format, array.shape, codes, array.scales, zeros)
 
 
 def _int4(tensor: Any) -> QuantizedArray:

@@ -205,7 +205,7 @@ def _quantize_network(
 ) -> None:
     """Quantize the weights and activations of a vision model."""
     from npu_compiler.errors import InputError
-    from npu_sim.vision.quantize_model import find_images, quantize_model
+    from npu_sim.quantizing.networks.quantize_model import find_images, quantize_model
 
     if activations != "int8":
         raise InputError(f"unknown format of activations '{activations}'; int8 is the one there is")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, pack_codes
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.pieces import in_pieces
 
 Bytes = NDArray[np.uint8]
@@ -48,7 +48,7 @@ def quantized_rows(rows: Bytes, encoding: str) -> QuantizedArray:
     def convert(piece: slice) -> None:
         codes, scales, minimums = kind.take_apart(rows[piece].reshape(-1, kind.bytes))
         count = rows[piece].shape[0]
-        made["codes"][piece] = pack_codes(codes.reshape(count, -1), kind.format.codes)
+        made["codes"][piece] = kind.format.code_format.pack(codes.reshape(count, -1))
         made["scales"][piece] = scales.reshape(count, -1)
         if minimums is not None:
             made["offsets"][piece] = minimums.reshape(count, -1)

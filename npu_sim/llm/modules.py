@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from npu_compiler.errors import InputError
-from npu_runtime.cpu.kernels import transformer
+from npu_runtime.cpu.torch_kernels import attention
 
 
 class _IndexedCache:
@@ -226,7 +226,7 @@ def paged_attention(
     scale: float,
 ) -> torch.Tensor:
     """See `npu_compiler.ops.transformer.lower_paged_attention`."""
-    attended = transformer.paged_attention(query, keys, values, tables, sequences, positions, block_size, scale)
+    attended = attention.paged_attention(query, keys, values, tables, sequences, positions, block_size, scale)
     return attended.to(query.dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.files import working_folder
-from npu_compiler.graph.quantization import SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.checkpoints.bits import SIGN
@@ -126,9 +126,12 @@ def stored_parts(weight: QuantizedArray) -> dict[str, torch.Tensor]:
     """A weight's tensors by the names that compressed-tensors gives them within a module."""
     format, (n, k) = weight.format, weight.shape
     scales = numpy_to_tensor(weight.scales)
-    if format.codes == "float8_e4m3":
-        return {"weight": torch.from_numpy(weight.codes).view(torch.float8_e4m3fn), "weight_scale": scales}
-    assert format.bits == 8 or SYMMETRIC_ZERO[format.codes] == 8, "compressed-tensors adds half the range to codes"
+    if format.code_format.is_float:
+        codes = torch.from_numpy(weight.codes).view(getattr(torch, format.code_format.dtype.name))
+        return {"weight": codes, "weight_scale": scales}
+    assert format.bits == 8 or format.code_format.zero == 2 ** (format.bits - 1), (
+        "compressed-tensors adds half the range to codes"
+    )
     unsigned = weight.codes if format.bits == 4 else weight.codes ^ SIGN
     row = -(-unsigned.shape[1] // 4) * 4
     words = np.zeros((n, row), np.uint8)
@@ -156,16 +159,15 @@ def _packed_columns(zeros: np.ndarray, bits: int) -> np.ndarray:
 
 def quantization_config(format: QuantizedFormat, ignore: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config` for linear layers in a format, but for the modules to ignore."""
-    is_float = format.codes == "float8_e4m3"
     weights: dict[str, Any] = {
         "num_bits": format.bits,
-        "type": "float" if is_float else "int",
+        "type": "float" if format.code_format.is_float else "int",
         "symmetric": format.offsets == "none",
         "strategy": "group" if format.group else "channel",
         "group_size": format.group or None,
         "dynamic": False,
     }
-    kind = "naive-quantized" if is_float else "pack-quantized"
+    kind = "naive-quantized" if format.code_format.is_float else "pack-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -9,14 +9,7 @@ import numpy as np
 import torch
 
 from npu_compiler.errors import InputError
-from npu_compiler.graph.quantization import (
-    FLOAT8_MAX,
-    SYMMETRIC_ZERO,
-    QuantizedArray,
-    QuantizedFormat,
-    code_range,
-    pack_codes,
-)
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.torch_arrays import tensor_to_numpy
 
 RANGE = (1.0,)
@@ -24,7 +17,6 @@ SEARCH = tuple(1 - step / 25 for step in range(10))
 """Fractions of the range to try: clipping the largest elements makes the steps of all others smaller."""
 
 _PIECE = 2**17  # elements that are searched at once: their temporary arrays stay in a core's cache
-_LARGEST_CODE = {"int4": 7.5, "int8": 127.0, "float8_e4m3": FLOAT8_MAX}
 
 
 @dataclass(frozen=True)
@@ -66,9 +58,9 @@ def _squared_error(columns: torch.Tensor, scales: Scales, format: QuantizedForma
 def _of_range(columns: torch.Tensor, format: QuantizedFormat, fraction: float) -> Scales:
     if format.offsets == "none":
         largest = columns.abs().amax(1, keepdim=True) * fraction
-        scale = stored_scales(largest / _LARGEST_CODE[format.codes], format)
-        return Scales(scale, torch.full_like(scale, SYMMETRIC_ZERO[format.codes]))
-    low, high = code_range(format)
+        scale = stored_scales(largest / format.code_format.largest, format)
+        return Scales(scale, torch.full_like(scale, format.code_format.zero))
+    low, high = format.code_range
     smallest = columns.amin(1, keepdim=True).clamp(max=0) * fraction
     greatest = columns.amax(1, keepdim=True).clamp(min=0) * fraction
     scale = stored_scales((greatest - smallest) / (high - low), format)
@@ -88,15 +80,14 @@ def codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> tor
 
 def exact_codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
     """What `codes` rounds, within the range of the codes."""
-    if format.codes == "float8_e4m3":
-        return (columns / scales.scale).clamp(-FLOAT8_MAX, FLOAT8_MAX)
-    low, high = code_range(format)
-    return (columns / scales.scale + scales.zero).clamp(low, high)
+    exact = columns / scales.scale
+    return (exact if format.code_format.is_float else exact + scales.zero).clamp(*format.code_range)
 
 
 def round_codes(exact: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
     """The nearest code of each, as float32."""
-    return exact.to(torch.float8_e4m3fn).float() if format.codes == "float8_e4m3" else exact.round()
+    kind = format.code_format
+    return exact.to(getattr(torch, kind.dtype.name)).float() if kind.is_float else exact.round()
 
 
 def rounded(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
@@ -116,15 +107,11 @@ def assemble(found: torch.Tensor, scales: Scales, format: QuantizedFormat) -> Qu
     """The matrix of codes [n, k], as `codes` returns them, and of its groups' scales."""
     n, k = found.shape
     found, scales = found.cpu(), Scales(scales.scale.cpu(), scales.zero.cpu())
-    if format.codes == "float8_e4m3":
-        stored = found.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    else:
-        stored = pack_codes(found.numpy(), format.codes)
     offsets = None
     if format.offsets == "zero_point":
-        offsets = scales.zero.numpy().astype(np.int8 if format.codes == "int8" else np.uint8).view(np.uint8)
+        offsets = scales.zero.numpy().astype(format.code_format.dtype).view(np.uint8)
     narrow = scales.scale.to(getattr(torch, format.scales))
-    return QuantizedArray(format, (n, k), stored, tensor_to_numpy(narrow), offsets)
+    return QuantizedArray(format, (n, k), format.code_format.pack(found.numpy()), tensor_to_numpy(narrow), offsets)
 
 
 def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> QuantizedArray:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from npu_compiler.errors import NPUError
-from npu_compiler.graph.quantization import SYMMETRIC_ZERO, QuantizedArray
+from npu_compiler.graph.quantization import QuantizedArray
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import dense_model
@@ -201,10 +201,9 @@ class _RoundedLinear(nn.Module):
         super().__init__()
         device, self._format, shape = linear.weight.device, array.format, (*array.scales.shape, 1)
         scale = numpy_to_tensor(array.scales).float()
-        zero = torch.full_like(scale, SYMMETRIC_ZERO[array.format.codes])
+        zero = torch.full_like(scale, array.format.code_format.zero)
         if array.offsets is not None:
-            signed = array.format.codes == "int8"
-            zero = torch.from_numpy(array.offsets.view("int8" if signed else "uint8")).float()
+            zero = torch.from_numpy(array.format.code_format.zero_points(array.offsets)).float()
         self._scale, self._zero = (nn.Buffer(x.reshape(shape).to(device)) for x in (scale, zero))
         self.growth = nn.Parameter(torch.zeros(shape, device=device))  # of the scales, of what they were
         self.bias = linear.bias

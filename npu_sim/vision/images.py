@@ -16,13 +16,13 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a network's training images were prepared.
+    """Preparation of a network's training images.
 
     The image is resized until its shorter side has `resize` pixels, cropped to the centred `size` x `size` square, and
     normalized per channel: (x - mean) / std with x in [0, 1].
 
     Attributes:
-        mean, std: Of red, green and blue.
+        mean, std: Values for red, green and blue.
         resample: The filter to resize with.
     """
 

@@ -153,7 +153,7 @@ def quantized_files(folder: Path) -> tuple[dict[str, Any], Path] | None:
     if not (ir.is_file() and weights.is_file()):
         return None
     try:
-        found: dict[str, Any] = json.loads(ir.read_text(encoding="utf-8"))
+        stored: dict[str, Any] = json.loads(ir.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read '{ir}': {error}") from error
-    return found, weights
+    return stored, weights

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cuda_llms import CONFIGS, paged_plan_of
 from cuda_llms import plan_of as plan_of_a_model
+from reference_kernels import reference_launch
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.resident.kernel import RESIDENT
@@ -21,7 +22,6 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides, numel
-from npu_runtime.cpu.kernels import reference_launch
 from npu_runtime.torch_arrays import numpy_to_tensor
 
 

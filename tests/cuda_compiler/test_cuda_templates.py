@@ -21,6 +21,7 @@ from metal_cases import attention as attention_cases
 from metal_cases import matmul as matmul_cases
 from metal_cases import sort as sort_cases
 from metal_harness import Case, call_of
+from reference_kernels import reference_launch
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.cuda_program import kernel_launch_of
@@ -30,7 +31,6 @@ from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
-from npu_runtime.cpu.kernels import reference_launch
 
 
 def expand(case: Case, dtype: str = "bfloat16", **gpu: int) -> tuple[list[KernelCall], Specializer]:

@@ -9,6 +9,7 @@ import cuda_toolchain
 import numpy as np
 import pytest
 import torch
+from reference_kernels import reference_launch
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_runtime.launches import GraphSequence
@@ -17,7 +18,6 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
-from npu_runtime.cpu.kernels import reference_launch
 from npu_runtime.torch_arrays import numpy_to_tensor
 
 HEADS, KV_HEADS, WIDTH = 12, 2, 128

@@ -14,7 +14,7 @@ from ir_builder import IRBuilder
 
 from npu_compiler import CompiledProgram, QuantizedArray, QuantizedFormat, compile, print_graph, quantize, trace_stages
 from npu_compiler.errors import InputError, ProgramFormatError, WeightError
-from npu_compiler.graph.quantization import CODES, pack_codes, unpack_codes
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_runtime import CPUBackend, Device, Executor, NPUBuffer, load_weights
 
 FORMATS = [
@@ -52,9 +52,10 @@ def test_rounding_errs_by_half_a_step_at_most(format: QuantizedFormat, seed: int
 def test_packing_and_unpacking_are_inverse(kind: str) -> None:
     low, high = (0, 16) if kind == "int4" else (-128, 128)
     values = np.random.default_rng(0).integers(low, high, (5, 14))
-    packed = pack_codes(values, kind)
-    assert packed.shape == (5, 14 * CODES[kind] // 8)
-    np.testing.assert_array_equal(unpack_codes(packed, kind), values)
+    row = CODE_FORMATS[kind]
+    packed = row.pack(values)
+    assert packed.shape == (5, 14 * row.bits // 8)
+    np.testing.assert_array_equal(row.unpack(packed), values)
 
 
 def test_of_two_4_bit_codes_the_low_half_of_the_byte_is_first() -> None:

@@ -14,8 +14,9 @@ from ir_builder import IRBuilder, Tensor
 from metal_harness import open_metal
 
 from npu_compiler import CompiledProgram, QuantizedArray, QuantizedFormat, compile, partition, print_graph, read_ir
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.dtypes import numpy_dtype, saturating_cast
-from npu_compiler.graph.quantization import CODES, OFFSETS
+from npu_compiler.graph.quantization import OFFSETS
 from npu_compiler.ops.quantized import is_quantized
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, load_weights
 
@@ -91,7 +92,7 @@ class Network:
     def format(self, k: int) -> QuantizedFormat | None:
         if not self.draw(st.integers(0, 4)):
             return None
-        codes = self.draw(st.sampled_from([name for name, bits in CODES.items() if k * bits % 8 == 0]))
+        codes = self.draw(st.sampled_from([name for name, row in CODE_FORMATS.items() if k * row.bits % 8 == 0]))
         group = self.draw(st.sampled_from([0, *(size for size in range(1, k + 1) if k % size == 0)]))
         offsets = "none" if codes == "float8_e4m3" else self.draw(st.sampled_from(OFFSETS))
         return QuantizedFormat(codes, group, self.draw(st.sampled_from(["float16", "bfloat16", "float32"])), offsets)

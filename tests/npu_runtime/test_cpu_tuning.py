@@ -16,6 +16,7 @@ import pytest
 import torch
 from ir_builder import IRBuilder
 from native_on_tensors import memory_of
+from reference_kernels import reference_launch
 from typer.testing import CliRunner
 
 from npu_compiler import CompiledProgram, compile
@@ -27,10 +28,10 @@ from npu_runtime.cpu import backend as cpu_backend
 from npu_runtime.cpu import native
 from npu_runtime.cpu.backend import CPUBuffer, bind
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
-from npu_runtime.cpu.kernels import prepacked, reference_launch
-from npu_runtime.cpu.kernels.reference import bound_reference, on_tensors
+from npu_runtime.cpu.kernels import bound_reference
 from npu_runtime.cpu.native import build
-from npu_runtime.cpu.numpy_kernels import numpy_launch
+from npu_runtime.cpu.torch_kernels import prepacked
+from npu_runtime.cpu.torch_kernels.launches import on_tensors
 from npu_runtime.cpu.tuning import Choice, ChoiceTable, Tuner, machine, trials, tuner
 from npu_runtime.hardware import Launch, Operand
 from npu_sim.cli import app
@@ -189,7 +190,7 @@ def test_every_candidate_computes_what_the_reference_does(case: str, dtype: str)
     reference_launch(call.call, tensors.inputs, [exact])()
     before = [x.clone() for x in tensors.inputs]
     names = []
-    for candidate in [*cpu_backend.candidates(call, native.available()), Candidate("numpy", numpy_launch)]:
+    for candidate in [*cpu_backend.candidates(call, native.available()), Candidate("numpy", bound_reference)]:
         launch = candidate.make(call)
         if launch is None:
             continue
@@ -282,7 +283,7 @@ def slow_native(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def make(call: ArrayCall) -> Launch:
         made.append(call.name)
-        return sleeping(bound_reference(call, among_native=False))
+        return sleeping(bound_reference(call))
 
     def candidates(call: ArrayCall) -> list[Candidate]:
         return [Candidate("native", make)] if call.name.startswith("matmul") else []

@@ -14,8 +14,9 @@ from torch import Tensor
 from npu_compiler.errors import DeviceError
 from npu_runtime.cpu.native import build
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available, layout
+from npu_runtime.cpu.native.numbers import ACTIVATIONS
 
-ACTIVATIONS, pack_conv_weight, conv2d = conv.ACTIVATIONS, conv.pack_conv_weight, conv.conv2d
+pack_conv_weight, conv2d = conv.pack_conv_weight, conv.conv2d
 max_pool2d, avg_pool2d, global_avg_pool2d = conv.max_pool2d, conv.avg_pool2d, conv.global_avg_pool2d
 
 pytestmark = pytest.mark.skipif(not available(), reason=f"no native kernels: {build.failure_reason()}")
@@ -32,6 +33,7 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "silu": F.silu,
     "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "hardsigmoid": F.hardsigmoid,
     "sigmoid": torch.sigmoid,
 }

@@ -21,7 +21,7 @@ from npu_runtime import Executor, load_weights
 from npu_runtime.backend import Launch, Operand
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import BFLOAT16, address
-from npu_runtime.cpu.native import conv
+from npu_runtime.cpu.native import convolutions as conv
 from npu_runtime.cpu.native.bindings import NativeLaunch, pointers
 from npu_runtime.cpu.native.extents import Extent, arrays_in
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from quantized_products import DTYPES, EPS, KINDS, SCALES, SHAPES, blank, bound, rng, strided, whole_numbers
 
-from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, pack_codes, quantize
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, quantize
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import BFLOAT16
 
@@ -51,7 +51,7 @@ def test_the_largest_integers_do_not_overflow(codes: str, rows: int) -> None:
             format = QuantizedFormat(codes, 0, "float32", "zero_point")
             zeros = np.full((5, 1), zero, np.int16).astype(np.uint8)
             weight = QuantizedArray(
-                format, (5, k), pack_codes(np.full((5, k), extreme), codes), np.ones((5, 1), np.float32), zeros
+                format, (5, k), format.code_format.pack(np.full((5, k), extreme)), np.ones((5, 1), np.float32), zeros
             )
             for dtype, value in ((BFLOAT16, 1.9921875), (np.dtype(np.float16), -1.9990234375)):
                 expected = value * (extreme - zero) * k

@@ -25,7 +25,7 @@ from npu_compiler.constraint_checker import find_violations
 from npu_compiler.ops import find_op
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, execute_cpu_partition, load_weights
 from npu_runtime.cpu.kernels import CPU_KERNELS
-from npu_runtime.cpu.numpy_kernels import NUMPY_KERNELS
+from npu_runtime.cpu.torch_kernels import TORCH_KERNELS
 from npu_runtime.torch_arrays import tensor_to_numpy
 
 A = torch.ops.aten
@@ -1991,11 +1991,11 @@ def test_a_layer_norm_without_a_bias_runs_on_the_device() -> None:
     assert not find_violations(read_ir(torch_ir.extract_ir(norm, (torch.zeros(2, 5, device="meta"),))))
 
 
-@pytest.mark.parametrize("kernels", [CPU_KERNELS, NUMPY_KERNELS], ids=["torch", "numpy"])
+@pytest.mark.parametrize("kernels", [TORCH_KERNELS, CPU_KERNELS], ids=["torch", "numpy"])
 def test_group_norm_of_channels_last_images_is_precise_far_from_zero(kernels: Any) -> None:
     x = 1000 + 10 * torch.rand(2, 16, 30, 20).contiguous(memory_format=torch.channels_last)
     out, params = torch.empty_like(x), {"groups": 2, "eps": 1e-5}
-    arrays = [[x], [out]] if kernels is CPU_KERNELS else [[x.numpy()], [out.numpy()]]
+    arrays = [[x], [out]] if kernels is TORCH_KERNELS else [[x.numpy()], [out.numpy()]]
     kernels["groupnorm_kernel"](*arrays, params)
     expected = F.group_norm(x.double().contiguous(), 2)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)

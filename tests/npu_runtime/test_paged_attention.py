@@ -17,7 +17,7 @@ from npu_runtime import Device, Executor, NPUBuffer
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import BFLOAT16
 from npu_runtime.cpu.kernels import CPU_KERNELS
-from npu_runtime.cpu.numpy_kernels import NUMPY_KERNELS
+from npu_runtime.cpu.torch_kernels.attention import paged_attention
 from npu_runtime.torch_arrays import numpy_to_tensor
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
@@ -109,10 +109,10 @@ def run(library: str, pool: Pool, out: np.ndarray) -> None:
         assert launch is not None
         launch()
     elif library == "numpy":
-        NUMPY_KERNELS["paged_attention_kernel"](pool.operands, [out], pool.params)
+        CPU_KERNELS["paged_attention_kernel"](pool.operands, [out], pool.params)
     else:
         tensors = [numpy_to_tensor(x) for x in pool.operands]
-        CPU_KERNELS["paged_attention_kernel"](tensors, [numpy_to_tensor(out)], pool.params)
+        out[...] = paged_attention(*tensors, pool.block_size, SCALE).numpy()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -37,8 +35,6 @@ from npu_compiler.graph.quantization import (
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import BFLOAT16
 from npu_runtime.cpu.kernels import CPU_KERNELS
-from npu_runtime.cpu.numpy_kernels import NUMPY_KERNELS
-from npu_runtime.torch_arrays import numpy_to_tensor
 
 needs_native = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
 LARGEST = {"int8": 127, "float8_e4m3": 448}
@@ -171,18 +167,10 @@ def test_gated_products_with_a_bias_agree_with_numpy(activations: str) -> None:
         **{"k": 96, "groups": 3, "codes": "int8", "offsets": "none", "has_offset": 0, "has_bias": 1},
         **{"activation": "silu", "activations": activations},
     }
-    for kernels, convert in ((NUMPY_KERNELS, np.asarray), (CPU_KERNELS, numpy_to_tensor)):
-        expected = np.empty((1, 40), np.float32)
-        operands = [convert(array) for array in (x, weight.codes, weight.scales, bias)]
-        kernels["dynamic_quantized_gated_matmul_vec_kernel"](operands, [convert(expected)], params)
-        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
-
-
-def run_reference(library: str, name: str, inputs: list[np.ndarray], outputs: list[np.ndarray], params: Any) -> None:
-    """A kernel in NumPy or in torch."""
-    if library == "numpy":
-        return NUMPY_KERNELS[name](inputs, outputs, params)
-    return CPU_KERNELS[name]([*map(numpy_to_tensor, inputs)], [*map(numpy_to_tensor, outputs)], params)
+    expected = np.empty((1, 40), np.float32)
+    operands = [x, weight.codes, weight.scales, bias]
+    CPU_KERNELS["dynamic_quantized_gated_matmul_vec_kernel"](operands, [expected], params)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(deadline=None)
@@ -200,10 +188,10 @@ def test_updates_of_a_cache_round_every_row_alike(
     places = np.array(index[:4], np.int32)
     wanted_codes, wanted_scales = np.full((2, 3, 6, 11), 77, np.uint8), np.full((2, 3, 6), 5, np.float32)
     wanted_codes[:, :, places], wanted_scales[:, :, places] = quantize_rows(source, kind)
-    for library in ("native", "numpy", "torch"):
+    for library in ("native", "numpy"):
         codes, scales = np.full((2, 3, 6, 11), 77, np.uint8), np.full((2, 3, 6), 5, np.float32)
         if library != "native":
-            run_reference(library, "quantized_index_copy_kernel", [places, source], [codes, scales], {"format": kind})
+            CPU_KERNELS["quantized_index_copy_kernel"]([places, source], [codes, scales], {"format": kind})
         elif native.available():
             launch = native.quantized_index_copy(codes, scales, places, source, kind)
             assert launch is not None
@@ -283,15 +271,14 @@ def test_attention_reads_codes_as_it_reads_their_numbers(
         launch()
         inputs = [q, k, k_scales, v, v_scales, *([] if mask is None else [np.ascontiguousarray(mask)])]
         params = {"format": kind, "scale": 0.2, "causal": 0}
-        for library in ("numpy", "torch"):
-            expected, summed = np.empty_like(out), np.empty_like(out)
-            run_reference(library, "quantized_attention_kernel", inputs, [expected], params)
-            inputs[3] = np.abs(v.view(np.int8)).view(v.dtype) if kind == "int8" else v & 0x7F  # their magnitudes
-            run_reference(library, "quantized_attention_kernel", inputs, [summed], params)
-            inputs[3] = v
-            # Where pairs of bfloat16 are multiplied, weights are rounded to it: 2**-8 of each and of their sum at most.
-            step = 2.0**-7 if dtype == BFLOAT16 else 2.0**-16
-            assert np.max((np.abs(out - expected) - 1e-6) / summed) <= step
+        expected, summed = np.empty_like(out), np.empty_like(out)
+        CPU_KERNELS["quantized_attention_kernel"](inputs, [expected], params)
+        inputs[3] = np.abs(v.view(np.int8)).view(v.dtype) if kind == "int8" else v & 0x7F  # their magnitudes
+        CPU_KERNELS["quantized_attention_kernel"](inputs, [summed], params)
+        inputs[3] = v
+        # Where pairs of bfloat16 are multiplied, weights are rounded to it: 2**-8 of each and of their sum at most.
+        step = 2.0**-7 if dtype == BFLOAT16 else 2.0**-16
+        assert np.max((np.abs(out - expected) - 1e-6) / summed) <= step
 
 
 @needs_native
@@ -311,7 +298,7 @@ def test_operands_that_do_not_fit_are_left_to_the_reference() -> None:
     assert native.quantized_index_copy(k, scales, index, rows.astype(np.float64), "int8") is None
 
 
-def test_torch_and_numpy_kernels_of_rounded_products_agree() -> None:
+def test_the_reference_of_rounded_products_rounds_rows() -> None:
     weight = quantize(rng().standard_normal((7, 32)), QuantizedFormat("int4", 16))
     x = rng().standard_normal((3, 32)).astype(BFLOAT16)
     params = {
@@ -319,12 +306,9 @@ def test_torch_and_numpy_kernels_of_rounded_products_agree() -> None:
         **{"has_residual": 0, "activation": "none"},
     }
     for activations in ROW_FORMATS:
-        results = []
-        for library in ("numpy", "torch"):
-            results.append(np.empty((3, 7), np.float32))
-            inputs = [x, weight.codes, weight.scales]
-            chosen = {**params, "activations": activations}
-            run_reference(library, "dynamic_quantized_matmul_kernel", inputs, results[-1:], chosen)
-        np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-5)
+        result = np.empty((3, 7), np.float32)
+        inputs = [x, weight.codes, weight.scales]
+        chosen = {**params, "activations": activations}
+        CPU_KERNELS["dynamic_quantized_matmul_kernel"](inputs, [result], chosen)
         rounded = dequantize_rows(*quantize_rows(x, activations), activations)
-        np.testing.assert_allclose(results[0], rounded @ weight.dequantize().T, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result, rounded @ weight.dequantize().T, rtol=1e-5, atol=1e-5)

@@ -14,9 +14,8 @@ from npu_model import simulate
 from npu_model.chip import Chip, parse_chip
 from npu_model.measured import KINDS
 from npu_runtime import Device
-from npu_sim import calibration
-from npu_sim.calibration import Block, Measured, Shape, chip_text, factors, measure, shape_of
-from npu_sim.probes import probes
+from npu_sim.calibration import Block, Measured, Shape, chip_text, factors, measure, measuring, shape_of, timing
+from npu_sim.calibration.probes import probes
 
 MEASURED = Measured("cpu", 20.5, 80.0, 8 << 20, {"float32": 96.0, "bfloat16": 48.0}, 14.0, 0.07, 1.5, ())
 
@@ -41,7 +40,7 @@ def test_measuring_this_cpu_finds_positive_rates(monkeypatch: pytest.MonkeyPatch
         "SOME_SECONDS": 0.0,
         "MOST_SECONDS": 0.001,
     }.items():
-        monkeypatch.setattr(calibration, name, value)
+        monkeypatch.setattr(timing if name.endswith("SECONDS") else measuring, name, value)
     reported: list[tuple[int, int]] = []
     found = measure(Device("cpu"), lambda done, total: reported.append((done, total)))
     assert reported == [(done, len(reported)) for done in range(1, len(reported) + 1)]
@@ -103,8 +102,8 @@ def test_what_nothing_tells_of_a_gpu_is_asked_for() -> None:
 
 def test_runs_go_on_until_a_quarter_of_them_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = itertools.chain([9.0, 9.0, 9.0, 1.0, 9.0, 9.0], itertools.cycle([1.0, 9.0]))
-    monkeypatch.setattr(calibration, "_runner", lambda program, device: lambda times: times * next(slow))
-    monkeypatch.setattr(calibration, "SOME_SECONDS", 0.0)
-    monkeypatch.setattr(calibration, "MOST_SECONDS", 60.0)
-    (samples,) = calibration._samples([None], SimpleNamespace(name="cpu"))
-    assert samples == sorted(samples) and calibration._typical(samples) == 1.0
+    monkeypatch.setattr(timing, "_runner", lambda program, device: lambda times: times * next(slow))
+    monkeypatch.setattr(timing, "SOME_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "MOST_SECONDS", 60.0)
+    (samples,) = timing.samples_of([None], SimpleNamespace(name="cpu"))
+    assert samples == sorted(samples) and timing.typical(samples) == 1.0

@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 
 from metal_kernels import shader_source
 from npu_compiler import WeightError
-from npu_runtime.cpu.kernels import CPU_KERNELS
+from npu_runtime.cpu.torch_kernels import TORCH_KERNELS
 from npu_sim.arrays import read_weights
 from npu_sim.cli import app
 
@@ -356,13 +356,13 @@ def test_verify_passes_and_fails_with_exit_code_1(folder: Path, monkeypatch: pyt
     good = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--json", "--seed", "5", *DRAWS)
     assert good.exit_code == 0
     assert json.loads(good.stdout)["passed"] is True
-    original = CPU_KERNELS["softmax_kernel"]
+    original = TORCH_KERNELS["softmax_kernel"]
 
     def wrong(inputs: Any, outputs: Any, params: Any) -> None:
         original(inputs, outputs, params)
         outputs[0].mul_(2)
 
-    monkeypatch.setitem(CPU_KERNELS, "softmax_kernel", wrong)
+    monkeypatch.setitem(TORCH_KERNELS, "softmax_kernel", wrong)
     bad = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--seed", "5")
     assert bad.exit_code == 1
     assert "softmax_kernel of node 'softmax'" in bad.stdout and "seeds 5 to 7" in bad.stderr

@@ -18,9 +18,9 @@ from npu_compiler import InputError, WeightError, compile
 from npu_runtime import Backend, CPUBackend, Executor, execute_cpu_partition, load_weights
 from npu_sim.cli import app
 from npu_sim.extract import extract_ir
+from npu_sim.quantizing.networks.quantize import QuantizedNetwork, quantize_network, quantize_weight
+from npu_sim.quantizing.networks.quantize_model import quantize_model
 from npu_sim.vision import Classifier, find_model, preprocess
-from npu_sim.vision.quantize import QuantizedNetwork, quantize_network, quantize_weight
-from npu_sim.vision.quantize_model import quantize_model
 
 
 class Small(nn.Module):

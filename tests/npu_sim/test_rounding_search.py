@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from npu_sim.vision.quantize import quantize_weight
-from npu_sim.vision.rounding_search import searched
+from npu_sim.quantizing.networks.quantize import quantize_weight
+from npu_sim.quantizing.networks.rounding_search import searched
 
 
 def channels(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

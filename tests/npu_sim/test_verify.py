@@ -19,9 +19,11 @@ from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.fusions.activations import rewrite_unary
 from npu_compiler.fusions.engine import Fusion, P, Var, mul
 from npu_compiler.graph.reader import read_ir
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_runtime import CPUBackend, Device, Executor
 from npu_runtime.cpu import backend as cpu_backend
-from npu_runtime.cpu.kernels import CPU_KERNELS, kernel_meaning
+from npu_runtime.cpu.kernels import CPU_KERNELS
+from npu_runtime.cpu.kernels.elementwise import bound_elementwise
 from npu_sim.arrays import random_inputs
 from npu_sim.verify import input_specs, verify
 from npu_sim.verify.criteria import compare_output
@@ -55,7 +57,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """The CPU with its reference kernels only, which a test can break by name."""
     monkeypatch.setattr(cpu_backend, "candidates", lambda *_: [])
     chosen = Device("cpu")
-    chosen.backend = CPUBackend(native=False)
+    chosen.backend = CPUBackend(native=False, pytorch=False)
     yield chosen
 
 
@@ -69,13 +71,15 @@ def break_kernel(
     monkeypatch: pytest.MonkeyPatch, kernel: str, when: Callable[[Any], bool] = lambda params: True
 ) -> None:
     """Patch a kernel to write its result 1.5 times as large where `when(params)`."""
-    original = kernel_meaning(kernel)
-    assert original is not None
+    original = CPU_KERNELS.get(kernel)
 
     def wrong(inputs: Any, outputs: Any, params: Any) -> None:
-        original(inputs, outputs, params)
+        if original is None:
+            bound_elementwise(ELEMENTWISE_KERNELS[kernel].op, inputs, outputs[0], params)()
+        else:
+            original(inputs, outputs, params)
         if when(params):
-            outputs[0].mul_(1.5)
+            outputs[0] *= outputs[0].dtype.type(1.5)
 
     monkeypatch.setitem(CPU_KERNELS, kernel, wrong)
 

@@ -50,9 +50,9 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_op_on_every_device_takes_six_places() -> None:
+def test_an_op_on_every_device_takes_five_places() -> None:
     touched = {path for _, path, _ in edits()}
-    assert len(edits()) == len(touched) == 6
+    assert len(edits()) == len(touched) == 5
     assert {Path(path).parts[0] for path in touched} == {
         "npu_compiler",
         "npu_runtime",

@@ -26,7 +26,7 @@ def offences(name: str, text: str) -> list[str]:
 
 
 def test_instruction_sets_are_known_to_one_header() -> None:
-    files = [path for path in sorted(NATIVE.iterdir()) if path.suffix in (".h", ".cpp")]
+    files = [path for path in sorted(NATIVE.rglob("*")) if path.suffix in (".h", ".cpp")]
     found = [entry for path in files if path.name != HEADER for entry in offences(path.name, path.read_text("utf-8"))]
     assert not found, "\n".join(found)
 

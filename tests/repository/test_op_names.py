@@ -17,9 +17,8 @@ NAME_OPS = (
     "npu_compiler/ops/",
     "npu_compiler/fusions/",
     "npu_runtime/cpu_fallback.py",
-    "npu_sim/calibration.py",
     "npu_sim/module/own_decompositions/",
-    "npu_sim/probes.py",
+    "npu_sim/calibration/probes.py",
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from cuda_gpu import prepared
+from reference_kernels import reference_launch
 
 from cuda_compiler.resident import twins
 from cuda_compiler.resident.kernel import find_runs, resident_call
@@ -20,8 +21,7 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides
 from npu_runtime import Backend, DeviceBuffer
-from npu_runtime.cpu.kernels import reference_launch
-from npu_runtime.cpu.kernels.matmul import activated
+from npu_runtime.cpu.torch_kernels.products import activated
 from npu_runtime.torch_arrays import numpy_to_tensor
 
 Array = np.ndarray[Any, Any]

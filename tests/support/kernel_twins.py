@@ -1,4 +1,4 @@
-"""A CPU device that runs each call twice, by its meaning in torch and by its kernel in NumPy, and compares the two."""
+"""A CPU device that runs each call by its reference, and by PyTorch where that has a kernel, and compares the two."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import numpy as np
 
 from npu_compiler.program.kernels import KernelCall
 from npu_runtime import CPUBackend
-from npu_runtime.cpu.backend import bind
+from npu_runtime.cpu.backend import bind, candidates
 from npu_runtime.cpu.bound_call import BoundCall
-from npu_runtime.cpu.kernels.reference import bound_reference
-from npu_runtime.cpu.numpy_kernels import numpy_launch
+from npu_runtime.cpu.kernels import bound_reference
+from npu_runtime.cpu.torch_kernels import torch_launch
+from npu_runtime.cpu.tuning import default_launch
 from npu_runtime.hardware import Launch, Operand
 
 # Sums of float32 differ by their order; in 16 bits two results may lie on either side of a rounding.
@@ -19,10 +20,10 @@ _TOLERANCE = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-7}
 
 
 class Twins(CPUBackend):
-    """Runs programs by their meaning in torch.
+    """Runs programs by their reference kernels.
 
     Attributes:
-        seen: The names of the kernels that were compared.
+        seen: Names of the kernels that were compared with PyTorch's.
     """
 
     def __init__(self) -> None:
@@ -31,17 +32,20 @@ class Twins(CPUBackend):
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         bound = BoundCall(call, [bind(x) for x in inputs], [bind(x) for x in outputs], inputs)
-        first, second = numpy_launch(bound), bound_reference(bound, among_native=False)
+        reference = bound_reference(bound)
+        twin = default_launch(bound, candidates(bound, native=False)) or torch_launch(bound, among_native=False)
+        if twin is None:
+            return reference
 
         def run() -> None:
             self.seen.add(call.kernel)
             before = [x.copy() for x in bound.outputs]
-            first()
+            twin()
             found = [x.copy() for x in bound.outputs]
             for out, content in zip(bound.outputs, before, strict=True):
                 out[...] = content
-            second()
-            for ours, theirs in zip(found, bound.outputs, strict=True):
+            reference()
+            for theirs, ours in zip(found, bound.outputs, strict=True):
                 compare(ours, theirs, f"{call.kernel} {dict(call.params)} {[x.shape for x in bound.inputs]}")
 
         return run

@@ -10,7 +10,7 @@ import torch
 
 from npu_runtime.cpu import native as _native
 from npu_runtime.cpu.arrays import BFLOAT16
-from npu_runtime.cpu.native import conv as _conv
+from npu_runtime.cpu.native import convolutions as _conv
 
 
 def memory_of(value: Any) -> Any:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from npu_compiler.graph.dtypes import numpy_dtype
-from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, code_range, pack_codes
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.cpu.arrays import BFLOAT16
 from npu_runtime.cpu.native.bindings import layout
 
@@ -49,11 +49,11 @@ def blank(rows: int, columns: int, dtype: np.dtype = DTYPES[0]) -> np.ndarray:
 def whole_numbers(format: QuantizedFormat, n: int, k: int) -> QuantizedArray:
     """A weight with scales of 0.5, 1 and 2 and whole minimums, whose elements have 8 significant bits, as bfloat16."""
     random, parts = rng(), format.parts((n, k))
-    low, high = (max(-60, code_range(format)[0]), min(60, code_range(format)[1]))
+    low, high = (max(-60, format.code_range[0]), min(60, format.code_range[1]))
     if format.codes == "float8_e4m3":
         codes = random.integers(-15, 16, (n, k)).astype(np.float32).astype("float8_e4m3fn").view(np.uint8)
     else:
-        codes = pack_codes(random.integers(low, high + 1, (n, k)), format.codes)
+        codes = format.code_format.pack(random.integers(low, high + 1, (n, k)))
     scales = random.choice(np.array([0.5, 1, 2], numpy_dtype(format.scales)), parts["scales"][0])
     if format.offsets == "none":
         return QuantizedArray(format, (n, k), codes, scales)

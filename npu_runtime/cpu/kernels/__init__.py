@@ -1,30 +1,21 @@
-"""The CPU device's kernels: what each means, in torch. Native ones are in `cpu.native`."""
+"""The CPU device's reference kernels: the meaning of each, in NumPy.
 
-from npu_runtime.cpu.kernels import (
-    conv,
-    elementwise,
-    indexing,
-    integer,
-    matmul,
-    quantized,
-    reductions,
-    tensor,
-    transformer,
-)
-from npu_runtime.cpu.kernels.reference import kernel_meaning, reference_launch
+Faster ones are in `cpu.native` and `cpu.torch_kernels`.
+"""
+
+from npu_runtime.cpu.kernels import elementwise, integer, movement, products, quantized, rows, windows
+from npu_runtime.cpu.kernels.launches import bound_reference, reference_launch
 from npu_runtime.cpu.kernels.registry import CPU_KERNELS
 
 __all__ = [
     "CPU_KERNELS",
-    "conv",
+    "bound_reference",
     "elementwise",
-    "indexing",
     "integer",
-    "kernel_meaning",
-    "matmul",
+    "movement",
+    "products",
     "quantized",
-    "reductions",
     "reference_launch",
-    "tensor",
-    "transformer",
+    "rows",
+    "windows",
 ]

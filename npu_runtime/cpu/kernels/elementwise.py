@@ -1,101 +1,175 @@
-"""Element-wise kernels: one function, driven by the compiler's table of element-wise ops."""
+"""Element-wise kernels: the C expressions of the compiler's table, evaluated by NumPy, a piece of the arrays a time."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
+import npu_compiler.ops  # noqa: F401  (fills the table of functions)
+from npu_compiler.graph.dtypes import as_int32
 from npu_compiler.program.elementwise import Elementwise
-from npu_runtime.cpu.kernels.registry import Kernel, Params, Tensors, to_float
+from npu_compiler.program.elementwise import as_float32 as float32_scalar
+from npu_compiler.program.functions import FUNCTIONS
+from npu_compiler.program.views import collapse
+from npu_runtime.cpu.arrays import strides_of, with_strides
+from npu_runtime.cpu.bound_call import Params
+from npu_runtime.cpu.kernels.expression import Value, called, parse
+from npu_runtime.cpu.kernels.registry import Arrays, as_float32, is_float
+from npu_runtime.hardware import Launch
+from npu_runtime.pieces import in_pieces
 
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def _remainder(function: Callable[..., torch.Tensor], a: Any, b: Any) -> torch.Tensor:
-    """PyTorch's remainder; where its vectors give NaN, since the quotient passes what they hold, the exact one."""
-    result = function(a, b)
-    if not result.is_floating_point() or not result.isnan().any():
-        return result
-    a, b = (torch.as_tensor(x, dtype=result.dtype).expand(result.shape) for x in (a, b))
-    lost = result.isnan() & a.isfinite() & b.isfinite() & (b != 0)
-    exact = torch.from_numpy(np.fmod(a[lost].double().numpy(), b[lost].double().numpy()))
-    if function is torch.remainder:
-        exact = torch.where((exact != 0) & ((exact < 0) != (b[lost] < 0)), exact + b[lost], exact)
-    result[lost] = exact.to(result.dtype)
-    return result
+_PIECE = 2**16  # elements: the intermediate results of a piece stay in the cache
 
 
-_COMPOSED: dict[str, Callable[..., torch.Tensor]] = {
-    "npu.copy": lambda x: x,
-    "torch.remainder": functools.partial(_remainder, torch.remainder),
-    "torch.fmod": functools.partial(_remainder, torch.fmod),
-    "npu.gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "npu.elu": lambda x, alpha, scale, input_scale: torch.where(
-        x > 0, scale * x, scale * alpha * torch.expm1(x * input_scale)
-    ),
-    "npu.prelu": lambda x, weight: torch.where(x > 0, x, x * weight),
-    "npu.trunc_divide": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
-    "npu.lerp": lambda a, b, weight: torch.lerp(a, b, weight),
-    "npu.clamp_min": lambda a, low: torch.clamp(a, min=low),
-    "npu.clamp_max": lambda a, high: torch.clamp(a, max=high),
-    "npu.glu": lambda a, b: a * torch.sigmoid(b),
-    "npu.silu_mul": lambda a, b: F.silu(a) * b,
-    "npu.gelu_mul": lambda a, b: F.gelu(a) * b,
-    "npu.gelu_tanh_mul": lambda a, b: F.gelu(a, approximate="tanh") * b,
-    "npu.add_relu": lambda a, b: torch.relu(a + b),
-    "npu.scale_shift": lambda x, scale, shift: x * scale + shift,
-    "npu.heaviside": lambda x, values: torch.where(torch.as_tensor(x) == 0, values, torch.as_tensor(x > 0)),
-    "npu.logit": lambda x, eps: torch.logit(x, eps=eps if eps >= 0 else None),
-    "npu.nan_to_num": lambda x, nan, posinf, neginf: torch.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf),
-    "npu.polygamma": lambda x, order, factor: torch.polygamma(int(order), x),
-    "npu.quantize": lambda x, scale, zero_point, low, high: torch.clamp(
-        torch.round(x * torch.as_tensor(scale, dtype=torch.float32).reciprocal()) + zero_point, low, high
-    ),
-    "npu.dequantize": lambda x, scale, zero_point: (x - zero_point) * scale,
-}
-_TENSOR_ONLY = frozenset(
-    "maximum minimum fmax fmin atan2 copysign logaddexp logaddexp2 logical_and logical_or logical_xor fmod lerp".split()
+def _erf(x: Value) -> Value:
+    """A rational approximation, as exact as float32 allows; that of Eigen's library."""
+    x = np.clip(x, np.float32(-4), np.float32(4))
+    square = x * x
+    above, below = (_polynomial(coefficients, square) for coefficients in (_ERF_ABOVE, _ERF_BELOW))
+    return x * above / below
+
+
+_ERF_ABOVE = (
+    -2.72614225801306e-10,
+    2.77068142495902e-08,
+    -2.10102402082508e-06,
+    -5.69250639462346e-05,
+    -7.34990630326855e-04,
+    -2.95459980854025e-03,
+    -1.60960333262415e-02,
+)
+_ERF_BELOW = (
+    -1.45660718464996e-05,
+    -2.13374055278905e-04,
+    -1.68282697438203e-03,
+    -7.37332916720468e-03,
+    -1.42647390514189e-02,
 )
 
 
-@functools.cache
-def torch_function(dotted: str) -> Callable[..., torch.Tensor]:
-    """The function of an element-wise op's `torch` name."""
-    if dotted in _COMPOSED:
-        return _COMPOSED[dotted]
-    value: object = torch
-    for part in dotted.split(".")[1:]:
-        value = getattr(value, part)
-    return value  # type: ignore[return-value]
+def _polynomial(coefficients: tuple[float, ...], x: Value) -> Value:
+    result = np.float32(coefficients[0])
+    for coefficient in coefficients[1:]:
+        result = result * x + np.float32(coefficient)
+    return result
 
 
-def elementwise_meaning(op: Elementwise) -> Kernel:
-    """out = op(operands…), in float32 wherever a 16-bit float takes part, rounded once."""
-    return _copy if op.name == "copy" else functools.partial(_compute, op)
+def _trunc_div(a: Value, b: Value) -> Value:
+    """Integer division as in C, and 0 where the divisor is 0."""
+    divisor = np.where(b == 0, 1, b)
+    quotient = np.abs(a.astype(np.int64)) // np.abs(divisor.astype(np.int64))
+    return np.where(b == 0, 0, np.where((a < 0) != (b < 0), -quotient, quotient)).astype(np.int32)
 
 
-def _operands(inputs: Tensors, params: Params) -> list[Any]:
-    remaining = iter(inputs)
-    return [next(remaining) if scalar is None else scalar for scalar in params["scalars"]]
+def _trunc_mod(a: Value, b: Value) -> Value:
+    return a - _trunc_div(a, b) * b
 
 
-def _copy(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    (value,) = _operands(inputs, params)
-    outputs[0].copy_(value) if isinstance(value, torch.Tensor) else outputs[0].fill_(value)
+def _floor_div(a: Value, b: Value) -> Value:
+    rest = _trunc_mod(a, b)
+    return _trunc_div(a, b) - ((b != 0) & (rest != 0) & ((rest < 0) != (b < 0))).astype(np.int32)
 
 
-def _compute(op: Elementwise, inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    out = outputs[0]
-    tensors = [to_float(x) if isinstance(x, torch.Tensor) else x for x in _operands(inputs, params)]
-    if op.name in _TENSOR_ONLY or not any(isinstance(x, torch.Tensor) for x in tensors):
-        tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in tensors]
-    attrs = {name: params[name] for name in op.attrs}
-    result = torch_function(op.torch)(*tensors, **attrs)
-    if out.dtype in HALVES and result.dtype == torch.float64:
-        result = result.float()
-    out.copy_(result)
+def _floor_mod(a: Value, b: Value) -> Value:
+    rest = _trunc_mod(a, b)
+    return np.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+def _floor_mod_of_floats(a: Value, b: Value) -> Value:
+    rest = np.fmod(a, b)
+    return np.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+def _int_pow(a: Value, b: Value) -> Value:
+    """Wraps around; a negative power of anything but 1 and -1 is 0."""
+    of_negative = np.where(a == 1, 1, np.where(a == -1, np.where(b & 1, -1, 1), 0))
+    return np.where(b < 0, of_negative, a ** np.maximum(b, 0)).astype(np.int32)
+
+
+_FLOAT_FUNCTIONS: dict[str, Any] = {
+    name: getattr(np, name)
+    for name in (
+        "ceil copysign cos cosh exp exp2 expm1 fabs floor fmod isinf isnan log log10 log1p log2 rint sin sinh sqrt tan "
+        "tanh trunc"
+    ).split()
+} | {
+    "number": np.float32,
+    "acos": np.arccos,
+    "acosh": np.arccosh,
+    "asin": np.arcsin,
+    "asinh": np.arcsinh,
+    "atan": np.arctan,
+    "atanh": np.arctanh,
+    "atan2": np.arctan2,
+    "erf": _erf,
+    "floor_div": np.floor_divide,
+    "floor_mod": _floor_mod_of_floats,
+    "int": lambda x: np.asarray(x).astype(np.int32),
+    "pow": np.power,
+}
+_FLOAT_FUNCTIONS |= {name: partial(called, function, _FLOAT_FUNCTIONS) for name, function in FUNCTIONS.items()}
+_INTEGER_FUNCTIONS: dict[str, Any] = {
+    "number": np.int32,
+    "floor_div": _floor_div,
+    "floor_mod": _floor_mod,
+    "int": lambda x: np.asarray(x).astype(np.int32),
+    "int_pow": _int_pow,
+    "trunc_div": _trunc_div,
+    "trunc_mod": _trunc_mod,
+}
+
+
+def bound_elementwise(op: Elementwise, inputs: Arrays, out: np.ndarray, params: Params) -> Launch:
+    """out = op(operands…) on fixed arrays: in float32, rounded once, or in int32 where no operand is a float."""
+    scalars = params["scalars"]
+    if op.name == "copy":
+        return partial(_copy, out, inputs[0] if inputs else scalars[0])
+    floats = any(is_float(x.dtype) for x in inputs) or any(isinstance(x, float) for x in scalars)
+    if op.integer is None or floats:
+        evaluate, functions, scalar, array = parse(op.expr), _FLOAT_FUNCTIONS, _float32, as_float32
+    else:
+        evaluate, functions, scalar, array = parse(op.integer), _INTEGER_FUNCTIONS, _int32, _as_int32
+    names = functions | {name: np.float32(params[name]) for name in op.attrs}
+    names |= {name: scalar(x) for name, x in zip("abc", scalars, strict=False) if x is not None}
+    absent = [name for name, x in zip("abc", scalars, strict=False) if x is None]
+
+    def compute(target: np.ndarray, *sources: np.ndarray) -> None:
+        own = {name: array(x) for name, x in zip(absent, sources, strict=True)}
+        with np.errstate(all="ignore"):
+            target[...] = evaluate(names | own)
+
+    flat = _one_dimensional([out, *inputs])
+    if flat is None or out.size <= _PIECE:
+        return partial(compute, out, *inputs)
+
+    def compute_pieces() -> None:
+        in_pieces(lambda piece: compute(*(x[piece] for x in flat)), out.size, _PIECE)
+
+    return compute_pieces
+
+
+def _copy(out: np.ndarray, value: Value) -> None:
+    with np.errstate(invalid="ignore"):  # NaN as an integer
+        out[...] = value
+
+
+def _one_dimensional(arrays: Arrays) -> list[np.ndarray] | None:
+    """The arrays, all of one shape, as vectors of the same memory; None where one stride does not walk each."""
+    size, strides = collapse(arrays[0].shape, *map(strides_of, arrays))
+    if len(size) != 1 or 0 in size:
+        return None
+    return [with_strides(x, size, stride) for x, stride in zip(arrays, strides, strict=True)]
+
+
+def _float32(value: float) -> Value:
+    return np.float32(float32_scalar(value))
+
+
+def _int32(value: float) -> Value:
+    return np.int32(as_int32(value))
+
+
+def _as_int32(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.int32, copy=False)

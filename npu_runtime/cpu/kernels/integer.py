@@ -1,97 +1,98 @@
-"""Integer kernels: sums that are exact, in float64, then float32 arithmetic, rounded once more where the result is."""
+"""Integer kernels in NumPy: sums that are exact, in float64, then float32 arithmetic as in torch."""
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
-from npu_runtime.cpu.kernels.matmul import activated
-from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel
+from npu_runtime.cpu.bound_call import Params
+from npu_runtime.cpu.kernels.products import activated
+from npu_runtime.cpu.kernels.registry import Arrays, as_float32, cpu_kernel
 
-_BYTES = (torch.int8, torch.uint8)
-
-
-def _centred(tensor: torch.Tensor, zero_point: int) -> torch.Tensor:
-    return tensor.double() - zero_point
+_BYTES = (np.dtype(np.int8), np.dtype(np.uint8))
 
 
-def _quantized(y: torch.Tensor, params: Params) -> torch.Tensor:
-    """rint(y / out_scale) + out_zero_point, within limits."""
-    inverse = torch.tensor(params["out_scale"], dtype=torch.float32).reciprocal()
-    return torch.clamp(torch.round(y * inverse) + params["out_zero_point"], params["low"], params["high"])
+def _quantized(y: np.ndarray, params: Params) -> np.ndarray:
+    inverse = np.float32(1) / np.float32(params["out_scale"])
+    codes = np.rint(y * inverse) + np.float32(params["out_zero_point"])
+    return np.asarray(np.clip(codes, params["low"], params["high"]))
 
 
-def _finish(y: torch.Tensor, out: torch.Tensor, params: Params) -> None:
-    out.copy_(_quantized(y, params) if out.dtype in _BYTES else y)
+def _finish(y: np.ndarray, out: np.ndarray, params: Params) -> None:
+    out[...] = _quantized(y, params) if out.dtype in _BYTES else y
 
 
-def _residual(tensor: torch.Tensor, params: Params) -> torch.Tensor:
-    if tensor.dtype not in _BYTES:
-        return tensor.float()
-    centred: torch.Tensor = tensor.float() - params["residual_zero_point"]
-    return centred * float(params["residual_scale"])
+def _dequantized(x: np.ndarray, scale: float, zero_point: int) -> np.ndarray:
+    return np.asarray((x.astype(np.float32) - np.float32(zero_point)) * np.float32(scale))
+
+
+def _residual(array: np.ndarray, params: Params) -> np.ndarray:
+    if array.dtype not in _BYTES:
+        return as_float32(array)
+    return _dequantized(array, params["residual_scale"], params["residual_zero_point"])
 
 
 @cpu_kernel("quantize_activation_kernel")
-def quantize_activation(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    outputs[0].copy_(_quantized(inputs[0].float(), params))
+def quantize_activation(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    outputs[0][...] = _quantized(as_float32(inputs[0]), params)
 
 
 @cpu_kernel("dequantize_activation_kernel")
-def dequantize_activation(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    outputs[0].copy_((inputs[0].float() - params["zero_point"]) * params["x_scale"])
+def dequantize_activation(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    outputs[0][...] = _dequantized(inputs[0], params["x_scale"], params["zero_point"])
 
 
-def _product(inputs: Tensors, outputs: Tensors, params: Params, multiply: str) -> None:
-    """out = act(sum · x_scale · scales[o] + bias[o] + residual), where the sums are those of x and the weight."""
+def _operands(inputs: Arrays, params: Params) -> tuple[np.ndarray, np.ndarray, Arrays]:
+    """x and the weight as what their integers count from their zero points, and the operands after the scales."""
     x, weight, scales, *rest = inputs
-    zeros = rest.pop(0) if params["has_weight_zeros"] else torch.zeros_like(scales)
-    channels = (-1, *[1] * (weight.ndim - 1))
-    integers = _centred(x, params["zero_point"]), weight.double() - zeros.double().reshape(channels)
-    if multiply == "linear":
-        sums = F.linear(*integers)
-        per_channel: tuple[int, ...] = (-1,)
-    else:
-        top, bottom, left, right = params["padding"]
-        stride, dilation = tuple(params["stride"]), tuple(params["dilation"])
-        padded = F.pad(integers[0], (left, right, top, bottom))
-        sums = F.conv2d(padded, integers[1], None, stride, 0, dilation, params["groups"])
-        per_channel = (-1, 1, 1)
-    y = sums.float() * (scales * torch.tensor(params["x_scale"], dtype=torch.float32)).reshape(per_channel)
+    zeros = rest.pop(0) if params["has_weight_zeros"] else np.zeros(len(scales))
+    weight = weight.astype(np.float64) - zeros.reshape(-1, *[1] * (weight.ndim - 1))
+    return x.astype(np.float64) - params["zero_point"], weight, [scales, *rest]
+
+
+def _scaled(sums: np.ndarray, rest: Arrays, out: np.ndarray, params: Params) -> None:
+    """out of sums [..., o, p, q] or, for a linear, [m, o]."""
+    scales, *others = rest
+    shape = (-1,) if sums.ndim == 2 else (-1, 1, 1)
+    y = sums.astype(np.float32) * (scales * np.float32(params["x_scale"])).reshape(shape)
     if params["has_bias"]:
-        y = y + rest.pop(0).reshape(per_channel)
+        y = y + others.pop(0).reshape(shape)
     if params["has_residual"]:
-        y = y + _residual(rest.pop(0), params)
-    _finish(activated(y, params["activation"]), outputs[0], params)
+        y = y + _residual(others.pop(0), params)
+    _finish(activated(y, params["activation"]), out, params)
 
 
 @cpu_kernel("integer_conv2d_kernel")
-def integer_conv2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    _product(inputs, outputs, params, "conv2d")
+def integer_conv2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    x, weight, rest = _operands(inputs, params)
+    groups, kernel, out = params["groups"], weight.shape[2:], outputs[0]
+    x = np.pad(x, [(0, 0), (0, 0), params["padding"][:2], params["padding"][2:]])
+    (down, right), (below, beside) = params["stride"], params["dilation"]
+    spans = [(count - 1) * apart + 1 for count, apart in zip(kernel, params["dilation"], strict=True)]
+    windows = sliding_window_view(x, spans, (2, 3))[:, :, ::down, ::right, ::below, ::beside]  # [n, c, p, q, kh, kw]
+    weights = weight.reshape(groups, out.shape[1] // groups, -1)
+    sums = np.empty(out.shape)
+    for item, target in zip(windows, sums, strict=True):
+        columns = item.transpose(0, 3, 4, 1, 2).reshape(groups, weights.shape[2], -1)
+        target[...] = (weights @ columns).reshape(target.shape)
+    _scaled(sums, rest, out, params)
 
 
 @cpu_kernel("integer_linear_kernel")
-def integer_linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    _product(inputs, outputs, params, "linear")
-
-
-@cpu_kernel("integer_max_pool2d_kernel")
-def integer_max_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    kernel, stride, padding, dilation = (tuple(params[key]) for key in ("window", "stride", "padding", "dilation"))
-    ceil_mode = bool(params["ceil_mode"])
-    outputs[0].copy_(F.max_pool2d(inputs[0].float(), kernel, stride, padding, dilation, ceil_mode=ceil_mode))
+def integer_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    x, weight, rest = _operands(inputs, params)
+    _scaled(x @ weight.T, rest, outputs[0], params)
 
 
 @cpu_kernel("integer_mean_kernel")
-def integer_mean(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """The mean of each map."""
-    x = inputs[0]
-    sums = _centred(x, params["zero_point"]).sum((2, 3)).float()
-    _finish(sums * (torch.tensor(params["x_scale"], dtype=torch.float32) / x[0, 0].numel()), outputs[0], params)
+def integer_mean(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    (x,) = inputs
+    sums = (x.astype(np.float64) - params["zero_point"]).sum((2, 3)).astype(np.float32)
+    _finish(sums * (np.float32(params["x_scale"]) / np.float32(x[0, 0].size)), outputs[0], params)
 
 
 @cpu_kernel("integer_add_kernel")
-def integer_add(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+def integer_add(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, residual = inputs
-    y = (x.float() - params["zero_point"]) * params["x_scale"] + _residual(residual, params)
+    y = _dequantized(x, params["x_scale"], params["zero_point"]) + _residual(residual, params)
     _finish(activated(y, params["activation"]), outputs[0], params)

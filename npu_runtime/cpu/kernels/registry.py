@@ -1,18 +1,17 @@
-"""The CPU kernels by name. A kernel is a function of its operands' tensors and parameters; it writes its outputs."""
+"""The reference kernels by name. A kernel is a function of operands and parameters; it writes its outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import torch
+import numpy as np
 
+from npu_runtime.cpu.arrays import BFLOAT16, HALVES
 from npu_runtime.cpu.bound_call import Params
 
-Tensors: TypeAlias = Sequence[torch.Tensor]
-Kernel: TypeAlias = Callable[[Tensors, Tensors, Params], None]
-
-__all__ = ["CPU_KERNELS", "Kernel", "Params", "Tensors", "cpu_kernel", "to_float"]
+Arrays: TypeAlias = Sequence[np.ndarray]
+Kernel: TypeAlias = Callable[[Arrays, Arrays, Params], None]
 
 CPU_KERNELS: dict[str, Kernel] = {}
 
@@ -21,13 +20,34 @@ def cpu_kernel(*names: str) -> Callable[[Kernel], Kernel]:
     """Decorator: the function is the meaning of these kernels."""
 
     def add(kernel: Kernel) -> Kernel:
-        for name in names:
-            CPU_KERNELS[name] = kernel
+        CPU_KERNELS.update(dict.fromkeys(names, kernel))
         return kernel
 
     return add
 
 
-def to_float(tensor: torch.Tensor) -> torch.Tensor:
+def to_float(array: np.ndarray) -> np.ndarray:
     """16-bit floats as float32; everything else unchanged."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return as_float32(array) if array.dtype in HALVES else array
+
+
+def as_float32(array: np.ndarray) -> np.ndarray:
+    if array.dtype == BFLOAT16:  # whose bits are a float32's upper half: faster than a cast
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    return dtype == np.float32 or dtype in HALVES
+
+
+def in_range(index: np.ndarray, size: int) -> np.ndarray:
+    """An index from the front.
+
+    Raises:
+        IndexError: it leaves 0..size - 1.
+    """
+    if index.size and not (index.min() >= 0 and index.max() < size):
+        worst = index.min() if index.min() < 0 else index.max()
+        raise IndexError(f"index {worst} is out of range for {size} rows")
+    return index

@@ -1,21 +1,21 @@
 """Native CPU kernels: prepared once on fixed arrays, then run at the cost of a function call."""
 
-from npu_runtime.cpu.native.attention import RoundedCache, attention, paged_attention, quantized_index_copy
+from npu_runtime.cpu.native.attention.attention import RoundedCache, attention, paged_attention, quantized_index_copy
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available
 from npu_runtime.cpu.native.build import failure_reason
-from npu_runtime.cpu.native.linear import PackedWeight, gated_linear, linear, pack_linear_weight
-from npu_runtime.cpu.native.matmul import matmul
-from npu_runtime.cpu.native.movement import copy, embedding, index_copy, index_copy_pair
-from npu_runtime.cpu.native.norm import layer_norm, rms_norm, softmax
-from npu_runtime.cpu.native.pointwise import activation, activation_mul, add, cast, mul
-from npu_runtime.cpu.native.quantized import (
+from npu_runtime.cpu.native.movement.movement import copy, embedding, index_copy, index_copy_pair
+from npu_runtime.cpu.native.products.linear import PackedWeight, gated_linear, linear, pack_linear_weight
+from npu_runtime.cpu.native.products.matmul import matmul
+from npu_runtime.cpu.native.quantized.quantized import (
     PackedQuantized,
     pack_quantized,
     quantized_embedding,
     quantized_gated_linear,
     quantized_linear,
 )
-from npu_runtime.cpu.native.rope import rope
+from npu_runtime.cpu.native.rows.norm import layer_norm, rms_norm, softmax
+from npu_runtime.cpu.native.rows.pointwise import activation, activation_mul, add, cast, mul
+from npu_runtime.cpu.native.rows.rope import rope
 
 __all__ = [
     "NativeLaunch",

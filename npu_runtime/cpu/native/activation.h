@@ -5,7 +5,8 @@
 
 namespace npu {
 
-enum class Activation : int64_t { none = 0, relu = 1, gelu = 2, gelu_tanh = 3, silu = 4 };
+// Numbered as ACTIVATIONS in numbers.py: first those that only limit their argument.
+enum class Activation : int64_t { none, relu, relu6, gelu, gelu_tanh, silu, hardswish, hardsigmoid, sigmoid };
 
 // x Φ(x) for the normal distribution's Φ, as relu(x) - |x| Φ(-|x|): nothing cancels, whatever the sign. The polynomial
 // is our minimax fit of log2 Φ(-t) up to t = 5.2, where t Φ(-t) is 5e-7, and falls faster than that beyond.
@@ -24,8 +25,11 @@ NPU_INLINE Vec gelu(Vec x) {
 
 template <Activation kind>
 NPU_INLINE Vec activate(Vec x) {
+  const Vec zero{};
   if constexpr (kind == Activation::relu) {
-    return x < 0.0f ? Vec{} : x;  // in this order NaN passes through
+    return x < zero ? zero : x;  // in this order NaN passes through
+  } else if constexpr (kind == Activation::relu6) {
+    return x < zero ? zero : x > 6.0f ? splat(6.0f) : x;
   } else if constexpr (kind == Activation::gelu) {
     return gelu(x);
   } else if constexpr (kind == Activation::gelu_tanh) {
@@ -33,6 +37,12 @@ NPU_INLINE Vec activate(Vec x) {
     return x * sigmoid(x * (1.59576912160573f + 0.0713548162726f * x * x));
   } else if constexpr (kind == Activation::silu) {
     return x / (1.0f + exp(-x));
+  } else if constexpr (kind == Activation::hardswish || kind == Activation::hardsigmoid) {
+    const Vec shifted = x + 3.0f;
+    const Vec clamped = shifted < zero ? zero : shifted > 6.0f ? splat(6.0f) : shifted;
+    return clamped * (1.0f / 6.0f) * (kind == Activation::hardswish ? x : splat(1.0f));
+  } else if constexpr (kind == Activation::sigmoid) {
+    return sigmoid(x);
   } else {
     return x;
   }
@@ -49,9 +59,13 @@ NPU_INLINE void with_activation(Activation activation, const F& body) {
   switch (activation) {
     case Activation::none: return body(ActivationTag<Activation::none>());
     case Activation::relu: return body(ActivationTag<Activation::relu>());
+    case Activation::relu6: return body(ActivationTag<Activation::relu6>());
     case Activation::gelu: return body(ActivationTag<Activation::gelu>());
     case Activation::gelu_tanh: return body(ActivationTag<Activation::gelu_tanh>());
     case Activation::silu: return body(ActivationTag<Activation::silu>());
+    case Activation::hardswish: return body(ActivationTag<Activation::hardswish>());
+    case Activation::hardsigmoid: return body(ActivationTag<Activation::hardsigmoid>());
+    case Activation::sigmoid: return body(ActivationTag<Activation::sigmoid>());
   }
 }
 

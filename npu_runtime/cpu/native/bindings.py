@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.errors import DeviceError
-from npu_compiler.graph.quantization import ROW_FORMATS
 from npu_runtime.cpu.arrays import address, strides_of
 from npu_runtime.cpu.native.build import library_path
-from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, View, check_extents
+from npu_runtime.cpu.native.extents import ArgumentBlock, View, check_extents
+from npu_runtime.cpu.native.numbers import DTYPES
 from npu_runtime.cpu.native.threads import usable_threads
-
-ROUNDING = {name: number for number, name in enumerate(("none", *ROW_FORMATS))}  # RowFormat in row_rounding.h
 
 
 class _Launch(ctypes.Structure):
@@ -106,7 +104,7 @@ def _kernel(name: str, args_type: type[ArgumentBlock]) -> Any:
 
 
 def _failure(kernel: str) -> DeviceError:
-    """What the thread's latest failed kernel reports."""
+    """The error that the thread's latest failed kernel reports."""
     loaded = library()
     reason = loaded.npu_failure().decode() if loaded is not None else "no native kernels"
     return DeviceError(f"{reason} in kernel {kernel}")
@@ -155,16 +153,16 @@ class NativeLaunch:
 
 def pointers(args: ctypes.Structure, start: int, size: int) -> list[tuple[ctypes.c_uint64, int]]:
     """The fields of an argument block that point into `size` bytes from `start`, each with its distance from there."""
-    found = []
+    fields = []
     for name, kind, *_ in args._fields_:
         place = ctypes.addressof(args) + getattr(type(args), name).offset
         if issubclass(kind, ctypes.Structure):
-            found += pointers(kind.from_address(place), start, size)
+            fields += pointers(kind.from_address(place), start, size)
         elif kind is ctypes.c_void_p:
             field = ctypes.c_uint64.from_address(place)
             if start <= field.value < start + size:
-                found.append((field, field.value - start))
-    return found
+                fields.append((field, field.value - start))
+    return fields
 
 
 class NativeSequence:

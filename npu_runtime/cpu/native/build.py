@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels of this folder into one shared library, once per machine, CPU level and source version."""
+"""Compiles the C++ kernels into one shared library, once per machine, CPU level and source version."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class Library:
 
     Attributes:
         path: The shared library.
-        level: What it was compiled for.
+        level: CPU level that it was compiled for.
         compiler: The path of the compiler.
-        seconds: How long compiling took, or None where the library was in the cache.
+        seconds: Seconds that compiling took; None where the library was in the cache.
     """
 
     path: Path
@@ -103,7 +103,7 @@ def library_path() -> Path | None:
 
 
 def failure_reason() -> str | None:
-    """Why `library_path` returned None, or None when it did not."""
+    """Reason why `library_path` returned None; None when it did not."""
     outcome = _outcome()
     return None if isinstance(outcome, Library) else outcome
 
@@ -188,7 +188,7 @@ def build(compiler: str, level: Level) -> Library:
     if level.flags and level in this_cpu().levels():
         flags.append("-mtune=native")
     target = "\n".join((_run([compiler, "--version"]), *flags))
-    headers = b"".join(path.read_bytes() for path in sorted(SOURCE_FOLDER.glob("*.h")))
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCE_FOLDER.rglob("*.h")))
     objects = {
         unit: f"{unit[0].stem}-{_digest(target.encode(), headers, *(path.read_bytes() for path in unit))}.o"
         for unit in _units()
@@ -197,7 +197,7 @@ def build(compiler: str, level: Level) -> Library:
     path = cache_folder() / name
     if read_entry(path) is not None:
         return Library(path, level, compiler, None)
-    command = [compiler, *flags, "-x", "c++", "-c", "-"]
+    command = [compiler, *flags, "-I", str(SOURCE_FOLDER), "-x", "c++", "-c", "-"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         seconds = _make(path, level, objects, command)
@@ -253,14 +253,14 @@ def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], com
 
 def _object(path: Path, work: Path, command: list[str], unit: tuple[Path, ...]) -> Path:
     """A unit's object file in the folder `work`; `path` is its place in the cache."""
-    made = work / path.name
+    result = work / path.name
     content = read_entry(path)
     if content is not None:
-        made.write_bytes(content)
+        result.write_bytes(content)
     else:
-        _run([*command, "-o", str(made)], _source(unit))
-        write_entry(path, made.read_bytes())
-    return made
+        _run([*command, "-o", str(result)], _source(unit))
+        write_entry(path, result.read_bytes())
+    return result
 
 
 def _check_room(folder: Path) -> None:
@@ -272,7 +272,7 @@ def _check_room(folder: Path) -> None:
 
 def _units() -> list[tuple[Path, ...]]:
     """The source files, in the groups that are compiled as one."""
-    files = {path.stem: path for path in sorted(SOURCE_FOLDER.glob("*.cpp"))}
+    files = {path.stem: path for path in sorted(SOURCE_FOLDER.rglob("*.cpp"))}
     grouped = [tuple(files.pop(name) for name in unit if name in files) for unit in _UNITS]
     return [unit for unit in grouped if unit] + [(path,) for path in files.values()]
 

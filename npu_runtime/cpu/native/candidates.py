@@ -1,4 +1,4 @@
-"""Which native kernels can run a call."""
+"""Candidates among the native kernels for a call."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from npu_compiler.program.elementwise import ACTIVATION_OF, GATES
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
-from npu_runtime.cpu.native import NativeLaunch, integer
-from npu_runtime.cpu.native import conv as native_conv
+from npu_runtime.cpu.native import NativeLaunch, convolutions
+from npu_runtime.cpu.native.integers import integer
 from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
 
 Accelerator: TypeAlias = Callable[[ArrayCall], NativeLaunch | None]
@@ -203,21 +204,15 @@ def _mul(call: ArrayCall) -> NativeLaunch | None:
     return native.mul(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
 
 
-_ACTIVATIONS = {"relu": "relu", "silu": "silu", "gelu_erf": "gelu", "gelu_tanh": "gelu_tanh"}
-
-
-@_accelerates(*_ACTIVATIONS)
+@_accelerates(*ACTIVATION_OF)
 def _activation(call: ArrayCall) -> NativeLaunch | None:
-    return native.activation(_ACTIVATIONS[call.name], call.inputs[0], call.out)
+    return native.activation(ACTIVATION_OF[call.name], call.inputs[0], call.out)
 
 
-_GATES = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
-
-
-@_accelerates(*_GATES)
+@_accelerates(*GATES)
 def _gated(call: ArrayCall) -> NativeLaunch | None:
     gate, up = call.inputs
-    return native.activation_mul(_GATES[call.name], gate, up, call.out)
+    return native.activation_mul(GATES[call.name], gate, up, call.out)
 
 
 def _quad(values: Sequence[int]) -> tuple[int, int, int, int]:
@@ -240,10 +235,8 @@ def _conv2d_by(algorithm: str | None, call: ArrayCall) -> NativeLaunch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
         return None
-    if params["activation"] not in native_conv.ACTIVATIONS:
-        return None
-    weight = call.prepared(1, f"conv{params['groups']}", lambda w: native_conv.pack_conv_weight(w, params["groups"]))
-    return native_conv.conv2d(
+    weight = call.prepared(1, f"conv{params['groups']}", lambda w: convolutions.pack_conv_weight(w, params["groups"]))
+    return convolutions.conv2d(
         call.inputs[0],
         weight,
         call.at(bias),
@@ -261,7 +254,7 @@ def _conv2d_by(algorithm: str | None, call: ArrayCall) -> NativeLaunch | None:
 def _conv_variants(call: ArrayCall) -> list[Candidate]:
     """Every algorithm that the default choice may have passed over."""
     params = call.params
-    others = native_conv.alternatives(
+    others = convolutions.alternatives(
         call.inputs[0],
         call.inputs[1],
         _pair(params["stride"]),
@@ -277,7 +270,7 @@ def _conv_variants(call: ArrayCall) -> list[Candidate]:
 def _max_pool(call: ArrayCall) -> NativeLaunch | None:
     params = call.params
     padding = _pool_padding(call)
-    return native_conv.max_pool2d(
+    return convolutions.max_pool2d(
         call.inputs[0], _pair(params["window"]), _pair(params["stride"]), padding, _pair(params["dilation"]), call.out
     )
 
@@ -287,7 +280,7 @@ def _avg_pool(call: ArrayCall) -> NativeLaunch | None:
     params = call.params
     if params["ceil_mode"]:
         return None
-    return native_conv.avg_pool2d(
+    return convolutions.avg_pool2d(
         call.inputs[0],
         _pair(params["window"]),
         _pair(params["stride"]),
@@ -303,12 +296,12 @@ def _mean_of_maps(call: ArrayCall) -> NativeLaunch | None:
     x, out = call.inputs[0], call.out
     if x.ndim != 4 or out.ndim != 2:
         return None
-    return native_conv.global_avg_pool2d(x, with_strides(out, (*out.shape, 1, 1), (*strides_of(out), 1, 1)))
+    return convolutions.global_avg_pool2d(x, with_strides(out, (*out.shape, 1, 1), (*strides_of(out), 1, 1)))
 
 
 @_accelerates("adaptive_avg_pool2d_kernel")
 def _adaptive_avg_pool(call: ArrayCall) -> NativeLaunch | None:
-    return native_conv.global_avg_pool2d(call.inputs[0], call.out) if call.out.shape[2:] == (1, 1) else None
+    return convolutions.global_avg_pool2d(call.inputs[0], call.out) if call.out.shape[2:] == (1, 1) else None
 
 
 def _pool_padding(call: ArrayCall) -> tuple[int, int, int, int]:

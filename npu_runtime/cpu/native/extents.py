@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npu_compiler.errors import DeviceError
-from npu_runtime.cpu.arrays import BFLOAT16, address, memory_span
+from npu_runtime.cpu.arrays import address, memory_span
+from npu_runtime.cpu.native.numbers import DTYPES
 
-# The number of a dtype in the kernels (`Dtype` in kernel.h); those of integers stand for themselves only in integer.py.
-DTYPES = {np.dtype(np.float32): 0, BFLOAT16: 1, np.dtype(np.float16): 2}
 _ITEM_SIZES: dict[int, int] = {number: dtype.itemsize for dtype, number in DTYPES.items()}
 _BYTE = 1  # of any other dtype: masks, codes
 
@@ -28,7 +27,7 @@ class Extent(NamedTuple):
 
     Attributes:
         operand: The field's name.
-        address: Where the field points; None where the operand is absent.
+        address: Address to which the field points; None where the operand is absent.
         begin, end: The range, in bytes from there; empty where nothing is touched.
     """
 

@@ -1,8 +1,8 @@
 // Splits elementwise work over threads: the index space of a four-dimensional operand in runs along its last dimension.
 #pragma once
 
-#include "gemm.h"
 #include "pool.h"
+#include "products/gemm.h"
 
 namespace npu {
 

@@ -3,8 +3,8 @@
 #include <exception>
 #include <new>
 
-#include "gemm.h"
 #include "pool.h"
+#include "products/gemm.h"
 
 namespace {
 

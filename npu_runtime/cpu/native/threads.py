@@ -1,4 +1,4 @@
-"""How many threads the native kernels may use."""
+"""Number of threads that the native kernels may use."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass
 class _Content:
-    """What the file holds."""
+    """Content of the table's file."""
 
     format: int
     machine: dict[str, str]
@@ -66,7 +66,7 @@ class ChoiceTable:
     Processes that write at the same time leave a whole file; one of them may lose an entry, which is then tried again.
 
     Args:
-        identity: What `machine` returned; the file's name is made of it.
+        identity: Result of `machine`; the file's name is made of it.
     """
 
     def __init__(self, identity: Mapping[str, str], folder: Path | None = None) -> None:

@@ -39,7 +39,7 @@ _LEAST_EVICTED, _MOST_EVICTED = 64 * 2**20, 256 * 2**20  # bytes
 
 
 def stand_in(call: ArrayCall) -> ArrayCall:
-    """The same call on memory of its own, filled with random numbers; constant operands are shared."""
+    """A copy of the call on memory of its own, filled with random numbers; constant operands are shared."""
     inputs = [
         array if operand.is_constant else _random(array)
         for array, operand in zip(call.inputs, call.operands, strict=True)
@@ -88,7 +88,7 @@ def _half_visible(mask: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Times:
-    """What a trial found.
+    """Result of a trial.
 
     Attributes:
         seconds: Name → seconds of one launch, the least of all rounds; infinite where a launch fails. In the order of
@@ -104,7 +104,7 @@ def measure(call: ArrayCall, candidates: Sequence[Candidate]) -> Times:
     """Time the candidates that handle the call, in interleaved rounds.
 
     Args:
-        call: What `stand_in` returned.
+        call: Result of `stand_in`.
     """
     launches: dict[str, Launch] = {}
     first: dict[str, float] = {}
@@ -151,7 +151,7 @@ def _agree(taken: Mapping[str, Sequence[float]], names: Sequence[str]) -> bool:
 
 
 def _first_seconds(launch: Launch) -> float:
-    """Of the first launch, when a library also chooses its code and touches new memory; infinite where it fails."""
+    """Seconds of the first launch, in which a library also sets up; infinite where it fails."""
     start = time.perf_counter()
     try:
         launch()

@@ -33,8 +33,8 @@ class Tuner:
     A choice, once made, is kept, so that results are the same from run to run.
 
     Attributes:
-        trials: How many calls were tried.
-        seconds_left: For trials of this start.
+        trials: Number of calls that were tried.
+        seconds_left: Seconds left for trials of this start.
     """
 
     def __init__(self, table: ChoiceTable) -> None:
@@ -50,9 +50,9 @@ class Tuner:
 
     def _chosen(self, call: ArrayCall, candidates: Sequence[Candidate]) -> str | None:
         key = call_key(call)
-        known = self._table.choices.get(key)
-        if known is not None and known.chosen in {candidate.name for candidate in candidates}:
-            return known.chosen
+        choice = self._table.choices.get(key)
+        if choice is not None and choice.chosen in {candidate.name for candidate in candidates}:
+            return choice.chosen
         if key not in self._without_table and self.seconds_left > 0:
             start = time.perf_counter()
             self._without_table[key] = self._try(key, call, candidates)
@@ -78,7 +78,7 @@ class Tuner:
 
 
 def _switching_seconds() -> float:
-    """What native kernels lose after one of PyTorch's."""
+    """Seconds that native kernels lose after one of PyTorch's."""
     return 0.0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else _SPINNING
 
 

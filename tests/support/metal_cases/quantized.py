@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from metal_harness import Case, T
 
-from npu_compiler.graph.quantization import CODES
-from npu_runtime.cpu.kernels.quantized import dequantized
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_runtime.cpu.quantized_weights import weight_parts
+from npu_runtime.cpu.torch_kernels.prepacked import dequantized
 
 # Codes, what is taken off or added, and the dtype of the scales: each of the other 16-bit dtype too.
 FORMATS = [
@@ -39,7 +39,7 @@ def _parts(
     """
     codes, offsets, scales = format
     rng = np.random.default_rng([rows, k, group])
-    data = rng.integers(0, 256, (rows, k * CODES[codes] // 8))
+    data = rng.integers(0, 256, (rows, k * CODE_FORMATS[codes].bits // 8))
     if codes == "float8_e4m3":
         data[(data & 0x7F) == 0x7F] = 0x01  # no NaN, but the smallest subnormal
     groups = k // group

@@ -1,0 +1,82 @@
+"""Formats of single codes in few bits, a row each: what a code stands for, its range, and how codes lie in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """One kind of code. Without offsets, a code stands for the number that it is, less `zero`.
+
+    Attributes:
+        name: The name by which formats and programs choose it.
+        bits: Bits of a code; those of a byte lie one after the other, the first in the low bits.
+        dtype: The NumPy dtype that holds one code by itself.
+        low, high: The smallest and the largest number of a code.
+        zero: The code that stands for 0 without offsets.
+        largest: The distance from `zero` to which a group's largest magnitude is scaled without offsets. Codes that lie
+            further from `zero` are then left out.
+        is_float: Whether codes are floating-point numbers, which have no offsets.
+    """
+
+    name: str
+    bits: int
+    dtype: np.dtype[Any]
+    low: float
+    high: float
+    zero: int
+    largest: float
+    is_float: bool = False
+
+    def range(self, has_offsets: bool) -> tuple[float, float]:
+        """The smallest and the largest number to which elements are rounded."""
+        return (self.low if has_offsets else int(self.zero - self.largest)), self.high
+
+    def unpack(self, stored: np.ndarray) -> np.ndarray:
+        """Bytes uint8 [n, bytes] as codes one by one: `dtype` [n, bytes · 8 / bits]."""
+        if self.bits == 8:
+            return stored.view(self.dtype)
+        unpacked = np.empty((*stored.shape, 8 // self.bits), np.uint8)
+        for place in range(8 // self.bits):
+            np.right_shift(stored, place * self.bits, out=unpacked[..., place])
+        unpacked &= np.uint8(2**self.bits - 1)
+        return unpacked.reshape(len(stored), -1)
+
+    def pack(self, codes: np.ndarray) -> np.ndarray:
+        """The inverse of `unpack`, for numbers [n, k] of any dtype that are codes: uint8 [n, k · bits / 8]."""
+        single = np.ascontiguousarray(codes.astype(self.dtype, copy=False)).view(np.uint8)
+        if self.bits == 8:
+            return single
+        places = single.reshape(len(single), -1, 8 // self.bits)
+        stored: np.ndarray = places[..., 0]
+        for place in range(1, 8 // self.bits):
+            stored = stored | places[..., place] << place * self.bits
+        return np.ascontiguousarray(stored)
+
+    def nearest(self, numbers: np.ndarray) -> np.ndarray:
+        """The codes nearest to float32 numbers within `range`, one by one: `dtype`, of the same shape."""
+        return (numbers if self.is_float else np.rint(numbers)).astype(self.dtype)
+
+    def zero_points(self, stored: np.ndarray) -> np.ndarray:
+        """Zero points, stored as uint8, as the numbers that they are: int16."""
+        return stored.view(self.dtype).astype(np.int16)
+
+
+CODE_FORMATS = {
+    row.name: row
+    for row in (
+        CodeFormat("int4", 4, np.dtype(np.uint8), 0, 15, zero=8, largest=7.5),
+        CodeFormat("int8", 8, np.dtype(np.int8), -128, 127, zero=0, largest=127),
+        CodeFormat("float8_e4m3", 8, np.dtype(ml_dtypes.float8_e4m3fn), -448, 448, zero=0, largest=448, is_float=True),
+    )
+}
+
+
+def integer_codes(bits: int) -> str:
+    """The name of the format of integers with that many bits."""
+    return next(row.name for row in CODE_FORMATS.values() if row.bits == bits and not row.is_float)

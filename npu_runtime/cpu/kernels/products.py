@@ -1,0 +1,91 @@
+"""Matrix products and attention in NumPy, in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from npu_compiler.ops import ELEMENTWISE
+from npu_compiler.program.elementwise import ACTIVATIONS
+from npu_runtime.cpu.bound_call import Params
+from npu_runtime.cpu.kernels.elementwise import bound_elementwise
+from npu_runtime.cpu.kernels.registry import Arrays, as_float32, cpu_kernel, to_float
+from npu_runtime.cpu.kernels.rows import softmax_of
+
+
+def activated(array: np.ndarray, activation: str) -> np.ndarray:
+    """A float32 array under one of `npu_compiler`'s `ACTIVATIONS`, or as it is under "none"; it is overwritten."""
+    if activation != "none":
+        op = ELEMENTWISE[ACTIVATIONS[activation]]
+        bound_elementwise(op, [array], array, {"scalars": [None], **op.attrs})()
+    return array
+
+
+@cpu_kernel("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
+def linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[M, N] = act(x[M, K] · w[N, K]ᵀ + bias) + residual."""
+    x, weight, *rest = map(as_float32, inputs)
+    linear_epilogue([x @ weight.T, *rest], outputs, params)
+
+
+@cpu_kernel("linear_epilogue_kernel")
+def linear_epilogue(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out = act(product + bias) + residual."""
+    product, *rest = map(as_float32, inputs)
+    result = product + (rest.pop(0) if params["has_bias"] else np.float32(0))
+    result = activated(result, params["activation"])
+    outputs[0][...] = result + rest.pop(0) if params["has_residual"] else result
+
+
+@cpu_kernel("gated_matmul_vec_kernel")
+def gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[1, N] = act(gate) · up, where [gate, up] = x[1, K] · w[2N, K]ᵀ + bias."""
+    x, weight, *bias = map(as_float32, inputs)
+    product = x @ weight.T
+    gate, up = np.split(product + bias[0] if bias else product, 2, -1)
+    outputs[0][...] = activated(gate.copy(), params["activation"]) * up
+
+
+@cpu_kernel("batched_matmul_kernel")
+def batched_matmul(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[…, M, N] = scale · a[…, M, K] · b[…, K, N]; integers multiply as integers."""
+    product = np.matmul(*map(to_float, inputs))
+    outputs[0][...] = product if params["scale"] == 1.0 else product * np.float32(params["scale"])
+
+
+@cpu_kernel("attention_kernel")
+def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D], KV heads shared by consecutive query heads."""
+    q, k, v = map(as_float32, inputs[:3])
+    batch, heads, queries, width = q.shape
+    groups, keys = k.shape[1:3]
+    shared = heads // groups
+    grouped = q.reshape(batch, groups, shared, queries, width)
+    scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).reshape(batch, heads, queries, keys) * np.float32(
+        params["scale"]
+    )
+    if len(inputs) > 3:
+        mask = inputs[3]
+        scores = np.where(mask, scores, np.float32(-np.inf)) if mask.dtype == bool else scores + as_float32(mask)
+    if params["causal"]:
+        scores = np.where(np.tri(queries, keys, dtype=bool), scores, np.float32(-np.inf))
+    sees_none = np.isneginf(scores).all(-1, keepdims=True)
+    weights = np.where(sees_none, np.float32(0), softmax_of(scores))
+    outputs[0][...] = (weights.reshape(batch, groups, shared, queries, keys) @ v[:, :, None]).reshape(outputs[0].shape)
+
+
+@cpu_kernel("paged_attention_kernel")
+def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """Attention of the tokens of each sequence to the rows of the pool that its table names."""
+    q, k, v, tables, sequences, positions = inputs
+    block = params["block_size"]
+    sequences = np.clip(sequences, 0, len(tables) - 1)
+    positions = np.clip(positions, 0, tables.shape[1] * block - 1)
+    for sequence in np.unique(sequences):
+        tokens = np.flatnonzero(sequences == sequence)
+        places = np.arange(positions[tokens].max() + 1)
+        rows = np.clip(tables[sequence, places // block], 0, len(k) // block - 1) * block + places % block
+        operands = [x.swapaxes(0, 1)[None] for x in (q[tokens], k[rows], v[rows])]
+        mask = np.broadcast_to(places <= positions[tokens, None], (1, q.shape[1], len(tokens), len(places)))
+        attended = np.empty((1, q.shape[1], len(tokens), v.shape[2]), np.float32)
+        attention([*operands, mask], [attended], {"scale": params["scale"], "causal": 0})
+        outputs[0][tokens] = attended[0].swapaxes(0, 1)

@@ -1,0 +1,1 @@
+"""Attention over contiguous and paged caches, and updates of rounded caches."""

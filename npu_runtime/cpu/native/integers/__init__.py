@@ -1,0 +1,1 @@
+"""Convolutions, products, pooling and sums of bytes."""

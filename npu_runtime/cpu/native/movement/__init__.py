@@ -1,0 +1,1 @@
+"""Copies, lookups and updates by index."""

@@ -1,0 +1,24 @@
+"""Numbers that stand for names in the argument blocks: the enumerators of the kernels' C++ enums, in their order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from npu_compiler.graph.code_formats import CODE_FORMATS
+from npu_compiler.graph.quantization import OFFSETS, ROW_FORMATS
+from npu_compiler.program import elementwise
+from npu_runtime.cpu.arrays import BFLOAT16
+
+# `Dtype` in kernel.h, and those with bytes, `Stored` in integer_args.h.
+DTYPES = {np.dtype(np.float32): 0, BFLOAT16: 1, np.dtype(np.float16): 2}
+STORED_DTYPES = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
+
+
+def _numbered(*names: str) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names)}
+
+
+ACTIVATIONS = _numbered("none", *elementwise.ACTIVATIONS)  # `Activation` in activation.h
+CODES = _numbered(*CODE_FORMATS)  # `Codes` in quantized.h
+OFFSET_KINDS = _numbered(*OFFSETS)  # `Offsets` in quantized.h
+ROUNDING = _numbered("none", *ROW_FORMATS)  # `RowFormat` in row_rounding.h

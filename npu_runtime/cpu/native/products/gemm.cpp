@@ -1,0 +1,158 @@
+// The micro-kernels of gemm.h, compiled once for every number of rows.
+#include "products/gemm.h"
+
+namespace npu {
+namespace {
+
+// Packed rows of x are interleaved, others `row_stride` values apart.
+template <class W, int kRows, int kVecs, bool kPacked>
+void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w, int64_t steps, Sums sums,
+                   const Range& range) {
+  using S = Step<W>;
+  if constexpr (kPacked) row_stride = S::kWidth;
+  constexpr int kStepBytes = kPanel * S::kWidth * sizeof(W);
+  constexpr int kStepOffset = kPacked ? kRows * S::kWidth : S::kWidth;
+  // Few rows are few accumulators; further independent sums then hide the multiply-add's latency.
+  constexpr int kChains = kRows == 1 ? 4 : 2 * kRows * kVecs + 3 <= kRegisters ? 2 : 1;
+  Vec sum[kChains][kRows][kVecs] = {};
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) sum[0][r][v] = load(range.start + r * range.row_stride + v * range.vec_stride);
+  const auto step = [&](Vec(&part)[kRows][kVecs]) __attribute__((always_inline)) {
+    Vec panel[kVecs];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) panel[v] = S::load_panel(w + v * kLanes * S::kWidth);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const Vec value = S::broadcast(x + r * row_stride);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) part[r][v] = S::multiply_add(part[r][v], value, panel[v]);
+    }
+    if constexpr (kRows <= 4) prefetch_page_ahead<kStepBytes>(w);  // few rows are a stream from memory
+    w += kPanel * S::kWidth;
+    x += kStepOffset;
+  };
+  int64_t s = 0;
+  for (; s + kChains <= steps; s += kChains) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kChains; ++c) step(sum[c]);
+  }
+  for (; s < steps; ++s) step(sum[0]);
+  const Vec low = splat(range.low), high = splat(range.high);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) {
+      Vec total = sum[0][r][v];
+#pragma GCC unroll 4
+      for (int c = 1; c < kChains; ++c) total += sum[c][r][v];
+      total = min(high, max(low, total));  // NaN passes
+      store(sums.data + r * sums.row_stride + v * sums.vec_stride, total);
+    }
+}
+
+template <class W>
+using Multiply = void (*)(const typename Step<W>::X*, int64_t, const W*, int64_t, Sums, const Range&);
+
+template <class W>
+struct Table {
+  Multiply<W> packed[2][kMaxRows], unpacked[kMaxRows];
+};
+
+// Panels that are widened in registers are streamed once, whole: only what is multiplied as it is comes in other forms.
+template <class W, int... i>
+constexpr Table<W> make_table(std::integer_sequence<int, i...>) {
+  if constexpr (std::is_same_v<typename Step<W>::X, W>)
+    return {{{multiply_rows<W, i + 1, 1, true>...}, {multiply_rows<W, i + 1, 2, true>...}},
+            {multiply_rows<W, i + 1, 2, false>...}};
+  else
+    return {{{}, {multiply_rows<W, i + 1, 2, true>...}}, {}};
+}
+
+template <class W>
+constexpr Table<W> kTable = make_table<W>(std::make_integer_sequence<int, kMaxRows>());
+
+// out[c * pitch + r] = row[r][c], with zeros for rows from `rows` to `pitch`.
+template <class From, class To>
+void interleave(const From* const* row, int64_t rows, int64_t pitch, int64_t columns, To* out) {
+  const auto turn = [&](int64_t c0, int64_t count) __attribute__((always_inline)) {
+    Vec block[divide_up(std::max<int64_t>(kMaxRows, kPanel), kLanes)][kLanes];
+    const int64_t groups = divide_up(pitch, kLanes);
+    for (int64_t g = 0; g < groups; ++g) {
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const int64_t r = g * kLanes + i;
+        block[g][i] = r < rows ? load_n(row[r] + c0, count) : Vec{};
+      }
+      transpose(block[g]);
+    }
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t g = 0; g < groups; ++g) store(out + (c0 + c) * pitch + g * kLanes, block[g][c]);
+  };
+  int64_t c = 0;
+  for (; c + kLanes <= columns; c += kLanes) turn(c, kLanes);
+  if (c < columns) turn(c, columns - c);
+}
+
+}  // namespace
+
+template <class From, class To>
+void pack_rows(const From* const* row, int64_t rows, int64_t pitch, int64_t k, To* out) {
+  if constexpr (Step<To>::kWidth == 1) return interleave(row, rows, pitch, k, out);
+  interleave(reinterpret_cast<const float* const*>(row), rows, pitch, k / 2, reinterpret_cast<float*>(out));
+  if (k % 2 == 0) return;
+  for (int64_t r = 0; r < pitch; ++r) {
+    out[(k - 1) * pitch + 2 * r] = r < rows ? load_bits<To>(row[r] + k - 1) : To{};
+    out[(k - 1) * pitch + 2 * r + 1] = To{};
+  }
+}
+
+template <class From, class To>
+void pack_panel(const From* w, int64_t n_stride, int64_t k_stride, int64_t columns, int64_t k, To* panel) {
+  constexpr int kWidth = Step<To>::kWidth;
+  if (k_stride == 1) {
+    const From* row[kPanel];
+    for (int64_t n = 0; n < columns; ++n) row[n] = w + n * n_stride;
+    return pack_rows(row, columns, kPanel, k, panel);
+  }
+  for (int64_t k0 = 0; k0 < k; k0 += kWidth, w += kWidth * k_stride)
+    for (int64_t n = 0; n < kPanel; n += kLanes, panel += kLanes * kWidth) {
+      const auto values = [&](int64_t i) __attribute__((always_inline)) {
+        if (n >= columns || k0 + i >= k) return Vec{};
+        const From* first = w + n * n_stride + i * k_stride;
+        return n_stride == 1 ? load_n(first, columns - n) : load_strided<0>(first, n_stride, columns - n);
+      };
+      if constexpr (kWidth == 1) store(panel, values(0));
+      else store(reinterpret_cast<float*>(panel),
+                 bit_cast<Vec>(bit_cast<UVec>(values(0)) >> 16 | bit_cast<UVec>(values(1))));
+    }
+}
+
+#define NPU_PACK(From, To)                                                                      \
+  template void pack_rows<From, To>(const From* const*, int64_t, int64_t, int64_t, To*);        \
+  template void pack_panel<From, To>(const From*, int64_t, int64_t, int64_t, int64_t, To*);
+NPU_PACK(float, float)
+NPU_PACK(bf16, float)
+NPU_PACK(f16, float)
+NPU_PACK(bf16, bf16)
+NPU_PACK(f16, f16)
+
+template <class W>
+void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
+              int64_t vecs) {
+  kTable<W>.packed[vecs - 1][rows - 1](x, 0, panel, steps, sums, range);
+}
+template void multiply<float>(int64_t, const float*, const float*, int64_t, Sums, const Range&, int64_t);
+template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, Sums, const Range&, int64_t);
+template void multiply<f16>(int64_t, const float*, const f16*, int64_t, Sums, const Range&, int64_t);
+
+template <class W>
+void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
+                       Sums sums, const Range& range) {
+  kTable<W>.unpacked[rows - 1](x, row_stride, panel, steps, sums, range);
+}
+template void multiply_unpacked<float>(int64_t, const float*, int64_t, const float*, int64_t, Sums, const Range&);
+template void multiply_unpacked<bf16>(int64_t, const Step<bf16>::X*, int64_t, const bf16*, int64_t, Sums, const Range&);
+
+}  // namespace npu

@@ -1,0 +1,196 @@
+// y = act(x · wᵀ + bias) + residual with a weight that was packed once (see gemm.h for the layout).
+#include "products/linear_args.h"
+#include "rows.h"
+
+namespace npu {
+namespace {
+
+// A slice of K such that a panel's slice of the micro-kernel's type stays in the cache nearest to it that can hold it
+// beside a block of x, while every row block of a task passes over it.
+template <class W>
+constexpr int64_t kSliceSteps = kSliceBytes / (kPanel * Step<W>::kWidth * sizeof(typename Step<W>::X));
+
+template <class Out, Activation activation>
+void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, int64_t column) {
+  const float* bias = reinterpret_cast<const float*>(a.bias.data);
+  for (int64_t r = row; r < row + rows; ++r, tile += kPanel) {
+    Out* out = reinterpret_cast<Out*>(a.out.data) + r * a.out.stride[2];
+    const float scale = a.row_scales ? a.row_scales[r] : 1.0f;
+    for (int v = 0; v < 2; ++v) {
+      const int64_t c = column + v * kLanes, count = a.n - c;
+      if (count <= 0) break;
+      Vec sum = load(tile + v * kLanes) * scale;
+      if (bias) sum += load_n(bias + c, count);
+      sum = activate<activation>(sum);
+      if (a.residual.data) sum += load_any(a.residual.data, a.residual.dtype, r * a.residual.stride[2] + c, count);
+      store_n(out + c, sum, count);
+    }
+  }
+}
+
+}  // namespace
+
+Finish finish_for(const LinearArgs& a) {
+  Finish result = nullptr;
+  with_type(a.out.dtype, [&](auto* out) {
+    with_activation(a.activation, [&](auto tag) {
+      result = finish<std::remove_pointer_t<decltype(out)>, decltype(tag)::value>;
+    });
+  });
+  return result;
+}
+
+void gate(const LinearArgs& a, const float* row) {
+  const int64_t width = a.n / 2, size[4] = {1, 1, 1, width};
+  with_activation(a.activation, [&](auto tag) {
+    for_runs(size, [&](int64_t, int64_t, int64_t, int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; c += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, end - c);
+        const Vec gate = activate<decltype(tag)::value>(load_n(row + c, count));
+        store_any(a.out.data, a.out.dtype, c, gate * load_n(row + width + c, count), count);
+      }
+    });
+  });
+}
+
+namespace {
+
+// Whether many rows of x are multiplied where they are: interleaving them would only bring them closer together.
+template <class W>
+constexpr bool kReadsInPlace = std::is_same_v<W, float>;
+
+// The packed form of x: x itself where that already is one.
+template <class W>
+const typename Step<W>::X* packed_x(const LinearArgs& a, const RowBlocks& blocks, int64_t steps) {
+  using X = typename Step<W>::X;
+  constexpr int kWidth = Step<W>::kWidth;
+  const W* x = reinterpret_cast<const W*>(a.x.data);
+  if constexpr (std::is_same_v<X, W>) {
+    if (blocks.rows == 1 && a.k == steps * kWidth) return x;
+  }
+  X* packed = shared_scratch().get<X>(blocks.packed_begin(blocks.count, steps) * kWidth * sizeof(X));
+  if (blocks.rows == 1 && kWidth == 1) {
+    for (int64_t k = 0; k < a.k; k += kLanes) store_n(packed + k, load_n(x + k, a.k - k), a.k - k);
+    return packed;
+  }
+  const int64_t grain = std::max<int64_t>(1, 32768 / (kMaxRows * a.k));
+  parallel_for(blocks.count, grain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t b = begin; b < end; ++b) {
+      const W* first = x + blocks.begin(b) * a.x.stride[2];
+      const W* row[kMaxRows];
+      for (int64_t r = 0; r < blocks.size(b); ++r) row[r] = first + r * a.x.stride[2];
+      pack_rows(row, blocks.size(b), blocks.size(b), a.k, packed + blocks.packed_begin(b, steps) * kWidth);
+    }
+  });
+  return packed;
+}
+
+// Up to kMaxRows rows: every panel is read exactly once, from memory.
+template <class W>
+void run_stream(const LinearArgs& a, const typename Step<W>::X* x, int64_t rows, int64_t steps) {
+  const W* weight = static_cast<const W*>(a.weight);
+  const int64_t panels = divide_up(a.n, kPanel), panel_size = steps * Step<W>::kWidth * kPanel;
+  const Finish finish = finish_for(a);
+  const int64_t grain = stream_grain(panels, panel_size * int64_t(sizeof(W)));
+  parallel_for(panels, grain, [&](int64_t begin, int64_t end, int) {
+    alignas(64) float tile[kMaxRows * kPanel];
+    for (int64_t p = begin; p < end; ++p) {
+      multiply<W>(rows, x, weight + p * panel_size, steps, {tile}, {});
+      finish(a, tile, 0, rows, p * kPanel);
+    }
+  });
+}
+
+// Many rows: a task is one panel and a range of row blocks.
+template <class W>
+void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlocks& blocks, int64_t steps) {
+  using X = typename Step<W>::X;
+  constexpr int kWidth = Step<W>::kWidth;
+  constexpr int64_t kSlice = kSliceSteps<W>;
+  const W* weight = static_cast<const W*>(a.weight);
+  const int64_t panels = divide_up(a.n, kPanel);
+  const int64_t for_balance = divide_up(8 * num_threads(), panels);
+  const int64_t row_tasks = std::min(blocks.count, std::max(divide_up(blocks.rows, kMaxTaskRows), for_balance));
+  const bool converts = !std::is_same_v<X, W>;
+  const Finish finish = finish_for(a);
+  parallel_for(row_tasks * panels, 1, [&](int64_t begin, int64_t end, int) {
+    const int64_t tile_floats = (kMaxTaskRows + kMaxRows) * kPanel;
+    float* tiles = thread_scratch().get<float>((tile_floats + (converts ? kSlice * kPanel : 0)) * sizeof(float));
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t panel = task % panels, row_task = task / panels;
+      const int64_t first = blocks.count * row_task / row_tasks, last = blocks.count * (row_task + 1) / row_tasks;
+      for (int64_t s0 = 0; s0 < steps; s0 += kSlice) {
+        const int64_t count = std::min(kSlice, steps - s0);
+        const W* stored = weight + (panel * steps + s0) * kPanel * kWidth;
+        const X* slice;
+        if constexpr (std::is_same_v<X, W>) {
+          slice = stored;
+        } else {
+          // Widened once per task, not once per row block.
+          float* wide = tiles + tile_floats;
+          for (int64_t i = 0; i < count * kPanel; i += kLanes) store(wide + i, load(stored + i));
+          slice = wide;
+        }
+        const bool is_last = s0 + count == steps;
+        for (int64_t b = first; b < last; ++b) {
+          const int64_t row = blocks.begin(b), rows = blocks.size(b);
+          float* tile = tiles + (row - blocks.begin(first)) * kPanel;
+          const Range range = onto({tile}, s0 > 0);
+          if constexpr (kReadsInPlace<W>)
+            multiply_unpacked<X>(rows, x + row * a.x.stride[2] + s0, a.x.stride[2], slice, count, {tile}, range);
+          else
+            multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, {tile}, range);
+          if (is_last) finish(a, tile, row, rows, panel * kPanel);
+        }
+      }
+    }
+  });
+}
+
+void linear(const LinearArgs& a) {
+  with_type(a.x.dtype, [&](auto* type) {
+    using W = std::remove_pointer_t<decltype(type)>;
+    const int64_t steps = divide_up(a.k, Step<W>::kWidth);
+    if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
+      if (a.x.size[2] >= kTileRows && a.k % (2 * kTileSteps) == 0 && tiles_allowed()) {
+        const W* weight = static_cast<const W*>(a.weight);
+        return run_tiles(a, steps, kMaxTaskRows, [&](int64_t panel) { return weight + panel * steps * 2 * kPanel; });
+      }
+    }
+    const RowBlocks blocks(a.x.size[2]);
+    if (blocks.count == 1) return run_stream<W>(a, packed_x<W>(a, blocks, steps), blocks.rows, steps);
+    if constexpr (kReadsInPlace<W>) run_blocked<W>(a, reinterpret_cast<const W*>(a.x.data), blocks, steps);
+    else run_blocked<W>(a, packed_x<W>(a, blocks, steps), blocks, steps);
+  });
+}
+
+void gated_linear(const LinearArgs& a) { run_gated(a, linear); }
+
+struct PackArgs {
+  View weight;
+  void* packed;
+};
+
+void pack_weight(const PackArgs& a) {
+  with_type(a.weight.dtype, [&](auto* type) {
+    using W = std::remove_pointer_t<decltype(type)>;
+    constexpr int kWidth = Step<W>::kWidth;
+    const int64_t n = a.weight.size[2], k = a.weight.size[3];
+    const int64_t panel_size = round_up(k, kWidth) * kPanel;
+    parallel_for(divide_up(n, kPanel), 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t p = begin; p < end; ++p) {
+        const int64_t column = p * kPanel;
+        const W* w = reinterpret_cast<const W*>(a.weight.data) + column * a.weight.stride[2];
+        pack_panel(w, a.weight.stride[2], a.weight.stride[3], std::min(kPanel, n - column), k,
+                   static_cast<W*>(a.packed) + p * panel_size);
+      }
+    });
+  });
+}
+
+}  // namespace
+}  // namespace npu
+
+NPU_KERNEL(linear, npu::LinearArgs, npu::linear)
+NPU_KERNEL(gated_linear, npu::LinearArgs, npu::gated_linear)
+NPU_KERNEL(pack_weight, npu::PackArgs, npu::pack_weight)

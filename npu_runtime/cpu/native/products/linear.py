@@ -1,0 +1,184 @@
+"""Products with a weight that is packed once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from npu_runtime.cpu.arrays import BFLOAT16, address
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, layout, operand
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View, item_size, packed
+from npu_runtime.cpu.native.memory import weight_memory
+from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES
+from npu_runtime.cpu.native.shapes import has_contiguous_rows
+
+
+class Packed(Protocol):
+    """A weight [n, k] in a layout of the native kernels."""
+
+    @property
+    def data(self) -> np.ndarray: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [n, k] in the kernels' layout (described in gemm.h)."""
+
+    data: np.ndarray
+    n: int
+    k: int
+    dtype: np.dtype
+
+
+class _PackArgs(ArgumentBlock):
+    _fields_ = [("weight", View), ("packed", ctypes.c_void_p)]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        n, k = self.weight.size[2:]
+        yield self.weight.extent("weight")
+        yield packed("packed", self.packed, packed_size(n, k, self.weight.dtype))
+
+
+class LinearArgs(ArgumentBlock):
+    """Operands of a product with a packed weight (`LinearArgs` in linear_args.h)."""
+
+    _fields_ = [
+        ("x", View),
+        ("bias", View),
+        ("residual", View),
+        ("out", View),
+        ("weight", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
+        ("row_scales", ctypes.c_void_p),  # the kernels' own
+    ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield from self.row_extents(kernel)
+        yield packed("weight", self.weight, packed_size(self.n, self.k, self.x.dtype))
+
+    def row_extents(self, kernel: str) -> Iterator[Extent]:
+        """Extents of all operands but the weight."""
+        rows, is_gated = self.x.size[2], kernel.endswith("gated_linear")
+        results = (1, 1, rows, self.n // 2 if is_gated else self.n)
+        yield self.x.extent("x", (1, 1, rows, self.k))
+        yield packed("bias", self.bias.data, 4 * self.n)
+        yield self.residual.extent("residual", results)
+        yield self.out.extent("out", results)
+
+
+def packed_size(n: int, k: int, dtype: int) -> int:
+    """Bytes of a weight [n, k] in the kernels' layout; `dtype` is the number of its dtype."""
+    panel, step = layout().panel, 2 if dtype == DTYPES[BFLOAT16] and layout().has_pairs else 1
+    return -(-n // panel) * panel * -(-k // step) * step * item_size(dtype)
+
+
+def pack_linear_weight(weight: np.ndarray) -> PackedWeight | None:
+    """Packs weight[N, K], of any strides, for `linear`; None when its dtype has no kernel."""
+    if not available() or weight.ndim != 2 or weight.dtype not in DTYPES or weight.size == 0:
+        return None
+    n, k = weight.shape
+    data = weight_memory(packed_size(n, k, DTYPES[weight.dtype]))
+    launch("pack_weight", _PackArgs(operand(weight), address(data)), weight, data)()
+    return PackedWeight(data, n, k, weight.dtype)
+
+
+def linear(
+    x: np.ndarray,
+    weight: PackedWeight,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
+    activation: str,
+    out: np.ndarray,
+) -> NativeLaunch | None:
+    """out[M, N] = activation(x[M, K] · weightᵀ + bias) + residual, rounded once.
+
+    Rows of x, residual and out may be any distance apart; x has the weight's dtype, the others any. The bias is read
+    now, not when the launch runs.
+    """
+    if x.dtype != weight.dtype:
+        return None
+    bias = float_vector(bias)
+    args = linear_args(x, weight, bias, residual, activation, out)
+    return None if args is None else launch("linear", args, x, weight, bias, residual, out)
+
+
+def gated_linear(
+    x: np.ndarray, weight: PackedWeight, bias: np.ndarray | None, activation: str, out: np.ndarray
+) -> NativeLaunch | None:
+    """out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
+
+    x has the weight's dtype, out any. The bias is read now, not when the launch runs.
+    """
+    if x.dtype != weight.dtype:
+        return None
+    bias = float_vector(bias)
+    args = gated_linear_args(x, weight, bias, activation, out)
+    return None if args is None else launch("gated_linear", args, x, weight, bias, out)
+
+
+def float_vector(bias: np.ndarray | None) -> np.ndarray | None:
+    """The bias as the products read it."""
+    return None if bias is None else bias.reshape(-1).astype(np.float32)
+
+
+def linear_args(
+    x: np.ndarray,
+    weight: Packed,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
+    activation: str,
+    out: np.ndarray,
+) -> LinearArgs | None:
+    """The arguments of a product; None where there is no kernel for them. The bias is one of `float_vector`."""
+    matrices = [t for t in (x, residual, out) if t is not None]
+    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in matrices):
+        return None
+    rows = x.shape[0]
+    if x.shape[1] != weight.k or rows == 0 or out.shape != (rows, weight.n):
+        return None
+    if activation not in ACTIVATIONS or (residual is not None and residual.shape != out.shape):
+        return None
+    if bias is not None and bias.size != weight.n:
+        return None
+    return LinearArgs(
+        operand(x),
+        operand(bias),
+        operand(residual),
+        operand(out),
+        address(weight.data),
+        weight.n,
+        weight.k,
+        ACTIVATIONS[activation],
+    )
+
+
+def gated_linear_args(
+    x: np.ndarray, weight: Packed, bias: np.ndarray | None, activation: str, out: np.ndarray
+) -> LinearArgs | None:
+    """Arguments of a gated product of one row; None where there is no kernel for them. See `linear_args`."""
+    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)):
+        return None
+    if x.shape != (1, weight.k) or out.shape != (1, weight.n // 2) or weight.n % 2:
+        return None
+    if activation not in ACTIVATIONS or (bias is not None and bias.size != weight.n):
+        return None
+    return LinearArgs(
+        operand(x),
+        operand(bias),
+        operand(None),
+        operand(out),
+        address(weight.data),
+        weight.n,
+        weight.k,
+        ACTIVATIONS[activation],
+    )

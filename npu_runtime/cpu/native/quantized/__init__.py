@@ -1,0 +1,1 @@
+"""Products and lookups with weights in few bits, and rows rounded to bytes."""

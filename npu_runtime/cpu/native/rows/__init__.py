@@ -1,0 +1,1 @@
+"""Kernels that go along rows: element-wise ones, norms, softmax, rotary embedding."""

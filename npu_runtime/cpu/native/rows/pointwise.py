@@ -1,0 +1,99 @@
+"""Elementwise kernels: sums, products, activations, gated activations and casts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+
+from npu_compiler.program.views import collapse
+from npu_runtime.cpu.arrays import address, expand, host_memory, strides_of
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View
+from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES
+
+_ALONE, _ADD, _MULTIPLY = range(3)
+
+
+class _PointwiseArgs(ArgumentBlock):
+    _fields_ = [
+        ("a", View),
+        ("b", View),
+        ("out", View),
+        ("activation", ctypes.c_int64),
+        ("combine", ctypes.c_int64),
+    ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        for name in ("a", "b", "out"):
+            yield getattr(self, name).extent(name, self.out.size)
+
+
+def add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
+    """out = a + b with broadcasting; out may be an operand."""
+    return _pointwise(a, b, "none", _ADD, out)
+
+
+def mul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
+    """out = a * b with broadcasting; out may be an operand."""
+    return _pointwise(a, b, "none", _MULTIPLY, out)
+
+
+def activation_mul(activation: str, gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
+    """out = activation(gate) * up with broadcasting, for the activations of `linear`."""
+    return _pointwise(gate, up, activation, _MULTIPLY, out)
+
+
+def activation(kind: str, x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
+    """out = kind(x), for the activations of `linear`."""
+    return _pointwise(x, None, kind, _ALONE, out)
+
+
+def cast(x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
+    """out = x in out's dtype; both are floating point."""
+    return _pointwise(x, None, "none", _ALONE, out)
+
+
+def widened(x: np.ndarray) -> np.ndarray:
+    """A floating-point array in float32, by all threads; the array itself where it is that already."""
+    if x.dtype == np.float32 or x.size == 0:
+        return x.astype(np.float32, copy=False)
+    source, result = x.reshape(-1), host_memory(x.size, np.dtype(np.float32))
+    converted = cast(source, result)
+    if converted is None:
+        return x.astype(np.float32)
+    converted()
+    return result.reshape(x.shape)
+
+
+def _pointwise(
+    a: np.ndarray, b: np.ndarray | None, activation: str, combine: int, out: np.ndarray
+) -> NativeLaunch | None:
+    operands = [a, out] if b is None else [a, b, out]
+    if not available() or activation not in ACTIVATIONS or out.size == 0:
+        return None
+    if any(t.dtype not in DTYPES for t in operands):
+        return None
+    views = [strides_of(view) for t in operands if (view := expand(t, out.shape)) is not None]
+    if len(views) < len(operands):
+        return None
+    # In the order of out's memory, which the kernel writes in vectors of neighbours.
+    dims = sorted(range(out.ndim), key=strides_of(out).__getitem__, reverse=True)
+    size, strides = collapse([out.shape[d] for d in dims], *([view[d] for d in dims] for view in views))
+    if len(size) > 4:
+        return None
+    if not size:
+        size, strides = [1], [[1] for _ in strides]
+    if strides[-1][-1] != 1:
+        return None
+    described = [_describe(t, size, stride) for t, stride in zip(operands, strides, strict=True)]
+    if b is None:
+        described.insert(1, View())
+    return launch("pointwise", _PointwiseArgs(*described, ACTIVATIONS[activation], combine), *operands)
+
+
+def _describe(array: np.ndarray, size: list[int], stride: list[int]) -> View:
+    missing = 4 - len(size)
+    padded_size, padded_stride = (1,) * missing + tuple(size), (0,) * missing + tuple(stride)
+    return View(address(array), DTYPES[array.dtype], padded_size, padded_stride)

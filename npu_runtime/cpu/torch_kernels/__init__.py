@@ -1,0 +1,16 @@
+"""The CPU device's kernels by PyTorch, where it is installed."""
+
+from npu_runtime.cpu.torch_kernels import attention, elementwise, indexing, products, rows, windows
+from npu_runtime.cpu.torch_kernels.launches import torch_launch
+from npu_runtime.cpu.torch_kernels.registry import TORCH_KERNELS
+
+__all__ = [
+    "TORCH_KERNELS",
+    "attention",
+    "elementwise",
+    "indexing",
+    "products",
+    "rows",
+    "torch_launch",
+    "windows",
+]

@@ -1,0 +1,57 @@
+"""A call as PyTorch's kernel."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
+from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, reporting
+from npu_runtime.cpu.torch_kernels.elementwise import elementwise_by_torch
+from npu_runtime.cpu.torch_kernels.registry import TORCH_KERNELS, Kernel
+from npu_runtime.hardware import Launch
+from npu_runtime.torch_arrays import view_tensor
+
+_SMALL = 2**18  # elements of all operands
+
+
+def on_tensors(call: ArrayCall) -> BoundCall[torch.Tensor]:
+    """The call with its operands as torch tensors over the same memory."""
+    inputs, outputs = (list(map(view_tensor, arrays)) for arrays in (call.inputs, call.outputs))
+    return BoundCall(call.call, inputs, outputs, call.operands)
+
+
+def torch_launch(call: ArrayCall, among_native: bool) -> Launch | None:
+    """PyTorch's kernel for a call, on the call's memory; None where there is none of that name.
+
+    Args:
+        among_native: Whether native kernels run before and after it. PyTorch's threads help little with a small call,
+            and keep spinning beside the native kernels' for a while: it then runs on one thread.
+    """
+    kernel = _kernel(call.call.kernel)
+    if kernel is None:
+        return None
+    tensors = on_tensors(call)
+    launch = reporting(call.call, partial(kernel, tensors.inputs, tensors.outputs, call.params))
+    is_small = sum(x.size for x in (*call.inputs, *call.outputs)) <= _SMALL
+    return _on_one_thread(launch) if among_native and is_small else launch
+
+
+def _kernel(name: str) -> Kernel | None:
+    """PyTorch's kernel of that name; an element-wise one calls the function that the table of such ops names."""
+    if name not in TORCH_KERNELS and name in ELEMENTWISE_KERNELS:
+        return elementwise_by_torch(ELEMENTWISE_KERNELS[name].op)
+    return TORCH_KERNELS.get(name)
+
+
+def _on_one_thread(launch: Launch) -> Launch:
+    def run() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            launch()
+        finally:
+            torch.set_num_threads(threads)
+
+    return run

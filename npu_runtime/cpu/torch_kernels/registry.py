@@ -1,0 +1,36 @@
+"""PyTorch's kernels by name. A kernel is a function of its operands' tensors and parameters; it writes its outputs.
+
+They are for calls that no native kernel handles, where PyTorch is faster than NumPy. The meaning of a kernel is its
+reference in `cpu.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from npu_runtime.cpu.bound_call import Params
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Kernel: TypeAlias = Callable[[Tensors, Tensors, Params], None]
+
+__all__ = ["TORCH_KERNELS", "Kernel", "Params", "Tensors", "to_float", "torch_kernel"]
+
+TORCH_KERNELS: dict[str, Kernel] = {}
+
+
+def torch_kernel(*names: str) -> Callable[[Kernel], Kernel]:
+    """Decorator: the function runs these kernels."""
+
+    def add(kernel: Kernel) -> Kernel:
+        TORCH_KERNELS.update(dict.fromkeys(names, kernel))
+        return kernel
+
+    return add
+
+
+def to_float(tensor: torch.Tensor) -> torch.Tensor:
+    """16-bit floats as float32; everything else unchanged."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
