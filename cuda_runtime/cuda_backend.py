@@ -23,6 +23,7 @@ from cuda_compiler.cuda_program import (
     peer_exchange_of,
 )
 from cuda_compiler.resident.clocks import has_clocks, intervals
+from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.target import CUDACodegenTarget
 from cuda_runtime.ceilings import gpu_ceilings
@@ -142,12 +143,13 @@ class CUDABackend(Backend):
     @property
     def target(self) -> CodegenTarget:
         group = self.collectives
-        shared_memory = int(self._device.properties["sharedMemPerBlockOptin"])
-        scales_products = self._device.runtime.runtimeGetVersion() >= SCALES_BY_ROW
-        reaches_peers = isinstance(group, NCCLCollectives) and group.peers is not None
-        return CUDACodegenTarget(
-            shared_memory, self._device.arch, scales_products=scales_products, reaches_peers=reaches_peers
+        gpu = GPU(
+            capability=self._device.arch,
+            shared_memory=int(self._device.properties["sharedMemPerBlockOptin"]),
+            has_scaled_gemm=self._device.runtime.runtimeGetVersion() >= SCALES_BY_ROW,
+            reaches_peers=isinstance(group, NCCLCollectives) and group.peers is not None,
         )
+        return CUDACodegenTarget(gpu)
 
     @property
     def counters(self) -> Counter[str]:

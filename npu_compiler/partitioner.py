@@ -18,6 +18,7 @@ from npu_compiler.graph.reader import read_ir
 from npu_compiler.graph.writer import graph_to_dict
 from npu_compiler.op_support import given_attrs, is_op_supported, supports_node
 from npu_compiler.ops.registry import unsupported_reason
+from npu_compiler.options import CompileOptions
 from npu_compiler.passes.integer_ranges import INT32_RANGE, find_integer_ranges, with_bounds
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.quantize import Quantization, find_formats
@@ -77,7 +78,7 @@ class PartitionPlan:
 
     def compile(self, part: Partition, target: CodegenTarget) -> CompiledProgram:
         """The program of one of the plan's partitions for the device."""
-        return compile(part.graph, target, compute_dtype=self.compute_dtype, quantization=self.formats)
+        return compile(part.graph, target, CompileOptions(compute_dtype=self.compute_dtype, quantization=self.formats))
 
     @property
     def transfers(self) -> list[TransferOp]:
@@ -198,7 +199,8 @@ def _lacking(
     reason, found = target_reason(target), {}
     for part in partitions:
         if part.device == "npu":
-            *_, (_, final) = trace_stages(part.graph, target, compute_dtype=dtype, quantization=formats)
+            options = CompileOptions(compute_dtype=dtype, quantization=formats)
+            *_, (_, final) = trace_stages(part.graph, target, options)
             for node in final.nodes:
                 if not supports_node(target, node):
                     found.update(dict.fromkeys(_made_into(node, part.graph, final), reason))

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_compiler import CompiledProgram, compile
+from npu_compiler import CompiledProgram, CompileOptions, compile
 from npu_compiler.errors import ConstraintError, InputError
 from npu_model.chip import Chip, parse_chip
 from npu_model.measured import in_dtype
@@ -179,7 +179,9 @@ class Times:
     def of(cls, probe: Probe, dtype: str, device: Device) -> Times:
         """Measured now."""
         for few, many in (FEW_BLOCKS, MANY_BLOCKS):
-            programs = [compile(probe.ir(n), device.backend.target, compute_dtype=dtype) for n in (few, many)]
+            programs = [
+                compile(probe.ir(n), device.backend.target, CompileOptions(compute_dtype=dtype)) for n in (few, many)
+            ]
             short, long = map(_typical, _samples(programs, device))
             if long >= SHORT:
                 break
@@ -245,7 +247,7 @@ def factors(chip: Chip, blocks: Sequence[Block]) -> Mapping[str, tuple[tuple[flo
         kind = each.probe.kind
         known = found[kind if each.dtype == blocks[0].dtype else in_dtype(kind, each.dtype)]
         blocks_run = FEW_BLOCKS[1]
-        program = compile(each.probe.ir(blocks_run), compute_dtype=each.dtype)
+        program = compile(each.probe.ir(blocks_run), options=CompileOptions(compute_dtype=each.dtype))
         works = [call_work(call).operations for call in program.kernels]
         block = range(len(works) - len(works) // blocks_run, len(works))
         of_kind = [index for index in block if works[index].kind == kind]
@@ -465,4 +467,4 @@ def _compile(
         "constants": {},
         "nodes": nodes,
     }
-    return compile(ir, device.backend.target, compute_dtype=dtype)
+    return compile(ir, device.backend.target, CompileOptions(compute_dtype=dtype))

@@ -19,8 +19,8 @@ _NORM = "rmsnorm_kernel"
 _KERNELS = ((suits_warpgroups, warpgroup_product), (suits_streaming, streamed_product))
 
 
-def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls, with each product that suits one of these kernels and its neighbours as one.
+def join_products(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with each product that suits one of these kernels and its neighbours as one.
 
     Given:  y = rmsnorm(x);  h = matmul(y, w);  z = silu_mul(first half of h, second half)
     Result: z = streamed(x, the norm's gains, w), or the same with more rows by warpgroups
@@ -55,7 +55,7 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
             result.pop()
             made = replace(made, flops=made.flops + norm.flops)
         result.append(made)
-    return result
+    return replace(plan, calls=result)
 
 
 def _is_norm(call: KernelCall, x: View) -> bool:

@@ -76,8 +76,8 @@ def find_rank_sum(
     return RankSum(x, residual, target, int(reduction.params["ranks"]), addition.node)
 
 
-def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls, with each sum over ranks, the residual and the RMSNorm behind it as one kernel.
+def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with each sum over ranks, the residual and the RMSNorm behind it as one kernel.
 
     Given:  matmul → s; all_reduce(s) → t; add(r, t) → h; rmsnorm(h) → y
     Result: matmul → s; rank_sum(s, r) → h, y
@@ -85,8 +85,8 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     Of large sums on two ranks:
     Result: matmul → s[:half]; peer_copy(s[:half]) → c; matmul → s[half:]; rank_sum(s, r, c) → h, y
     """
-    if not make.reaches_peers:
-        return plan.calls
+    if not make.gpu.reaches_peers:
+        return plan
     readers = plan.count_readers()
     all_found = [find_rank_sum(plan.calls, index, None, readers) for index in range(len(plan.calls))]
     sums = {index: found for index, found in enumerate(all_found) if found is not None and _suits(found, plan)}
@@ -113,7 +113,7 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
             result += [first, copy, second]
         result.append(_rank_sum(found, norm, copied, previous, is_last, make))
         previous = found.summand
-    return result
+    return replace(plan, calls=result)
 
 
 def _suits_halves(product: KernelCall, found: RankSum, readers: Counter[str]) -> bool:

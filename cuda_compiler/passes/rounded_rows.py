@@ -33,8 +33,8 @@ from npu_compiler.program.views import View
 _NORM = "rmsnorm_kernel"
 
 
-def join_rounding(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls, with products of codes made, and with calls next to them as one with the rounding of rows.
+def join_rounding(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with products of codes made, and with calls next to them as one with the rounding of rows.
 
     Given:  h = dynamic_quantized_matmul(x, w) + r;  y = rmsnorm(h);  a = dynamic_quantized_matmul(y, v)
             b = silu_mul(a1, a2);  c = dynamic_quantized_matmul(b, u)
@@ -46,10 +46,11 @@ def join_rounding(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     So rows in 16 bits that only products of codes read are never stored, and a product is stored without its scales,
     for which cuBLASLt has faster algorithms, where such a call reads it next.
     """
-    if all(wanted_form(call, make.capability) is None for call in plan.calls):
-        return plan.calls
+    if all(wanted_form(call, make.gpu) is None for call in plan.calls):
+        return plan
     joining = _Joining(plan, make)
-    return [made for index, call in enumerate(plan.calls) for made in joining.calls(index, call)]
+    joined = [part for index, call in enumerate(plan.calls) for part in joining.calls(index, call)]
+    return replace(plan, calls=joined)
 
 
 @dataclass
@@ -109,7 +110,7 @@ class _Joining:
 
     def _replaced(self, index: int, call: KernelCall) -> list[KernelCall]:
         """A product of codes, with the rounding of its rows where they are not rounded yet."""
-        form = wanted_form(call, self.make.capability)
+        form = wanted_form(call, self.make.gpu)
         if form is None or form.dtype != "uint8":
             return [call]
         x, before = call.inputs[0], []
@@ -136,7 +137,7 @@ class _Joining:
         readers = [self.plan.calls[index] for index in self.readers.get(out.buffer, [])]
         if len(call.outputs) != 1 or out.buffer not in self.inner or not readers:
             return None
-        forms = {wanted_form(reader, self.make.capability) for reader in readers}
+        forms = {wanted_form(reader, self.make.gpu) for reader in readers}
         rows = readers[0].inputs[0]
         (form, *others) = forms
         if form is None or others or any(reader.inputs[0] != rows for reader in readers):
@@ -160,7 +161,7 @@ class _Joining:
 
     def _scaling_reader(self, index: int, call: KernelCall) -> int | None:
         """The joined call that can scale a product of codes, as the first that reads it, or be part of it."""
-        form = wanted_form(call, self.make.capability)
+        form = wanted_form(call, self.make.gpu)
         if form is None or form.dtype != "uint8" or call.params["activation"] != "none":
             return None
         inputs, out = operands(call), call.outputs[0]

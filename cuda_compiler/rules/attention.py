@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from cuda_compiler.specialization.gpu import CLUSTERS, HOPPER, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -89,11 +89,11 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     rows, problems = operands.rows, operands.problems
     if not suits_tensor_cores(q, k, v):
         return _plain(make, call, operands)
-    if make.capability == HOPPER and q.shape[3] == v.shape[3] > _NARROW:
+    if make.gpu.has_warpgroups and q.shape[3] == v.shape[3] > _NARROW:
         for tile_rows, enough in _WARPGROUP_TILES:
             if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
                 return _by_warpgroups(make, call, operands, tile_rows)
-    tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.shared_memory]
+    tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.gpu.shared_memory]
     for tile_rows, tile_keys, enough in tiles:
         fills = rows >= tile_rows or rows >= _FILLED * tile_rows and problems * rows >= _MANY_ROWS
         if fills and problems * groups(rows, tile_rows) >= enough:
@@ -129,7 +129,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     row_blocks = groups(rows, BLOCK_ROWS)
     blocks = operands.problems * row_blocks
     if blocks >= _ENOUGH_BLOCKS or keys <= _WARPS * BLOCK_KEYS:
-        fits = split_memory(rows, width, value_width, 2 * _WARPS, 1) <= make.shared_memory
+        fits = split_memory(rows, width, value_width, 2 * _WARPS, 1) <= make.gpu.shared_memory
         warps = 2 * _WARPS if fits else _WARPS
         return [
             make.kernel(
@@ -319,9 +319,9 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
         "tile_tokens": rows // sharing,
         "stages": _STAGES,
     }
-    if make.capability >= HOPPER and together and _sharing_memory(q, v, _WARPS, rows, _STAGES) <= make.shared_memory:
+    if make.gpu.has_clusters and together and _sharing_memory(q, v, _WARPS, rows, _STAGES) <= make.gpu.shared_memory:
         return [_paged_pieces(make, call, inputs, constants, head_groups)]
-    if make.capability >= HOPPER and not together:
+    if make.gpu.has_clusters and not together:
         return [_paged_tokens(make, call, {**inputs, "written": written}, constants, head_groups)]
     splits = min(groups(context, _WARPS * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
     shared = split_memory(BLOCK_ROWS, width, value_width)
@@ -395,7 +395,7 @@ def _paged_tokens(
 
     _, splits, warps, resident = max((division(*each) for each in _PAGED_SHAPES), key=lambda found: found[0])
     while warps > 1 and _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES) > memory_of_each(
-        make.shared_memory, resident
+        make.gpu.shared_memory, resident
     ):
         warps //= 2
     shared = _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
 from cuda_compiler.rules.channel_packs import BYTE_PACKS, PACK, channels_last, is_packed
 from cuda_compiler.rules.movement import transposing_copy
-from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
@@ -258,8 +258,8 @@ def tiles(
     shared_out = [
         (replace(tile, splits=splits), shared)
         for tile in (tile.for_steps(steps) for tile in _SHAPES)
-        if (shared := shared_bytes(tile)) <= make.shared_memory
-        and (make.capability == HOPPER or not tile.by_warpgroups)
+        if (shared := shared_bytes(tile)) <= make.gpu.shared_memory
+        and (make.gpu.has_warpgroups or not tile.by_warpgroups)
         for splits in (1, 2, 4, 8)
         if splits == 1 or splits <= steps and tile.blocks(pixels, channels) < 2 * MULTIPROCESSORS
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.matmul import operands
-from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from cuda_compiler.specialization.template_files import template_text
@@ -50,9 +50,9 @@ def suits_linear_codes(make: Specializer, call: KernelCall) -> bool:
     inputs, out = operands(call), call.outputs[0]
     # The sums of float8 are the tensor cores' own, which are not exact enough for a result in float16.
     dtypes = HALF_DTYPES if call.params["codes"] == "int8" else ("bfloat16",)
-    if make.capability != HOPPER or call.params["m"] < _FEWEST_ROWS or out.dtype not in dtypes:
+    if not make.gpu.has_warpgroups or call.params["m"] < _FEWEST_ROWS or out.dtype not in dtypes:
         return False
-    tiling = _tiling(*(call.params[name] for name in "mnk"), False, make.shared_memory)
+    tiling = _tiling(*(call.params[name] for name in "mnk"), False, make.gpu.shared_memory)
     if tiling is None or tiling.blocks < _FEWEST_TILES:
         return False
     bias, residual = inputs["bias"], inputs["residual"]
@@ -82,7 +82,7 @@ def linear_codes(
     """
     data, residual = inputs["data"], inputs["residual"]
     (m, k), n = rows.shape, out.shape[1]
-    tiling = _tiling(m, n, k, bool(function), make.shared_memory)
+    tiling = _tiling(m, n, k, bool(function), make.gpu.shared_memory)
     assert data is not None and tiling is not None
     maps = {"x": _TILE_ROWS, "weight": tiling.weight_rows // 2, "out": _STORED_ROWS}
     if residual is not None:

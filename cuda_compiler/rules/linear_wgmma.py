@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, template_operands
-from cuda_compiler.specialization.gpu import CLUSTERS, CLUSTERS_SHARING, HOPPER, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS, CLUSTERS_SHARING, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -54,7 +54,7 @@ class Division:
 def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> bool:
     """Whether a product is one that this kernel makes faster than others, by its operands' names."""
     x, weight = (inputs.get(name) for name in ("x", "weight"))
-    if x is None or weight is None or make.capability != HOPPER or x.dtype not in HALF_DTYPES:
+    if x is None or weight is None or not make.gpu.has_warpgroups or x.dtype not in HALF_DTYPES:
         return False
     return (
         _FEWEST_ROWS <= call.params["m"] <= _MOST_ROWS
@@ -70,7 +70,7 @@ def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, V
 
 def _division(make: Specializer, call: KernelCall) -> Division | None:
     m, n, k = (call.params[name] for name in "mnk")
-    return divided(m, n, k, call.kernel in GATED.values(), make.shared_memory)
+    return divided(m, n, k, call.kernel in GATED.values(), make.gpu.shared_memory)
 
 
 def warpgroup_product(
@@ -91,7 +91,7 @@ def warpgroup_product(
         "stages": found.stages,
         "slabs": _SLABS,
         "shared": found.shared,
-        "ahead": weight.buffer in make.constants,
+        "ahead": make.never_written(weight),
     }
     made = make.kernel(
         call,

@@ -12,7 +12,7 @@ from cuda_compiler.rules.matmul import CUBLAS_GEMM, VECTOR_ROWS, cublas_activate
 from cuda_compiler.rules.quantized import linear
 from cuda_compiler.rules.rows import held_packs, shared_pack, small_teams_for
 from cuda_compiler.specialization.c_text import TYPES
-from cuda_compiler.specialization.gpu import ADA, TURING
+from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.sizes import Size3, groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from cuda_compiler.specialization.template_files import template_text
@@ -79,17 +79,17 @@ class Origin:
     weight_offset: float = 0.0
 
 
-def wanted_form(call: KernelCall, capability: int) -> RoundedForm | None:
-    """What a call reads its rows as on a GPU of this capability; None where it rounds none."""
+def wanted_form(call: KernelCall, gpu: GPU) -> RoundedForm | None:
+    """The form in which a call reads its rounded rows on this GPU; None where it rounds none."""
     if call.kernel not in RULES:
         return None
     codes = call.params["activations"]
     if call.params["m"] <= VECTOR_ROWS:
         return RoundedForm(codes, "float32")
-    return RoundedForm(codes, "uint8" if _multiplies_bytes(call, capability) else call.inputs[0].dtype)
+    return RoundedForm(codes, "uint8" if _multiplies_bytes(call, gpu) else call.inputs[0].dtype)
 
 
-def _multiplies_bytes(call: KernelCall, capability: int) -> bool:
+def _multiplies_bytes(call: KernelCall, gpu: GPU) -> bool:
     """Whether the codes are multiplied as they are: those of the weight have one scale for each row."""
     params, inputs, out = call.params, operands(call), call.outputs[0]
     data, scales = inputs["data"], inputs["scales"]
@@ -99,13 +99,13 @@ def _multiplies_bytes(call: KernelCall, capability: int) -> bool:
     if scales.dtype != "float32" or params["k"] % _UNIT or params["n"] % _UNIT or vector_width(data) < _UNIT:
         return False
     if params["codes"] == "int8":
-        return capability >= TURING and params["m"] >= _FEWEST_ROWS
-    return capability >= ADA and out.dtype in HALF_DTYPES  # float32 results are to be exacter than its sums
+        return gpu.multiplies_int8 and params["m"] >= _FEWEST_ROWS
+    return gpu.multiplies_float8 and out.dtype in HALF_DTYPES  # float32 results are to be exacter than its sums
 
 
 def scales_products(make: Specializer, call: KernelCall) -> bool:
     """Whether cuBLASLt can multiply a product of codes with scales by row and column."""
-    return bool(call.params["codes"] == "float8_e4m3" and make.scales_products)
+    return bool(call.params["codes"] == "float8_e4m3" and make.gpu.scales_products)
 
 
 def row_teams(origin: Origin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
@@ -176,7 +176,7 @@ def keep_rounded(make: Specializer, subject: View, form: RoundedForm, rounded: R
 
 def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
     """A product of the floats that codes stand for. Those of codes are made before, with all calls in sight."""
-    inputs, form = operands(call), wanted_form(call, make.capability)
+    inputs, form = operands(call), wanted_form(call, make.gpu)
     x = inputs["x"]
     assert x is not None and form is not None and form.dtype != "uint8"
     rows, calls = make.cached((x, form)), []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, template_operands
-from cuda_compiler.specialization.gpu import CLUSTERS_SHARING, HOPPER, WARP, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS_SHARING, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
@@ -58,7 +58,7 @@ def suits_streaming(make: Specializer, call: KernelCall, inputs: Mapping[str, Vi
     m, n, k = (call.params[name] for name in "mnk")
     if (
         x is None
-        or make.capability < HOPPER
+        or not make.gpu.has_clusters
         or not (_FEWEST_ROWS if n * k > _SMALL else _FEWEST_ROWS_OF_SMALL) <= m <= _MOST_ROWS
         or x.dtype not in HALF_DTYPES
         or not _has_rows(x)
@@ -85,7 +85,7 @@ def _division(make: Specializer, call: KernelCall, inputs: Mapping[str, View | N
         call.params["groups"] * itemsize(side.dtype) for name in _SIDES if (side := inputs.get(name)) is not None
     )
     bits = CODES[call.params["codes"]] if "codes" in call.params else 16
-    return divided(m, n, k, call.kernel in GATED.values(), make.shared_memory, bits, sides)
+    return divided(m, n, k, call.kernel in GATED.values(), make.gpu.shared_memory, bits, sides)
 
 
 def streamed_product(
@@ -112,7 +112,7 @@ def streamed_product(
         file, parts = "matmul/streamed_codes.cu", ["data", *_SIDES]
         constants |= {"pack": 8, "scaled_pieces": _scaled_pieces(call, found)}
     ahead = [inputs["gain"], *(inputs[name] for name in parts)]
-    constants["ahead"] = all(view is None or view.buffer in make.constants for view in ahead)
+    constants["ahead"] = all(view is None or make.never_written(view) for view in ahead)
     made = make.kernel(
         call,
         file,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from cuda_compiler.cuda_program import KernelLaunch, TensorMap
 from cuda_compiler.specialization.c_text import index_type, kernel_signature, shared_buffers, specialized
-from cuda_compiler.specialization.gpu import HOPPER, HOPPER_SHARED_MEMORY
+from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.sizes import Size3, check_grid, vector_width
 from cuda_compiler.specialization.template_files import kernel_text, template_text
 from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl
@@ -23,28 +23,23 @@ class Specializer:
     """Makes specialized kernels and collects their sources, which equal kernels share.
 
     Attributes:
+        gpu: The GPU that runs the kernels.
         sources: Source text by name, a hash of the text.
         temporaries: Buffers that the rules asked for, by name.
-        taken: Names of the program's buffers.
-        capability: Compute capability of the target GPU as CUDA writes it: 90 is 9.0.
-        shared_memory: Bytes per block there.
-        phase_clocks: Resident kernels note the time of their phases.
-        scales_products: cuBLASLt there scales products of float8 by row and column.
-        reaches_peers: Resident kernels exchange values with other GPUs.
-        constants: Buffers that no kernel ever writes.
+        buffers: The program's own buffers, by name.
     """
 
-    taken: frozenset[str] = frozenset()
-    capability: int = HOPPER
-    shared_memory: int = HOPPER_SHARED_MEMORY
-    phase_clocks: bool = False
-    scales_products: bool = True
-    reaches_peers: bool = False
-    constants: frozenset[str] = frozenset()
+    gpu: GPU = field(default_factory=GPU)
+    buffers: Mapping[str, BufferAllocation] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
     _made: dict[Any, str] = field(default_factory=dict)
     _cached: dict[tuple[View, Hashable], View] = field(default_factory=dict)
+
+    def never_written(self, view: View) -> bool:
+        """Whether no kernel ever writes a view's buffer."""
+        buffer = self.buffers.get(view.buffer)
+        return buffer is not None and buffer.kind in ("weight", "constant")
 
     def temporary(self, stem: str, shape: tuple[int, ...], dtype: str) -> View:
         """A row-major arena buffer for a value between two kernels of one call."""
@@ -68,7 +63,7 @@ class Specializer:
 
     def _buffer(self, stem: str, kind: BufferKind, shape: tuple[int, ...], dtype: str) -> View:
         index = len(self.temporaries)
-        while (name := f"{stem}.cuda{index}") in self.taken or name in self.temporaries:
+        while (name := f"{stem}.cuda{index}") in self.buffers or name in self.temporaries:
             index += 1
         self.temporaries[name] = BufferAllocation(name, kind, shape, dtype)
         return View(name, shape, contiguous_strides(shape), 0, dtype)

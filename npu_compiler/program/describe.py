@@ -43,6 +43,19 @@ def describe_plan(plan: ExecutionPlan, *, tables: bool = True, full: bool = Fals
     return "\n".join(lines)
 
 
+def print_calls(plan: ExecutionPlan) -> str:
+    """A line for each call of a plan, the prologue's first, and one for the size of the arena."""
+    lines = []
+    for call in (*plan.prologue, *plan.calls):
+        outputs, inputs = (
+            ", ".join(f"%{view.buffer}: {_spec(view.shape, view.dtype)}" for view in views)
+            for views in (call.outputs, call.inputs)
+        )
+        params = ", ".join(f"{name}={value}" for name, value in call.params.items())
+        lines.append(f"{outputs} = {call.kernel}({inputs}) {{{params}}}")
+    return "\n".join([*lines, f"arena: {plan.arena_bytes} bytes"])
+
+
 def _table(
     title: str, rows: Sequence[str], alike: Sequence[Hashable], full: bool, heading: Sequence[str] = ()
 ) -> list[str]:

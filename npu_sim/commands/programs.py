@@ -73,16 +73,17 @@ def compile(
         ),
     ] = False,
     stages: Annotated[
-        bool, typer.Option("--stages", help="Print what each compiler stage changes in the graph.")
+        bool,
+        typer.Option("--stages", help="Print what each compiler stage changes in the graph or its kernels."),
     ] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="With --stages: print the whole graph after each stage.")
+        bool, typer.Option("--full", help="With --stages: print the whole graph, or all kernels, after each stage.")
     ] = False,
     json: AsJSON = False,
 ) -> None:
     """Compile IR into a program (.npubin)."""
+    from npu_compiler import CompileOptions, read_ir, trace_compilation
     from npu_compiler import compile as compile_ir
-    from npu_compiler import read_ir, trace_stages
     from npu_compiler.errors import InputError
     from npu_compiler.fusion_patterns import check_fusion_names
     from npu_compiler.program.describe import format_bytes, summary
@@ -98,17 +99,16 @@ def compile(
     check_not_overwritten(output, [ir])
     codegen, disabled = find_target(target, phase_clocks), disable_fusion or ()
     check_fusion_names(disabled)
-    options: dict[str, Any] = {"compute_dtype": dtype, "disabled_fusions": disabled, "quantization": quantization}
+    options = CompileOptions(dtype, quantization, disabled_fusions=disabled)
     with step(f"reading {ir}"):
         graph = read_ir(ir)
     if stages:
-        traced = trace_stages(graph, codegen, **options)
-        for text in describe_stages(traced, full=full):
+        for text in describe_stages(trace_compilation(graph, codegen, options), full=full):
             typer.echo(text, err=json)
     if output is None:
         return
     with step(f"compiling {graph.name}"):
-        program = compile_ir(graph, codegen, **options)
+        program = compile_ir(graph, codegen, options)
         program.save(output)
     totals = summary(program.plan)
     if json:

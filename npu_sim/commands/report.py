@@ -30,7 +30,7 @@ from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_
 from npu_sim.commands.targets import find_target
 
 if TYPE_CHECKING:
-    from npu_compiler import CompiledProgram, IRGraph, PartitionPlan
+    from npu_compiler import CodegenTarget, CompiledProgram, CompileOptions, IRGraph, PartitionPlan
     from npu_model import Chip, Result
     from npu_runtime import Device
     from npu_sim.report import Measurement, Roof, StageGraphs
@@ -122,6 +122,7 @@ def report(
 
     With --weights or --device, the time of each kernel is measured; with --npu, it is simulated.
     """
+    from npu_compiler import CompileOptions
     from npu_compiler.errors import InputError
     from npu_compiler.fusion_patterns import check_fusion_names
     from npu_sim.arrays import assigned_files
@@ -152,11 +153,11 @@ def report(
 
     roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
     opened = open_device(device, fast, no_tune) if is_measured and not is_program else None
-    options: dict[str, Any] = {"compute_dtype": dtype, "quantization": quantization}
+    options = CompileOptions(dtype, quantization, disabled_fusions=disable_fusion or ())
     if is_program:
         made = _load(model, allow_code)
     else:
-        made = _compile(model, opened.backend.target if opened else codegen, options, disable_fusion or ())
+        made = _compile(model, opened.backend.target if opened else codegen, options)
     measurement, numerics = None, None
     if is_measured and made.plan is None:
         (program,) = made.programs
@@ -195,7 +196,7 @@ def _load(path: Path, allow_code: bool) -> _Made:
     return _Made([program], program.name)
 
 
-def _compile(path: Path, target: Any, options: Mapping[str, Any], disabled: list[str] | tuple[()]) -> _Made:
+def _compile(path: Path, target: CodegenTarget, options: CompileOptions) -> _Made:
     """The program of an IR file or, where the NPU cannot run all of it, those of its device partitions."""
     from npu_compiler import compile as compile_ir
     from npu_compiler import partition, read_ir, trace_stages
@@ -205,16 +206,18 @@ def _compile(path: Path, target: Any, options: Mapping[str, Any], disabled: list
     with step(f"compiling {path}"):
         graph = read_ir(path)
         try:
-            program = compile_ir(graph, target, disabled_fusions=disabled, **options)
+            program = compile_ir(graph, target, options)
         except ConstraintError:
-            plan = partition(graph, target=target, **options)
+            plan = partition(
+                graph, target=target, compute_dtype=options.compute_dtype, quantization=options.quantization
+            )
             stages = stage_graphs([("read", graph)])
             stages.add_partitions(plan)
             parts = [plan.compile(part, target) for part in plan.partitions if part.device == "npu"]
             if not parts:
                 raise
             return _Made(parts, graph.name, graph, stages, plan)
-        stages = stage_graphs(trace_stages(graph, target, disabled_fusions=disabled, **options))
+        stages = stage_graphs(trace_stages(graph, target, options))
     return _Made([program], graph.name, graph, stages)
 
 
@@ -307,6 +310,7 @@ def diff(
     json: AsJSON = False,
 ) -> None:
     """Compare two programs: kernels, bytes, memory and, with --weights or --device, time."""
+    from npu_compiler import CompileOptions
     from npu_compiler.errors import InputError
 
     given = [path for path in map(check_weights, weights or ()) if path is not None]
@@ -327,7 +331,7 @@ def diff(
         made = (
             _load(path, allow_code)
             if path.suffix == PROGRAM
-            else _compile(path, opened.backend.target if opened else codegen, {}, ())
+            else _compile(path, opened.backend.target if opened else codegen, CompileOptions())
         )
         if made.plan is not None:
             raise InputError(f"'{path}' needs partitions, and only whole programs can be compared")
