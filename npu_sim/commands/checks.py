@@ -146,19 +146,6 @@ def check_device(name: str | None) -> str | None:
     return name
 
 
-def check_device_options(device: str | None, cpu_level: str | None, fast: bool, no_tune: bool) -> None:
-    """Refuse options for another device than the one that is going to be opened."""
-    from npu_runtime.device import best_device
-
-    name = best_device() if device is None else device
-    if fast and name != "metal-emulator":
-        raise InputError("--fast is for --device metal-emulator only")
-    if no_tune and name != "cpu":
-        raise InputError(f"--no-tune is for --device cpu only; this is {name}")
-    if cpu_level is not None and name != "cpu":
-        raise InputError(f"--cpu-level is for --device cpu only; this is {name}")
-
-
 def check_weights(path: Path | None) -> Path | None:
     """The path, if it is a file that can be read, or a folder with .safetensors files."""
     if path is None:

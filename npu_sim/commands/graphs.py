@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_output
+from npu_sim.commands.checks import check_not_overwritten, check_output
 from npu_sim.commands.completion import targets, tasks
 from npu_sim.commands.console import EXIT_DIFFERS, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, Inputs, IRFile, NoTune, Seed, Weights
-from npu_sim.commands.resources import open_device, weights_for
+from npu_sim.commands.options import AsJSON, Dtype, Inputs, IRFile, Seed, Weights
+from npu_sim.commands.resources import weights_for
+from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.targets import find_target
 
 SAMPLES = 3
@@ -154,13 +155,11 @@ def partition(
 
 def verify(
     ir: IRFile,
+    *,
     weights: Weights = None,
     inputs: Inputs = None,
     dtype: Dtype = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -180,7 +179,6 @@ def verify(
 
     if samples is not None and inputs:
         raise InputError("--samples is for random inputs; leave out --input")
-    check_device_options(device, cpu_level, fast, no_tune)
     with step(f"reading {ir}"):
         graph = read_ir(ir)
         state = weights_for(graph, weights)
@@ -195,7 +193,7 @@ def verify(
         if used_seed is None
         else [random_inputs(specs, used_seed + index) for index in range(samples or SAMPLES)]
     )
-    chosen = open_device(device, fast, no_tune)
+    chosen = device_settings.open()
     with progress("verifying") as report:
         result = compare(graph, state, sets, chosen, compute_dtype=dtype, progress=report)
     if json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,6 +66,11 @@ def _repetition_penalty(value: float | None) -> float | None:
     if value is not None and not 0 < value < math.inf:
         raise InputError(f"--repetition-penalty must be a finite number above 0, not {value}")
     return value
+
+
+def count_option(text: str, most: int | None = None) -> Any:
+    """An option that is a number of things, at least one."""
+    return typer.Option(min=1, max=most, metavar="INTEGER", help=text)
 
 
 IRFile = Annotated[
@@ -203,7 +208,8 @@ DeviceName = Annotated[
         metavar="NAME",
         callback=checks.check_device,
         autocompletion=devices,
-        help="cpu, metal, metal-emulator, cuda, cuda:N or npu-model:CHIP. Default: the best one on this machine.",
+        help="cpu, metal, metal-emulator (or, without its memory checks, metal-emulator-fast), cuda, cuda:N or "
+        "npu-model:CHIP. Default: the best one on this machine.",
     ),
 ]
 CPULevel = Annotated[
@@ -216,7 +222,6 @@ CPULevel = Annotated[
         help="Instruction set of the CPU kernels, such as x86-64-v3. Default: the best one of this machine.",
     ),
 ]
-Fast = Annotated[bool, typer.Option("--fast", help="Run --device metal-emulator without its memory checks.")]
 NoTune = Annotated[
     bool,
     typer.Option(

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import (
-    check_device_options,
-    check_not_overwritten,
-    check_output,
-    check_program_or_ir,
-)
+from npu_sim.commands.checks import check_not_overwritten, check_output, check_program_or_ir
 from npu_sim.commands.completion import fusions, programs_and_ir, targets
 from npu_sim.commands.console import note, print_json, step
 from npu_sim.commands.modules import SUFFIX as MODULE
@@ -22,19 +17,16 @@ from npu_sim.commands.options import (
     ActivationFormat,
     AllowCode,
     AsJSON,
-    CPULevel,
-    DeviceName,
     Dtype,
-    Fast,
     Inputs,
     IRFile,
-    NoTune,
     RunnableFile,
     Seed,
     WeightFormat,
     Weights,
 )
-from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_device_for, weights_for
+from npu_sim.commands.resources import inputs_for, load_onto, weights_for
+from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.stages import describe_stages
 from npu_sim.commands.targets import find_target
 
@@ -199,6 +191,7 @@ def _spec(spec: TensorSpec) -> dict[str, Any]:
 
 def run(
     program_file: RunnableFile,
+    *,
     weights: Weights = None,
     inputs: Inputs = None,
     output: Annotated[
@@ -207,10 +200,7 @@ def run(
             "--output", "-o", metavar="FILE", callback=check_output, help="Write the outputs to this .npz file."
         ),
     ] = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     allow_code: AllowCode = False,
     seed: Seed = None,
     json: AsJSON = False,
@@ -223,18 +213,17 @@ def run(
     from npu_sim.arrays import assigned_files
 
     check_not_overwritten(output, [program_file, weights, *assigned_files(inputs)])
-    check_device_options(device, cpu_level, fast, no_tune)
     if program_file.suffix == MODULE:
         if weights is not None:
             raise InputError(f"'{program_file}' has its weights inside; leave out --weights")
-        chosen = open_device(device, fast, no_tune)
+        chosen = device_settings.open()
         values, used_seed = run_module(program_file, chosen, inputs, allow_code, seed)
         _report(chosen.name, used_seed, values, output, json)
         return
     program = CompiledProgram.load(program_file, allow_code)
     state = weights_for(program, weights)
     arrays, used_seed = inputs_for(program.input_specs, inputs, seed)
-    chosen = open_device_for(program, device, fast, no_tune)
+    chosen = device_settings.open_for(program)
     loaded = load_onto(chosen, program, state)
     with step(f"running {program.name} on {chosen.name}"):
         results = Executor(program, chosen).run(arrays, loaded)

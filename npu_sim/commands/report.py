@@ -10,23 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten, check_output, check_weights
+from npu_sim.commands.checks import check_file, check_not_overwritten, check_output, check_weights
 from npu_sim.commands.completion import chips, fusions, models_and_programs, targets
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import (
-    AllowCode,
-    AsJSON,
-    CPULevel,
-    DeviceName,
-    Dtype,
-    Fast,
-    Inputs,
-    NoTune,
-    Seed,
-    WeightFormat,
-    Weights,
-)
-from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_device_for, weights_for
+from npu_sim.commands.options import AllowCode, AsJSON, Dtype, Inputs, Seed, WeightFormat, Weights
+from npu_sim.commands.resources import inputs_for, load_onto, weights_for
+from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.targets import find_target
 
 if TYPE_CHECKING:
@@ -79,15 +68,13 @@ Runs = Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Num
 
 def report(
     model: ModelFile,
+    *,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", callback=check_output, help="Output file (.html).")
     ],
     weights: Weights = None,
     inputs: Inputs = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     allow_code: AllowCode = False,
     dtype: Dtype = None,
     quantization: WeightFormat = None,
@@ -128,7 +115,7 @@ def report(
     from npu_sim.arrays import assigned_files
 
     is_program = model.suffix == PROGRAM
-    is_measured = weights is not None or device is not None
+    is_measured = weights is not None or device_settings.device is not None
     compiling = {"--dtype": dtype, "--quantization": quantization, "--disable-fusion": disable_fusion}
     for option, value in {**compiling, "--target": target}.items():
         if is_program and value:
@@ -142,7 +129,6 @@ def report(
     if is_measured and target is not None:
         raise InputError("--target is for a report without measuring; leave out --target, --weights or --device")
     check_fusion_names(disable_fusion or ())
-    check_device_options(device, cpu_level, fast, no_tune)
     codegen = find_target(target or TARGET)
     chip = None if npu is None else _chip(npu)
     read = [model, weights, *assigned_files(inputs)]
@@ -152,7 +138,7 @@ def report(
     from npu_sim.report import Roof
 
     roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
-    opened = open_device(device, fast, no_tune) if is_measured and not is_program else None
+    opened = device_settings.open() if is_measured and not is_program else None
     options = CompileOptions(dtype, quantization, disabled_fusions=disable_fusion or ())
     if is_program:
         made = _load(model, allow_code)
@@ -161,7 +147,7 @@ def report(
     measurement, numerics = None, None
     if is_measured and made.plan is None:
         (program,) = made.programs
-        chosen = opened or open_device_for(program, device, fast, no_tune)
+        chosen = opened or device_settings.open_for(program)
         measurement, numerics = _measure(made, chosen, weights, inputs, runs, seed, verify)
         roof = roof or Roof.of(chosen.backend.ceilings, program.compute_dtype)
     elif is_measured:
@@ -287,6 +273,7 @@ def _write(
 def diff(
     a: ModelFile,
     b: ModelFile,
+    *,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -299,10 +286,7 @@ def diff(
             "--weights", "-w", metavar="FILE", help="Weights, to measure the time; twice if the models' own differ."
         ),
     ] = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     allow_code: AllowCode = False,
     target: Target = None,
     runs: Runs = RUNS,
@@ -314,12 +298,11 @@ def diff(
     from npu_compiler.errors import InputError
 
     given = [path for path in map(check_weights, weights or ()) if path is not None]
-    is_measured = bool(given) or device is not None
+    is_measured = bool(given) or device_settings.device is not None
     if len(given) > 2:
         raise InputError("--weights is given more than twice; there are two programs")
     if is_measured and target is not None:
         raise InputError("--target is for a comparison without measuring; leave out --target, --weights or --device")
-    check_device_options(device, cpu_level, fast, no_tune)
     codegen = find_target(target or TARGET)
     check_not_overwritten(output, [a, b, *given])
 
@@ -327,7 +310,7 @@ def diff(
 
     programs, measurements = [], []
     for index, path in enumerate((a, b)):
-        opened = open_device(device, fast, no_tune) if is_measured and path.suffix != PROGRAM else None
+        opened = device_settings.open() if is_measured and path.suffix != PROGRAM else None
         made = (
             _load(path, allow_code)
             if path.suffix == PROGRAM
@@ -337,7 +320,7 @@ def diff(
             raise InputError(f"'{path}' needs partitions, and only whole programs can be compared")
         (program,) = made.programs
         programs.append(program)
-        chosen = opened or (open_device_for(program, device, fast, no_tune) if is_measured else None)
+        chosen = opened or (device_settings.open_for(program) if is_measured else None)
         state = given[min(index, len(given) - 1)] if given else None
         measurements.append(_measure(made, chosen, state, None, runs, seed, False)[0] if chosen else None)
     labels = (a.name, b.name) if a.name != b.name else (str(a), str(b))

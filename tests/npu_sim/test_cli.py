@@ -56,6 +56,7 @@ COMMANDS = [
     "serve",
     "classify",
     "quantize",
+    "quantize-network",
     "calibrate",
     "bench",
     "doctor",
@@ -422,13 +423,13 @@ def test_too_little_memory_and_wrong_numbers_are_sentences_on_cuda(folder: Path,
     assert result.exit_code == 2 and "there is no GPU 99: this machine has" in result.stderr
 
 
-@pytest.mark.parametrize("fast", [[], ["--fast"]], ids=["checked", "fast"])
-def test_a_program_runs_on_the_metal_emulator(folder: Path, fast: list[str]) -> None:
+@pytest.mark.parametrize("device", ["metal-emulator", "metal-emulator-fast"])
+def test_a_program_runs_on_the_metal_emulator(folder: Path, device: str) -> None:
     options = ["-w", "tiny.safetensors", "-i", "x=x.npy", "--json"]
     on_cpu = json.loads(invoke(folder, "run", "tiny.npubin", *options, "--device", "cpu").stdout)
-    options += ["--device", "metal-emulator", *fast]
+    options += ["--device", device]
     emulated = json.loads(invoke(folder, "run", "tiny.npubin", *options).stdout)
-    assert emulated["device"] == ("metal-emulator-fast" if fast else "metal-emulator")
+    assert emulated["device"] == device
     assert emulated["outputs"][0]["max"] == pytest.approx(on_cpu["outputs"][0]["max"], rel=2e-3)
     profiled = json.loads(invoke(folder, "profile", "tiny.npubin", *options, "--runs", "1").stdout)
     assert profiled["description"].startswith("Metal, emulated GPU")
