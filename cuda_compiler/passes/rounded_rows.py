@@ -8,9 +8,9 @@ from cuda_compiler.rules.gates import reads_halves
 from cuda_compiler.rules.linear_codes import suits_linear_codes
 from cuda_compiler.rules.matmul import operands
 from cuda_compiler.rules.rounded import (
-    Origin,
     RoundedForm,
     RoundedRows,
+    RowOrigin,
     UnscaledProduct,
     can_hold,
     joined_product,
@@ -115,7 +115,7 @@ class _Joining:
             return [call]
         x, before = call.inputs[0], []
         if (x, form) not in self.rounded:
-            rounding, self.rounded[x, form] = round_rows(self.make, call, form, Origin(x, x.dtype))
+            rounding, self.rounded[x, form] = round_rows(self.make, call, form, RowOrigin(x, x.dtype))
             before.append(replace(rounding, flops=0))
         rounded = self.rounded[x, form]
         if index not in self.scaling:
@@ -194,12 +194,12 @@ class _Joining:
             and reads_halves(reader, out)
         )
 
-    def _origin(self, call: KernelCall, rows: View) -> Origin:
+    def _origin(self, call: KernelCall, rows: View) -> RowOrigin:
         """What makes the rows of a joined call."""
         if call.kernel == _NORM:
             x, weight, _ = KERNELS[call.kernel].bind(call)
             assert x is not None
-            origin = Origin(
+            origin = RowOrigin(
                 x, x.dtype, weight=weight, eps=call.params["eps"], weight_offset=call.params["weight_offset"]
             )
             if x.buffer not in self.unscaled:
@@ -217,8 +217,8 @@ class _Joining:
         found_rows = [_as_rows(view, rows) for view in call.inputs]
         x, *others = (view for view in found_rows if view is not None)
         if x.buffer in self.applied:
-            return Origin(self.applied[x.buffer], rows.dtype)
-        origin = Origin(x, rows.dtype, function=_function(call), other=others[0] if others else None)
+            return RowOrigin(self.applied[x.buffer], rows.dtype)
+        origin = RowOrigin(x, rows.dtype, function=_function(call), other=others[0] if others else None)
         if x.buffer not in self.unscaled:
             return origin
         _, found = self.unscaled[x.buffer]

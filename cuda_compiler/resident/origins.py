@@ -12,7 +12,7 @@ from npu_compiler.program.views import View
 
 
 @dataclass(frozen=True)
-class Origin:
+class HeadOrigin:
     """Where queries or keys [B, H, T, D] come from, and what is done to them.
 
     Attributes:
@@ -32,7 +32,7 @@ class Origin:
         return [call for call in (self.rope, self.norm, self.copy) if call is not None]
 
 
-def find_origin(view: View, makers: Mapping[str, KernelCall]) -> Origin | None:
+def find_origin(view: View, makers: Mapping[str, KernelCall]) -> HeadOrigin | None:
     """The origin of queries or keys; None where it is no view whose rows are contiguous.
 
     Args:
@@ -50,7 +50,7 @@ def find_origin(view: View, makers: Mapping[str, KernelCall]) -> Origin | None:
             view = _before_copy(view, copy) or view
     if view.buffer in makers or view.strides[-1] != 1:
         return None
-    return Origin(view, rope, norm, copy)
+    return HeadOrigin(view, rope, norm, copy)
 
 
 def _kernel_of(view: View, makers: Mapping[str, KernelCall]) -> str | None:

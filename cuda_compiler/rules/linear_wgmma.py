@@ -32,7 +32,7 @@ _REGISTERS = 1 << 16  # of a multiprocessor
 
 
 @dataclass(frozen=True)
-class Division:
+class WarpgroupDivision:
     """How a product is divided among blocks, as `templates/matmul/linear_wgmma.cu` describes it.
 
     Attributes:
@@ -68,7 +68,7 @@ def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, V
     )
 
 
-def _division(make: Specializer, call: KernelCall) -> Division | None:
+def _division(make: Specializer, call: KernelCall) -> WarpgroupDivision | None:
     m, n, k = (call.params[name] for name in "mnk")
     return divided(m, n, k, call.kernel in GATED.values(), make.gpu.shared_memory)
 
@@ -110,12 +110,12 @@ def warpgroup_product(
 
 
 @cache
-def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Division | None:
+def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> WarpgroupDivision | None:
     """The division in which a block reads the least, if there is one; of equal ones, that with room for two blocks."""
     return min(_divisions(m, n, k, gated, shared_memory), key=lambda found: found[0], default=(0, None))[1]
 
 
-def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Iterator[tuple[int, Division]]:
+def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Iterator[tuple[int, WarpgroupDivision]]:
     """All divisions that fit, and for each how many bytes a block could read while it lasts."""
     unit, parts = (4, 2) if gated else (8, 1)
     steps, held = groups(k, _SLABS * _SLAB_TERMS), 8 * groups(m, 8)
@@ -139,5 +139,5 @@ def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Itera
             ):
                 exchanged = _EXCHANGED * 4 * m * columns + _EXCHANGE if splits > 1 else 0
                 shared = stages * (stage + _BARRIER_BYTES) + rest
-                found = Division(splits, groups(n, width), width, stages, shared, resident)
+                found = WarpgroupDivision(splits, groups(n, width), width, stages, shared, resident)
                 yield own * stage + exchanged, found

@@ -52,7 +52,7 @@ class UnscaledProduct(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Origin:
+class RowOrigin:
     """What makes the rows [m, k] that are rounded; each step's result has the dtype `stored`.
 
     Attributes:
@@ -108,7 +108,7 @@ def scales_products(make: Specializer, call: KernelCall) -> bool:
     return bool(call.params["codes"] == "float8_e4m3" and make.gpu.scales_products)
 
 
-def row_teams(origin: Origin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
+def row_teams(origin: RowOrigin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
     """Constants, grid and block of the call that rounds rows, and whether its threads hold all of a row."""
     views = (origin.x, origin.other, origin.residual, origin.total, origin.weight, out)
     pack = shared_pack(view for view in views if view is not None)
@@ -123,11 +123,11 @@ def row_teams(origin: Origin, out: View) -> tuple[dict[str, bool | int | float],
 
 def can_hold(rows: View) -> bool:
     """Whether the threads that round rows hold all of a row, as a norm needs it."""
-    return row_teams(Origin(rows, rows.dtype), replace(rows, dtype="uint8"))[2]
+    return row_teams(RowOrigin(rows, rows.dtype), replace(rows, dtype="uint8"))[2]
 
 
 def round_rows(
-    make: Specializer, call: KernelCall, form: RoundedForm, origin: Origin
+    make: Specializer, call: KernelCall, form: RoundedForm, origin: RowOrigin
 ) -> tuple[KernelCall, RoundedRows]:
     """The call that rounds rows, and where it stores them.
 
@@ -181,7 +181,7 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
     assert x is not None and form is not None and form.dtype != "uint8"
     rows, calls = make.cached((x, form)), []
     if rows is None:
-        rounding, (rows, _) = round_rows(make, call, form, Origin(x, x.dtype))
+        rounding, (rows, _) = round_rows(make, call, form, RowOrigin(x, x.dtype))
         make.cache((x, form), rows)
         calls.append(replace(rounding, flops=0))
     return [*calls, *linear(make, call, {**inputs, "x": rows}, gated)]

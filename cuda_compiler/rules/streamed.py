@@ -32,7 +32,7 @@ _FEWEST_STAGES, _MOST_STAGES = 3, 8
 
 
 @dataclass(frozen=True)
-class Division:
+class WarpDivision:
     """How a product is divided among blocks and warps, as `templates/matmul/streamed.cu` describes it.
 
     Attributes:
@@ -79,7 +79,7 @@ def _has_rows(view: View) -> bool:
     return view.strides[1] == 1 and vector_width(view) >= 8
 
 
-def _division(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> Division | None:
+def _division(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> WarpDivision | None:
     m, n, k = (call.params[name] for name in "mnk")
     sides = tuple(
         call.params["groups"] * itemsize(side.dtype) for name in _SIDES if (side := inputs.get(name)) is not None
@@ -129,7 +129,7 @@ def streamed_product(
     return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
 
 
-def _scaled_pieces(call: KernelCall, found: Division) -> int:
+def _scaled_pieces(call: KernelCall, found: WarpDivision) -> int:
     """How many pieces of a warp's terms have one scale, wherever they begin."""
     if call.params["groups"] == 1:
         return found.pieces
@@ -140,7 +140,7 @@ def _scaled_pieces(call: KernelCall, found: Division) -> int:
 @cache
 def divided(
     m: int, n: int, k: int, gated: bool, shared_memory: int, bits: int = 16, sides: tuple[int, ...] = ()
-) -> Division | None:
+) -> WarpDivision | None:
     """The first division that fits the registers and half of the shared memory, or else all of that.
 
     Args:
@@ -162,7 +162,7 @@ def divided(
             stages = min(_MOST_STAGES, max(_FEWEST_STAGES, _RING_BYTES // unit))
             shared = stages * unit + (2 * warps + kept) * results + 4 * tile_m * (warps + 1)
             if own * tile_m // _FRAGMENT_ROWS <= most_held and shared <= shared_memory:
-                fitting.append(Division(tile_m, warps, splits, clusters, own, stages, shared))
+                fitting.append(WarpDivision(tile_m, warps, splits, clusters, own, stages, shared))
     return next(
         (found for found in fitting if found.shared <= memory_of_each(shared_memory, 2)),
         fitting[0] if fitting else None,

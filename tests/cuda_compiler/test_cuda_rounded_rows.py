@@ -18,7 +18,7 @@ import npu_compiler
 from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import kernel_launch_of, launch_of
 from cuda_compiler.rules import linear_codes
-from cuda_compiler.rules.rounded import Origin, RoundedForm, round_rows
+from cuda_compiler.rules.rounded import RoundedForm, RowOrigin, round_rows
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.errors import ProgramFormatError
 from npu_compiler.graph.dtypes import numpy_dtype
@@ -222,7 +222,7 @@ def test_the_sources_compile(turn: int, format: QuantizedFormat) -> None:
 
 def rounding(x: View, form: RoundedForm) -> tuple[KernelCall, Specializer]:
     make = Specializer(buffers={"x": BufferAllocation("x", "input", x.shape, x.dtype)})
-    call, _ = round_rows(make, KernelCall("none", "", (), (), {}, "node"), form, Origin(x, x.dtype))
+    call, _ = round_rows(make, KernelCall("none", "", (), (), {}, "node"), form, RowOrigin(x, x.dtype))
     return call, make
 
 
