@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from npu_compiler.graph.dtypes import BYTE_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
-from npu_compiler.ops.registry import find_op
+from npu_compiler.ops.registry import ByteStorage, find_op
 
 
 def storable_in_bytes(graph: IRGraph) -> set[str]:
@@ -41,14 +41,14 @@ def _touching(graph: IRGraph, names: set[str]) -> dict[str, list[OpNode]]:
 
 def _handles_bytes(node: OpNode, found: set[str]) -> bool:
     op = find_op(node.op_type)
-    if op is not None and op.bytes:
+    if op is not None and op.byte_storage is not ByteStorage.NONE:
         return True
     return _is_view(node) and {node.inputs[0], node.outputs[0]} <= found
 
 
 def _needs_bytes(node: OpNode) -> bool:
     op = find_op(node.op_type)
-    return op is not None and op.bytes == "only"
+    return op is not None and op.byte_storage is ByteStorage.REQUIRED
 
 
 def _is_view(node: OpNode) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from npu_compiler.errors import MALFORMED, IRError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN
@@ -33,6 +33,14 @@ class Layout(Enum):
     CONVOLUTION = "its outputs are padded, and so is a graph input that it convolves"
     IMAGE = "its outputs are padded"
     ELEMENTWISE = "its output is padded where an input of the same shape is"
+
+
+class ByteStorage(Enum):
+    """Whether an op reads and makes int8 and uint8 tensors that are stored in a byte an element."""
+
+    NONE = "they are int32"
+    ALLOWED = "they may be"
+    REQUIRED = "they must be"
 
 
 @dataclass(frozen=True)
@@ -131,8 +139,7 @@ class Op:
         integer_range: Given what its inputs may hold: the lowest and highest integer that it may return, or a range for
             each output. None for an op that moves elements or returns no int32 or int64.
         quantized: For an op that may read a weight in few bits.
-        bytes: Whether it reads and makes int8 and uint8 tensors that are stored in a byte an element: `only` such, or
-            such `too`; empty if it does not.
+        byte_storage: Whether its int8 and uint8 tensors may, or must, be stored in a byte an element.
         shard: How it goes on over tensors that are divided among ranks; None for an op that needs them whole.
         shard_table: For an op that picks rows of a table: itself over some of the rows (see `shard_embedding`).
         saturates: Whether its results in a narrow integer dtype never pass that dtype's range.
@@ -157,7 +164,7 @@ class Op:
     by_name: bool = False
     integer_range: RangeFn | None = None
     quantized: QuantizedRule | None = None
-    bytes: str = ""
+    byte_storage: ByteStorage = ByteStorage.NONE
     saturates: bool = False
     shard: ShardFn | None = None
     shard_table: TableFn | None = None
@@ -171,14 +178,38 @@ def supported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
+class OpFacts(TypedDict, total=False):
+    """The attributes of `Op` that have defaults."""
+
+    view: ViewRule | None
+    moves: bool
+    is_cast: bool
+    identity: Callable[[OpNode, str], bool] | None
+    is_pure: bool
+    layout: Layout
+    channel_axis: Callable[[OpNode], int | None] | None
+    index_bound: Callable[[OpNode, IRGraph], Mapping[str, Range]] | None
+    selects: bool
+    activation: Callable[[Attrs], str | None] | None
+    one_dtype: bool
+    float32_parameters: bool
+    by_name: bool
+    integer_range: RangeFn | None
+    quantized: QuantizedRule | None
+    byte_storage: ByteStorage
+    saturates: bool
+    shard: ShardFn | None
+    shard_table: TableFn | None
+
+
 def register_op(
-    names: str, *, tensors: tuple[str, ...] = ("self",), unsupported: SupportFn = supported, **facts: Any
+    names: str, *, tensors: tuple[str, ...] = ("self",), unsupported: SupportFn = supported, **facts: Unpack[OpFacts]
 ) -> Callable[[LowerFn], LowerFn]:
     """Decorator: add a row for each name, lowered by the decorated function.
 
     Args:
         names: Separated by spaces.
-        facts: What else is known of these ops, as the attributes of `Op`.
+        facts: Further attributes of `Op`.
     """
 
     def add(lower: LowerFn) -> LowerFn:
