@@ -28,7 +28,7 @@ _KIND = "launch"  # the parameter with the kind
 
 
 class LaunchKind(StrEnum):
-    """What starts a call."""
+    """The kind of a call's launch."""
 
     KERNEL = "kernel"
     """A kernel that starts when the one ahead of it has ended."""
@@ -50,7 +50,7 @@ class LaunchKind(StrEnum):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What the copy engine is to know of a matrix, of which it copies boxes of 128 bytes of some rows.
+    """A matrix as the copy engine sees it, which copies boxes of some rows by 128 bytes of it.
 
     Attributes:
         operand: The number of the operand that it is.
@@ -159,7 +159,7 @@ class CollectiveLaunch:
 
 @dataclass(frozen=True)
 class PeerExchange:
-    """How a kernel exchanges values with other ranks by itself, through memory that all of them map.
+    """A kernel's own exchange of values with other ranks, through memory that all of them map.
 
     Attributes:
         ranks: How many take part.
@@ -190,7 +190,7 @@ class KernelForm:
 
 @dataclass(frozen=True)
 class Convolution:
-    """What a convolution computes: act(conv(x, weight) + bias + residual).
+    """The meaning of a convolution: act(conv(x, weight) + bias + residual).
 
     Attributes:
         padding: Top, bottom, left, right.
@@ -239,7 +239,7 @@ Launch: TypeAlias = KernelLaunch | GemmLaunch | ConvolutionLaunch | CollectiveLa
 
 
 def launch_of(call: KernelCall) -> Launch:
-    """How a call of a CUDA program is launched.
+    """The launch of a call of a CUDA program.
 
     Raises:
         ProgramFormatError: the call does not say so, or not all of it.
@@ -277,7 +277,7 @@ def launch_of(call: KernelCall) -> Launch:
 
 
 def peer_exchange_of(call: KernelCall) -> PeerExchange | None:
-    """How a kernel exchanges values with other ranks; None where it does not.
+    """The exchange of a kernel with other ranks; None where there is none.
 
     Raises:
         ProgramFormatError: the call says it in part, or names operands that it does not have.
@@ -295,21 +295,21 @@ def peer_exchange_of(call: KernelCall) -> PeerExchange | None:
 
 
 def kernel_launch_of(call: KernelCall) -> KernelLaunch:
-    """The same of a call that is known to be one kernel."""
+    """The launch of a call that is one kernel; see `launch_of`."""
     launch = launch_of(call)
     assert isinstance(launch, KernelLaunch), f"'{call.kernel}' is no kernel of the program"
     return launch
 
 
 def gemm_of(call: KernelCall) -> GemmLaunch:
-    """The same of a call that is known to be a product of cuBLASLt."""
+    """The launch of a call that is a product of cuBLASLt; see `launch_of`."""
     launch = launch_of(call)
     assert isinstance(launch, GemmLaunch), f"'{call.kernel}' is no product of cuBLASLt"
     return launch
 
 
 def convolution_of(call: KernelCall) -> ConvolutionLaunch:
-    """The same of a call that is known to be a convolution with several forms."""
+    """The launch of a call that is a convolution with several forms; see `launch_of`."""
     launch = launch_of(call)
     assert isinstance(launch, ConvolutionLaunch), f"'{call.kernel}' is no convolution"
     return launch

@@ -156,7 +156,7 @@ class Addresses:
 
     @classmethod
     def of(cls, call: KernelCall, places: Sequence[int]) -> Addresses:
-        """From one address per operand, inputs first."""
+        """The addresses of a product's operands, given one per operand of the call, inputs first."""
         a, b, *others, out = places
         gemm = gemm_of(call)
         bias = others.pop(0) if gemm.has_bias else 0
@@ -261,7 +261,7 @@ class Product:
         self._matrices = [each.handle for each in (self._b, self._a, self._residual, self._out)]
 
     def _layout(self, kind: int, shape: tuple[int, int], turned: bool, leading: int, stride: int) -> _Descriptor:
-        """Of a column-major matrix.
+        """Describe a column-major matrix.
 
         Args:
             shape: What it is multiplied as.

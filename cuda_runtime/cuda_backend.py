@@ -185,13 +185,13 @@ class CUDABackend(Backend):
         return buffer
 
     def allocate_visible(self, shape: Shape, dtype: str) -> tuple[CUDABuffer, Callable[[], np.ndarray]]:
-        """In pinned host memory, which kernels write over the bus, so that a result needs no copy."""
+        """Allocate pinned host memory, which kernels write over the bus, so that a result needs no copy."""
         memory, host = self._device.allocate_visible(numel(shape) * itemsize(dtype))
         seen = host.view(numpy_dtype(dtype)).reshape(shape)
         return CUDABuffer(self._device, shape, None, dtype, memory), lambda: seen
 
     def allocate_staged(self, specs: Iterable[TensorSpec]) -> StagedInputs:
-        """In one piece of memory, for a single copy."""
+        """Allocate all inputs in one piece of memory, for a single copy."""
         layouts, size = dict[str, tuple[TensorSpec, int, int]](), 0
         for spec in specs:
             taken = numel(spec.alloc_shape or spec.shape) * itemsize(spec.storage or spec.dtype)
@@ -479,7 +479,10 @@ class CUDABackend(Backend):
         return self._start(call, ())
 
     def timed(self, launch: Launch) -> float:
-        """Timed with events. A delay kernel occupies the GPU until all is enqueued, so it never waits for the host."""
+        """Seconds of a launch, measured with events.
+
+        A delay kernel occupies the GPU until all is enqueued, so it never waits for the host.
+        """
         event, hold = self._device.cupy.cuda.Event, self._hold
         with self._device.active("cannot time a launch"):
             start, end = event(), event()

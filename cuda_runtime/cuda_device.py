@@ -167,7 +167,7 @@ class CUDADevice:
             raise DeviceError(f"{doing}: {error}") from error
 
     def continue_on(self, stream: Any) -> None:
-        """Have what is enqueued on a stream from now on come after what was enqueued on the one used before."""
+        """Continue on a stream: work enqueued there starts after that of the stream used before."""
         if stream is not self._latest:
             with self._gpu:
                 event = self.cupy.cuda.Event(disable_timing=True)
@@ -176,17 +176,17 @@ class CUDADevice:
             self._latest = stream
 
     def fork(self) -> None:
-        """Have what is enqueued on the second stream from now on come after what was enqueued on the first."""
+        """Make later work of the second stream wait for what the first has so far."""
         self._forked.record(self.stream)
         self.second_stream.wait_event(self._forked)
 
     def join(self) -> None:
-        """Have what is enqueued on the first stream from now on come after what was enqueued on the second."""
+        """Make later work of the first stream wait for what the second has so far."""
         self._joined.record(self.second_stream)
         self.stream.wait_event(self._joined)
 
     def call_on(self, pointer: int) -> None:
-        """Have graphs run on a caller's stream from now on, after what has been enqueued elsewhere.
+        """Run graphs on a caller's stream from now on, after what has been enqueued elsewhere.
 
         Args:
             pointer: The stream's handle; 0 is the default stream.

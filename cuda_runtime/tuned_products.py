@@ -154,7 +154,7 @@ def _assumed(call: KernelCall) -> Addresses:
 
 
 def _copies(call: KernelCall) -> int:
-    """How many copies of the weight the trials rotate through."""
+    """Number of copies of the weight that the trials rotate through."""
     return min(_MOST_COPIES, -(-_ROTATED_BYTES // max(1, operand_bytes(call)["b"])))
 
 

@@ -23,7 +23,7 @@ StageEdit: TypeAlias = Callable[[list[Stage]], list[Stage]]
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How to compile a graph.
+    """The options of a compilation.
 
     Attributes:
         compute_dtype: `float16`, `bfloat16` or `float32`; by default bfloat16 for bfloat16 models, else float16.

@@ -195,7 +195,7 @@ def _cpu_reasons(graph: IRGraph, is_supported_fn: SupportFn, lacking: Mapping[st
 def _lacking(
     partitions: Sequence[Partition], target: CodegenTarget, dtype: str, formats: Mapping[str, QuantizedFormat]
 ) -> dict[str, str]:
-    """Why nodes of device partitions must go to the CPU: the target lacks what the compiler makes of them."""
+    """Node → the reason why it must go to the CPU: the target lacks what the compiler makes of it."""
     reason, found = target_reason(target), {}
     for part in partitions:
         if part.device == "npu":

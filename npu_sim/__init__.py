@@ -1,4 +1,4 @@
-"""For users: `compile` a PyTorch module, the `npu-sim` command, language and vision models, verification."""
+"""The users' package: `compile` a PyTorch module, the `npu-sim` command, language and vision models, verification."""
 
 from typing import TYPE_CHECKING, Any
 

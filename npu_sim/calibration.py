@@ -56,7 +56,7 @@ CLOCK_GHZ = 1.0  # of the chip that is written: its rates are per nanosecond
 
 @dataclass(frozen=True)
 class Shape:
-    """What no measurement shows of a device, and how it is described as a chip.
+    """Facts about a device that no measurement shows, as a chip file states them.
 
     Attributes:
         arrays: Cores or multiprocessors.
@@ -78,7 +78,7 @@ GPU_BLOCK = (64, 32, 16)  # a tensor core's smallest block, and what a multiproc
 
 @dataclass(frozen=True)
 class Measured:
-    """What a device reaches.
+    """The measured rates of a device.
 
     Attributes:
         device: Its name.
@@ -105,7 +105,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block of a probe takes, computed in a dtype, in seconds."""
+    """The measured time of a block of a probe in a dtype, in seconds."""
 
     probe: Probe
     dtype: str
@@ -189,7 +189,7 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """Of a block."""
+        """Seconds per block."""
         return max((self.long - self.short) / (self.many - self.few), 1e-9)
 
     def least(self, other: Times) -> Times:
@@ -232,7 +232,7 @@ def _row(row: Sequence[float]) -> str:
 
 
 def factors(chip: Chip, blocks: Sequence[Block]) -> Mapping[str, tuple[tuple[float, ...], ...]]:
-    """By what factor computing takes longer than a chip's description says, for each call of the probes' kinds.
+    """Factors by which computing takes longer than a chip's description says, for each call of the probes' kinds.
 
     The other calls of a block are simulated with the factors found before.
 
@@ -337,7 +337,7 @@ overlapped = false
 
 
 def _digits(value: float, digits: int = 4) -> str:
-    """So many digits, never without a decimal point, as TOML wants it of a float."""
+    """A number with so many digits and a decimal point, as TOML wants it of a float."""
     return repr(float(f"{value:.{digits}g}"))
 
 

@@ -47,7 +47,7 @@ def absorb_epilogues(plan: ExecutionPlan) -> ExecutionPlan:
 
 @dataclass(frozen=True)
 class _Uses:
-    """How often calls read and write each buffer; what the caller reads counts twice."""
+    """Numbers of reads and writes of each buffer by calls; a read by the caller counts twice."""
 
     reads: Mapping[str, int]
     writes: Mapping[str, int]

@@ -163,7 +163,7 @@ def _peer_copy(found: RankSum, product: KernelCall, make: Specializer) -> Kernel
 
 
 def _exchange_buffers(found: RankSum, make: Specializer) -> tuple[View, View]:
-    """Where a kernel finds the other ranks' memory, and its counters."""
+    """The operands by which a kernel finds the other ranks' memory, and its counters."""
     return make.counters(f"{found.node}.peers", 2 * (2 * found.ranks + 2)), make.counters(f"{found.node}.turns", 2)
 
 

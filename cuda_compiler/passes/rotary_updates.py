@@ -1,4 +1,4 @@
-"""What stands around the update of a KV cache: the rotary embedding of keys before it, attention behind it."""
+"""Joins the update of a KV cache with the rotary embedding of keys before it, and with attention behind it."""
 
 from __future__ import annotations
 

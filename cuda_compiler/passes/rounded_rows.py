@@ -96,7 +96,7 @@ class _Joining:
                 self.scaling[index] = reader
 
     def calls(self, index: int, call: KernelCall) -> list[KernelCall]:
-        """What a call becomes."""
+        """The calls that take a call's place."""
         made = self._replaced(index, call)
         written = {view.buffer for view in call.outputs}
         self.rounded = {key: found for key, found in self.rounded.items() if key[0].buffer not in written}
@@ -195,7 +195,7 @@ class _Joining:
         )
 
     def _origin(self, call: KernelCall, rows: View) -> RowOrigin:
-        """What makes the rows of a joined call."""
+        """The origin of the rows of a joined call."""
         if call.kernel == _NORM:
             x, weight, _ = KERNELS[call.kernel].bind(call)
             assert x is not None

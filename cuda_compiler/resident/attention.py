@@ -61,7 +61,7 @@ class AttentionMatch:
 
     @property
     def tokens(self) -> int:
-        """Whose keys and values are new."""
+        """Number of new tokens, whose keys and values enter the cache."""
         keys = self.inputs["key_source"]
         return 0 if keys is None else keys.shape[0] if self.is_paged else keys.shape[2]
 
@@ -229,13 +229,13 @@ def _turned_alike(origins: Sequence[HeadOrigin]) -> bool:
 
 
 def _angles(origin: HeadOrigin) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
-    """Where the cosines and sines of its rotary embedding are: buffer, offset, strides; nothing where there is none."""
+    """The places of cosines and sines of its rotary embedding: buffer, offset, strides; empty where there is none."""
     views = origin.rope.inputs[1:] if origin.rope is not None else ()
     return tuple((view.buffer, view.offset, _strides(view)) for view in views)
 
 
 def _strides(view: View) -> tuple[int, ...]:
-    """Its strides, 0 in dimensions of one element."""
+    """The view's strides, 0 in dimensions of one element."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(view.shape, view.strides, strict=True))
 
 

@@ -125,7 +125,7 @@ def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]
 
 
 def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers: bool) -> tuple[int, Phase | None]:
-    """How many calls from `index` on one phase does; no phase where a resident kernel cannot do the first of them."""
+    """Number of calls from `index` on that one phase does, and the phase; None if no phase can do the first of them."""
     calls = plan.calls
     first = calls[index]
     if first.kernel in _PRODUCT_PHASES:

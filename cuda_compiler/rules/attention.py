@@ -211,7 +211,7 @@ def _tiled(
 
 
 def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
-    """The same with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
+    """Attention in tiles with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
     held = groups(operands.k.shape[3], _SLAB) * _SLAB
     row_bytes = 2 * held
     shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
@@ -369,7 +369,7 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
 
 
 def heads_together(heads: int, kv_heads: int) -> int:
-    """How many heads of one KV head are rows of one problem of paged attention."""
+    """Number of heads of one KV head that are rows of one problem of paged attention."""
     per_kv_head = heads // kv_heads
     return next(size for size in range(min(per_kv_head, BLOCK_ROWS), 0, -1) if per_kv_head % size == 0)
 
@@ -387,7 +387,7 @@ def _paged_tokens(
     least = 2 if context > _LONG else 1
 
     def division(warps: int, resident: int) -> tuple[float, int, int, int]:
-        """How many warps a tile has, on average over the turns that all tiles take; splits, warps, resident blocks."""
+        """Warps per tile, on average over the turns that all tiles take; splits, warps, resident blocks."""
         splits, most = 1, min(_MOST_SHARERS, groups(context, warps * BLOCK_KEYS))
         while 2 * splits <= most and (splits < least or tiles <= resident * CLUSTERS[2 * splits]):
             splits *= 2

@@ -168,11 +168,11 @@ class Tile:
         return max(self.stages * self.stage_bytes, self.sum_bytes)
 
     def for_steps(self, steps: int) -> Tile:
-        """The same with no more stages than a sum of so many steps has use for."""
+        """The tile with no more stages than a sum of so many steps has use for."""
         return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
     def blocks(self, pixels: int, channels: int) -> int:
-        """How many tiles there are."""
+        """Number of tiles."""
         return groups(pixels, self.m) * groups(channels, self.n)
 
     def cost(self, pixels: int, channels: int, steps: int, shared: int) -> float:

@@ -30,7 +30,7 @@ _STORED_ROWS, _STORED_WIDTH = 64, 64  # of the result, by one instruction
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a product is divided into tiles.
+    """The division of a product into tiles.
 
     Attributes:
         weight_rows: Rows of the weight in a tile.

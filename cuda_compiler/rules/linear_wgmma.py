@@ -33,7 +33,7 @@ _REGISTERS = 1 << 16  # of a multiprocessor
 
 @dataclass(frozen=True)
 class WarpgroupDivision:
-    """How a product is divided among blocks, as `templates/matmul/linear_wgmma.cu` describes it.
+    """The division of a product among blocks, as `templates/matmul/linear_wgmma.cu` describes it.
 
     Attributes:
         splits, clusters: Blocks of a cluster, and the number of clusters.

@@ -121,7 +121,7 @@ def _matvec_along_terms(
 
 
 def matvec_splits(teams: int, packs: int) -> int:
-    """How many warps share the terms of a result, so that there are enough warps to saturate memory bandwidth.
+    """Number of warps that share the terms of a result, so that there are enough warps to saturate memory bandwidth.
 
     Args:
         teams: How many groups of such warps there are.

@@ -25,7 +25,7 @@ _FEWEST_ROWS = 17  # of a product of int8 by cuBLASLt
 
 
 class RoundedForm(NamedTuple):
-    """How a product reads its rounded rows.
+    """The form in which a product reads its rounded rows.
 
     Attributes:
         codes: What rows are rounded to, one of `ROW_FORMATS`.
@@ -53,7 +53,7 @@ class UnscaledProduct(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrigin:
-    """What makes the rows [m, k] that are rounded; each step's result has the dtype `stored`.
+    """The computation of the rows [m, k] that are rounded; each step's result has the dtype `stored`.
 
     Attributes:
         x: The rows, or what they are made of.
@@ -170,7 +170,7 @@ def round_rows(
 
 
 def keep_rounded(make: Specializer, subject: View, form: RoundedForm, rounded: RoundedRows) -> None:
-    """Have later calls find floats that rows were rounded to, until the rows are written."""
+    """Keep the floats that rows were rounded to for later calls, until the rows are written."""
     make.cache((subject, form), rounded.rows)
 
 

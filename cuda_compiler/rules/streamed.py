@@ -33,7 +33,7 @@ _FEWEST_STAGES, _MOST_STAGES = 3, 8
 
 @dataclass(frozen=True)
 class WarpDivision:
-    """How a product is divided among blocks and warps, as `templates/matmul/streamed.cu` describes it.
+    """The division of a product among blocks and warps, as `templates/matmul/streamed.cu` describes it.
 
     Attributes:
         tile_m: Rows of x, rounded up to those of whole fragments.
@@ -130,7 +130,7 @@ def streamed_product(
 
 
 def _scaled_pieces(call: KernelCall, found: WarpDivision) -> int:
-    """How many pieces of a warp's terms have one scale, wherever they begin."""
+    """Number of pieces of a warp's terms that have one scale, wherever they begin."""
     if call.params["groups"] == 1:
         return found.pieces
     pieces = groups(call.params["k"], _PIECE_TERMS)

@@ -183,7 +183,7 @@ class _Quantized:
 
 @dataclass
 class _Chain:
-    """What follows a product: its last node, and what is taken along."""
+    """The nodes after a product that become a part of its kernel."""
 
     last: OpNode
     taken: list[OpNode]
@@ -221,7 +221,7 @@ class _Fuser:
         return replace(self.graph, nodes=nodes, tensors=self.tensors, constants=self.constants)
 
     def _quantized(self, name: str) -> _Quantized | None:
-        """What a float tensor is dequantized from, if it is."""
+        """The quantized tensor of which a float tensor is the dequantized one, if there is one."""
         node = self.producers.get(name)
         if node is None or node.op_type != _DEQUANTIZE or node.inputs[0] not in self.storable:
             return None

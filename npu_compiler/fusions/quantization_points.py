@@ -1,4 +1,4 @@
-"""Where a network of floats is quantized, so that `fuse_integers` makes one integer kernel of each layer.
+"""Quantization points of a float network: with them, `fuse_integers` makes one integer kernel of each layer.
 
     Given:   c = conv2d(x, w, b);  r = relu(c)
     Result:  q = quantize(x);  f = dequantize(q);  v = dequantize(codes of w)
@@ -66,7 +66,7 @@ class IntegerWeight:
 
 
 class Points:
-    """What can be quantized of a graph of floats.
+    """The layers and tensors of a float graph that can be quantized.
 
     Attributes:
         layers: In the graph's order.

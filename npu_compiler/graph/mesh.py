@@ -36,7 +36,7 @@ class Mesh:
 
 
 def pieces(split: Split) -> int:
-    """In how many parts a tensor is divided."""
+    """Number of parts into which a tensor is divided."""
     return math.prod(parts for _, parts in split)
 
 

@@ -35,7 +35,7 @@ COMPUTING_DEVICES = ("cpu", "gpu")
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """How a matrix is stored in few bits.
+    """The format of a matrix in few bits.
 
     Attributes:
         codes: `int4`, `int8` or `float8_e4m3`.
@@ -77,7 +77,7 @@ class QuantizedFormat:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return CODES[self.codes]
 
     def groups(self, k: int) -> int:
@@ -85,7 +85,7 @@ class QuantizedFormat:
         return k // self.group if self.group else 1
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
-        """Why a tensor of this shape cannot be stored so, in words; None where it can."""
+        """The reason why a tensor of this shape cannot be stored so, in words; None where it can."""
         if len(shape) != 2 or 0 in shape:
             return f"shape {list(shape)} is not that of a matrix"
         if self.group and shape[1] % self.group:
@@ -138,7 +138,7 @@ def with_activations(format: QuantizedFormat, name: str) -> QuantizedFormat:
 
 
 def row_format(name: str, what: str) -> str:
-    """Which of `ROW_FORMATS` a name stands for; `what` is rounded to it, for the message of the InputError."""
+    """The entry of `ROW_FORMATS` that a name stands for; `what` names what is rounded, for the InputError."""
     if name not in NAMED_ROW_FORMATS:
         raise InputError(f"{what} cannot be rounded to '{name:.80}'; choose one of {', '.join(NAMED_ROW_FORMATS)}")
     return NAMED_ROW_FORMATS[name]
@@ -219,7 +219,7 @@ class QuantizedArray:
         return spread
 
     def problems(self) -> Iterator[str]:
-        """What makes the stored values useless, in words."""
+        """Yield the defects that make the stored values useless, in words."""
         for name in ("scales", "offsets"):
             part = getattr(self, name)
             if part is not None and part.dtype != np.uint8 and not np.isfinite(part.astype(np.float32)).all():

@@ -1,4 +1,4 @@
-"""Which int8 and uint8 tensors of a graph are stored in a byte an element; all others are int32 on the device."""
+"""The int8 and uint8 tensors of a graph that are stored in a byte an element; all others are int32 on the device."""
 
 from __future__ import annotations
 

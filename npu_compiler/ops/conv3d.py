@@ -25,7 +25,7 @@ def _per_axis(node: OpNode, name: str, default: int, spatial: int = 3) -> list[i
 
 
 def volumes_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    """Why a convolution by a weight of five dimensions cannot run on the device, or None."""
+    """The reason why a convolution by a weight of five dimensions cannot run on the device, or None."""
     if any(graph.tensors[name].dtype not in FLOAT_DTYPES for name in node.inputs):
         return "convolution of integers"
     x, weight = (graph.tensors[name].shape for name in node.inputs[:2])

@@ -37,7 +37,7 @@ class Lowering:
     node: OpNode | None = None
 
     def view(self, name: str) -> View:
-        """Where a tensor's elements are.
+        """The view of a tensor: the place of its elements.
 
         Raises:
             IRError: the node that should make it lists more outputs than its op has.

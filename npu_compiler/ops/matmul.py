@@ -169,7 +169,7 @@ def _linear_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _product_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
-    """Of a linear layer or a matrix product of the first two inputs, the third added."""
+    """The range of a linear layer or a matrix product of the first two inputs, with the third added."""
     a, b, *bias = (known[name] for name in node.inputs)
     found = ranges.total(ranges.mul(a, b), ranges.along(graph.tensors[node.inputs[0]].shape, -1))
     return ranges.add(found, bias[0]) if bias else found
@@ -283,7 +283,7 @@ def _scaled(ctx: Lowering, view: View, factor: float) -> View:
 
 
 def _sum_dtype(view: View) -> str:
-    """What sums of elements are kept in: float32, or integers as they are."""
+    """The dtype of sums of elements: float32, or that of integers as they are."""
     return view.dtype if is_int(view.dtype) else "float32"
 
 

@@ -27,7 +27,7 @@ UNSUPPORTED_DTYPES = frozenset({"complex64", "complex128"})
 
 
 class Layout(Enum):
-    """What an op does with 4-D activations whose channels are padded in memory."""
+    """The treatment of 4-D activations whose channels are padded in memory."""
 
     DENSE = "its outputs are not padded"
     CONVOLUTION = "its outputs are padded, and so is a graph input that it convolves"
@@ -58,7 +58,7 @@ class WriteBack:
 
 @dataclass(frozen=True)
 class ViewRule:
-    """How an op's output looks into the memory of its first input.
+    """The rule by which an op's output looks into the memory of its first input.
 
     Attributes:
         window: Given the node, its input's view and its output's spec: the output's view; None where strides cannot
@@ -77,7 +77,7 @@ class ViewRule:
 
 @dataclass(frozen=True)
 class Shards:
-    """How a node's tensors are divided among ranks; those that are not named are whole.
+    """The division of a node's tensors among ranks; those that are not named are whole.
 
     Attributes:
         is_sum: Whether the output is a sum of which each rank has a summand.
@@ -93,12 +93,12 @@ TableFn: TypeAlias = Callable[
     [OpNode, IRGraph, str, int, Mapping[str, TensorSpec]], tuple[list[OpNode], dict[str, TensorSpec]]
 ]
 ShardFn: TypeAlias = Callable[[OpNode, IRGraph, str, Split], Shards | None]
-"""Given a node, one of its tensors and how that is divided: how the others must be, None where it cannot be so."""
+"""A rule (node, graph, a tensor of the node, its split) → the splits of the others; None where it cannot be so."""
 
 
 @dataclass(frozen=True)
 class QuantizedRule:
-    """How an op reads a weight in few bits.
+    """The variant of an op that reads a weight in few bits.
 
     Attributes:
         input: The weight's position among the inputs.
@@ -174,7 +174,7 @@ OPS: dict[str, Op] = {}
 
 
 def supported(node: OpNode, graph: IRGraph) -> str | None:
-    """For `Op.unsupported`: the device runs every node of the op."""
+    """The default of `Op.unsupported`: the device runs every node of the op."""
     return None
 
 
@@ -223,7 +223,7 @@ def register_op(
 
 
 def always(node: OpNode, dtype: str) -> bool:
-    """For `Op.identity`: same shape and dtype are enough."""
+    """An `Op.identity`: equal shape and dtype are enough."""
     return True
 
 
@@ -259,7 +259,7 @@ def is_assertion(op_type: str) -> bool:
 
 
 def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
-    """Why the device cannot run a node, in words that name the shape or attribute; None if it can."""
+    """The reason why the device cannot run a node, in words that name the shape or attribute; None if it can."""
     op = find_op(node.op_type)
     if op is None:
         return f"op '{node.op_type}' is not in the op table"

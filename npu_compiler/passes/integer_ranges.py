@@ -34,7 +34,7 @@ SMALLEST_LIMIT = 255  # inputs are not held to less than what a byte holds
 
 @dataclass(frozen=True)
 class IntegerRanges:
-    """What the integers of a graph may be.
+    """The ranges of a graph's integers.
 
     Attributes:
         ranges: Each tensor's lowest and highest value; of a float, those of the integer that it may become.

@@ -21,8 +21,8 @@ from npu_compiler.ops.registry import QuantizedRule, find_op
 from npu_compiler.target_config import TargetConfig
 
 Quantization: TypeAlias = str | QuantizedFormat | Mapping[str, QuantizedFormat]
-"""How to store weights: a name that `named_format` knows or a format, for the weights of all linear layers; or a format
-for each of some `state_dict` keys."""
+"""The storage of weights: a name that `named_format` knows or a format, for all linear layers; or a format for each of
+some `state_dict` keys."""
 
 _GROUPS = (128, 64, 32)  # tried in this order where the rows of a weight are not a whole number of the first
 

@@ -32,7 +32,7 @@ ALL_REDUCE, ALL_GATHER = "npu.all_reduce", "npu.all_gather"
 
 @dataclass
 class ShardingPlan:
-    """What of a graph is divided among ranks.
+    """The division of a graph's tensors among ranks.
 
     Attributes:
         splits: Tensor → how it is divided, weights aside.
@@ -59,7 +59,7 @@ def shard(graph: IRGraph, mesh: Mesh) -> IRGraph:
 
 
 def find_sharding(graph: IRGraph, mesh: Mesh) -> ShardingPlan:
-    """What of a graph can be divided, region by region. Raises InputError as `shard` does."""
+    """Find the tensors of a graph that can be divided, region by region. Raises InputError as `shard` does."""
     plan = ShardingPlan()
     for node in graph.nodes:
         if node.name in plan.nodes or not _starts_region(node, graph):
@@ -217,7 +217,7 @@ class _Weights:
         return self._add(name, (), self.tensors[name].shape, on_first_rank(self.weights[name]))
 
     def first_row(self, rows: int) -> str:
-        """Where the rank's rows of a table begin that gives each rank as many."""
+        """The first of a rank's rows in a table that gives each rank as many."""
         key = "", ((0, rows),)
         if key not in self.made:
             name = self.made[key] = unique_name("first_row", self.tensors)

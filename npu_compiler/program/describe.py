@@ -81,7 +81,7 @@ def _kernel_table(title: str, calls: Sequence[KernelCall], full: bool) -> list[s
 
 
 def _work(call: KernelCall) -> Hashable:
-    """What two calls of equal layers have in common: all but their buffers, parameters and node."""
+    """The key by which calls of equal layers are alike: all but their buffers, parameters and node."""
     views = (*call.inputs, *call.outputs)
     return call.kernel, len(call.inputs), tuple((view.shape, view.dtype) for view in views)
 

@@ -85,7 +85,7 @@ def _seal(body: bytes, authentication: Mapping[str, bytes]) -> bytes:
 
 
 def _authenticated(body: bytes) -> bytes:
-    """What is authenticated: the body, and that it is one of this format version."""
+    """The bytes that are authenticated: the format's version and the body."""
     return MAGIC + bytes([FORMAT_VERSION]) + body
 
 

@@ -1,4 +1,4 @@
-"""What a kernel asks of its operands, as its declaration says it in text, and how a call's views are matched with that.
+"""The operands of a kernel, as its declaration says them in text, and the match of a call's views with that.
 
 An operand is written `name?:kinds[sizes]`; only the name is needed.
 
@@ -53,7 +53,7 @@ class Operand:
         return f"{text}[{','.join('.' * (index == first) + size for index, size in enumerate(self.sizes))}]"
 
     def problem(self, view: View, known: Sizes) -> str | None:
-        """What of a view does not fit, in words; enters into `known` the sizes that the view is the first to tell."""
+        """The reason why a view does not fit, or None; adds to `known` the sizes that the view is the first to have."""
         if view.dtype not in self.dtypes:
             return f"'{self.name}' is stored as {view.dtype}, not as {' or '.join(sorted(self.dtypes))}"
         if self.sizes is not None and not _bind(self.sizes, view.shape, known):

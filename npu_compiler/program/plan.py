@@ -20,7 +20,7 @@ BufferKind = Literal["input", "weight", "constant", "persistent", "arena", "outp
 
 @dataclass(frozen=True)
 class BufferAllocation:
-    """Where a buffer lives and how long.
+    """The place and the lifetime of a buffer.
 
     Attributes:
         alloc_shape: Shape in memory, channel padding included.

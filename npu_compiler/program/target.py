@@ -29,7 +29,7 @@ class CodegenTarget(ABC):
 
     @property
     def key(self) -> str:
-        """What tells apart targets whose programs differ, for caches."""
+        """The key of this target in caches: targets whose programs differ have different ones."""
         return self.config.name
 
     @abstractmethod

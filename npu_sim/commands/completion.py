@@ -1,4 +1,4 @@
-"""What the shell offers for an argument after Tab; files are left to the shell. Imports nothing that is slow."""
+"""Completions of arguments after Tab; files are left to the shell. Imports nothing that is slow."""
 
 from __future__ import annotations
 

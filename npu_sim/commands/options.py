@@ -35,7 +35,7 @@ def _program_file(path: Path) -> Path:
 
 
 def _force_cpu_level(level: str | None) -> str | None:
-    """Through the environment: the kernels are compiled and loaded once a process, and its children agree with it."""
+    """Force the CPU level through the environment, since kernels are loaded once a process; its children agree."""
     if level is not None:
         from npu_runtime.cpu.levels import VARIABLE, forced_on, this_cpu
 

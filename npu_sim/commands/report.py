@@ -165,7 +165,7 @@ def _chip(npu: str) -> Chip:
 
 @dataclass
 class _Made:
-    """What a report is about: the programs of a model and, where it was compiled here, how they came about."""
+    """The subject of a report: the programs of a model and, where it was compiled here, how they came about."""
 
     programs: list[CompiledProgram]
     title: str

@@ -1,4 +1,4 @@
-"""What several commands need before their own work: the target, the device, the weights and the inputs."""
+"""Resources that several commands open before their own work: the device, the weights and the inputs."""
 
 from __future__ import annotations
 

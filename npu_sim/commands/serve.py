@@ -57,7 +57,7 @@ def _seconds_option(text: str) -> Any:
 
 @dataclass(frozen=True)
 class ListenSettings:
-    """Where the server listens, under what name, and to whom."""
+    """The address on which the server listens, the model's name, and the clients' keys."""
 
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 is every one.")] = (
         "127.0.0.1"
@@ -85,7 +85,7 @@ class ListenSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """How the engine schedules requests."""
+    """The engine's context, cache, batches and drafts."""
 
     context_length: Annotated[
         int | None, count_option("Maximum tokens of a prompt and its reply. Default: 2048, or the model's if less.")
@@ -136,7 +136,7 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class LimitSettings:
-    """What the server lets in, and how long it waits."""
+    """The server's limits on requests and connections, and its timeouts."""
 
     max_requests: Annotated[int, count_option("Maximum requests at once, the queue included.")] = 256
     max_requests_per_key: Annotated[int | None, count_option("Maximum requests at once with one API key.")] = None
@@ -305,7 +305,7 @@ def _replica_settings(
     device_settings: DeviceSettings,
     engine: EngineSettings,
 ) -> ReplicaSettings:
-    """What each replica of a cluster opens."""
+    """The settings with which each replica of a cluster opens the model."""
     from npu_sim.serving.opening import ReplicaSettings
 
     return ReplicaSettings(

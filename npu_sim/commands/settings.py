@@ -102,7 +102,7 @@ class DeviceSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a language model is opened."""
+    """The dtype, the formats and the ranks of a language model."""
 
     dtype: Dtype = None
     quantization: Quantization = "checkpoint"
@@ -112,7 +112,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How each token is chosen."""
+    """The choice of each token from the logits."""
 
     temperature: Temperature = 0.0
     top_p: TopP = None
