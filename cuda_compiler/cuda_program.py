@@ -83,7 +83,7 @@ class KernelLaunch:
         grid, block: In blocks and threads. A resident kernel's grid depends on the GPU.
         shared: Bytes of dynamic shared memory; of a resident kernel the minimum.
         kind: One of the five kinds of kernels.
-        maps: What the kernel has as parameters behind its operands.
+        maps: Parameters of the kernel behind its operands.
     """
 
     grid: Size3
@@ -107,7 +107,7 @@ class GemmLaunch:
         trans_b: B's memory is [n, k].
         lda, ldb, ldr, ldc: Elements from one row of the memory to the next, of A, B, the residual and the result.
         stride_a, stride_b, stride_r, stride_c: Elements from one matrix of a batch to the next.
-        codes: What the bytes of A and B are, `int8` or `float8_e4m3`; nothing where they are of a dtype that says it.
+        codes: Format of the bytes of A and B, `int8` or `float8_e4m3`; nothing where they are of a dtype that says it.
             The sums of products of int8 are an int32 result, without addends.
         fast_sums: Sums of products of float8 may stay in the tensor cores, whose own are exact to about 14 bits.
         has_scales: A · B is multiplied with float32 scales for its rows [m] and its columns [n], the last two inputs.
@@ -145,8 +145,8 @@ class CollectiveLaunch:
 
     Attributes:
         operation: `all_reduce` or `all_gather`.
-        elements: Of this rank's operand.
-        ranks: How many take part.
+        elements: Number of elements of this rank's operand.
+        ranks: Number of ranks.
     """
 
     operation: str
@@ -162,8 +162,8 @@ class PeerExchange:
     """A kernel's own exchange of values with other ranks, through memory that all of them map.
 
     Attributes:
-        ranks: How many take part.
-        exchange_bytes: Of each rank's memory that the others write, for this kernel alone.
+        ranks: Number of ranks.
+        exchange_bytes: Bytes of each rank's memory that the others write, for this kernel alone.
         peers: The number of the operand that tells the kernel where memory is. It has 8 bytes each for the address of
             every rank's part, this rank, the address of a word that the host sets when the others are gone, and, where
             an operand is read, that operand's address on every rank.
@@ -211,7 +211,7 @@ class ConvolutionLaunch:
 
     Attributes:
         first: The launch of the call's own kernel, the most promising one.
-        computes: What to ask cuDNN for.
+        computes: The convolution to ask cuDNN for.
         alternatives: Further kernels for it.
     """
 

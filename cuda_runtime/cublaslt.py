@@ -132,7 +132,7 @@ class Algorithm:
 
     Attributes:
         opaque: cublasLtMatmulAlgo_t, valid for the version of the library that returned it.
-        config: Its configuration: the algorithm's id, its tile, splits along k, reduction, swizzling, custom option,
+        config: Configuration: the algorithm's id, its tile, splits along k, reduction, swizzling, custom option,
             stages, inner shape, cluster.
         workspace: Bytes of workspace that it needs.
     """
@@ -178,7 +178,7 @@ class CublasLt:
     """The library on the device's stream, with a workspace that all products share, since they run in order.
 
     Attributes:
-        version: Of the library; algorithms are only valid for the version that returned them.
+        version: Version of the library; algorithms are only valid for the version that returned them.
     """
 
     def __init__(self, device: CUDADevice, library: Any = None) -> None:
@@ -222,7 +222,7 @@ class Product:
     the transposed product, with a and b exchanged; its bias runs along columns, which are our rows.
 
     Args:
-        call: Of a `GemmLaunch`. Bias and residual have the result's dtype.
+        call: A call with a `GemmLaunch`. Bias and residual have the result's dtype.
     """
 
     def __init__(self, lt: CublasLt, call: KernelCall, at: Addresses) -> None:
@@ -264,8 +264,8 @@ class Product:
         """Describe a column-major matrix.
 
         Args:
-            shape: What it is multiplied as.
-            turned: Its memory holds the transposed matrix.
+            shape: Rows and columns in the product.
+            turned: Whether its memory holds the transposed matrix.
             leading, stride: Elements from column to column of the memory, and from matrix to matrix of a batch.
         """
         layout = _Descriptor(self._lt, "MatrixLayout", kind, *(shape[::-1] if turned else shape), leading)

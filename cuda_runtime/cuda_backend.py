@@ -113,10 +113,10 @@ class CUDABackend(Backend):
     """Runs programs compiled for `cuda_gpu` on an NVIDIA GPU.
 
     Args:
-        device_id: Which GPU, counted from 0.
+        device_id: Number of the GPU, counted from 0.
 
     Attributes:
-        counters: What was allocated, copied, compiled, captured and launched so far (see `CUDADevice.counters`).
+        counters: Counts of what was allocated, copied, compiled, captured and launched (see `CUDADevice.counters`).
 
     Raises:
         DeviceError: CuPy is missing, or there is no such GPU.

@@ -102,8 +102,8 @@ class CUDADevice:
     """A GPU and the stream on which a backend enqueues all its work, in order.
 
     Attributes:
-        stream: Its own stream. A graph runs on the caller's instead, where `call_on` has named it.
-        second_stream: For what runs beside that (`fork`, `join`).
+        stream: The device's own stream. A graph runs on the caller's instead, where `call_on` has named it.
+        second_stream: A second stream for work beside that (`fork`, `join`).
         counters: allocations, uploads, downloads, launches (one by one), captures, graph_launches, tuned products, and
             what the kernel cache counts.
         arch: Compute capability as CUDA writes it: 90 is 9.0.
@@ -212,7 +212,7 @@ class CUDADevice:
         """Uninitialized memory as a CuPy array of `size` bytes, aligned to 256 or more.
 
         Args:
-            what: Its purpose, for the error message.
+            what: Purpose of the memory, for the error message.
         """
         with self.active(f"cannot allocate {what}"):
             try:

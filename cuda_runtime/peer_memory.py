@@ -28,8 +28,8 @@ class PeerMemory:
     """This GPU's memory for the others, zeroed, and theirs for it.
 
     Args:
-        handle: Of this rank, as `own_handle` made it; with `base`, the memory.
-        handles: Those of all ranks in order.
+        handle: Handle of this rank, as `own_handle` made it; with `base`, the memory.
+        handles: Handles of all ranks in order.
         gather: Exchanges what ranks have to know of each other.
 
     Raises:

@@ -42,7 +42,7 @@ class TunedProducts:
     Results are deterministic: a choice is kept, and algorithms without a fixed order of summation are excluded.
 
     Args:
-        folder: Where choices are kept, a file each, named by all that decides them.
+        folder: Folder of the kept choices, a file each, named by all that decides them.
     """
 
     def __init__(self, device: CUDADevice, folder: Path, library: Any = None) -> None:

@@ -96,7 +96,7 @@ def seal(content: bytes, name: str) -> bytes:
     """The content and after it, as a line of text, its checksum; linkers and loaders ignore what follows a library.
 
     Args:
-        name: Of the file, which is a part of the checksum: the content of another file is not taken for this one's.
+        name: Name of the file, which is a part of the checksum: other files' content differs.
     """
     return content + _seal_of(content, name)
 

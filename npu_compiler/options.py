@@ -27,7 +27,7 @@ class CompileOptions:
 
     Attributes:
         compute_dtype: `float16`, `bfloat16` or `float32`; by default bfloat16 for bfloat16 models, else float16.
-        quantization: How to store weights in few bits: `int4`, `int8` or `fp8`, or a `QuantizedFormat`, for all linear
+        quantization: Storage of weights in few bits: `int4`, `int8` or `fp8`, or a `QuantizedFormat`, for all linear
             layers; or `state_dict` key → format. Weights that are not stored so already are rounded to the nearest
             when they are loaded. `int4+int8` and the like also round what these layers multiply, to int8 or fp8 with
             a scale for each row (not on Metal).
@@ -36,7 +36,7 @@ class CompileOptions:
         mesh: Divide the graph among several devices, each of which runs the program with its part of the weights. The
             program has what `npu_compiler.passes.shard` makes of the graph. Default: one device.
         disabled_fusions: Names from `FUSIONS` to leave out, for bisecting.
-        stages: Given the default stages, returns those to run, in order; a stage is (name, function). Functions are
+        stages: A function from the default stages to those to run, in order; a stage is (name, function). Functions are
             `IRGraph → IRGraph` until `generate_calls`, which makes an `ExecutionPlan`, and then change the plan.
     """
 

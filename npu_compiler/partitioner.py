@@ -44,7 +44,7 @@ class Partition:
 
     Attributes:
         graph: The nodes as a graph of their own; its inputs are what comes from outside, weights excepted.
-        transfers: What must cross to this device before it runs.
+        transfers: Tensors that must cross to this device before it runs.
     """
 
     index: int
@@ -140,7 +140,7 @@ def partition(
     splitting a device run around each.
 
     Args:
-        target: Of the device that will run the plan. Default: one that supports the whole op table.
+        target: Target of the device that will run the plan. Default: one that supports the whole op table.
         compute_dtype, quantization: As for `compile`; partitions on the CPU read weights in PyTorch's dtypes.
 
     Raises:

@@ -43,7 +43,7 @@ def cached_program(
         name: The beginning of the file's name.
         key: Everything that determines the IR, as JSON data. On a cache hit, `make_ir` is not called.
         target: Default: `OpLevelTarget`, for the CPU and Metal.
-        options: As for `npu_compiler.compile`, without an edit of its stages, which no key can hold.
+        options: Options of `npu_compiler.compile`, without an edit of its stages, which no key can hold.
     """
     import npu_compiler
 

@@ -61,7 +61,7 @@ class Shape:
     Attributes:
         arrays: Cores or multiprocessors.
         rows, columns: Of the block of results in the inner loop of a product.
-        held_folds: Such blocks that one pass over an operand in cache serves.
+        held_folds: Number of such blocks that one pass over an operand in cache serves.
         sram: Bytes of cache; None for what was measured.
     """
 
@@ -81,7 +81,7 @@ class Measured:
     """The measured rates of a device.
 
     Attributes:
-        device: Its name.
+        device: Name of the device.
         read_gb_s: 10^9 bytes per second of weights from memory.
         cached_gb_s: 10^9 bytes per second of weights that stay in caches.
         cache_bytes: The most that stays there.
@@ -89,7 +89,7 @@ class Measured:
         element_gop_s: 10^9 element operations per second, in the operations that `npu_model` counts.
         launch_us: Microseconds that a kernel call takes besides its work.
         product_us: Microseconds that a product takes besides that.
-        blocks: Of the probes, those of the device's first dtype first.
+        blocks: Blocks of the probes, those of the device's first dtype first.
     """
 
     device: str
@@ -237,7 +237,7 @@ def factors(chip: Chip, blocks: Sequence[Block]) -> Mapping[str, tuple[tuple[flo
     The other calls of a block are simulated with the factors found before.
 
     Args:
-        blocks: Those of the first dtype stand for the dtypes that have none.
+        blocks: Measured blocks; those of the first dtype stand for the dtypes that have none.
 
     Returns:
         What `Chip.measured` holds.

@@ -67,9 +67,9 @@ class Probe:
     """A block to be measured.
 
     Attributes:
-        kind: Of the calls in it whose speed it shows, one of `npu_model.measured.KINDS`; calls of sizes that an earlier
-            probe has shown are known.
-        shape: Of the input of the first block.
+        kind: Kind of the calls in it whose speed it shows, one of `npu_model.measured.KINDS`; the speed of calls of
+            sizes that an earlier probe has shown is known.
+        shape: Shape of the input of the first block.
         block: Adds a block to a graph after a tensor; returns its output.
         chained: Whether a block reads the one before; otherwise all read the same input.
     """

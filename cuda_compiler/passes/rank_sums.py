@@ -37,8 +37,8 @@ class RankSum:
 
     Attributes:
         summand, residual, out: All of one shape.
-        ranks: How many take part.
-        node: Of the addition.
+        ranks: Number of ranks.
+        node: Node of the addition.
     """
 
     summand: View
@@ -54,7 +54,7 @@ def find_rank_sum(
     """The sum that the calls `at` and `at + 1` make, if they make one.
 
     Args:
-        shape: Of the operands; by default rows of the last dimension that the addition has.
+        shape: Shape of the operands; by default rows of the last dimension that the addition has.
         readers: Buffer → how many calls and program outputs read it.
     """
     if at + 2 > len(calls):

@@ -36,7 +36,7 @@ class AttentionMatch:
     """Attention with what precedes it.
 
     Attributes:
-        taken: How many calls it stands for.
+        taken: Number of calls that it stands for.
         call: The attention call.
         q, k, v: Queries as they are read, the caches.
         where: The operands that say which keys count: a mask; or tables, sequences and positions, where `k` and `v` are
@@ -128,7 +128,7 @@ def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> Atten
     Results of the calls before it must be read by nobody else, since they are not stored.
 
     Args:
-        calls: Up to `MOST_CALLS`.
+        calls: Calls in order, up to `MOST_CALLS`.
         readers: Buffer → number of operands of calls and program outputs that read it.
     """
     end = next((at for at, call in enumerate(calls) if call.kernel == "attention_kernel" or _is_paged(call)), None)

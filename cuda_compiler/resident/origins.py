@@ -16,8 +16,8 @@ class HeadOrigin:
     """The origin of queries or keys [B, H, T, D], and the calls between it and them.
 
     Attributes:
-        view: What they were at first, [B, H, T, D].
-        rope: Their rotary embedding.
+        view: The view before these calls, [B, H, T, D].
+        rope: The rotary embedding.
         norm: The RMSNorm of each head's D values before it.
         copy: The copy before that, which an RMSNorm needs where its rows are not equally far apart.
     """

@@ -82,9 +82,9 @@ class Phase:
         scratch: Bytes of shared memory that it uses; its `Scratch` is not larger.
         prefetched: Operands that are read ahead of the step, so no earlier phase of the kernel may write them (I6).
         prefetched_bytes: Bytes of shared memory for what of these is kept there; its `Prefetched` is not larger.
-        exchanged: How many summands it exchanges with other ranks, and `ranks` of them.
-        partials: How many tagged partial sums of 8 bytes its blocks exchange.
-        stream: How a weight is divided, for phases that stream one.
+        exchanged: Number of summands that it exchanges with other ranks, and of ranks.
+        partials: Number of tagged partial sums of 8 bytes that its blocks exchange.
+        stream: Division of the weight, for phases that stream one.
         streamed: The operands that arrive through the stream: the weight, its scales, its offsets.
     """
 

@@ -179,7 +179,7 @@ class Tile:
         """A rough estimate of clock cycles on a large GPU, to rank the candidates.
 
         Args:
-            steps: Of a sum.
+            steps: Number of steps of a sum.
             shared: Bytes of shared memory of a block.
         """
         blocks = self.blocks(pixels, channels) * self.splits
@@ -206,7 +206,7 @@ class Tile:
         Args:
             functions: The kernel that multiplies by warps, and the one that does by warpgroups.
             shared: Bytes of shared memory.
-            inputs: By name; by default the declaration's.
+            inputs: Operands by name; by default the declaration's.
         """
         images, channels, rows, columns = call.outputs[0].shape
         shape = {name: getattr(self, name) for name in ("warps_m", "warps_n", "stages", "splits")}
@@ -251,8 +251,8 @@ def tiles(
     """The most promising tiles for [pixels, terms] times [terms, channels] on the target GPU.
 
     Args:
-        row_bytes: Of all terms of a row.
-        shared_bytes: How much shared memory a kernel with a tile takes.
+        row_bytes: Bytes of all terms of a row.
+        shared_bytes: Function of a tile: bytes of shared memory that a kernel with it takes.
     """
     steps = groups(row_bytes, ROW_BYTES)
     shared_out = [

@@ -36,7 +36,7 @@ class _Tiling:
         weight_rows: Rows of the weight in a tile.
         stages: Steps that the ring has room for.
         shared: Bytes of shared memory.
-        blocks: How many blocks go through all tiles.
+        blocks: Number of blocks that go through all tiles.
     """
 
     weight_rows: int
@@ -76,7 +76,7 @@ def linear_codes(
 
     Args:
         rows: Codes [m, k].
-        scales: Of rows [m], of columns.
+        scales: Scales of the rows [m] and of the columns.
         inputs: The weight's codes (`data`), bias, residual.
         function: C of `float made(float a, float b)` of the halves of the product's columns; empty where there is none.
     """

@@ -124,7 +124,7 @@ def matvec_splits(teams: int, packs: int) -> int:
     """Number of warps that share the terms of a result, so that there are enough warps to saturate memory bandwidth.
 
     Args:
-        teams: How many groups of such warps there are.
+        teams: Number of groups of such warps.
         packs: Vector accesses that the terms of a result take.
     """
     splits = 1
@@ -183,7 +183,7 @@ def epilogue(
     """out = act(product + bias) + residual.
 
     Args:
-        scales: What rows and columns of the product are multiplied with before, float32 [m] and [n].
+        scales: Factors of the product's rows and columns, float32 [m] and [n], applied first.
     """
     row_scales, column_scales = scales or (None, None)
     views = [view for view in (product, column_scales, bias, residual, out) if view is not None]

@@ -28,7 +28,7 @@ class RoundedForm(NamedTuple):
     """The form in which a product reads its rounded rows.
 
     Attributes:
-        codes: What rows are rounded to, one of `ROW_FORMATS`.
+        codes: Format that rows are rounded to, one of `ROW_FORMATS`.
         dtype: `uint8` for the codes, which have a scale for each row; else that of the floats that these stand for.
     """
 
@@ -59,7 +59,7 @@ class RowOrigin:
         x: The rows, or what they are made of.
         row_scales, column_scales: Of x, where it is a product without its scales; the rows' are also those of `other`.
         residual: Added to such a product.
-        total: Where the sum is stored.
+        total: The view in which the sum is stored.
         function: C of an element-wise `float made(float a, float b)` of x and `other`; empty where there is none.
         other, other_scales: Its second operand, and the scales of its columns, as for x.
         weight, eps, weight_offset: Of the RMSNorm of the result; `eps` is None where there is none.
@@ -132,7 +132,7 @@ def round_rows(
     """The call that rounds rows, and where it stores them.
 
     Args:
-        call: Whose work it does besides, for reports.
+        call: A call whose work it does besides, for reports.
     """
     rows, width = origin.x.shape
     out = make.temporary(call.node, (rows, width), form.dtype)

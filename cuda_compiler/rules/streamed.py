@@ -39,7 +39,7 @@ class WarpDivision:
         tile_m: Rows of x, rounded up to those of whole fragments.
         warps, shared: Of a block; bytes of shared memory.
         splits, clusters: Blocks of a cluster, and the number of clusters.
-        pieces: Of 32 terms, of each row of x, that a warp holds.
+        pieces: Number of pieces of 32 terms, of each row of x, that a warp holds.
         stages: Units of the weight that the ring has room for.
     """
 
@@ -144,7 +144,7 @@ def divided(
     """The first division that fits the registers and half of the shared memory, or else all of that.
 
     Args:
-        bits: Of an element of the weight.
+        bits: Bits of an element of the weight.
         sides: Bytes of a row's scales and of its offsets, which a unit has of whole rows.
     """
     units, pieces = groups(n, _UNIT_ROWS), groups(k, _PIECE_TERMS)

@@ -88,7 +88,7 @@ class Specializer:
         """A call of a template's kernel, specialized for its operands and the call's parameters.
 
         Args:
-            file: In `templates`; its part for `function` is used.
+            file: File in `templates`; its part for `function` is used.
             grid, block: In blocks and threads; a grid of 0 becomes 1, so templates check their bounds.
             shared: Bytes of dynamic shared memory.
             function: The kernel's name; by default the call's.

@@ -69,8 +69,8 @@ class Points:
     """The layers and tensors of a float graph that can be quantized.
 
     Attributes:
-        layers: In the graph's order.
-        tensors: Those to quantize, in order, if all layers are.
+        layers: Layers in the graph's order.
+        tensors: Tensors to quantize, in order, if all layers are.
     """
 
     def __init__(self, graph: IRGraph, keep: Collection[str] = ()) -> None:

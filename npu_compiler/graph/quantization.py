@@ -42,7 +42,7 @@ class QuantizedFormat:
         group: Number of consecutive elements of a row that share a scale; 0 stands for the whole row.
         scales: Dtype of the scales, and of minimums.
         offsets: `none`, `minimum` or `zero_point`.
-        activations: What products round the rows of their other operand to, as `quantize_rows` does: `int8`,
+        activations: Format to which products round the rows of their other operand, as `quantize_rows` does: `int8`,
             `float8_e4m3`, or `none`. It is no part of how the matrix is stored.
     """
 

@@ -96,7 +96,7 @@ def _sum_over_taps(ctx: Lowering, node: OpNode, sources: Sequence[View], window:
     """Fill `out` with the sum of what the taps of a sliding window put there.
 
     Args:
-        sources: For each tap, the elements [*lead, *places] that it puts into [*lead, *axes].
+        sources: Elements of each tap, [*lead, *places], which go into [*lead, *axes].
     """
     summands = ctx.temp((len(sources), *out.shape), "float32")
     ctx.emit("fill_kernel", [], [summands], {"value": 0.0, "int_value": 0})

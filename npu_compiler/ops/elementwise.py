@@ -64,7 +64,7 @@ def elementwise(
         integer: The result over ints; `SAME` if the expression serves for both.
         identity, moves, one_dtype, unsupported: As in `Op`.
         masks, bytes: As in `Elementwise`.
-        integer_range: What the op may return of integers, given the ranges of the operands and of the attributes.
+        integer_range: Range of integer results, given the ranges of the operands and of the attributes.
     """
     integer = expr if integer == SAME else integer
     op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs, masks, bytes)

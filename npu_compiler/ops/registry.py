@@ -61,12 +61,13 @@ class ViewRule:
     """The rule by which an op's output looks into the memory of its first input.
 
     Attributes:
-        window: Given the node, its input's view and its output's spec: the output's view; None where strides cannot
+        window: Function (node, its input's view, its output's spec) → the output's view; None where strides cannot
             express it.
         may_copy: Whether PyTorch copies where `window` gives None; an op without this always returns a view.
-        part: For an op of several outputs, or several inputs: the node that makes output `index` alone.
-        write_back: Given the node, the spec of what it is a view of, and its output's: the op that writes a changed
-            output back, or None where there is none.
+        part: Function (node, graph, index) → the node that makes one of several outputs alone, or reads one of several
+            inputs.
+        write_back: Function (node, the base's spec, its output's spec) → the op that writes a changed output back, or
+            None where there is none.
     """
 
     window: ViewFn
@@ -121,27 +122,27 @@ class Op:
         tensors: Names of the schema's tensor arguments, in order; a leading `*` marks a tensor list.
         lower: Emits the node's kernel calls and views.
         unsupported: Says why a given node cannot run on the device, or None.
-        view: How its output shares memory with its input in PyTorch; None for an op that makes new memory.
+        view: Rule by which its output shares memory with its input in PyTorch; None for an op that makes new memory.
         moves: Whether it only moves elements: computes nothing, so any dtype goes through it unchanged.
         is_cast: Whether all it does is to change the dtype.
-        identity: Given the node and its first input's dtype: whether it returns that input, if shape and dtype are the
+        identity: Function (node, its first input's dtype): whether it returns that input, if shape and dtype are the
             same.
         is_pure: Whether equal nodes have equal results.
-        layout: What it does with channel padding.
-        channel_axis: For a product with a weight: the weight's axis of output channels, where a factor per channel
+        layout: Treatment of channel padding.
+        channel_axis: Function of a node: its weight's axis of output channels, where a factor per channel
             can be folded into it; None for a node where it cannot.
-        index_bound: For an op that reads inputs as indices: their names, with the lowest and highest index allowed.
+        index_bound: Function of a node that reads indices: their names, with the lowest and highest index allowed.
         selects: Whether its elements are some of the first input's, chosen by the other inputs.
-        activation: For an op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them.
+        activation: Function of an activation's attributes → its name in `ACTIVATIONS`, where it is one of them.
         one_dtype: Whether PyTorch wants all its float operands in one dtype, instead of promoting them.
         float32_parameters: Whether its inputs beyond the first stay float32 whatever the compute dtype.
         by_name: Whether its lowering asks for tensors by name, so that an earlier one may be left out.
-        integer_range: Given what its inputs may hold: the lowest and highest integer that it may return, or a range for
-            each output. None for an op that moves elements or returns no int32 or int64.
-        quantized: For an op that may read a weight in few bits.
+        integer_range: Function of its inputs' ranges: the lowest and highest integer that it may return, or a range
+            for each output. None for an op that moves elements or returns no int32 or int64.
+        quantized: Variant that reads a weight in few bits.
         byte_storage: Whether its int8 and uint8 tensors may, or must, be stored in a byte an element.
-        shard: How it goes on over tensors that are divided among ranks; None for an op that needs them whole.
-        shard_table: For an op that picks rows of a table: itself over some of the rows (see `shard_embedding`).
+        shard: Rule for tensors that are divided among ranks; None for an op that needs them whole.
+        shard_table: Function that makes the nodes of a table lookup over some of the rows (see `shard_embedding`).
         saturates: Whether its results in a narrow integer dtype never pass that dtype's range.
     """
 

@@ -188,7 +188,7 @@ def shard_embedding(
 
     Args:
         first: An integer [1]: the first row that is in the table.
-        rows: How many are.
+        rows: Number of rows.
         taken: All names of tensors there are.
     """
     table, ids = node.inputs

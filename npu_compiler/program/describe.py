@@ -62,7 +62,7 @@ def _table(
     """A title and its rows, indented. Of rows that repeat, only the first period is shown, unless `full`.
 
     Args:
-        alike: What a row has in common with those that repeat it.
+        alike: A key for each row, which those that repeat it have too.
     """
     shown, what = [title, *(f"  {line}" for line in heading)], title.partition(" (")[0]
     for run in [Run(0, len(rows), 1)] if full else fold(alike):

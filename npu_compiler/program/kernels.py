@@ -77,10 +77,10 @@ class KernelDecl:
         fields: Parameter name → format. A `struct` format (`I`, `i`, `f`, `4I`, …) is a member of the parameter struct,
             in order. `?` is a flag and `s a b c` one of the named variants: both choose code, so a device that
             specializes kernels compiles them in; they are not in the struct.
-        where: What else must hold for a call, beyond its operands' shapes and dtypes and its parameters' formats.
-        index_limit: For a kernel with a flag `checked`, which leaves out its own check of the index: how many rows the
-            index chooses among.
-        products: For a kernel that multiplies matrices, whose first input holds the rows: its products, each of which
+        where: Further condition on a call, beyond its operands' shapes and dtypes and its parameters' formats.
+        index_limit: Number of rows that the index chooses among, for a kernel with a flag `checked`, which leaves out
+            its own check of the index.
+        products: Products of a kernel that multiplies matrices, whose first input holds the rows, each of which
             reads the result of the one before.
         counted: Whether the optional operands of a call are as many as it has inputs left for; otherwise its parameters
             `has_<name>` say of each whether it is there.

@@ -31,7 +31,7 @@ class Operand:
 
     Attributes:
         optional: Whether a call may lack it.
-        dtypes: Those that it may be stored in.
+        dtypes: Dtypes that it may be stored in.
         sizes: The names of its dimensions; None where any shape will do.
         packed: The first of the dimensions that are packed, from the end where some number of dimensions is before it;
             None where none is packed.

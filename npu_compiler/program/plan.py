@@ -26,7 +26,7 @@ class BufferAllocation:
         alloc_shape: Shape in memory, channel padding included.
         offset: Byte offset in the arena (kind `arena` only).
         first_use, last_use: Index of the first and last kernel call that touches it (-1: before the first).
-        donor: For an output that is an input updated in place: the input's name.
+        donor: Name of the input that an output updates in place.
     """
 
     name: str

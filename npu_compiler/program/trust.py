@@ -32,7 +32,7 @@ class Trust:
     """The origin of a program.
 
     Attributes:
-        origin: Who: this user, the owner of a trusted key, the caller who allowed it, or nobody known.
+        origin: One of: this user, the owner of a trusted key, the caller who allowed it, or nobody known.
         detail: The fingerprint of the key; or, of an unknown program, what speaks against it.
     """
 

@@ -64,7 +64,7 @@ class _Interrupts:
     import, in a finalizer, or in a callback from C.
 
     Attributes:
-        latest: That of the command which runs, or ran last.
+        latest: The record of the command that runs, or ran last.
         seen: Whether Ctrl-C was pressed.
     """
 

@@ -79,7 +79,7 @@ def remote_engine(
     """Replicas of a model on a cluster, until the context ends.
 
     Args:
-        name: Of the model; a running application of the same name in the cluster is updated.
+        name: Name of the model; a running application of the same name in the cluster is updated.
         capacity: Maximum number of requests at once.
 
     Raises:

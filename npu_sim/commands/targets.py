@@ -12,7 +12,7 @@ def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
     """The target of that name, which may be an installed package's; a device's name stands for its target.
 
     Args:
-        phase_clocks: As `GPU` has it.
+        phase_clocks: Record the phases of resident kernels; see `GPU`.
 
     Raises:
         InputError: there is none of that name, or it has no phase clocks.
