@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cuda_compiler.specialization.gpu import CLUSTERS, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
-from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.sizes import Size3, groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
@@ -145,19 +145,52 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
             )
         ]
     splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_FILLING_BLOCKS, blocks))
-    sums = make.temporary(call.node, (batch, kv_heads, rows, splits, value_width), "float32")
-    stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
-    partial, constants = {"sums": sums, "stats": stats}, {"splits": splits}
-    split = make.kernel(
+    return _split_and_combine(
+        make,
         call,
         "attention/attention.cu",
-        function="attention_split",
+        "attention_split",
         inputs=operands.inputs,
-        outputs=partial,
+        out=operands.out,
+        parts=(batch, kv_heads, rows, splits, value_width),
         grid=(splits, kv_heads * row_blocks, batch),
-        block=(_WARPS * WARP, 1, 1),
         shared=split_memory(rows, width, value_width),
-        constants={**constants, "stages": _STAGES},
+        constants={"splits": splits, "stages": _STAGES},
+    )
+
+
+def _split_and_combine(
+    make: Specializer,
+    call: KernelCall,
+    file: str,
+    function: str,
+    *,
+    inputs: Mapping[str, View | None],
+    out: View,
+    parts: tuple[int, ...],
+    grid: Size3,
+    shared: int,
+    constants: Mapping[str, int],
+) -> list[KernelCall]:
+    """A kernel whose blocks attend to some of the keys each, and one that combines their parts of each row.
+
+    Args:
+        parts: Shape of the partial sums, [..., rows, splits, value width].
+    """
+    *lead, splits, value_width = parts
+    sums = make.temporary(call.node, parts, "float32")
+    stats = make.temporary(call.node, (*parts[:-1], 2), "float32")
+    partial = {"sums": sums, "stats": stats}
+    split = make.kernel(
+        call,
+        file,
+        function=function,
+        inputs=inputs,
+        outputs=partial,
+        grid=grid,
+        block=(_WARPS * WARP, 1, 1),
+        shared=shared,
+        constants=constants,
         min_blocks=_MIN_BLOCKS,
     )
     combine = make.kernel(
@@ -165,10 +198,10 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
         "attention/attention.cu",
         function="attention_combine",
         inputs=partial,
-        outputs=out,
-        grid=(operands.problems * rows * groups(value_width, WARP), 1, 1),
+        outputs={"out": out},
+        grid=(prod(lead) * groups(value_width, WARP), 1, 1),
         block=(_COMBINE_THREADS, 1, 1),
-        constants=constants,
+        constants={"splits": splits},
     )
     return [split, replace(combine, flops=0, bytes_moved=0)]
 
@@ -297,19 +330,7 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
     inputs: dict[str, View | None] = {**dict(zip(PAGED, call.inputs, strict=True)), "written": None}
     (tokens, heads, width), value_width = q.shape, v.shape[2]
     if not suits_tensor_cores(q, k, v) or tokens > MAX_GRID[2]:
-        slice_width = min(value_width, _SLICE)
-        return [
-            make.kernel(
-                call,
-                "attention/paged.cu",
-                function="paged_plain",
-                inputs=inputs,
-                outputs={"out": out},
-                grid=(tokens * heads * groups(value_width, slice_width), 1, 1),
-                block=(_WARPS * WARP, 1, 1),
-                constants={"slice": slice_width, "sharing": 1, "tile_tokens": 1},
-            )
-        ]
+        return [_paged_plain(make, call, inputs)]
     sharing = heads_together(heads, k.shape[1])
     head_groups, context = heads // sharing, tables.shape[1] * call.params["block_size"]
     together = tokens >= _MANY_TOKENS
@@ -340,32 +361,34 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
                 min_blocks=_MIN_BLOCKS,
             )
         ]
-    sums = make.temporary(call.node, (tokens, head_groups, sharing, splits, value_width), "float32")
-    stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
-    partial = {"sums": sums, "stats": stats}
-    split = make.kernel(
+    return _split_and_combine(
+        make,
         call,
         "attention/paged.cu",
-        function="paged_split",
+        "paged_split",
         inputs=inputs,
-        outputs=partial,
+        out=out.unsqueeze(2),
+        parts=(tokens, head_groups, sharing, splits, value_width),
         grid=(splits, head_groups, tokens),
-        block=(_WARPS * WARP, 1, 1),
         shared=shared,
         constants={**constants, "splits": splits},
-        min_blocks=_MIN_BLOCKS,
     )
-    combine = make.kernel(
+
+
+def _paged_plain(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> KernelCall:
+    """One block per token, head and `_SLICE` dimensions of its result."""
+    (tokens, heads, value_width), (out,) = (*call.inputs[0].shape[:2], call.inputs[2].shape[2]), call.outputs
+    width = min(value_width, _SLICE)
+    return make.kernel(
         call,
-        "attention/attention.cu",
-        function="attention_combine",
-        inputs=partial,
-        outputs={"out": out.unsqueeze(2)},
-        grid=(tokens * heads * groups(value_width, WARP), 1, 1),
-        block=(_COMBINE_THREADS, 1, 1),
-        constants={"splits": splits},
+        "attention/paged.cu",
+        function="paged_plain",
+        inputs=inputs,
+        outputs={"out": out},
+        grid=(tokens * heads * groups(value_width, width), 1, 1),
+        block=(_WARPS * WARP, 1, 1),
+        constants={"slice": width, "sharing": 1, "tile_tokens": 1},
     )
-    return [split, replace(combine, flops=0, bytes_moved=0)]
 
 
 def heads_together(heads: int, kv_heads: int) -> int:

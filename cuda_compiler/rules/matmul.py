@@ -226,18 +226,9 @@ def gemm(
     None where cuBLASLt does not take the operands: rows or columns of a matrix must be contiguous and, where there is
     an epilogue, aligned and a whole number of vectors wide; addends must have the result's dtype.
     """
-    if a.dtype != b.dtype or not is_float(a.dtype) or out.dtype not in (a.dtype, "float32"):
-        return None
-    if 0 in (*a.shape, *b.shape) or any(view is not None and view.dtype != out.dtype for view in (bias, residual)):
-        return None
-    if bias is not None and (_leading(out) is None or _leading(bias.unsqueeze(0)) is None):
-        return None
+    has_epilogue = bias is not None or residual is not None or activation != "none"
     beneath = out if residual is None else residual
-    is_plain = bias is None and residual is None and activation == "none"
-    # Where a row is not a whole number of vectors, cuBLASLt rounds the product before it adds both bias and residual.
-    if not is_plain and out.shape[-1] * itemsize(out.dtype) % 16:
-        return None
-    if not is_plain and not all(_is_aligned(view) for view in (a, b, beneath, out)):
+    if not _fits_gemm(a, b, out, bias, residual) or has_epilogue and not _fits_epilogue(a, b, beneath, out):
         return None
     if _leading(out) is None:
         a, b = b.transpose(-1, -2), a.transpose(-1, -2)
@@ -273,6 +264,23 @@ def gemm(
     )
     inputs = tuple(view for view in (a, b, bias, None if residual is None else beneath) if view is not None)
     return replace(call, kernel=CUBLAS_GEMM, source="", inputs=inputs, outputs=(out,), params=launch.params())
+
+
+def _fits_gemm(a: View, b: View, out: View, bias: View | None, residual: View | None) -> bool:
+    """Whether cuBLASLt takes the dtypes of a product's operands, and its bias runs along rows."""
+    floats = a.dtype == b.dtype and is_float(a.dtype) and out.dtype in (a.dtype, "float32")
+    addends = all(view is None or view.dtype == out.dtype for view in (bias, residual))
+    along_rows = bias is None or (_leading(out) is not None and _leading(bias.unsqueeze(0)) is not None)
+    return floats and addends and along_rows and 0 not in (*a.shape, *b.shape)
+
+
+def _fits_epilogue(a: View, b: View, beneath: View, out: View) -> bool:
+    """Whether cuBLASLt adds to a product of these operands: all rows are whole aligned vectors.
+
+    Otherwise it rounds the product before it adds both bias and residual.
+    """
+    whole = out.shape[-1] * itemsize(out.dtype) % 16 == 0
+    return whole and all(_is_aligned(view) for view in (a, b, beneath, out))
 
 
 def _is_aligned(matrix: View) -> bool:
