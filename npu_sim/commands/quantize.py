@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from npu_sim.commands.checks import (
-    check_computing_device,
-    check_dtype,
-    check_file,
-    check_method,
-    check_weight_format,
-)
-from npu_sim.commands.completion import dtypes, vision_models
+from npu_sim.commands.checks import check_file
+from npu_sim.commands.completion import vision_models
 from npu_sim.commands.console import note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, LanguageModelName
+from npu_sim.commands.options import AsJSON, LanguageModelName, name_option
 from npu_sim.quantizing.options import QuantizeOptions
 
 if TYPE_CHECKING:
@@ -31,12 +25,13 @@ def _calibration_file(path: Path | None) -> Path | None:
 
 
 _OPTIONS = {
-    "weights": typer.Option(
+    "weights": name_option(
         "--weights",
         "-w",
+        what="quantization",
+        names="npu_compiler.graph.quantization:NAMED_FORMATS",
         metavar="FORMAT",
-        callback=check_weight_format,
-        help="Format of the weights: int4, int8 or fp8.",
+        text="Format of the weights: int4, int8 or fp8.",
     ),
     "group": typer.Option(
         min=0,
@@ -45,10 +40,11 @@ _OPTIONS = {
         "Default: 128 for int4, or what divides all rows; else 0.",
     ),
     "zero_points": typer.Option("--zero-points/--symmetric", help="Store a zero point with each scale."),
-    "method": typer.Option(
+    "method": name_option(
+        what="method",
+        names="npu_compiler.graph.quantization:METHODS",
         metavar="NAME",
-        callback=check_method,
-        help="rtn (round to nearest) or gptq (also compensate rounding errors; needs --calibrate). "
+        text="rtn (round to nearest) or gptq (also compensate rounding errors; needs --calibrate). "
         "Default: gptq with --calibrate, else rtn.",
     ),
     "search": typer.Option("--search", help="Choose each scale by the least squared error, as gptq always does."),
@@ -70,16 +66,17 @@ _OPTIONS = {
         help="Number of training steps that bring the quantized model's predictions near the original's, such "
         "as 1000. Needs --calibrate and, to be done in minutes, a GPU that PyTorch can use.",
     ),
-    "dtype": typer.Option(
+    "dtype": name_option(
+        what="compute dtype",
+        names="npu_compiler.graph.dtypes:COMPUTE_DTYPES",
         metavar="DTYPE",
-        callback=check_dtype,
-        autocompletion=dtypes,
-        help="Dtype of scales and of all that is not quantized. Default: the model's own.",
+        text="Dtype of scales and of all that is not quantized. Default: the model's own.",
     ),
-    "device": typer.Option(
+    "device": name_option(
+        what="device",
+        names="npu_compiler.graph.quantization:COMPUTING_DEVICES",
         metavar="NAME",
-        callback=check_computing_device,
-        help="What computes, through PyTorch: cpu or gpu. Default: gpu if PyTorch can use one.",
+        text="What computes, through PyTorch: cpu or gpu. Default: gpu if PyTorch can use one.",
     ),
     "force": typer.Option("--force", help="Replace the output folder if it is not empty."),
 }

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import check_file, check_log_level, check_text
-from npu_sim.commands.completion import language_models, log_levels
+from npu_sim.commands.checks import check_file, check_text
+from npu_sim.commands.completion import language_models
 from npu_sim.commands.console import concerning, note, progress, step
-from npu_sim.commands.options import LanguageModelName, count_option
+from npu_sim.commands.options import LanguageModelName, count_option, name_option
 from npu_sim.commands.serve_ray import RaySettings, remote_engine
 from npu_sim.commands.settings import DeviceSettings, ModelSettings
 
@@ -175,11 +175,11 @@ def serve(
     limiting: LimitSettings,
     log_level: Annotated[
         str,
-        typer.Option(
+        name_option(
+            what="log level",
+            names="npu_sim.commands.checks:LOG_LEVELS",
             metavar="LEVEL",
-            callback=check_log_level,
-            autocompletion=log_levels,
-            help="Least level of the logs, JSON lines on stderr: debug, info, warning or error.",
+            text="Least level of the logs, JSON lines on stderr: debug, info, warning or error.",
         ),
     ] = "info",
     *,
