@@ -187,6 +187,7 @@ def probes(most: int) -> Iterator[Probe]:
 
 
 def _sized() -> Iterator[tuple[Probe, int]]:
+    """Probes and their work: rows and products, attention, images."""
     for rows, width in ((128, 256), (512, 768), (4096, 512), (16384, 768), (131072, 512)):
         for kind, block in (("norm", _norm), ("softmax", _softmax), ("elementwise", _normed_sum)):
             yield Probe(kind, (rows, width), block), 64 * rows * width
@@ -215,6 +216,10 @@ def _sized() -> Iterator[tuple[Probe, int]]:
     ):
         work = 4 * images * length * width**2 + 2 * images * length**2 * width
         yield Probe("attention", (images, length, width), partial(_attention, heads)), work
+    yield from _sized_images()
+
+
+def _sized_images() -> Iterator[tuple[Probe, int]]:
     for images in (1, 8, 32):
         for channels, size, factor, taps in (
             (64, 56, 1, 3),

@@ -22,11 +22,11 @@ def calibrate(
     cpu_level: CPULevel = None,
     arrays: Annotated[
         int | None,
-        typer.Option("--arrays", min=1, metavar="INTEGER", help="Cores or multiprocessors. Default: CPU threads."),
+        typer.Option(min=1, metavar="INTEGER", help="Cores or multiprocessors. Default: CPU threads."),
     ] = None,
     sram: Annotated[
         int | None,
-        typer.Option("--sram", min=1024, metavar="BYTES", help="Cache. Default: what a CPU is found to keep."),
+        typer.Option(min=1024, metavar="BYTES", help="Cache. Default: what a CPU is found to keep."),
     ] = None,
     json: AsJSON = False,
 ) -> None:

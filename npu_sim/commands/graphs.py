@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from npu_sim.commands.options import AsJSON, Dtype, Inputs, IRFile, Seed, Weight
 from npu_sim.commands.resources import weights_for
 from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.targets import find_target
+
+if TYPE_CHECKING:
+    from npu_compiler import PartitionPlan
 
 SAMPLES = 3
 TOKENS = 128
@@ -38,26 +41,18 @@ def extract(
     task: Annotated[
         str | None,
         typer.Option(
-            "--task",
-            metavar="NAME",
-            autocompletion=tasks,
-            help="Task of a Hugging Face model, such as text-generation.",
+            metavar="NAME", autocompletion=tasks, help="Task of a Hugging Face model, such as text-generation."
         ),
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
-            "--tokens",
-            min=1,
-            metavar="INTEGER",
-            help=f"Sequence length of a Hugging Face text model. Default: {TOKENS}.",
+            min=1, metavar="INTEGER", help=f"Sequence length of a Hugging Face text model. Default: {TOKENS}."
         ),
     ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(
-            "--weights", metavar="FILE", callback=check_output, help="Also write the weights to this .safetensors file."
-        ),
+        typer.Option(metavar="FILE", callback=check_output, help="Also write the weights to this .safetensors file."),
     ] = None,
     json: AsJSON = False,
 ) -> None:
@@ -90,13 +85,11 @@ def partition(
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
     cpu: Annotated[
         list[str] | None,
-        typer.Option("--cpu", metavar="OP", help="Run this op, given by its ATen name, on the CPU; repeatable."),
+        typer.Option(metavar="OP", help="Run this op, given by its ATen name, on the CPU; repeatable."),
     ] = None,
     target: Annotated[
         str,
-        typer.Option(
-            "--target", metavar="NAME", autocompletion=targets, help="Target whose missing ops run on the CPU."
-        ),
+        typer.Option(metavar="NAME", autocompletion=targets, help="Target whose missing ops run on the CPU."),
     ] = "op_level",
     dtype: Dtype = None,
 ) -> None:
@@ -125,32 +118,34 @@ def partition(
     if mermaid:
         typer.echo(plan.to_mermaid())
     elif json:
-        print_json(
-            {
-                "compute_dtype": plan.compute_dtype,
-                "device_share": plan.device_share,
-                "partitions": [
-                    {
-                        "index": p.index,
-                        "device": p.device,
-                        "nodes": [node.name for node in p.graph],
-                        "inputs": p.graph.inputs,
-                        "outputs": p.graph.outputs,
-                        "transfers": [
-                            {"tensor": t.tensor, "from": t.source, "to": t.target, "bytes": t.bytes}
-                            for t in p.transfers
-                        ],
-                    }
-                    for p in plan.partitions
-                ],
-                "output_transfers": [{"tensor": t.tensor, "bytes": t.bytes} for t in plan.output_transfers],
-                "cpu_reasons": dict(plan.reasons),
-            }
-        )
+        print_json(_plan_facts(plan))
     else:
         typer.echo(str(plan))
         for node, reason in plan.reasons.items():
             typer.echo(f"  {node} is on the CPU: {reason}")
+
+
+def _plan_facts(plan: PartitionPlan) -> dict[str, Any]:
+    """A plan as JSON data."""
+    return {
+        "compute_dtype": plan.compute_dtype,
+        "device_share": plan.device_share,
+        "partitions": [
+            {
+                "index": p.index,
+                "device": p.device,
+                "nodes": [node.name for node in p.graph],
+                "inputs": p.graph.inputs,
+                "outputs": p.graph.outputs,
+                "transfers": [
+                    {"tensor": t.tensor, "from": t.source, "to": t.target, "bytes": t.bytes} for t in p.transfers
+                ],
+            }
+            for p in plan.partitions
+        ],
+        "output_transfers": [{"tensor": t.tensor, "bytes": t.bytes} for t in plan.output_transfers],
+        "cpu_reasons": dict(plan.reasons),
+    }
 
 
 def verify(
@@ -162,9 +157,7 @@ def verify(
     device_settings: DeviceSettings,
     samples: Annotated[
         int | None,
-        typer.Option(
-            "--samples", min=1, metavar="INTEGER", help=f"Number of sets of random inputs. Default: {SAMPLES}."
-        ),
+        typer.Option(min=1, metavar="INTEGER", help=f"Number of sets of random inputs. Default: {SAMPLES}."),
     ] = None,
     seed: Seed = None,
     json: AsJSON = False,

@@ -234,15 +234,12 @@ def classify(
     weights: Annotated[
         Path | None,
         typer.Option(
-            "--weights",
             metavar="FILE",
             callback=check_weights,
             help="Weights with torchvision's parameter names, or a folder from npu-sim quantize-network.",
         ),
     ] = None,
-    top: Annotated[
-        int, typer.Option("--top", min=1, max=1000, metavar="INTEGER", help="Number of classes to show.")
-    ] = 5,
+    top: Annotated[int, typer.Option(min=1, max=1000, metavar="INTEGER", help="Number of classes to show.")] = 5,
     dtype: Dtype = None,
     device_settings: DeviceSettings,
     json: AsJSON = False,

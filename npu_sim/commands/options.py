@@ -16,6 +16,7 @@ from npu_sim.commands.completion import (
     beginning,
     cpu_levels,
     devices,
+    fusions,
     ir_files,
     language_models,
     programs,
@@ -112,9 +113,7 @@ RunnableFile = Annotated[
 LanguageModelName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
-        autocompletion=language_models,
-        help="Hugging Face id, model folder, .gguf file, or smollm2.",
+        metavar="MODEL", autocompletion=language_models, help="Hugging Face id, model folder, .gguf file, or smollm2."
     ),
 ]
 AllowCode = Annotated[
@@ -186,6 +185,10 @@ WeightFormat = Annotated[
         metavar="FORMAT",
         text="Store the weights of linear layers as int4, int8 or fp8. Default: in the compute dtype.",
     ),
+]
+DisabledFusions = Annotated[
+    list[str] | None,
+    typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
 ]
 Weights = Annotated[
     Path | None,

@@ -40,7 +40,7 @@ def profile(
     inputs: Inputs = None,
     device_settings: DeviceSettings,
     allow_code: AllowCode = False,
-    runs: Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
+    runs: Annotated[int, typer.Option(min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
     trace: Trace = None,
     seed: Seed = None,
     json: AsJSON = False,
@@ -63,20 +63,11 @@ def profile(
         state = weights_for(plan.graph, weights)
         arrays, used_seed = inputs_for([plan.graph.tensors[name] for name in plan.graph.inputs], inputs, seed)
         run = _plan_run(plan, chosen, state, arrays)
-    profiler, plain = Profiler(), []
-    with progress("running") as report:
-        run(None)
-        for index in range(runs):
-            start = time.perf_counter()
-            run(None)
-            chosen.backend.synchronize()
-            plain.append(1e3 * (time.perf_counter() - start))
-            run(profiler)
-            report(index + 1, runs)
+    profiler = Profiler()
+    median = _timed(run, runs, chosen, profiler)
     if trace is not None:
         with step(f"writing {trace}"):
             profiler.save_trace(trace)
-    median = sorted(plain)[len(plain) // 2]
     if json:
         print_json(
             {
@@ -93,6 +84,21 @@ def profile(
     typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")
     if trace is not None:
         typer.echo(f"trace written to {trace}; ui.perfetto.dev opens it")
+
+
+def _timed(run: Run, runs: int, device: Device, profiler: Profiler) -> float:
+    """The median of plain runs in milliseconds; after each of them, one is profiled."""
+    times = []
+    with progress("running") as report:
+        run(None)
+        for index in range(runs):
+            start = time.perf_counter()
+            run(None)
+            device.backend.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+            run(profiler)
+            report(index + 1, runs)
+    return sorted(times)[len(times) // 2]
 
 
 def _partitioned(ir: Path, target: CodegenTarget) -> PartitionPlan:

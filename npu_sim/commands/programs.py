@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from npu_sim.commands.checks import check_not_overwritten, check_output, check_program_or_ir
-from npu_sim.commands.completion import fusions, programs_and_ir, targets
+from npu_sim.commands.completion import programs_and_ir, targets
 from npu_sim.commands.console import note, print_json, step
 from npu_sim.commands.modules import SUFFIX as MODULE
 from npu_sim.commands.modules import describe_module, run_module
@@ -17,6 +17,7 @@ from npu_sim.commands.options import (
     ActivationFormat,
     AllowCode,
     AsJSON,
+    DisabledFusions,
     Dtype,
     Inputs,
     IRFile,
@@ -45,7 +46,6 @@ def compile(
     target: Annotated[
         str,
         typer.Option(
-            "--target",
             metavar="NAME",
             autocompletion=targets,
             help="Target: op_level (for the CPU and Metal), metal_gpu, cuda_gpu or an installed package's.",
@@ -54,10 +54,7 @@ def compile(
     dtype: Dtype = None,
     quantization: WeightFormat = None,
     activations: ActivationFormat = None,
-    disable_fusion: Annotated[
-        list[str] | None,
-        typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
-    ] = None,
+    disable_fusion: DisabledFusions = None,
     phase_clocks: Annotated[
         bool,
         typer.Option(
@@ -78,7 +75,6 @@ def compile(
     from npu_compiler import compile as compile_ir
     from npu_compiler.errors import InputError
     from npu_compiler.fusion_patterns import check_fusion_names
-    from npu_compiler.program.describe import format_bytes, summary
 
     if full and not stages:
         raise InputError("--full is for --stages")
@@ -94,14 +90,19 @@ def compile(
     options = CompileOptions(dtype, quantization, disabled_fusions=disabled)
     with step(f"reading {ir}"):
         graph = read_ir(ir)
-    if stages:
-        for text in describe_stages(trace_compilation(graph, codegen, options), full=full):
-            typer.echo(text, err=json)
+    for text in describe_stages(trace_compilation(graph, codegen, options), full=full) if stages else ():
+        typer.echo(text, err=json)
     if output is None:
         return
     with step(f"compiling {graph.name}"):
         program = compile_ir(graph, codegen, options)
         program.save(output)
+    _print_totals(program, output, json)
+
+
+def _print_totals(program: CompiledProgram, output: Path, json: bool) -> None:
+    from npu_compiler.program.describe import format_bytes, summary
+
     totals = summary(program.plan)
     if json:
         print_json({"program": str(output), "bytes": output.stat().st_size, **_header(program), "summary": totals})

@@ -91,7 +91,6 @@ def quantize(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            "--calibrate",
             metavar="FILE",
             callback=_calibration_file,
             help="Calibration text (UTF-8), of the kinds that the model is going to read; for --tune, some megabytes.",
@@ -132,9 +131,7 @@ def quantize_network(
         Path,
         typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write, for npu-sim classify --weights."),
     ],
-    calibrate: Annotated[
-        Path, typer.Option("--calibrate", metavar="FOLDER", help="Folder of photographs, or one, for calibration.")
-    ],
+    calibrate: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of photographs, or one, for calibration.")],
     keep_worst: Annotated[int, _OPTIONS["keep_worst"]] = 0,
     force: Annotated[bool, _OPTIONS["force"]] = False,
     json: AsJSON = False,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from npu_sim.commands.checks import check_file, check_not_overwritten, check_output, check_weights
-from npu_sim.commands.completion import chips, fusions, models_and_programs, targets
+from npu_sim.commands.completion import chips, models_and_programs, targets
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import AllowCode, AsJSON, Dtype, Inputs, Seed, WeightFormat, Weights
+from npu_sim.commands.options import AllowCode, AsJSON, DisabledFusions, Dtype, Inputs, Seed, WeightFormat, Weights
 from npu_sim.commands.resources import inputs_for, load_onto, weights_for
 from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.targets import find_target
@@ -78,10 +78,7 @@ def report(
     allow_code: AllowCode = False,
     dtype: Dtype = None,
     quantization: WeightFormat = None,
-    disable_fusion: Annotated[
-        list[str] | None,
-        typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
-    ] = None,
+    disable_fusion: DisabledFusions = None,
     target: Target = None,
     runs: Runs = RUNS,
     seed: Seed = None,
@@ -89,7 +86,6 @@ def report(
     npu: Annotated[
         str | None,
         typer.Option(
-            "--npu",
             metavar="NAME|FILE.toml",
             autocompletion=chips,
             help="Also simulate on a chip: edge, phone, datacenter, … or a file.",
@@ -97,11 +93,11 @@ def report(
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option("--bandwidth", metavar="GB/S", callback=_rate, help="Memory bandwidth for the roofline, in GB/s."),
+        typer.Option(metavar="GB/S", callback=_rate, help="Memory bandwidth for the roofline, in GB/s."),
     ] = None,
     flops: Annotated[
         float | None,
-        typer.Option("--flops", metavar="GFLOP/S", callback=_rate, help="Peak rate for the roofline, in GFLOP/s."),
+        typer.Option(metavar="GFLOP/S", callback=_rate, help="Peak rate for the roofline, in GFLOP/s."),
     ] = None,
     json: AsJSON = False,
 ) -> None:
@@ -116,30 +112,26 @@ def report(
 
     is_program = model.suffix == PROGRAM
     is_measured = weights is not None or device_settings.device is not None
-    compiling = {"--dtype": dtype, "--quantization": quantization, "--disable-fusion": disable_fusion}
-    for option, value in {**compiling, "--target": target}.items():
-        if is_program and value:
-            raise InputError(f"{option} is for an IR file; '{model}' is compiled already")
+    options = CompileOptions(dtype, quantization, disabled_fusions=disable_fusion or ())
+    if is_program:
+        _check_compiled(model, options, target)
     if verify and (is_program or not is_measured or quantization or disable_fusion):
         raise InputError("--verify is for an IR file with --weights, compiled without other options than --dtype")
     if (bandwidth is None) != (flops is None):
         raise InputError("--bandwidth and --flops belong together; give both")
     if inputs and not is_measured:
         raise InputError("--input is for measuring; give --weights or --device too")
-    if is_measured and target is not None:
-        raise InputError("--target is for a report without measuring; leave out --target, --weights or --device")
-    check_fusion_names(disable_fusion or ())
+    _check_measuring("a report", is_measured, target)
+    check_fusion_names(options.disabled_fusions)
     codegen = find_target(target or TARGET)
     chip = None if npu is None else _chip(npu)
-    read = [model, weights, *assigned_files(inputs)]
-    check_not_overwritten(output, read)
+    check_not_overwritten(output, [model, weights, *assigned_files(inputs)])
 
     from npu_model import simulate
     from npu_sim.report import Roof
 
     roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
     opened = device_settings.open() if is_measured and not is_program else None
-    options = CompileOptions(dtype, quantization, disabled_fusions=disable_fusion or ())
     if is_program:
         made = _load(model, allow_code)
     else:
@@ -154,6 +146,27 @@ def report(
         made.notes.append("The model is partitioned, so its kernels were not measured.")
     simulations = [] if chip is None else [simulate(program, chip) for program in made.programs]
     _write(made, output, measurement, simulations, roof, numerics, json)
+
+
+def _check_compiled(model: Path, options: CompileOptions, target: str | None) -> None:
+    """Raises `InputError` where a program, which is compiled already, is to be compiled in some way."""
+    from npu_compiler.errors import InputError
+
+    for option, value in {
+        "--dtype": options.compute_dtype,
+        "--quantization": options.quantization,
+        "--disable-fusion": options.disabled_fusions,
+        "--target": target,
+    }.items():
+        if value:
+            raise InputError(f"{option} is for an IR file; '{model}' is compiled already")
+
+
+def _check_measuring(what: str, is_measured: bool, target: str | None) -> None:
+    from npu_compiler.errors import InputError
+
+    if is_measured and target is not None:
+        raise InputError(f"--target is for {what} without measuring; leave out --target, --weights or --device")
 
 
 def _chip(npu: str) -> Chip:
@@ -301,8 +314,7 @@ def diff(
     is_measured = bool(given) or device_settings.device is not None
     if len(given) > 2:
         raise InputError("--weights is given more than twice; there are two programs")
-    if is_measured and target is not None:
-        raise InputError("--target is for a comparison without measuring; leave out --target, --weights or --device")
+    _check_measuring("a comparison", is_measured, target)
     codegen = find_target(target or TARGET)
     check_not_overwritten(output, [a, b, *given])
 
