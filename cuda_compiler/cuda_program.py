@@ -285,13 +285,13 @@ def peer_exchange_of(call: KernelCall) -> PeerExchange | None:
     if "exchange_bytes" not in call.params:
         return None
     try:
-        found = PeerExchange(**{each.name: int(call.params[each.name]) for each in fields(PeerExchange)})
+        exchange = PeerExchange(**{each.name: int(call.params[each.name]) for each in fields(PeerExchange)})
     except (KeyError, ValueError, TypeError) as error:
         raise ProgramFormatError(f"the call of '{call.kernel}' does not say what it exchanges ({error!r})") from error
     operands = len(call.inputs) + len(call.outputs)
-    if not (0 <= found.peers < operands and -1 <= found.read < operands and found.exchange_bytes > 0):
+    if not (0 <= exchange.peers < operands and -1 <= exchange.read < operands and exchange.exchange_bytes > 0):
         raise ProgramFormatError(f"the call of '{call.kernel}' exchanges operands that it does not have")
-    return found
+    return exchange
 
 
 def kernel_launch_of(call: KernelCall) -> KernelLaunch:

@@ -50,11 +50,11 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
         norm = result[-1] if result and x.buffer in inner and readers[x.buffer] == 1 else None
         if norm is not None and (not _is_norm(norm, x) or norm.inputs[0].buffer == call.outputs[0].buffer):
             norm = None
-        made = product(make, call, inputs, norm)
+        joined = product(make, call, inputs, norm)
         if norm is not None:
             result.pop()
-            made = replace(made, flops=made.flops + norm.flops)
-        result.append(made)
+            joined = replace(joined, flops=joined.flops + norm.flops)
+        result.append(joined)
     return replace(plan, calls=result)
 
 

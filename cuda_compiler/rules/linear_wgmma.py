@@ -82,37 +82,37 @@ def warpgroup_product(
         inputs: x, the weight, bias, residual.
         norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
     """
-    found, weight = _division(make, call), inputs["weight"]
-    assert found is not None and weight is not None
+    division, weight = _division(make, call), inputs["weight"]
+    assert division is not None and weight is not None
     inputs, constants = template_operands(call, inputs, norm)
     constants |= {
-        "splits": found.splits,
-        "width": found.width,
-        "stages": found.stages,
+        "splits": division.splits,
+        "width": division.width,
+        "stages": division.stages,
         "slabs": _SLABS,
-        "shared": found.shared,
+        "shared": division.shared,
         "ahead": make.never_written(weight),
     }
-    made = make.kernel(
+    product = make.kernel(
         call,
         "matmul/linear_wgmma.cu",
         function="linear_wgmma",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
-        grid=(found.clusters, 1, found.splits),
+        grid=(division.clusters, 1, division.splits),
         block=(_THREADS, 1, 1),
-        shared=found.shared,
+        shared=division.shared,
         constants=constants,
-        min_blocks=found.resident,
-        cluster=found.splits,
+        min_blocks=division.resident,
+        cluster=division.splits,
     )
-    return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
+    return replace(product, bytes_moved=sum(map(distinct_bytes, (*product.inputs, *product.outputs))))
 
 
 @cache
 def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> WarpgroupDivision | None:
     """The division in which a block reads the least, if there is one; of equal ones, that with room for two blocks."""
-    return min(_divisions(m, n, k, gated, shared_memory), key=lambda found: found[0], default=(0, None))[1]
+    return min(_divisions(m, n, k, gated, shared_memory), key=lambda division: division[0], default=(0, None))[1]
 
 
 def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Iterator[tuple[int, WarpgroupDivision]]:
@@ -139,5 +139,5 @@ def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Itera
             ):
                 exchanged = _EXCHANGED * 4 * m * columns + _EXCHANGE if splits > 1 else 0
                 shared = stages * (stage + _BARRIER_BYTES) + rest
-                found = WarpgroupDivision(splits, groups(n, width), width, stages, shared, resident)
-                yield own * stage + exchanged, found
+                division = WarpgroupDivision(splits, groups(n, width), width, stages, shared, resident)
+                yield own * stage + exchanged, division

@@ -140,7 +140,7 @@ def round_rows(
     constants, (grid, block), _ = row_teams(origin, out)
     nothing = "__device__ __forceinline__ float made(float a, float) { return a; }"
     definitions = (f"using Stored = {TYPES[origin.stored]};", template_text("elementwise/elementwise.cuh"))
-    made = make.kernel(
+    rounding = make.kernel(
         replace(call, kernel="rounded_rows", params={}),
         "norms/rounded_rows.cu",
         inputs={
@@ -165,8 +165,8 @@ def round_rows(
         },
         definitions="\n".join((*definitions, origin.function or nothing, "")),
     )
-    moved = sum(map(distinct_bytes, (*made.inputs, *made.outputs)))
-    return replace(made, bytes_moved=moved), RoundedRows(out, scales)
+    moved = sum(map(distinct_bytes, (*rounding.inputs, *rounding.outputs)))
+    return replace(rounding, bytes_moved=moved), RoundedRows(out, scales)
 
 
 def keep_rounded(make: Specializer, subject: View, form: RoundedForm, rounded: RoundedRows) -> None:

@@ -97,44 +97,44 @@ def streamed_product(
         inputs: x, the weight or its codes and what belongs to them, bias, residual.
         norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
     """
-    found = _division(make, call, inputs)
-    assert found is not None
+    division = _division(make, call, inputs)
+    assert division is not None
     inputs, constants = template_operands(call, inputs, norm)
     constants |= {
-        "tile_m": found.tile_m,
-        "splits": found.splits,
-        "clusters": found.clusters,
-        "pieces": found.pieces,
-        "stages": found.stages,
+        "tile_m": division.tile_m,
+        "splits": division.splits,
+        "clusters": division.clusters,
+        "pieces": division.pieces,
+        "stages": division.stages,
     }
     file, parts = "matmul/streamed.cu", ["weight"]
     if "codes" in call.params:
         file, parts = "matmul/streamed_codes.cu", ["data", *_SIDES]
-        constants |= {"pack": 8, "scaled_pieces": _scaled_pieces(call, found)}
+        constants |= {"pack": 8, "scaled_pieces": _scaled_pieces(call, division)}
     ahead = [inputs["gain"], *(inputs[name] for name in parts)]
     constants["ahead"] = all(view is None or make.never_written(view) for view in ahead)
-    made = make.kernel(
+    product = make.kernel(
         call,
         file,
         function="streamed",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
-        grid=(found.clusters, 1, found.splits),
-        block=(found.warps * WARP, 1, 1),
-        shared=found.shared,
+        grid=(division.clusters, 1, division.splits),
+        block=(division.warps * WARP, 1, 1),
+        shared=division.shared,
         constants=constants,
-        min_blocks=2 if found.warps == _WARPS[0] else 1,
-        cluster=found.splits,
+        min_blocks=2 if division.warps == _WARPS[0] else 1,
+        cluster=division.splits,
     )
-    return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
+    return replace(product, bytes_moved=sum(map(distinct_bytes, (*product.inputs, *product.outputs))))
 
 
-def _scaled_pieces(call: KernelCall, found: WarpDivision) -> int:
+def _scaled_pieces(call: KernelCall, division: WarpDivision) -> int:
     """Number of pieces of a warp's terms that have one scale, wherever they begin."""
     if call.params["groups"] == 1:
-        return found.pieces
+        return division.pieces
     pieces = groups(call.params["k"], _PIECE_TERMS)
-    return math.gcd(found.pieces, groups(pieces, found.splits), pieces // call.params["groups"])
+    return math.gcd(division.pieces, groups(pieces, division.splits), pieces // call.params["groups"])
 
 
 @cache
@@ -164,6 +164,6 @@ def divided(
             if own * tile_m // _FRAGMENT_ROWS <= most_held and shared <= shared_memory:
                 fitting.append(WarpDivision(tile_m, warps, splits, clusters, own, stages, shared))
     return next(
-        (found for found in fitting if found.shared <= memory_of_each(shared_memory, 2)),
+        (division for division in fitting if division.shared <= memory_of_each(shared_memory, 2)),
         fitting[0] if fitting else None,
     )

@@ -49,13 +49,13 @@ class Specializer:
         """The result that `cache` kept for a subject, if it is still valid."""
         return self._cached.get(subject)
 
-    def cache(self, subject: tuple[View, Hashable], found: View) -> None:
+    def cache(self, subject: tuple[View, Hashable], result: View) -> None:
         """Keep the view with a call's result about another view, for later calls, until that view is written."""
-        self._cached[subject] = found
+        self._cached[subject] = result
 
     def invalidate(self, written: Collection[str]) -> None:
         """Drop the cached results about buffers that are written."""
-        self._cached = {subject: found for subject, found in self._cached.items() if subject[0].buffer not in written}
+        self._cached = {subject: result for subject, result in self._cached.items() if subject[0].buffer not in written}
 
     def counters(self, stem: str, count: int = 1) -> View:
         """Persistent int32 counters: 0 when the program is loaded, kept from run to run."""
@@ -113,10 +113,10 @@ class Specializer:
         shape = (block, min_blocks, cluster, tuple(maps))
         source = self._source(call, decl, file, function, shape, inputs, outputs, constants or {}, definitions)
         operands = [(name, view) for name, view in (*inputs.items(), *outputs.items()) if view is not None]
-        made = {
+        tensor_maps = {
             name: TensorMap.of(index, view, maps[name]) for index, (name, view) in enumerate(operands) if name in maps
         }
-        launch = KernelLaunch(check_grid(grid, call), block, shared, maps=tuple(made[name] for name in maps))
+        launch = KernelLaunch(check_grid(grid, call), block, shared, maps=tuple(tensor_maps[name] for name in maps))
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(
             call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch.params()

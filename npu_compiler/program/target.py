@@ -130,10 +130,10 @@ def load_plugin_target(name: str) -> CodegenTarget | None:
     """
     from importlib.metadata import entry_points
 
-    found = entry_points(group=PLUGINS, name=name)
-    if not found:
+    entries = entry_points(group=PLUGINS, name=name)
+    if not entries:
         return None
-    target: CodegenTarget = next(iter(found)).load()()
+    target: CodegenTarget = next(iter(entries)).load()()
     if target.config.name != name:
         raise InputError(f"the entry point '{name}' of {PLUGINS} makes a target named '{target.config.name}'")
     return target

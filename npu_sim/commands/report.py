@@ -133,19 +133,19 @@ def report(
     roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
     opened = device_settings.open() if is_measured and not is_program else None
     if is_program:
-        made = _load(model, allow_code)
+        subject = _load(model, allow_code)
     else:
-        made = _compile(model, opened.backend.target if opened else codegen, options)
+        subject = _compile(model, opened.backend.target if opened else codegen, options)
     measurement, numerics = None, None
-    if is_measured and made.plan is None:
-        (program,) = made.programs
+    if is_measured and subject.plan is None:
+        (program,) = subject.programs
         chosen = opened or device_settings.open_for(program)
-        measurement, numerics = _measure(made, chosen, weights, inputs, runs, seed, verify)
+        measurement, numerics = _measure(subject, chosen, weights, inputs, runs, seed, verify)
         roof = roof or Roof.of(chosen.backend.ceilings, program.compute_dtype)
     elif is_measured:
-        made.notes.append("The model is partitioned, so its kernels were not measured.")
-    simulations = [] if chip is None else [simulate(program, chip) for program in made.programs]
-    _write(made, output, measurement, simulations, roof, numerics, json)
+        subject.notes.append("The model is partitioned, so its kernels were not measured.")
+    simulations = [] if chip is None else [simulate(program, chip) for program in subject.programs]
+    _write(subject, output, measurement, simulations, roof, numerics, json)
 
 
 def _check_compiled(model: Path, options: CompileOptions, target: str | None) -> None:
@@ -177,7 +177,7 @@ def _chip(npu: str) -> Chip:
 
 
 @dataclass
-class _Made:
+class _Subject:
     """The subject of a report: the programs of a model and, where it was compiled here, how they came about."""
 
     programs: list[CompiledProgram]
@@ -188,14 +188,14 @@ class _Made:
     notes: list[str] = field(default_factory=list)
 
 
-def _load(path: Path, allow_code: bool) -> _Made:
+def _load(path: Path, allow_code: bool) -> _Subject:
     from npu_compiler import CompiledProgram
 
     program = CompiledProgram.load(path, allow_code)
-    return _Made([program], program.name)
+    return _Subject([program], program.name)
 
 
-def _compile(path: Path, target: CodegenTarget, options: CompileOptions) -> _Made:
+def _compile(path: Path, target: CodegenTarget, options: CompileOptions) -> _Subject:
     """The program of an IR file or, where the NPU cannot run all of it, those of its device partitions."""
     from npu_compiler import compile as compile_ir
     from npu_compiler import partition, read_ir, trace_stages
@@ -215,17 +215,17 @@ def _compile(path: Path, target: CodegenTarget, options: CompileOptions) -> _Mad
             parts = [plan.compile(part, target) for part in plan.partitions if part.device == "npu"]
             if not parts:
                 raise
-            return _Made(parts, graph.name, graph, stages, plan)
+            return _Subject(parts, graph.name, graph, stages, plan)
         stages = stage_graphs(trace_stages(graph, target, options))
-    return _Made([program], graph.name, graph, stages)
+    return _Subject([program], graph.name, graph, stages)
 
 
 def _measure(
-    made: _Made, device: Device, weights: Path | None, inputs: Inputs, runs: int, seed: int | None, verify: bool
+    subject: _Subject, device: Device, weights: Path | None, inputs: Inputs, runs: int, seed: int | None, verify: bool
 ) -> tuple[Measurement, dict[str, Any] | None]:
     from npu_sim.report import measure
 
-    (program,) = made.programs
+    (program,) = subject.programs
     state = weights_for(program, weights)
     arrays, used_seed = inputs_for(program.input_specs, inputs, seed)
     loaded = load_onto(device, program, state)
@@ -240,13 +240,13 @@ def _measure(
 
     dtype = program.compute_dtype
     with step("verifying"):
-        result = compare(made.graph, state, [arrays], device, compute_dtype=dtype)
-        kernels = verify_kernels(made.graph, state, arrays, device, compute_dtype=dtype)
+        result = compare(subject.graph, state, [arrays], device, compute_dtype=dtype)
+        kernels = verify_kernels(subject.graph, state, arrays, device, compute_dtype=dtype)
     return measurement, numerics_contents(result, kernels, used_seed)
 
 
 def _write(
-    made: _Made,
+    subject: _Subject,
     output: Path,
     measurement: Measurement | None,
     simulations: Sequence[Result],
@@ -258,26 +258,26 @@ def _write(
     from npu_sim.report import report_contents, write_page
 
     contents = report_contents(
-        made.title,
-        made.programs,
+        subject.title,
+        subject.programs,
         measurement=measurement,
         simulations=simulations,
-        stages=made.stages,
-        partitions=made.plan,
+        stages=subject.stages,
+        partitions=subject.plan,
         roof=roof,
         numerics=numerics,
-        notes=made.notes,
+        notes=subject.notes,
     )
     with step(f"writing {output}"):
-        size = write_page(output, made.title, contents)
-    for remark in made.notes:
+        size = write_page(output, subject.title, contents)
+    for remark in subject.notes:
         note(f"note: {remark}")
     if json:
         facts = [
             {name: program[name] for name in ("name", "target", "dtype", "totals", "measured", "simulated")}
             for program in contents["programs"]
         ]
-        print_json({"report": str(output), "bytes": size, "programs": facts, "notes": made.notes})
+        print_json({"report": str(output), "bytes": size, "programs": facts, "notes": subject.notes})
     else:
         calls = sum(len(program["calls"]) for program in contents["programs"])
         typer.echo(f"{output}: {calls} kernel launches, {format_bytes(size)}")
@@ -323,18 +323,18 @@ def diff(
     programs, measurements = [], []
     for index, path in enumerate((a, b)):
         opened = device_settings.open() if is_measured and path.suffix != PROGRAM else None
-        made = (
+        subject = (
             _load(path, allow_code)
             if path.suffix == PROGRAM
             else _compile(path, opened.backend.target if opened else codegen, CompileOptions())
         )
-        if made.plan is not None:
+        if subject.plan is not None:
             raise InputError(f"'{path}' needs partitions, and only whole programs can be compared")
-        (program,) = made.programs
+        (program,) = subject.programs
         programs.append(program)
         chosen = opened or (device_settings.open_for(program) if is_measured else None)
         state = given[min(index, len(given) - 1)] if given else None
-        measurements.append(_measure(made, chosen, state, None, runs, seed, False)[0] if chosen else None)
+        measurements.append(_measure(subject, chosen, state, None, runs, seed, False)[0] if chosen else None)
     labels = (a.name, b.name) if a.name != b.name else (str(a), str(b))
     contents = diff_contents(labels, programs, measurements)
     if output is not None:

@@ -61,8 +61,10 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**values: Any) -> None:
-        made = {name: kind(**{field: values.pop(field) for field in names}) for name, (kind, names) in settings.items()}
-        command(**values, **made)
+        arguments = {
+            name: kind(**{field: values.pop(field) for field in names}) for name, (kind, names) in settings.items()
+        }
+        command(**values, **arguments)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
