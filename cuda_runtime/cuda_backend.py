@@ -499,8 +499,13 @@ class CUDABackend(Backend):
         if not has_clocks(call):
             return ()
         return [
-            PhaseTime(f"multiprocessor {found.multiprocessor:3}", found.name, found.start, found.end - found.start)
-            for found in intervals(call, memory[call.outputs[-1].buffer].to_numpy())
+            PhaseTime(
+                f"multiprocessor {interval.multiprocessor:3}",
+                interval.name,
+                interval.start,
+                interval.end - interval.start,
+            )
+            for interval in intervals(call, memory[call.outputs[-1].buffer].to_numpy())
         ]
 
 

@@ -73,18 +73,18 @@ def _spanning(view: View, span: int) -> int | None:
 
 
 def _after(source: View, out: View | None, split: Split) -> Split | None:
-    found = []
+    splits = []
     for dim, parts in split:
         same = None if out is None else _spanning(out, source.strides[dim] * source.shape[dim])
         if same is None:
             return None
-        found.append((same, parts))
-    return tuple(found)
+        splits.append((same, parts))
+    return tuple(splits)
 
 
 def _before(source: View, out: View | None, split: Split) -> Split | None:
     """The split of a view's source: repeated dimensions stay whole, joined ones are divided along the outer one."""
-    found: list[tuple[int, int]] = []
+    splits: list[tuple[int, int]] = []
     for dim, parts in split:
         if out is not None and out.strides[dim] == 0:
             continue
@@ -96,10 +96,10 @@ def _before(source: View, out: View | None, split: Split) -> Split | None:
             inner = _spanning(source, source.strides[same])
             if inner is None:
                 return None
-            found += [(same, size), (inner, parts // size)]
+            splits += [(same, size), (inner, parts // size)]
         else:
-            found.append((same, parts))
-    return tuple(found) or None
+            splits.append((same, parts))
+    return tuple(splits) or None
 
 
 def shard_linear(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
@@ -194,12 +194,12 @@ def shard_embedding(
     table, ids = node.inputs
     (out,) = node.outputs
     nodes: list[OpNode] = []
-    made: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
 
     def add(stem: str, op: str, inputs: tuple[str, ...], like: str, dtype: str = "", **attrs: Any) -> str:
-        name = unique_name(f"{out}.{stem}", {**taken, **made})
+        name = unique_name(f"{out}.{stem}", {**taken, **specs})
         spec = graph.tensors[like]
-        made[name] = TensorSpec(name, spec.shape, dtype or spec.dtype)
+        specs[name] = TensorSpec(name, spec.shape, dtype or spec.dtype)
         nodes.append(OpNode(name, op, inputs, (name,), attrs))
         return name
 
@@ -211,6 +211,6 @@ def shard_embedding(
     row = add("row", node.op_type, (table, index), out)
     nodes[-1] = replace(nodes[-1], attrs=node.attrs)
     column = add("column", "aten.unsqueeze.default", (inside,), ids, "bool", dim=len(graph.tensors[ids].shape))
-    made[column] = replace(made[column], shape=(*graph.tensors[ids].shape, 1))
+    specs[column] = replace(specs[column], shape=(*graph.tensors[ids].shape, 1))
     nodes.append(OpNode(node.name, "aten.where.ScalarOther", (column, row), (out,), {"other": 0.0}))
-    return nodes, made
+    return nodes, specs

@@ -53,7 +53,7 @@ def shard(graph: IRGraph, mesh: Mesh) -> IRGraph:
     """
     if mesh.ranks == 1:
         return graph
-    bounds = {name: found for name, found in index_bounds(graph).items() if name in graph.inputs}
+    bounds = {name: limits for name, limits in index_bounds(graph).items() if name in graph.inputs}
     bounded = graph.with_nodes(graph.nodes, {x: replace(graph.tensors[x], bounds=y) for x, y in bounds.items()})
     return _divide_tables(_apply(bounded, find_sharding(graph, mesh), mesh), mesh)
 
@@ -255,12 +255,12 @@ def _divide_tables(graph: IRGraph, mesh: Mesh) -> IRGraph:
         rows = tensors[part].shape[0]
         first = divided.first_row(rows)
         step = node.rename_inputs({table: part})
-        steps, made = rule(step, graph.with_nodes([], tensors), first, rows, tensors)
+        steps, specs = rule(step, graph.with_nodes([], tensors), first, rows, tensors)
         out = node.outputs[0]
-        summand = unique_name(f"{out}.part", {**tensors, **made})
-        made[summand] = replace(tensors[out], name=summand)
+        summand = unique_name(f"{out}.part", {**tensors, **specs})
+        specs[summand] = replace(tensors[out], name=summand)
         steps[-1] = replace(steps[-1], outputs=(summand,))
-        tensors |= made
+        tensors |= specs
         reduced = OpNode(f"{node.name}.all_reduce", ALL_REDUCE, (summand,), (out,), {"ranks": mesh.ranks})
         nodes += [*steps, reduced]
     return replace(graph, nodes=nodes, tensors=tensors, weights=weights)
