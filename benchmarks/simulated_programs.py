@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from npu_compiler import CompiledProgram, compile
+from npu_compiler import CompiledProgram, CompileOptions, compile
 
 Key = tuple[str, str, tuple[tuple[str, int], ...]]
 
@@ -45,7 +45,7 @@ class Case:
         path = folder / f"{name}.npubin"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            compile(self.ir(), compute_dtype=self.dtype).save(path)
+            compile(self.ir(), options=CompileOptions(compute_dtype=self.dtype)).save(path)
         return CompiledProgram.load(path)
 
 

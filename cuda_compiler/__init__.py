@@ -1,6 +1,7 @@
 """The CUDA target: op-level calls become generated kernels, fused where they are element-wise. Needs no GPU."""
 
+from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.target import CUDACodegenTarget, CudaCodegenTarget
 from npu_compiler.target_config import CUDA_GPU
 
-__all__ = ["CUDA_GPU", "CUDACodegenTarget", "CudaCodegenTarget"]
+__all__ = ["CUDA_GPU", "GPU", "CUDACodegenTarget", "CudaCodegenTarget"]

@@ -28,7 +28,7 @@ _KIND = "launch"  # the parameter with the kind
 
 
 class LaunchKind(StrEnum):
-    """What starts a call."""
+    """The kind of a call's launch."""
 
     KERNEL = "kernel"
     """A kernel that starts when the one ahead of it has ended."""
@@ -50,7 +50,7 @@ class LaunchKind(StrEnum):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What the copy engine is to know of a matrix, of which it copies boxes of 128 bytes of some rows.
+    """A matrix as the copy engine sees it, which copies boxes of some rows by 128 bytes of it.
 
     Attributes:
         operand: The number of the operand that it is.
@@ -83,7 +83,7 @@ class KernelLaunch:
         grid, block: In blocks and threads. A resident kernel's grid depends on the GPU.
         shared: Bytes of dynamic shared memory; of a resident kernel the minimum.
         kind: One of the five kinds of kernels.
-        maps: What the kernel has as parameters behind its operands.
+        maps: Parameters of the kernel behind its operands.
     """
 
     grid: Size3
@@ -107,7 +107,7 @@ class GemmLaunch:
         trans_b: B's memory is [n, k].
         lda, ldb, ldr, ldc: Elements from one row of the memory to the next, of A, B, the residual and the result.
         stride_a, stride_b, stride_r, stride_c: Elements from one matrix of a batch to the next.
-        codes: What the bytes of A and B are, `int8` or `float8_e4m3`; nothing where they are of a dtype that says it.
+        codes: Format of the bytes of A and B, `int8` or `float8_e4m3`; nothing where they are of a dtype that says it.
             The sums of products of int8 are an int32 result, without addends.
         fast_sums: Sums of products of float8 may stay in the tensor cores, whose own are exact to about 14 bits.
         has_scales: A · B is multiplied with float32 scales for its rows [m] and its columns [n], the last two inputs.
@@ -145,8 +145,8 @@ class CollectiveLaunch:
 
     Attributes:
         operation: `all_reduce` or `all_gather`.
-        elements: Of this rank's operand.
-        ranks: How many take part.
+        elements: Number of elements of this rank's operand.
+        ranks: Number of ranks.
     """
 
     operation: str
@@ -159,11 +159,11 @@ class CollectiveLaunch:
 
 @dataclass(frozen=True)
 class PeerExchange:
-    """How a kernel exchanges values with other ranks by itself, through memory that all of them map.
+    """A kernel's own exchange of values with other ranks, through memory that all of them map.
 
     Attributes:
-        ranks: How many take part.
-        exchange_bytes: Of each rank's memory that the others write, for this kernel alone.
+        ranks: Number of ranks.
+        exchange_bytes: Bytes of each rank's memory that the others write, for this kernel alone.
         peers: The number of the operand that tells the kernel where memory is. It has 8 bytes each for the address of
             every rank's part, this rank, the address of a word that the host sets when the others are gone, and, where
             an operand is read, that operand's address on every rank.
@@ -190,7 +190,7 @@ class KernelForm:
 
 @dataclass(frozen=True)
 class Convolution:
-    """What a convolution computes: act(conv(x, weight) + bias + residual).
+    """The meaning of a convolution: act(conv(x, weight) + bias + residual).
 
     Attributes:
         padding: Top, bottom, left, right.
@@ -211,7 +211,7 @@ class ConvolutionLaunch:
 
     Attributes:
         first: The launch of the call's own kernel, the most promising one.
-        computes: What to ask cuDNN for.
+        computes: The convolution to ask cuDNN for.
         alternatives: Further kernels for it.
     """
 
@@ -239,7 +239,7 @@ Launch: TypeAlias = KernelLaunch | GemmLaunch | ConvolutionLaunch | CollectiveLa
 
 
 def launch_of(call: KernelCall) -> Launch:
-    """How a call of a CUDA program is launched.
+    """The launch of a call of a CUDA program.
 
     Raises:
         ProgramFormatError: the call does not say so, or not all of it.
@@ -277,7 +277,7 @@ def launch_of(call: KernelCall) -> Launch:
 
 
 def peer_exchange_of(call: KernelCall) -> PeerExchange | None:
-    """How a kernel exchanges values with other ranks; None where it does not.
+    """The exchange of a kernel with other ranks; None where there is none.
 
     Raises:
         ProgramFormatError: the call says it in part, or names operands that it does not have.
@@ -285,31 +285,31 @@ def peer_exchange_of(call: KernelCall) -> PeerExchange | None:
     if "exchange_bytes" not in call.params:
         return None
     try:
-        found = PeerExchange(**{each.name: int(call.params[each.name]) for each in fields(PeerExchange)})
+        exchange = PeerExchange(**{each.name: int(call.params[each.name]) for each in fields(PeerExchange)})
     except (KeyError, ValueError, TypeError) as error:
         raise ProgramFormatError(f"the call of '{call.kernel}' does not say what it exchanges ({error!r})") from error
     operands = len(call.inputs) + len(call.outputs)
-    if not (0 <= found.peers < operands and -1 <= found.read < operands and found.exchange_bytes > 0):
+    if not (0 <= exchange.peers < operands and -1 <= exchange.read < operands and exchange.exchange_bytes > 0):
         raise ProgramFormatError(f"the call of '{call.kernel}' exchanges operands that it does not have")
-    return found
+    return exchange
 
 
 def kernel_launch_of(call: KernelCall) -> KernelLaunch:
-    """The same of a call that is known to be one kernel."""
+    """The launch of a call that is one kernel; see `launch_of`."""
     launch = launch_of(call)
     assert isinstance(launch, KernelLaunch), f"'{call.kernel}' is no kernel of the program"
     return launch
 
 
 def gemm_of(call: KernelCall) -> GemmLaunch:
-    """The same of a call that is known to be a product of cuBLASLt."""
+    """The launch of a call that is a product of cuBLASLt; see `launch_of`."""
     launch = launch_of(call)
     assert isinstance(launch, GemmLaunch), f"'{call.kernel}' is no product of cuBLASLt"
     return launch
 
 
 def convolution_of(call: KernelCall) -> ConvolutionLaunch:
-    """The same of a call that is known to be a convolution with several forms."""
+    """The launch of a call that is a convolution with several forms; see `launch_of`."""
     launch = launch_of(call)
     assert isinstance(launch, ConvolutionLaunch), f"'{call.kernel}' is no convolution"
     return launch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from cuda_compiler.elementwise.grouping import Group, find_groups
@@ -20,55 +20,71 @@ from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
 from cuda_compiler.rules.table import expand
-from cuda_compiler.specialization.gpu import HOPPER
+from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.target import PlanStage
 
 
-def generate_kernels(
-    plan: ExecutionPlan,
-    shared_memory: int,
-    capability: int,
-    phase_clocks: bool = False,
-    scales_products: bool = True,
-    reaches_peers: bool = False,
-) -> ExecutionPlan:
-    """Replace every op-level call by calls of generated kernels.
+def cuda_stages(gpu: GPU) -> list[PlanStage]:
+    """The stages for one program, each with its name; those that specialize kernels share a `Specializer`.
+
+    `generate_prologue` and `generate_kernels` are needed; each of the others may be left out.
+    """
+    make = Specializer(gpu)
+
+    def specializing(stage: Callable[[ExecutionPlan, Specializer], ExecutionPlan]) -> PlanStage:
+        def run(plan: ExecutionPlan) -> ExecutionPlan:
+            make.buffers = plan.buffers
+            return stage(plan, make)
+
+        return stage.__name__, run
+
+    return [
+        ("lay_channels_last", lay_channels_last),
+        ("drop_copies", drop_copies),
+        ("absorb_epilogues", absorb_epilogues),
+        ("write_in_place", write_in_place),
+        *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),
+        ("products_as_convolutions", products_as_convolutions),
+        ("lay_integers", lay_integers),
+        specializing(form_resident_kernels),
+        specializing(join_rotary_updates),
+        specializing(generate_prologue),
+        specializing(join_rounding),
+        specializing(join_products),
+        specializing(join_rank_sums),
+        specializing(generate_kernels),
+    ]
+
+
+def generate_prologue(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with generated kernels in its prologue, as `generate_kernels` makes them of its calls."""
+    read_later = {view.buffer for view in plan.output_views.values()}
+    read_later |= {view.buffer for call in plan.calls for view in call.inputs}
+    prologue = _generate(find_groups(plan.prologue), plan, make, read_later)
+    make.invalidate(plan.buffers)  # the prologue's results in the arena are overwritten by every run
+    return replace(plan, prologue=prologue)
+
+
+def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with calls of generated kernels in place of all op-level calls, with their sources.
 
     Given:  mul; add; softmax_kernel
     Result: fused_mul_add; a specialized softmax_kernel
 
     Buffers that were only read inside one fused kernel disappear.
-
-    Args:
-        shared_memory, capability, phase_clocks, scales_products, reaches_peers: As `CUDACodegenTarget` has them.
     """
-    plan = write_in_place(absorb_epilogues(drop_copies(lay_channels_last(plan))))
-    if capability >= HOPPER:  # clusters of blocks
-        plan = join_squeeze_excite(plan)
-    plan = lay_integers(products_as_convolutions(plan))
-    taken = frozenset(plan.buffers)
-    constants = frozenset(name for name, buffer in plan.buffers.items() if buffer.kind in ("weight", "constant"))
-    make = Specializer(taken, capability, shared_memory, phase_clocks, scales_products, reaches_peers, constants)
-    kept = {view.buffer for view in plan.output_views.values()}
-    plan = replace(plan, calls=form_resident_kernels(plan, make))
-    plan = replace(plan, calls=join_rotary_updates(plan, make))
-    read_later = kept | {view.buffer for call in plan.calls for view in call.inputs}
-    prologue = _generate(find_groups(plan.prologue), plan, make, read_later)
-    make.invalidate(plan.buffers)  # the prologue's results in the arena are overwritten by every run
-    plan = replace(plan, calls=join_rounding(plan, make))
-    plan = replace(plan, calls=join_products(plan, make))
-    plan = replace(plan, calls=join_rank_sums(plan, make))
-    calls = _generate(find_groups(plan.calls), plan, make, kept)
-    touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
+    calls = _generate(find_groups(plan.calls), plan, make, {view.buffer for view in plan.output_views.values()})
+    touched = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {
         name: buffer
         for name, buffer in {**plan.buffers, **make.temporaries}.items()
         if buffer.kind not in ("arena", "persistent") or name in touched
     }
-    return replace(plan, prologue=prologue, calls=calls, buffers=buffers, sources=dict(make.sources))
+    return replace(plan, calls=calls, buffers=buffers, sources=dict(make.sources))
 
 
 def _generate(
@@ -88,8 +104,8 @@ def _generate(
         make.invalidate(group.written_buffers)
         if not group.is_elementwise:
             call = group.calls[0]
-            is_made = call.source in make.sources or call.kernel == CUBLAS_GEMM
-            calls += [call] if is_made else expand(make, call)
+            is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
+            calls += [call] if is_generated else expand(make, call)
             continue
         stored = [
             view

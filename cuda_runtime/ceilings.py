@@ -1,4 +1,4 @@
-"""What a GPU reaches at most, from its clocks and widths."""
+"""Ceilings of a GPU's bandwidth and rates, from its clocks and widths."""
 
 from __future__ import annotations
 

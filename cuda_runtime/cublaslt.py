@@ -132,7 +132,7 @@ class Algorithm:
 
     Attributes:
         opaque: cublasLtMatmulAlgo_t, valid for the version of the library that returned it.
-        config: Its configuration: the algorithm's id, its tile, splits along k, reduction, swizzling, custom option,
+        config: Configuration: the algorithm's id, its tile, splits along k, reduction, swizzling, custom option,
             stages, inner shape, cluster.
         workspace: Bytes of workspace that it needs.
     """
@@ -156,7 +156,7 @@ class Addresses:
 
     @classmethod
     def of(cls, call: KernelCall, places: Sequence[int]) -> Addresses:
-        """From one address per operand, inputs first."""
+        """The addresses of a product's operands, given one per operand of the call, inputs first."""
         a, b, *others, out = places
         gemm = gemm_of(call)
         bias = others.pop(0) if gemm.has_bias else 0
@@ -178,7 +178,7 @@ class CublasLt:
     """The library on the device's stream, with a workspace that all products share, since they run in order.
 
     Attributes:
-        version: Of the library; algorithms are only valid for the version that returned them.
+        version: Version of the library; algorithms are only valid for the version that returned them.
     """
 
     def __init__(self, device: CUDADevice, library: Any = None) -> None:
@@ -222,7 +222,7 @@ class Product:
     the transposed product, with a and b exchanged; its bias runs along columns, which are our rows.
 
     Args:
-        call: Of a `GemmLaunch`. Bias and residual have the result's dtype.
+        call: A call with a `GemmLaunch`. Bias and residual have the result's dtype.
     """
 
     def __init__(self, lt: CublasLt, call: KernelCall, at: Addresses) -> None:
@@ -261,11 +261,11 @@ class Product:
         self._matrices = [each.handle for each in (self._b, self._a, self._residual, self._out)]
 
     def _layout(self, kind: int, shape: tuple[int, int], turned: bool, leading: int, stride: int) -> _Descriptor:
-        """Of a column-major matrix.
+        """Describe a column-major matrix.
 
         Args:
-            shape: What it is multiplied as.
-            turned: Its memory holds the transposed matrix.
+            shape: Rows and columns in the product.
+            turned: Whether its memory holds the transposed matrix.
             leading, stride: Elements from column to column of the memory, and from matrix to matrix of a batch.
         """
         layout = _Descriptor(self._lt, "MatrixLayout", kind, *(shape[::-1] if turned else shape), leading)

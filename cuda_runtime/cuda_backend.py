@@ -23,6 +23,7 @@ from cuda_compiler.cuda_program import (
     peer_exchange_of,
 )
 from cuda_compiler.resident.clocks import has_clocks, intervals
+from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.target import CUDACodegenTarget
 from cuda_runtime.ceilings import gpu_ceilings
@@ -112,10 +113,10 @@ class CUDABackend(Backend):
     """Runs programs compiled for `cuda_gpu` on an NVIDIA GPU.
 
     Args:
-        device_id: Which GPU, counted from 0.
+        device_id: Number of the GPU, counted from 0.
 
     Attributes:
-        counters: What was allocated, copied, compiled, captured and launched so far (see `CUDADevice.counters`).
+        counters: Counts of what was allocated, copied, compiled, captured and launched (see `CUDADevice.counters`).
 
     Raises:
         DeviceError: CuPy is missing, or there is no such GPU.
@@ -142,12 +143,13 @@ class CUDABackend(Backend):
     @property
     def target(self) -> CodegenTarget:
         group = self.collectives
-        shared_memory = int(self._device.properties["sharedMemPerBlockOptin"])
-        scales_products = self._device.runtime.runtimeGetVersion() >= SCALES_BY_ROW
-        reaches_peers = isinstance(group, NCCLCollectives) and group.peers is not None
-        return CUDACodegenTarget(
-            shared_memory, self._device.arch, scales_products=scales_products, reaches_peers=reaches_peers
+        gpu = GPU(
+            capability=self._device.arch,
+            shared_memory=int(self._device.properties["sharedMemPerBlockOptin"]),
+            has_scaled_gemm=self._device.runtime.runtimeGetVersion() >= SCALES_BY_ROW,
+            reaches_peers=isinstance(group, NCCLCollectives) and group.peers is not None,
         )
+        return CUDACodegenTarget(gpu)
 
     @property
     def counters(self) -> Counter[str]:
@@ -184,13 +186,13 @@ class CUDABackend(Backend):
         return buffer
 
     def allocate_visible(self, shape: Shape, dtype: str) -> tuple[CUDABuffer, Callable[[], np.ndarray]]:
-        """In pinned host memory, which kernels write over the bus, so that a result needs no copy."""
+        """Allocate pinned host memory, which kernels write over the bus, so that a result needs no copy."""
         memory, host = self._device.allocate_visible(numel(shape) * itemsize(dtype))
         seen = host.view(numpy_dtype(dtype)).reshape(shape)
         return CUDABuffer(self._device, shape, None, dtype, memory), lambda: seen
 
     def allocate_staged(self, specs: Iterable[TensorSpec]) -> StagedInputs:
-        """In one piece of memory, for a single copy."""
+        """Allocate all inputs in one piece of memory, for a single copy."""
         layouts, size = dict[str, tuple[TensorSpec, int, int]](), 0
         for spec in specs:
             taken = numel(spec.alloc_shape or spec.shape) * itemsize(spec.storage or spec.dtype)
@@ -479,7 +481,10 @@ class CUDABackend(Backend):
         return self._start(call, ())
 
     def timed(self, launch: Launch) -> float:
-        """Timed with events. A delay kernel occupies the GPU until all is enqueued, so it never waits for the host."""
+        """Seconds of a launch, measured with events.
+
+        A delay kernel occupies the GPU until all is enqueued, so it never waits for the host.
+        """
         event, hold = self._device.cupy.cuda.Event, self._hold
         with self._device.active("cannot time a launch"):
             start, end = event(), event()
@@ -496,8 +501,13 @@ class CUDABackend(Backend):
         if not has_clocks(call):
             return ()
         return [
-            PhaseTime(f"multiprocessor {found.multiprocessor:3}", found.name, found.start, found.end - found.start)
-            for found in intervals(call, memory[call.outputs[-1].buffer].to_numpy())
+            PhaseTime(
+                f"multiprocessor {interval.multiprocessor:3}",
+                interval.name,
+                interval.start,
+                interval.end - interval.start,
+            )
+            for interval in intervals(call, memory[call.outputs[-1].buffer].to_numpy())
         ]
 
 

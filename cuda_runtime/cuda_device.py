@@ -102,8 +102,8 @@ class CUDADevice:
     """A GPU and the stream on which a backend enqueues all its work, in order.
 
     Attributes:
-        stream: Its own stream. A graph runs on the caller's instead, where `call_on` has named it.
-        second_stream: For what runs beside that (`fork`, `join`).
+        stream: The device's own stream. A graph runs on the caller's instead, where `call_on` has named it.
+        second_stream: A second stream for work beside that (`fork`, `join`).
         counters: allocations, uploads, downloads, launches (one by one), captures, graph_launches, tuned products, and
             what the kernel cache counts.
         arch: Compute capability as CUDA writes it: 90 is 9.0.
@@ -167,7 +167,7 @@ class CUDADevice:
             raise DeviceError(f"{doing}: {error}") from error
 
     def continue_on(self, stream: Any) -> None:
-        """Have what is enqueued on a stream from now on come after what was enqueued on the one used before."""
+        """Continue on a stream: work enqueued there starts after that of the stream used before."""
         if stream is not self._latest:
             with self._gpu:
                 event = self.cupy.cuda.Event(disable_timing=True)
@@ -176,17 +176,17 @@ class CUDADevice:
             self._latest = stream
 
     def fork(self) -> None:
-        """Have what is enqueued on the second stream from now on come after what was enqueued on the first."""
+        """Make later work of the second stream wait for what the first has so far."""
         self._forked.record(self.stream)
         self.second_stream.wait_event(self._forked)
 
     def join(self) -> None:
-        """Have what is enqueued on the first stream from now on come after what was enqueued on the second."""
+        """Make later work of the first stream wait for what the second has so far."""
         self._joined.record(self.second_stream)
         self.stream.wait_event(self._joined)
 
     def call_on(self, pointer: int) -> None:
-        """Have graphs run on a caller's stream from now on, after what has been enqueued elsewhere.
+        """Run graphs on a caller's stream from now on, after what has been enqueued elsewhere.
 
         Args:
             pointer: The stream's handle; 0 is the default stream.
@@ -212,7 +212,7 @@ class CUDADevice:
         """Uninitialized memory as a CuPy array of `size` bytes, aligned to 256 or more.
 
         Args:
-            what: Its purpose, for the error message.
+            what: Purpose of the memory, for the error message.
         """
         with self.active(f"cannot allocate {what}"):
             try:

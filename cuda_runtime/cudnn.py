@@ -84,7 +84,7 @@ class Cudnn:
     """A cuDNN handle on the device's stream, with a workspace that all convolutions share.
 
     Attributes:
-        version: Of the library.
+        version: Version of the library.
         failures: The exceptions with which it reports that something is not supported.
 
     Raises:

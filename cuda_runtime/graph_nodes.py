@@ -49,7 +49,7 @@ def _check(status: int, doing: str) -> None:
 
 
 def argument_updates(graph: Any, function: int, arguments: Sequence[tuple[int, int]]) -> list[Callable[[], None]]:
-    """For each kernel, a function that has later launches of a graph read its argument anew.
+    """A function for each kernel that makes later launches of a graph read its argument anew.
 
     Args:
         graph: A captured graph, of CuPy.

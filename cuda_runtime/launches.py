@@ -52,7 +52,7 @@ class MovingLaunch(CUDALaunch):
     """Copies whose outside addresses change from run to run.
 
     Attributes:
-        copies: Where they are set.
+        copies: The copies, where their addresses are set.
     """
 
     def __init__(self, device: CUDADevice, call: KernelCall, function: Any, copies: TensorCopies) -> None:

@@ -28,8 +28,8 @@ class PeerMemory:
     """This GPU's memory for the others, zeroed, and theirs for it.
 
     Args:
-        handle: Of this rank, as `own_handle` made it; with `base`, the memory.
-        handles: Those of all ranks in order.
+        handle: Handle of this rank, as `own_handle` made it; with `base`, the memory.
+        handles: Handles of all ranks in order.
         gather: Exchanges what ranks have to know of each other.
 
     Raises:
@@ -45,7 +45,7 @@ class PeerMemory:
         self._regions: dict[int, tuple[Any, int]] = {}
 
     def table(self, size: int, memory: Any, read: int | None) -> np.ndarray:
-        """What an operand that tells a kernel where memory is has to hold (`PeerExchange.peers`), uint64.
+        """The content of an operand that tells a kernel where memory is (`PeerExchange.peers`), uint64.
 
         Kernels have parts of the memory of their own, since tags of different ones are alike. All ranks prepare the
         same kernels in the same order, so a kernel's part is at the same place everywhere.
@@ -70,11 +70,11 @@ class PeerMemory:
         return np.array([*places, self._rank, int(self._gone_memory.data.ptr), *others], np.uint64)
 
     def abort(self) -> None:
-        """Have kernels that wait for other GPUs go on, with wrong results. Callable from any thread."""
+        """Release kernels that wait for other GPUs; their results are wrong. Callable from any thread."""
         self._gone[:] = 1
 
     def _addresses(self, own: int) -> list[int]:
-        """Where this GPU finds what all ranks have at an address of theirs."""
+        """The addresses at which this GPU finds what all ranks have at an address of theirs."""
         with self._device.active("cannot share memory"):
             base = _allocation(own)
             handle = bytes(self._device.runtime.ipcGetMemHandle(base))

@@ -1,4 +1,4 @@
-"""What a program's CUDA source may say: nothing that has the compiler read a file of this machine.
+"""Checks a program's CUDA source: nothing in it may make the compiler read a file of this machine.
 
 NVRTC follows `#include` of any path and shows lines of the file in its errors. Our generated sources include nothing,
 and only the few directives that they do have are allowed. The check does not tell comments and strings from code:

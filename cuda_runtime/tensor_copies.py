@@ -40,7 +40,7 @@ class Copy:
     """One tensor's copy.
 
     Attributes:
-        address: Of the program's buffer.
+        address: Address of the program's buffer.
         outside: Dtype of the caller's tensor.
         inside: Dtype of the buffer.
         bounds: Smallest and largest integer allowed on the way in.
@@ -62,7 +62,7 @@ class TensorCopies:
     """Copies that are made together, in one launch.
 
     Args:
-        copies: At most `MOST`.
+        copies: The tensors' copies, at most `MOST`.
         inwards: Whether they go to the program's buffers, or come from there.
         flag: Address of an int32 that gets the number of a copy, from 1, that met an integer out of bounds.
 

@@ -68,6 +68,6 @@ def keep_choice(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def kept_choice(path: Path) -> Any:
-    """What `keep_choice` wrote there; None where there is nothing, or nothing that is whole."""
+    """The choice that `keep_choice` wrote there; None where there is none that is whole."""
     content = read_entry(path)
     return None if content is None else json.loads(content)

@@ -41,7 +41,7 @@ class TunedConvolutions:
     A choice, once made, is kept on disk, so that results are the same from run to run.
 
     Args:
-        folder: Where choices are kept, a file each, named by all that decides them.
+        folder: Folder of the kept choices, a file each, named by all that decides them.
         start: Returns a function that enqueues a kernel of ours on operands at addresses, inputs first.
         cudnn: None where it is missing; then only our kernels are used.
     """

@@ -42,7 +42,7 @@ class TunedProducts:
     Results are deterministic: a choice is kept, and algorithms without a fixed order of summation are excluded.
 
     Args:
-        folder: Where choices are kept, a file each, named by all that decides them.
+        folder: Folder of the kept choices, a file each, named by all that decides them.
     """
 
     def __init__(self, device: CUDADevice, folder: Path, library: Any = None) -> None:
@@ -154,7 +154,7 @@ def _assumed(call: KernelCall) -> Addresses:
 
 
 def _copies(call: KernelCall) -> int:
-    """How many copies of the weight the trials rotate through."""
+    """Number of copies of the weight that the trials rotate through."""
     return min(_MOST_COPIES, -(-_ROTATED_BYTES // max(1, operand_bytes(call)["b"])))
 
 

@@ -58,7 +58,7 @@ def main() -> None:
     print("aten.cumprod supported:", is_op_supported("aten.cumprod.default"))
 
     ir = extract_ir(Survival(), (hazards,))  # without the row, it would be taken apart into ops that have one
-    program = npu_compiler.compile(ir, compute_dtype="float32")
+    program = npu_compiler.compile(ir, options=npu_compiler.CompileOptions(compute_dtype="float32"))
     print(program.describe())
     executor = Executor(program, Device("cpu"))
     (result,) = executor.run({program.input_specs[0].name: hazards.numpy()}).values()

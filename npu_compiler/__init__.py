@@ -19,12 +19,13 @@ from npu_compiler.errors import (
 from npu_compiler.graph.model import IRGraph, TensorSpec
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, quantize
 from npu_compiler.graph.reader import read_ir
+from npu_compiler.options import CompileOptions
 from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget, OpLevelTarget
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_compiler.version import __version__
 
 if TYPE_CHECKING:
-    from npu_compiler.compiler import compile, trace_stages
+    from npu_compiler.compiler import compile, trace_compilation, trace_stages
     from npu_compiler.graph.printer import print_graph
     from npu_compiler.op_support import get_supported_ops, is_op_supported
     from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp, partition
@@ -41,6 +42,7 @@ __getattr__ = deferred(
         "is_op_supported": "op_support",
         "partition": "partitioner",
         "print_graph": "graph.printer",
+        "trace_compilation": "compiler",
         "trace_stages": "compiler",
     },
 )
@@ -54,6 +56,7 @@ __all__ = [
     "METAL_GPU",
     "OP_LEVEL",
     "CodegenTarget",
+    "CompileOptions",
     "CompiledProgram",
     "ConstraintError",
     "DeviceError",
@@ -83,5 +86,6 @@ __all__ = [
     "print_graph",
     "quantize",
     "read_ir",
+    "trace_compilation",
     "trace_stages",
 ]

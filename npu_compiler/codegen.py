@@ -78,6 +78,7 @@ def generate_execution_plan(
         },
         constants=dict(graph.constants),
         donations=donations,
+        unused_weights=tuple(sorted(source_shapes.keys() - {key for w in graph.weights.values() for key in w.keys()})),
     )
 
 

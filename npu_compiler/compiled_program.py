@@ -33,10 +33,10 @@ class CompiledProgram:
         target: Name of the `TargetConfig` it was compiled for.
         compute_dtype: Storage dtype of activations.
         plan: Kernel calls, buffers and specs.
-        compiler_version: Of the compiler that made it.
+        compiler_version: Version of the compiler that made it.
         contains_code: Programs for this target are code (see `TargetConfig.programs_are_code`), as far as the file
             says; a device knows it of its own target.
-        trust: Who vouches for it. Not part of the file's body, but set by `compile()` and `load()`.
+        trust: Origin of the program. Not part of the file's body, but set by `compile()` and `load()`.
     """
 
     name: str
@@ -71,7 +71,7 @@ class CompiledProgram:
         """A text dump: totals, inputs and outputs, and tables of kernels, buffers and weights.
 
         Args:
-            kernels: With the tables, which are long.
+            kernels: Show the tables, which are long.
             full: Every line of them; by default, of layers that are alike only the first is shown.
         """
         import npu_compiler.ops  # noqa: F401  # it declares the kernels, whose families the totals tell

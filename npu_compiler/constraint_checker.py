@@ -64,5 +64,5 @@ def check_target(graph: IRGraph, target: CodegenTarget) -> IRGraph:
 
 
 def target_reason(target: CodegenTarget) -> str:
-    """Why a node cannot run where the target lacks its op."""
+    """The reason why a node cannot run where the target lacks its op."""
     return f"the target '{target.config.name}' does not support it"

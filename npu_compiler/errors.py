@@ -53,7 +53,7 @@ class PrecisionWarning(UserWarning):
 
 
 class InputError(NPUError):
-    """What the user handed in (a run-time input, a file, an argument) does not fit."""
+    """An input of the user (an array, a file, an argument) does not fit."""
 
 
 MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)

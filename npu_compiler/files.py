@@ -96,7 +96,7 @@ def seal(content: bytes, name: str) -> bytes:
     """The content and after it, as a line of text, its checksum; linkers and loaders ignore what follows a library.
 
     Args:
-        name: Of the file, which is a part of the checksum: the content of another file is not taken for this one's.
+        name: Name of the file, which is a part of the checksum: other files' content differs.
     """
     return content + _seal_of(content, name)
 
@@ -114,7 +114,7 @@ def _seal_of(content: bytes, name: str) -> bytes:
 
 
 def _begin(folder: Path, create: Callable[[Path], int]) -> tuple[Path, int]:
-    """What `create` makes under a new name in the folder, and its handle, which holds the lock."""
+    """Return what `create` makes under a new name in the folder, and its handle, which holds the lock."""
     while True:
         path = folder / f"{UNFINISHED}{secrets.token_hex(8)}"
         handle = create(path)
@@ -167,7 +167,7 @@ def _is_abandoned(handle: int) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have a rename on the disk, where the file system and the permissions allow it; it is whole in any case."""
+    """Write a rename to the disk, where the file system and the permissions allow it; it is whole in any case."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

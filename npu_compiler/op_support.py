@@ -1,4 +1,4 @@
-"""What the NPU supports, as questions to the op table."""
+"""Questions to the op table: whether the NPU supports an op."""
 
 from __future__ import annotations
 

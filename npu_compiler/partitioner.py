@@ -18,6 +18,7 @@ from npu_compiler.graph.reader import read_ir
 from npu_compiler.graph.writer import graph_to_dict
 from npu_compiler.op_support import given_attrs, is_op_supported, supports_node
 from npu_compiler.ops.registry import unsupported_reason
+from npu_compiler.options import CompileOptions
 from npu_compiler.passes.integer_ranges import INT32_RANGE, find_integer_ranges, with_bounds
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.quantize import Quantization, find_formats
@@ -43,7 +44,7 @@ class Partition:
 
     Attributes:
         graph: The nodes as a graph of their own; its inputs are what comes from outside, weights excepted.
-        transfers: What must cross to this device before it runs.
+        transfers: Tensors that must cross to this device before it runs.
     """
 
     index: int
@@ -77,7 +78,7 @@ class PartitionPlan:
 
     def compile(self, part: Partition, target: CodegenTarget) -> CompiledProgram:
         """The program of one of the plan's partitions for the device."""
-        return compile(part.graph, target, compute_dtype=self.compute_dtype, quantization=self.formats)
+        return compile(part.graph, target, CompileOptions(compute_dtype=self.compute_dtype, quantization=self.formats))
 
     @property
     def transfers(self) -> list[TransferOp]:
@@ -140,7 +141,7 @@ def partition(
     splitting a device run around each.
 
     Args:
-        target: Of the device that will run the plan. Default: one that supports the whole op table.
+        target: Target of the device that will run the plan. Default: one that supports the whole op table.
         compute_dtype, quantization: As for `compile`; partitions on the CPU read weights in PyTorch's dtypes.
 
     Raises:
@@ -195,11 +196,12 @@ def _cpu_reasons(graph: IRGraph, is_supported_fn: SupportFn, lacking: Mapping[st
 def _lacking(
     partitions: Sequence[Partition], target: CodegenTarget, dtype: str, formats: Mapping[str, QuantizedFormat]
 ) -> dict[str, str]:
-    """Why nodes of device partitions must go to the CPU: the target lacks what the compiler makes of them."""
+    """Node → the reason why it must go to the CPU: the target lacks what the compiler makes of it."""
     reason, found = target_reason(target), {}
     for part in partitions:
         if part.device == "npu":
-            *_, (_, final) = trace_stages(part.graph, target, compute_dtype=dtype, quantization=formats)
+            options = CompileOptions(compute_dtype=dtype, quantization=formats)
+            *_, (_, final) = trace_stages(part.graph, target, options)
             for node in final.nodes:
                 if not supports_node(target, node):
                     found.update(dict.fromkeys(_made_into(node, part.graph, final), reason))

@@ -1,4 +1,4 @@
-"""What codegen and layout need to know of a target's hardware, as plain numbers."""
+"""`TargetConfig`: a target's hardware as plain numbers, for code generation and layout."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Timeline:
         return {**event, "args": item.args} if item.args else event
 
     def _id(self, named: str | Track) -> int:
-        """From 1 on, and no track's is its process's: a trace viewer would call it the main thread."""
+        """The number of a track, from 1 on; never its process's, which a trace viewer would call the main thread."""
         return self._ids.setdefault(named, len(self._ids) + 1)
 
     def _placed(self) -> Iterator[tuple[Slice, int, int]]:

@@ -1,4 +1,4 @@
-"""For users: `compile` a PyTorch module, the `npu-sim` command, language and vision models, verification."""
+"""The users' package: `compile` a PyTorch module, the `npu-sim` command, language and vision models, verification."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from npu_sim.module.compiled import CompiledModule, compile
     from npu_sim.module.dynamo_backend import backend
     from npu_sim.module.saved import LoadedModule, load
+    from npu_sim.quantizing.options import QuantizeOptions
     from npu_sim.quantizing.quantizer import quantize
 
 # Imported when used: tracing needs PyTorch, and the command should answer to Ctrl-C at once.
@@ -14,6 +15,7 @@ _MODULES = {
     "Buckets": "module.buckets",
     "CompiledModule": "module.compiled",
     "LoadedModule": "module.saved",
+    "QuantizeOptions": "quantizing.options",
     "backend": "module.dynamo_backend",
     "compile": "module.compiled",
     "load": "module.saved",
@@ -31,4 +33,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-__all__ = ["Buckets", "CompiledModule", "LoadedModule", "backend", "compile", "load", "quantize"]
+__all__ = ["Buckets", "CompiledModule", "LoadedModule", "QuantizeOptions", "backend", "compile", "load", "quantize"]

@@ -132,8 +132,8 @@ def choose_inputs(
     """Inputs from files and None or, without any assignments, random inputs and the seed that reproduces them.
 
     Args:
-        assignments: As for `read_inputs`.
-        seed: For random inputs. Default: a random one.
+        assignments: Assignments, as for `read_inputs`.
+        seed: Seed of random inputs. Default: a random one.
 
     Raises:
         InputError: see `read_inputs`.

@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -16,27 +17,22 @@ from npu_compiler.errors import NPUError
 from npu_runtime.cache_folder import cache_folder, keep_entry, keep_file, read_entry
 
 if TYPE_CHECKING:
-    from npu_compiler import CodegenTarget, CompiledProgram
-    from npu_compiler.graph.mesh import Mesh
-    from npu_compiler.passes.quantize import Quantization
+    from npu_compiler import CodegenTarget, CompiledProgram, CompileOptions
 
 
 def compile_cached(
-    ir: dict[str, Any], compute_dtype: str | None = None, target: "CodegenTarget | None" = None
+    ir: dict[str, Any], target: "CodegenTarget | None" = None, options: "CompileOptions | None" = None
 ) -> "CompiledProgram":
     """`npu_compiler.compile` with caching: see `cached_program`; the key is the IR."""
-    return cached_program(ir["model_name"], ir, lambda: ir, compute_dtype, target)
+    return cached_program(ir["model_name"], ir, lambda: ir, target, options)
 
 
 def cached_program(
     name: str,
     key: Any,
     make_ir: Callable[[], dict[str, Any]],
-    compute_dtype: str | None = None,
     target: "CodegenTarget | None" = None,
-    quantization: "Quantization | None" = None,
-    kv_cache: str | None = None,
-    mesh: "Mesh | None" = None,
+    options: "CompileOptions | None" = None,
 ) -> "CompiledProgram":
     """The compiled program of `make_ir()`, from the cache if it holds one for the same arguments and compiler.
 
@@ -46,13 +42,13 @@ def cached_program(
     Args:
         name: The beginning of the file's name.
         key: Everything that determines the IR, as JSON data. On a cache hit, `make_ir` is not called.
-        compute_dtype, quantization, kv_cache, mesh: As for `npu_compiler.compile`.
         target: Default: `OpLevelTarget`, for the CPU and Metal.
+        options: Options of `npu_compiler.compile`, without an edit of its stages, which no key can hold.
     """
     import npu_compiler
 
     target = target or npu_compiler.OpLevelTarget()
-    path = _program_place(name, key, compute_dtype, target, quantization, kv_cache, mesh)
+    path = _program_place(name, key, target, options)
     if path.is_file():
         try:
             program = npu_compiler.CompiledProgram.load(path)
@@ -61,13 +57,7 @@ def cached_program(
             return program
         except NPUError:
             pass  # damaged, written by another version, or code by another user: compile again
-    options: dict[str, Any] = {
-        "compute_dtype": compute_dtype,
-        "quantization": quantization,
-        "kv_cache": kv_cache,
-        "mesh": mesh,
-    }
-    program = npu_compiler.compile(make_ir(), target, **options)
+    program = npu_compiler.compile(make_ir(), target, options)
     keep_file(path, program.to_bytes())
     return program
 
@@ -87,30 +77,20 @@ def cached_facts(name: str, key: Any, find: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
-def has_program(
-    name: str,
-    key: Any,
-    compute_dtype: str | None,
-    target: "CodegenTarget",
-    quantization: "Quantization | None" = None,
-    kv_cache: str | None = None,
-    mesh: "Mesh | None" = None,
-) -> bool:
+def has_program(name: str, key: Any, target: "CodegenTarget", options: "CompileOptions | None" = None) -> bool:
     """Whether the cache holds a program for these arguments of `cached_program`."""
-    return _program_place(name, key, compute_dtype, target, quantization, kv_cache, mesh).is_file()
+    return _program_place(name, key, target, options).is_file()
 
 
-def _program_place(
-    name: str,
-    key: Any,
-    compute_dtype: str | None,
-    target: "CodegenTarget",
-    quantization: "Quantization | None",
-    kv_cache: str | None,
-    mesh: "Mesh | None",
-) -> Path:
-    formats = dict(quantization) if isinstance(quantization, Mapping) else quantization
-    return _place(name, [key, target.key, compute_dtype, formats, kv_cache, mesh, _compiler_digest(target)], "npubin")
+def _program_place(name: str, key: Any, target: "CodegenTarget", options: "CompileOptions | None") -> Path:
+    from npu_compiler import CompileOptions
+
+    options = options or CompileOptions()
+    assert options.stages is None, "a program of edited stages has no key"
+    chosen = {each.name: getattr(options, each.name) for each in fields(options)}
+    if isinstance(options.quantization, Mapping):
+        chosen["quantization"] = dict(options.quantization)
+    return _place(name, [key, target.key, chosen, _compiler_digest(target)], "npubin")
 
 
 def _place(name: str, key: Any, suffix: str) -> Path:

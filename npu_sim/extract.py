@@ -41,7 +41,7 @@ def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None =
     Args:
         examples: Positional arguments; the IR is for inputs of the same shapes and dtypes. Tensors on the meta device
             stand for tensors of the module's device.
-        name: Of the model. Default: the module's class.
+        name: Name of the model. Default: the module's class.
 
     Raises:
         IRError: PyTorch cannot export the model as one graph, or a buffer with `persistent=False` has no value because
@@ -121,8 +121,8 @@ def load_model(
             a module and a tuple of example inputs. It can import modules from the folder of its file or, if it was
             given as a module, from the current folder.
         inputs: Dtypes and shapes of the example inputs, such as `float32[1,3,224,224]`. Default: the factory's own.
-        task: For a Hugging Face folder: one of `TASKS`.
-        tokens: For a Hugging Face text model: the sequence length.
+        task: Task of a Hugging Face folder: one of `TASKS`.
+        tokens: Sequence length of a Hugging Face text model.
 
     Raises:
         InputError: the source is not found, is not a module, or there are no example inputs.

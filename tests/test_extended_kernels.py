@@ -10,7 +10,7 @@ import torch
 from ir_builder import IRBuilder
 from metal_harness import CPU_AND_METAL
 
-from npu_compiler import InputError, compile
+from npu_compiler import CompileOptions, InputError, compile
 from npu_runtime import Device, Executor
 
 pytestmark = pytest.mark.parametrize("device", CPU_AND_METAL)
@@ -21,7 +21,7 @@ IDS = np.array([[2, 0, 3]])
 
 def run(g: IRBuilder, device: str, **inputs: np.ndarray) -> dict[str, np.ndarray]:
     """The outputs of a graph in float32, by name."""
-    outputs = Executor(compile(g.ir(), compute_dtype="float32"), Device(device)).run(inputs)
+    outputs = Executor(compile(g.ir(), options=CompileOptions(compute_dtype="float32")), Device(device)).run(inputs)
     return {name: buffer.to_numpy() for name, buffer in outputs.items()}
 
 

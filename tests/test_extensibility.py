@@ -9,7 +9,7 @@ import pytest
 from ir_builder import IRBuilder
 from toy_device import ToyBackend
 
-from npu_compiler import DeviceError, OpLevelTarget, compile, get_supported_ops, is_op_supported
+from npu_compiler import CompileOptions, DeviceError, OpLevelTarget, compile, get_supported_ops, is_op_supported
 from npu_compiler.ops import OPS
 from npu_compiler.ops.elementwise import elementwise
 from npu_compiler.program.elementwise import ELEMENTWISE, ELEMENTWISE_KERNELS
@@ -41,14 +41,18 @@ def test_an_element_wise_op_is_one_line() -> None:
     assert is_op_supported(OP) and "aten.sinc" in get_supported_ops()
     x = np.array([[-1.5, -0.5, 0], [0.25, 0.5, 2]], np.float32)
     for backend in (CPUBackend(pytorch=False), CPUBackend(native=False)):  # by the expression, and by torch's function
-        result = Executor(compile(one_op(OP), compute_dtype="float32"), backend).run({"x": x})["y"].to_numpy()
+        result = (
+            Executor(compile(one_op(OP), options=CompileOptions(compute_dtype="float32")), backend)
+            .run({"x": x})["y"]
+            .to_numpy()
+        )
         np.testing.assert_allclose(result, np.sinc(x), atol=1e-6)
 
 
 def test_a_device_is_one_class() -> None:
     register_device("story-toy", ToyBackend)
     device = Device("story-toy")
-    executor = Executor(compile(one_op("aten.exp.default"), compute_dtype="float32"), device)
+    executor = Executor(compile(one_op("aten.exp.default"), options=CompileOptions(compute_dtype="float32")), device)
     x = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
     for _ in range(3):
         result = executor.run({"x": x})["y"].to_numpy()

@@ -9,7 +9,7 @@ import pytest
 from ir_builder import IRBuilder, Tensor
 from numerics import assert_design6
 
-from npu_compiler import compile
+from npu_compiler import CompileOptions, compile
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_runtime import CPUBackend, Executor, load_weights
 
@@ -52,7 +52,7 @@ def outputs(build: Callable[[IRBuilder], Tensor], dtype: str, fused: bool) -> tu
     """Return the results of a pattern for eight inputs, and the names of the kernels that ran."""
     g, rng, backend = IRBuilder(), np.random.default_rng(0), CPUBackend()
     g.output(build(g))
-    program = compile(g.ir(), compute_dtype=dtype, disabled_fusions=() if fused else FUSIONS)
+    program = compile(g.ir(), options=CompileOptions(compute_dtype=dtype, disabled_fusions=() if fused else FUSIONS))
     state = {key: rng.uniform(0.5, 1.5, g.metas[name]["shape"]).astype(np.float32) for name, key in g.weights.items()}
     executor, weights = Executor(program, backend), load_weights(state, program, backend)
     draws = [rng.normal(size=program.input_specs[0].shape).astype(np.float32) for _ in range(8)]

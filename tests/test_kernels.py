@@ -15,7 +15,7 @@ from ir_builder import IRBuilder
 from metal_harness import CPU_AND_METAL
 from torch import Tensor
 
-from npu_compiler import CompiledProgram, compile
+from npu_compiler import CompiledProgram, CompileOptions, compile
 from npu_runtime import Device, Executor
 
 # Op → its arguments as the IR has them (a tuple is a tensor's shape), what PyTorch says, and the kernel that runs.
@@ -38,7 +38,7 @@ def program_of(op: str, dtype: str) -> tuple[CompiledProgram, list[np.ndarray]]:
     inputs = iter([g.input(f"x{index}", *shape) for index, shape in enumerate(shapes)])
     g.output(g(op, *(next(inputs) if isinstance(x, tuple) else x for x in OPS[op][0]), name="result"))
     values = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-    return compile(g.ir(), compute_dtype=dtype), values
+    return compile(g.ir(), options=CompileOptions(compute_dtype=dtype)), values
 
 
 def reference(op: str, values: list[np.ndarray]) -> np.ndarray:

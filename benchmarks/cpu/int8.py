@@ -60,7 +60,10 @@ def ours(ir: dict[str, Any], weights: dict[str, Array], x: Array) -> Contender:
     import npu_compiler
     from npu_runtime import Device, Executor, NPUBuffer, load_weights
 
-    program, device = npu_compiler.compile(ir, compute_dtype="float32"), Device("cpu")
+    program, device = (
+        npu_compiler.compile(ir, options=npu_compiler.CompileOptions(compute_dtype="float32")),
+        Device("cpu"),
+    )
     executor, loaded = Executor(program, device), load_weights(weights, program, device)
     (spec,), (result,) = program.input_specs, program.output_specs
     inputs = {spec.name: NPUBuffer.from_numpy(x, device, spec=spec)}

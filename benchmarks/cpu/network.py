@@ -59,7 +59,7 @@ class NetworkContenders:
         """Return our program."""
         import npu_compiler
 
-        return npu_compiler.compile(self.ir, compute_dtype=compute_dtype)
+        return npu_compiler.compile(self.ir, options=npu_compiler.CompileOptions(compute_dtype=compute_dtype))
 
     def state(self) -> dict[str, Tensor]:
         both = (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers())

@@ -71,7 +71,9 @@ class _Ours:
 
     def __init__(self, ir: Any, weights: Mapping[str, Any], images: torch.Tensor) -> None:
         self.backend = CUDABackend()
-        self.program = npu_compiler.compile(ir, self.backend.target, compute_dtype="float16")
+        self.program = npu_compiler.compile(
+            ir, self.backend.target, npu_compiler.CompileOptions(compute_dtype="float16")
+        )
         self._executor, self._weights = (
             Executor(self.program, self.backend),
             load_weights(weights, self.program, self.backend),

@@ -154,7 +154,7 @@ class Models:
 
     def program(self, tokens: int, cache_length: int) -> npu_compiler.CompiledProgram:
         ir = extract_graph(self.checkpoint, tokens, cache_length)
-        return npu_compiler.compile(ir, self.backend.target, compute_dtype="bfloat16")
+        return npu_compiler.compile(ir, self.backend.target, npu_compiler.CompileOptions(compute_dtype="bfloat16"))
 
     def source(self) -> Mapping[str, Any]:
         """Return the tensors from which the programs' weights are loaded."""

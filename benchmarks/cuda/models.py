@@ -73,7 +73,9 @@ class Ours:
         self.backend = CUDABackend()
         ir = extract_ir(module, inputs)
         started = time.perf_counter()
-        self.program = npu_compiler.compile(ir, self.backend.target, compute_dtype="float16")
+        self.program = npu_compiler.compile(
+            ir, self.backend.target, npu_compiler.CompileOptions(compute_dtype="float16")
+        )
         self.compile_seconds = time.perf_counter() - started
         self._inputs, self._state = inputs, {**dict(module.named_buffers()), **module.state_dict()}
 

@@ -44,7 +44,7 @@ weights are int4.
 
 
 _INTEGERS = """\
-Weights and activations in 8 bits, as `npu-sim quantize --activations int8` makes them; PyTorch computes in float16. The
+Weights and activations in 8 bits, as `npu-sim quantize-network` makes them; PyTorch computes in float16. The
 note below has our float16 of the same run. The floor counts operations at twice the rate of bfloat16.
 
 """

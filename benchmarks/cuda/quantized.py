@@ -86,7 +86,11 @@ class QuantizedModels(Models):
 
     def program(self, tokens: int, cache_length: int) -> CompiledProgram:
         ir = extract_graph(self.checkpoint, tokens, cache_length)
-        return npu_compiler.compile(ir, self.backend.target, compute_dtype="bfloat16", quantization=self.quantization)
+        return npu_compiler.compile(
+            ir,
+            self.backend.target,
+            npu_compiler.CompileOptions(compute_dtype="bfloat16", quantization=self.quantization),
+        )
 
     def source(self) -> Mapping[str, Any]:
         return {**self.state, **self.stored}

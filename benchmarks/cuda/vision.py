@@ -38,7 +38,9 @@ def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) ->
     module, images = MODELS[name]().eval(), random_images(batch, 0)
     seed_weights(module, 0)
     backend = CUDABackend()
-    program = npu_compiler.compile(extract_batch(name, batch), backend.target, compute_dtype="float16")
+    program = npu_compiler.compile(
+        extract_batch(name, batch), backend.target, npu_compiler.CompileOptions(compute_dtype="float16")
+    )
     executor, weights = Executor(program, backend), load_weights(module.state_dict(), program, backend)
     spec = program.input_specs[0]
     bound = {spec.name: NPUBuffer.from_numpy(images.numpy(), backend, spec=spec)}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.qwen import CACHE_LENGTH, LAYERS, PROMPT, step_graph
-from npu_compiler import CompiledProgram, compile, read_ir
+from npu_compiler import CompiledProgram, CompileOptions, compile, read_ir
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.ops import declaration
 from npu_compiler.program.describe import summary
@@ -71,7 +71,7 @@ def measure(ir: dict[str, Any]) -> tuple[list[Row], Traffic]:
     graph, names = read_ir(ir), list(FUSIONS)
     rows = []
     for count in range(len(names) + 1):
-        program = compile(graph, disabled_fusions=names[count:])
+        program = compile(graph, options=CompileOptions(disabled_fusions=names[count:]))
         figures = summary(program.plan)
         launches, moved = int(figures["kernel launches"]), int(figures["bytes moved"])
         rows.append(Row(names[count - 1] if count else "none", launches, moved))

@@ -17,7 +17,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from cuda_compiler.cuda_templates import RULES
-from npu_compiler.ops.registry import OPS, Op
+from npu_compiler.ops.registry import OPS, ByteStorage, Op
 from npu_compiler.program.kernels import KERNELS
 from npu_runtime.cpu.kernels.registry import CPU_KERNELS
 
@@ -94,11 +94,12 @@ def _cell(text: str) -> str:
 
 def integers_of(op: Op) -> str:
     """Return a phrase for the integer results that an op may have."""
+    allows_bytes = op.byte_storage is not ByteStorage.NONE
     if op.moves:
         return "all"
     if op.integer_range is not None or op.is_cast:
-        return "32 bits" + (", bytes" if op.bytes else "")
-    return "bytes" if op.bytes else "none"
+        return "32 bits" + (", bytes" if allows_bytes else "")
+    return "bytes" if allows_bytes else "none"
 
 
 def limits_of(op: Op) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which element-wise calls become one kernel."""
+"""Groups of element-wise calls, each of which becomes one kernel."""
 
 from __future__ import annotations
 

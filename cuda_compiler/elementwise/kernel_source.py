@@ -70,7 +70,7 @@ def _vector_width(group: Group, stored: Sequence[View]) -> int:
 
 
 def _access(place: Place, width: int) -> str:
-    """How a thread accesses `width` consecutive elements: one `vector`, one `repeated` element, or a `gather`."""
+    """A thread's access to `width` consecutive elements: one `vector`, one `repeated` element, or a `gather`."""
     if not place.sizes:
         return "repeated"
     *outer, inner = place.strides

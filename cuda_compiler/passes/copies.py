@@ -98,14 +98,14 @@ def _elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | Non
     """The call with its result written through `target` instead of `source`, which is all of the result."""
     if len(call.outputs) != 1 or source.dtype != target.dtype or call.kernel not in _ANYWHERE:
         return None
-    (made,) = call.outputs
-    if made.buffer != source.buffer or made.numel != source.numel or made.dtype != source.dtype:
+    (copied,) = call.outputs
+    if copied.buffer != source.buffer or copied.numel != source.numel or copied.dtype != source.dtype:
         return None
     sizes, (steps, target_steps) = collapse(source.shape, source.strides, target.strides)
     strides, offset = [], target.offset
-    if made.offset != source.offset:
+    if copied.offset != source.offset:
         return None
-    for size, stride in zip(made.shape, made.strides, strict=True):
+    for size, stride in zip(copied.shape, copied.strides, strict=True):
         covering = [
             stride // step * target_step
             for all_of_it, step, target_step in zip(sizes, steps, target_steps, strict=True)
@@ -114,10 +114,10 @@ def _elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | Non
         if size > 1 and len(covering) != 1:
             return None
         strides.append(covering[0] if size > 1 else stride)
-    as_wide = all((stride == 1) == (own == 1) for stride, own in zip(strides, made.strides, strict=True))
+    as_wide = all((stride == 1) == (own == 1) for stride, own in zip(strides, copied.strides, strict=True))
     if not as_wide or offset % PACK or any(stride % PACK for stride in strides if stride != 1):
         return None
-    moved = View(target.buffer, made.shape, tuple(strides), offset, made.dtype)
+    moved = View(target.buffer, copied.shape, tuple(strides), offset, copied.dtype)
     (operand,) = KERNELS[call.kernel].outputs
     written = replace(call, outputs=(moved,))
     return None if operand.problem(moved, {}) else written

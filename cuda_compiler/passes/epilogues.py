@@ -34,8 +34,8 @@ def absorb_epilogues(plan: ExecutionPlan) -> ExecutionPlan:
         if not _may_grow(call):
             continue
         grown = call
-        while (found := _next(grown, index, calls, uses)) is not None:
-            at, after = found
+        while (following := _next(grown, index, calls, uses)) is not None:
+            at, after = following
             joined = _joined(grown, after)
             if joined is None or not _may_move(joined, grown, index, at, calls, plan.buffers):
                 break
@@ -46,7 +46,7 @@ def absorb_epilogues(plan: ExecutionPlan) -> ExecutionPlan:
 
 @dataclass(frozen=True)
 class _Uses:
-    """How often calls read and write each buffer; what the caller reads counts twice."""
+    """Numbers of reads and writes of each buffer by calls; a read by the caller counts twice."""
 
     reads: Mapping[str, int]
     writes: Mapping[str, int]
@@ -86,16 +86,16 @@ def _next(
 
 def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
     """A call that does what both do; None where there is no such call."""
-    made, out = call.outputs[0], after.outputs[0]
-    if not _is_dense(made) or made.dtype != out.dtype or not _is_run(out, made.numel):
+    product, out = call.outputs[0], after.outputs[0]
+    if not _is_dense(product) or product.dtype != out.dtype or not _is_run(out, product.numel):
         return None
     decl = elementwise_kernel(after)
     assert decl is not None
-    own = [view for view in after.inputs if view.buffer == made.buffer]
-    others = [view for view in after.inputs if view.buffer != made.buffer]
-    if len(own) != 1 or not _is_run(own[0], made.numel) or own[0].offset != made.offset:
+    own = [view for view in after.inputs if view.buffer == product.buffer]
+    others = [view for view in after.inputs if view.buffer != product.buffer]
+    if len(own) != 1 or not _is_run(own[0], product.numel) or own[0].offset != product.offset:
         return None
-    target = replace(made, buffer=out.buffer, offset=out.offset)
+    target = replace(product, buffer=out.buffer, offset=out.offset)
     activation = ACTIVATION_OF.get(decl.op.name)
     params = call.params
     if call.kernel != _GROUP_NORM and (params["activation"] != "none"):
@@ -109,9 +109,9 @@ def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
     if not adds or has_residual or call.kernel == _GROUP_NORM:
         return None
     (other,) = others
-    if other.dtype != made.dtype or not _is_run(other, made.numel):
+    if other.dtype != product.dtype or not _is_run(other, product.numel):
         return None
-    residual = replace(made, buffer=other.buffer, offset=other.offset)
+    residual = replace(product, buffer=other.buffer, offset=other.offset)
     if not _takes(call, residual):
         return None
     return replace(

@@ -19,8 +19,8 @@ _NORM = "rmsnorm_kernel"
 _KERNELS = ((suits_warpgroups, warpgroup_product), (suits_streaming, streamed_product))
 
 
-def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls, with each product that suits one of these kernels and its neighbours as one.
+def join_products(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with each product that suits one of these kernels and its neighbours as one.
 
     Given:  y = rmsnorm(x);  h = matmul(y, w);  z = silu_mul(first half of h, second half)
     Result: z = streamed(x, the norm's gains, w), or the same with more rows by warpgroups
@@ -50,12 +50,12 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
         norm = result[-1] if result and x.buffer in inner and readers[x.buffer] == 1 else None
         if norm is not None and (not _is_norm(norm, x) or norm.inputs[0].buffer == call.outputs[0].buffer):
             norm = None
-        made = product(make, call, inputs, norm)
+        joined = product(make, call, inputs, norm)
         if norm is not None:
             result.pop()
-            made = replace(made, flops=made.flops + norm.flops)
-        result.append(made)
-    return result
+            joined = replace(joined, flops=joined.flops + norm.flops)
+        result.append(joined)
+    return replace(plan, calls=result)
 
 
 def _is_norm(call: KernelCall, x: View) -> bool:

@@ -53,10 +53,10 @@ class PackedOperands:
         Result:  x: [1, 16, 115, 115], weight: [64, 16, 4, 4], no stride, no padding, with zeros for what is missing
 
         Args:
-            dtype: Of the new weight.
+            dtype: Dtype of the new weight.
             factor: Edge of the squares of pixels that become channels of one.
             pack: The new number of channels is a multiple of that.
-            fill: What the padding around the image is.
+            fill: Value of the padding around the image.
 
         Returns:
             The call, whose operands are still the old ones, and its new input and weight.
@@ -79,7 +79,7 @@ class PackedOperands:
 
         Args:
             shape: Input channels, rows and columns that it is to have, zero-padded where that is more than it has.
-            order: Of its dimensions in memory.
+            order: Order of its dimensions in memory.
             fold: Edge of the squares of taps that become channels.
         """
         key = (weight, shape, dtype)

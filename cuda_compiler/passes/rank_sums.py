@@ -37,8 +37,8 @@ class RankSum:
 
     Attributes:
         summand, residual, out: All of one shape.
-        ranks: How many take part.
-        node: Of the addition.
+        ranks: Number of ranks.
+        node: Node of the addition.
     """
 
     summand: View
@@ -54,7 +54,7 @@ def find_rank_sum(
     """The sum that the calls `at` and `at + 1` make, if they make one.
 
     Args:
-        shape: Of the operands; by default rows of the last dimension that the addition has.
+        shape: Shape of the operands; by default rows of the last dimension that the addition has.
         readers: Buffer → how many calls and program outputs read it.
     """
     if at + 2 > len(calls):
@@ -76,8 +76,8 @@ def find_rank_sum(
     return RankSum(x, residual, target, int(reduction.params["ranks"]), addition.node)
 
 
-def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls, with each sum over ranks, the residual and the RMSNorm behind it as one kernel.
+def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with each sum over ranks, the residual and the RMSNorm behind it as one kernel.
 
     Given:  matmul → s; all_reduce(s) → t; add(r, t) → h; rmsnorm(h) → y
     Result: matmul → s; rank_sum(s, r) → h, y
@@ -85,11 +85,13 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     Of large sums on two ranks:
     Result: matmul → s[:half]; peer_copy(s[:half]) → c; matmul → s[half:]; rank_sum(s, r, c) → h, y
     """
-    if not make.reaches_peers:
-        return plan.calls
+    if not make.gpu.reaches_peers:
+        return plan
     readers = plan.count_readers()
     all_found = [find_rank_sum(plan.calls, index, None, readers) for index in range(len(plan.calls))]
-    sums = {index: found for index, found in enumerate(all_found) if found is not None and _suits(found, plan)}
+    sums = {
+        index: rank_sum for index, rank_sum in enumerate(all_found) if rank_sum is not None and _suits(rank_sum, plan)
+    }
     last = max(sums, default=-1)
     result: list[KernelCall] = []
     previous: View | None = None
@@ -99,30 +101,32 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
             result.append(plan.calls[index])
             index += 1
             continue
-        found, is_last = sums[index], index == last
+        rank_sum, is_last = sums[index], index == last
         index += 2
         norm = plan.calls[index] if index < len(plan.calls) else None
-        if norm is not None and not _normalizes(norm, found.out):
+        if norm is not None and not _normalizes(norm, rank_sum.out):
             norm = None
         index += norm is not None
         copied = None
-        if result and _suits_halves(result[-1], found, readers):
+        if result and _suits_halves(result[-1], rank_sum, readers):
             first, second = _halves(result.pop())
-            copy = _peer_copy(found, first, make)
+            copy = _peer_copy(rank_sum, first, make)
             copied = copy.outputs[0]
             result += [first, copy, second]
-        result.append(_rank_sum(found, norm, copied, previous, is_last, make))
-        previous = found.summand
-    return result
+        result.append(_rank_sum(rank_sum, norm, copied, previous, is_last, make))
+        previous = rank_sum.summand
+    return replace(plan, calls=result)
 
 
-def _suits_halves(product: KernelCall, found: RankSum, readers: Counter[str]) -> bool:
+def _suits_halves(product: KernelCall, rank_sum: RankSum, readers: Counter[str]) -> bool:
     """Whether it is worth while to compute the summands in two halves."""
-    if product.kernel != "matmul_kernel" or product.outputs[0] != found.summand:
+    if product.kernel != "matmul_kernel" or product.outputs[0] != rank_sum.summand:
         return False
-    rows, width = found.summand.shape
+    rows, width = rank_sum.summand.shape
     large = rows % 2 == 0 and rows // 2 * width >= _LEAST_RESULTS
-    return large and found.ranks == 2 and readers[found.summand.buffer] == 1 and not product.params["has_residual"]
+    return (
+        large and rank_sum.ranks == 2 and readers[rank_sum.summand.buffer] == 1 and not product.params["has_residual"]
+    )
 
 
 def _halves(product: KernelCall) -> tuple[KernelCall, KernelCall]:
@@ -145,26 +149,28 @@ def _halves(product: KernelCall) -> tuple[KernelCall, KernelCall]:
     return halves[0], halves[1]
 
 
-def _peer_copy(found: RankSum, product: KernelCall, make: Specializer) -> KernelCall:
+def _peer_copy(rank_sum: RankSum, product: KernelCall, make: Specializer) -> KernelCall:
     """The copy of what this product has made on the other rank."""
     own = product.outputs[0]
-    peers, turns = _exchange_buffers(found, make)
-    copied = make.temporary(f"{found.node}.copied", own.shape, own.dtype)
+    peers, turns = _exchange_buffers(rank_sum, make)
+    copied = make.temporary(f"{rank_sum.node}.copied", own.shape, own.dtype)
     made = make.kernel(
-        KernelCall("peer_copy", "", (), (), {}, found.node),
+        KernelCall("peer_copy", "", (), (), {}, rank_sum.node),
         "movement/peer_copy.cu",
         grid=(1, 1, 1),
         block=(WARP, 1, 1),
         inputs={"x": own, "peers": peers},
         outputs={"copied": copied, "turns": turns},
-        constants={"ranks": found.ranks},
+        constants={"ranks": rank_sum.ranks},
     )
-    return _exchanging(_launched(made, LaunchKind.PEER_COPY), found.ranks, peers, own)
+    return _exchanging(_launched(made, LaunchKind.PEER_COPY), rank_sum.ranks, peers, own)
 
 
-def _exchange_buffers(found: RankSum, make: Specializer) -> tuple[View, View]:
-    """Where a kernel finds the other ranks' memory, and its counters."""
-    return make.counters(f"{found.node}.peers", 2 * (2 * found.ranks + 2)), make.counters(f"{found.node}.turns", 2)
+def _exchange_buffers(rank_sum: RankSum, make: Specializer) -> tuple[View, View]:
+    """The operands by which a kernel finds the other ranks' memory, and its counters."""
+    return make.counters(f"{rank_sum.node}.peers", 2 * (2 * rank_sum.ranks + 2)), make.counters(
+        f"{rank_sum.node}.turns", 2
+    )
 
 
 def _exchanging(call: KernelCall, ranks: int, peers: View, read: View) -> KernelCall:
@@ -180,14 +186,14 @@ def _launched(call: KernelCall, kind: LaunchKind) -> KernelCall:
     return replace(call, params={**call.params, **launch.params()})
 
 
-def _suits(found: RankSum, plan: ExecutionPlan) -> bool:
-    views = (found.summand, found.residual, found.out)
-    size = (found.ranks - 1) * 2 * found.summand.numel
+def _suits(rank_sum: RankSum, plan: ExecutionPlan) -> bool:
+    views = (rank_sum.summand, rank_sum.residual, rank_sum.out)
+    size = (rank_sum.ranks - 1) * 2 * rank_sum.summand.numel
     return (
-        found.out.dtype in HALF_DTYPES
-        and all(view.dtype == found.out.dtype and _is_packed(view) for view in views)
-        and plan.buffers[found.summand.buffer].kind == "arena"
-        and (found.ranks == 2 or size <= _MOST_BYTES)
+        rank_sum.out.dtype in HALF_DTYPES
+        and all(view.dtype == rank_sum.out.dtype and _is_packed(view) for view in views)
+        and plan.buffers[rank_sum.summand.buffer].kind == "arena"
+        and (rank_sum.ranks == 2 or size <= _MOST_BYTES)
     )
 
 
@@ -204,7 +210,7 @@ def _normalizes(call: KernelCall, out: View) -> bool:
 
 
 def _rank_sum(
-    found: RankSum,
+    rank_sum: RankSum,
     norm: KernelCall | None,
     copied: View | None,
     previous: View | None,
@@ -219,23 +225,23 @@ def _rank_sum(
             they are an operand, which keeps their memory.
         is_last: Whether no sum follows, so that this kernel has to wait until all ranks have read its summands.
     """
-    rows, width = found.out.shape
+    rows, width = rank_sum.out.shape
     threads = min(groups(groups(width // _PACK, _HELD), WARP) * WARP, _MOST_THREADS)
     blocks = _MOST_THREADS // threads  # of a multiprocessor
     bound = KERNELS[norm.kernel].bind(norm) if norm is not None else ()
-    peers, turns = _exchange_buffers(found, make)
+    peers, turns = _exchange_buffers(rank_sum, make)
     gain = bound[1] if bound else None
     inputs = {
-        "x": found.summand,
-        "residual": found.residual,
+        "x": rank_sum.summand,
+        "residual": rank_sum.residual,
         "gain": gain,
         "copied": copied,
         "previous": previous,
         "peers": peers,
     }
-    outputs = {"out": found.out, "normalized": norm.outputs[0] if norm is not None else None, "turns": turns}
+    outputs = {"out": rank_sum.out, "normalized": norm.outputs[0] if norm is not None else None, "turns": turns}
     made = make.kernel(
-        KernelCall("rank_sum", "", (), (), {}, found.node, found.out.numel * found.ranks),
+        KernelCall("rank_sum", "", (), (), {}, rank_sum.node, rank_sum.out.numel * rank_sum.ranks),
         "norms/rank_sum.cu",
         grid=(min(rows, MULTIPROCESSORS * blocks), 1, 1),
         block=(threads, 1, 1),
@@ -243,7 +249,7 @@ def _rank_sum(
         inputs=inputs,
         outputs=outputs,
         constants={
-            "ranks": found.ranks,
+            "ranks": rank_sum.ranks,
             "is_last": is_last,
             "rows": rows,
             "width": width,
@@ -256,4 +262,4 @@ def _rank_sum(
     )
     if copied is not None:
         made = _launched(made, LaunchKind.AFTER_COPIES)
-    return _exchanging(made, found.ranks, peers, found.summand)
+    return _exchanging(made, rank_sum.ranks, peers, rank_sum.summand)

@@ -1,4 +1,4 @@
-"""What stands around the update of a KV cache: the rotary embedding of keys before it, attention behind it."""
+"""Joins the update of a KV cache with the rotary embedding of keys before it, and with attention behind it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from npu_compiler.program.views import View
 _ROWS_OF = {4: 2, 3: 0}
 
 
-def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls, with each rotary embedding and the cache update behind it as one.
+def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with each rotary embedding and the cache update behind it as one.
 
     Given:  rope; index_copy_pair; attention
     Result: rotary_update; attention
@@ -51,7 +51,7 @@ def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCa
             result[-1] = joined
         if attention is not None and not _read_early(attention, call) & _written(result[-1]):
             result += paged_attention(make, calls.popleft(), written=call.inputs[0])
-    return result
+    return replace(plan, calls=result)
 
 
 def _reads_pool_of(attention: KernelCall, update: KernelCall) -> bool:

@@ -8,9 +8,9 @@ from cuda_compiler.rules.gates import reads_halves
 from cuda_compiler.rules.linear_codes import suits_linear_codes
 from cuda_compiler.rules.matmul import operands
 from cuda_compiler.rules.rounded import (
-    Origin,
     RoundedForm,
     RoundedRows,
+    RowOrigin,
     UnscaledProduct,
     can_hold,
     joined_product,
@@ -33,8 +33,8 @@ from npu_compiler.program.views import View
 _NORM = "rmsnorm_kernel"
 
 
-def join_rounding(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls, with products of codes made, and with calls next to them as one with the rounding of rows.
+def join_rounding(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with products of codes made, and with calls next to them as one with the rounding of rows.
 
     Given:  h = dynamic_quantized_matmul(x, w) + r;  y = rmsnorm(h);  a = dynamic_quantized_matmul(y, v)
             b = silu_mul(a1, a2);  c = dynamic_quantized_matmul(b, u)
@@ -46,10 +46,11 @@ def join_rounding(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     So rows in 16 bits that only products of codes read are never stored, and a product is stored without its scales,
     for which cuBLASLt has faster algorithms, where such a call reads it next.
     """
-    if all(wanted_form(call, make.capability) is None for call in plan.calls):
-        return plan.calls
+    if all(wanted_form(call, make.gpu) is None for call in plan.calls):
+        return plan
     joining = _Joining(plan, make)
-    return [made for index, call in enumerate(plan.calls) for made in joining.calls(index, call)]
+    joined = [part for index, call in enumerate(plan.calls) for part in joining.calls(index, call)]
+    return replace(plan, calls=joined)
 
 
 @dataclass
@@ -95,7 +96,7 @@ class _Joining:
                 self.scaling[index] = reader
 
     def calls(self, index: int, call: KernelCall) -> list[KernelCall]:
-        """What a call becomes."""
+        """The calls that take a call's place."""
         made = self._replaced(index, call)
         written = {view.buffer for view in call.outputs}
         self.rounded = {key: found for key, found in self.rounded.items() if key[0].buffer not in written}
@@ -109,12 +110,12 @@ class _Joining:
 
     def _replaced(self, index: int, call: KernelCall) -> list[KernelCall]:
         """A product of codes, with the rounding of its rows where they are not rounded yet."""
-        form = wanted_form(call, self.make.capability)
+        form = wanted_form(call, self.make.gpu)
         if form is None or form.dtype != "uint8":
             return [call]
         x, before = call.inputs[0], []
         if (x, form) not in self.rounded:
-            rounding, self.rounded[x, form] = round_rows(self.make, call, form, Origin(x, x.dtype))
+            rounding, self.rounded[x, form] = round_rows(self.make, call, form, RowOrigin(x, x.dtype))
             before.append(replace(rounding, flops=0))
         rounded = self.rounded[x, form]
         if index not in self.scaling:
@@ -136,7 +137,7 @@ class _Joining:
         readers = [self.plan.calls[index] for index in self.readers.get(out.buffer, [])]
         if len(call.outputs) != 1 or out.buffer not in self.inner or not readers:
             return None
-        forms = {wanted_form(reader, self.make.capability) for reader in readers}
+        forms = {wanted_form(reader, self.make.gpu) for reader in readers}
         rows = readers[0].inputs[0]
         (form, *others) = forms
         if form is None or others or any(reader.inputs[0] != rows for reader in readers):
@@ -160,7 +161,7 @@ class _Joining:
 
     def _scaling_reader(self, index: int, call: KernelCall) -> int | None:
         """The joined call that can scale a product of codes, as the first that reads it, or be part of it."""
-        form = wanted_form(call, self.make.capability)
+        form = wanted_form(call, self.make.gpu)
         if form is None or form.dtype != "uint8" or call.params["activation"] != "none":
             return None
         inputs, out = operands(call), call.outputs[0]
@@ -193,12 +194,12 @@ class _Joining:
             and reads_halves(reader, out)
         )
 
-    def _origin(self, call: KernelCall, rows: View) -> Origin:
-        """What makes the rows of a joined call."""
+    def _origin(self, call: KernelCall, rows: View) -> RowOrigin:
+        """The origin of the rows of a joined call."""
         if call.kernel == _NORM:
             x, weight, _ = KERNELS[call.kernel].bind(call)
             assert x is not None
-            origin = Origin(
+            origin = RowOrigin(
                 x, x.dtype, weight=weight, eps=call.params["eps"], weight_offset=call.params["weight_offset"]
             )
             if x.buffer not in self.unscaled:
@@ -216,8 +217,8 @@ class _Joining:
         found_rows = [_as_rows(view, rows) for view in call.inputs]
         x, *others = (view for view in found_rows if view is not None)
         if x.buffer in self.applied:
-            return Origin(self.applied[x.buffer], rows.dtype)
-        origin = Origin(x, rows.dtype, function=_function(call), other=others[0] if others else None)
+            return RowOrigin(self.applied[x.buffer], rows.dtype)
+        origin = RowOrigin(x, rows.dtype, function=_function(call), other=others[0] if others else None)
         if x.buffer not in self.unscaled:
             return origin
         _, found = self.unscaled[x.buffer]

@@ -46,7 +46,7 @@ class _Chain:
     """Calls that are a squeeze-and-excitation.
 
     Attributes:
-        places: Of the pooling, the convolutions with what packs their inputs, and the multiplication, in order.
+        places: Indices of the pooling, the convolutions with what packs their inputs, and the multiplication, in order.
         squeeze, excite: The convolutions.
     """
 

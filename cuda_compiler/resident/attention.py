@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cuda_compiler.resident.layout import WARPS, whole_lines
-from cuda_compiler.resident.origins import Origin, find_origin
+from cuda_compiler.resident.origins import HeadOrigin, find_origin
 from cuda_compiler.resident.phases import BACKOFF_NS, Phase
 from cuda_compiler.rules.attention import (
     BLOCK_KEYS,
@@ -29,7 +29,6 @@ _MIN_TILES = 4  # of keys that a split has, as more splits have more partial sum
 MOST_CALLS = 8  # a copy, an RMSNorm and a rotary embedding of queries and of keys, a cache update, attention
 _ANGLES_AND_GAINS = ("cos", "sin", "query_gain", "key_gain")
 _INPUTS = ("unrotated", *_ANGLES_AND_GAINS, "index", "key_source", "value_source")
-_NOT_NORMED: dict[str, bool | float] = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class AttentionMatch:
     """Attention with what precedes it.
 
     Attributes:
-        taken: How many calls it stands for.
+        taken: Number of calls that it stands for.
         call: The attention call.
         q, k, v: Queries as they are read, the caches.
         where: The operands that say which keys count: a mask; or tables, sequences and positions, where `k` and `v` are
@@ -62,7 +61,7 @@ class AttentionMatch:
 
     @property
     def tokens(self) -> int:
-        """Whose keys and values are new."""
+        """Number of new tokens, whose keys and values enter the cache."""
         keys = self.inputs["key_source"]
         return 0 if keys is None else keys.shape[0] if self.is_paged else keys.shape[2]
 
@@ -126,63 +125,94 @@ def _scratch_bytes(match: AttentionMatch, rows: int) -> int:
 def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> AttentionMatch | None:
     """The attention that the first of some calls begins, if all of these up to the attention itself belong to it.
 
-    What is made on the way must be read by nobody else, since it is not stored.
+    Results of the calls before it must be read by nobody else, since they are not stored.
 
     Args:
-        calls: Up to `MOST_CALLS`.
-        readers: Buffer → how many calls and program outputs read it.
+        calls: Calls in order, up to `MOST_CALLS`.
+        readers: Buffer → number of operands of calls and program outputs that read it.
     """
     end = next((at for at, call in enumerate(calls) if call.kernel == "attention_kernel" or _is_paged(call)), None)
     if end is None:
         return None
-    before, call = calls[:end], calls[end]
-    paged = _is_paged(call)
+    steps, call = list(calls[:end]), calls[end]
+    update = steps.pop() if steps and steps[-1].kernel == "index_copy_pair_kernel" else None
     decl = KERNELS[call.kernel]
     where = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
     q, k, v = (where.pop(name) for name in "qkv")
     assert q is not None and k is not None and v is not None
-    inputs: dict[str, View | None] = dict.fromkeys(_INPUTS) | where
-    outputs: dict[str, View | None] = {}
-    steps = list(before)
-    new_keys = None
-    if steps and steps[-1].kernel == "index_copy_pair_kernel":
-        update = steps.pop()
-        inputs["index"], new_keys, values = update.inputs
-        rows = 0 if paged else 2
-        alike = _alike(new_keys, k, rows) and _alike(values, v, rows)
-        if update.outputs != (k, v) or update.params["dim"] != rows or not alike:
-            return None
-        inputs["value_source"] = values
-        outputs = {"k": k, "v": v}
-    else:
-        inputs |= {"k": k, "v": v}
-    few = _suits_paged(call, q, new_keys) if paged else q.shape[2] <= _FEW_QUERIES
-    if not few or not suits_tensor_cores(q, k, v) or q.shape[1] % k.shape[1]:
+    if update is not None and not _updates(update, k, v, 0 if _is_paged(call) else 2):
+        return None
+    new_keys = update.inputs[1] if update is not None else None
+    if not _suits_phase(call, q, k, v, new_keys):
         return None
     makers = {view.buffer: step for step in steps for view in step.outputs}
-    origins = [find_origin(by_heads(view), makers) for view in (q, new_keys) if view is not None]
-    found = [origin for origin in origins if origin is not None]
-    if len(found) < len(origins) or not _turned_alike(found) or not _normed_alike(found):
+    origins = _find_origins([view for view in (q, new_keys) if view is not None], makers)
+    if origins is None:
         return None
-    for origin, source, gain in zip(found, ("unrotated", "key_source"), ("query_gain", "key_gain"), strict=False):
-        inputs[source] = origin.view.squeeze(0).transpose(0, 1) if paged else origin.view
+    inputs: dict[str, View | None] = {**dict.fromkeys(_INPUTS), **where, **_origin_operands(origins, _is_paged(call))}
+    outputs: dict[str, View | None] = {}
+    if update is None:
+        inputs |= {"k": k, "v": v}
+    else:
+        inputs["index"], _, inputs["value_source"] = update.inputs
+        outputs = {"k": k, "v": v}
+    own = [step for origin in origins for step in origin.calls]
+    if any(all(step is not other for other in own) for step in steps):
+        return None
+    if not _stays_inside(calls[: end + 1], makers, inputs, readers):
+        return None
+    return AttentionMatch(end + 1, call, q, k, v, tuple(where), inputs, outputs, _norm_constants(origins[0].norm))
+
+
+def _updates(update: KernelCall, k: View, v: View, rows: int) -> bool:
+    """Whether a call replaces a few rows, which are dimension `rows`, of the caches `k` and `v`."""
+    _, keys, values = update.inputs
+    return (
+        update.outputs == (k, v) and update.params["dim"] == rows and _alike(keys, k, rows) and _alike(values, v, rows)
+    )
+
+
+def _suits_phase(call: KernelCall, q: View, k: View, v: View, new_keys: View | None) -> bool:
+    """Whether the phase can compute an attention: few queries, in a dtype and a width of tensor cores."""
+    few = _suits_paged(call, q, new_keys) if _is_paged(call) else q.shape[2] <= _FEW_QUERIES
+    return few and suits_tensor_cores(q, k, v) and q.shape[1] % k.shape[1] == 0
+
+
+def _find_origins(views: Sequence[View], makers: Mapping[str, KernelCall]) -> list[HeadOrigin] | None:
+    """The origins of queries and new keys; None where one has none, or they are rotated or normalized differently."""
+    origins = [origin for view in views if (origin := find_origin(by_heads(view), makers)) is not None]
+    alike = len(origins) == len(views) and _turned_alike(origins) and _normed_alike(origins)
+    return origins if alike else None
+
+
+def _origin_operands(origins: Sequence[HeadOrigin], paged: bool) -> dict[str, View | None]:
+    """Operands of the phase, by name: queries and new keys as they were, the gains of their norms, and the angles."""
+    operands: dict[str, View | None] = {}
+    for origin, source, gain in zip(origins, ("unrotated", "key_source"), ("query_gain", "key_gain"), strict=False):
+        operands[source] = origin.view.squeeze(0).transpose(0, 1) if paged else origin.view
         if origin.norm is not None:
-            inputs[gain] = KERNELS[origin.norm.kernel].bind(origin.norm)[1]
-    rope, norm = found[0].rope, found[0].norm
-    if rope is not None:
-        _, inputs["cos"], inputs["sin"] = rope.inputs
-    constants = dict(_NOT_NORMED)
-    if norm is not None:
-        constants = {"normed": True, "norm_eps": norm.params["eps"], "gain_offset": norm.params["weight_offset"]}
-    used = [step for origin in found for step in origin.calls]
-    read = Counter(view.buffer for step in (*before, call) for view in step.inputs)
-    if (
-        any(all(step is not other for other in used) for step in steps)
-        or any(readers[name] != read[name] for name in makers)
-        or any(view is not None and view.buffer in makers for view in inputs.values())
-    ):
-        return None
-    return AttentionMatch(end + 1, call, q, k, v, tuple(where), inputs, outputs, constants)
+            operands[gain] = KERNELS[origin.norm.kernel].bind(origin.norm)[1]
+    if (rope := origins[0].rope) is not None:
+        _, operands["cos"], operands["sin"] = rope.inputs
+    return operands
+
+
+def _norm_constants(norm: KernelCall | None) -> dict[str, bool | float]:
+    if norm is None:
+        return {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
+    return {"normed": True, "norm_eps": norm.params["eps"], "gain_offset": norm.params["weight_offset"]}
+
+
+def _stays_inside(
+    calls: Sequence[KernelCall],
+    makers: Mapping[str, KernelCall],
+    inputs: Mapping[str, View | None],
+    readers: Counter[str],
+) -> bool:
+    """Whether nobody but these calls reads what `makers` make, the phase's own inputs included."""
+    read = Counter(view.buffer for call in calls for view in call.inputs)
+    alone = all(readers[name] == read[name] for name in makers)
+    return alone and not any(view is not None and view.buffer in makers for view in inputs.values())
 
 
 def _suits_paged(call: KernelCall, q: View, new_keys: View | None) -> bool:
@@ -192,24 +222,24 @@ def _suits_paged(call: KernelCall, q: View, new_keys: View | None) -> bool:
     return tokens <= _FEW_QUERIES and whole_tiles and new_keys is not None and new_keys.shape[0] == tokens
 
 
-def _turned_alike(origins: Sequence[Origin]) -> bool:
+def _turned_alike(origins: Sequence[HeadOrigin]) -> bool:
     """Whether none is rotated, or all are by the same angles, which all heads share."""
     angles = [_angles(origin) for origin in origins]
     return len(set(angles)) == 1 and all(strides[1] == 0 and strides[3] == 1 for _, _, strides in angles[0])
 
 
-def _angles(origin: Origin) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
-    """Where the cosines and sines of its rotary embedding are: buffer, offset, strides; nothing where there is none."""
+def _angles(origin: HeadOrigin) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+    """The places of cosines and sines of its rotary embedding: buffer, offset, strides; empty where there is none."""
     views = origin.rope.inputs[1:] if origin.rope is not None else ()
     return tuple((view.buffer, view.offset, _strides(view)) for view in views)
 
 
 def _strides(view: View) -> tuple[int, ...]:
-    """Its strides, 0 in dimensions of one element."""
+    """The view's strides, 0 in dimensions of one element."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(view.shape, view.strides, strict=True))
 
 
-def _normed_alike(origins: Sequence[Origin]) -> bool:
+def _normed_alike(origins: Sequence[HeadOrigin]) -> bool:
     """Whether none is normalized, or all are but for their gains."""
     norms = [origin.norm.params if origin.norm is not None else None for origin in origins]
     return len({(norm["eps"], norm["weight_offset"]) if norm is not None else None for norm in norms}) == 1

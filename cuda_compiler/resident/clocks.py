@@ -83,7 +83,7 @@ def has_clocks(call: KernelCall) -> bool:
 
 @dataclass(frozen=True)
 class Interval:
-    """What a multiprocessor did, in nanoseconds since the first of them began."""
+    """An activity of a multiprocessor, in nanoseconds since the first of them began."""
 
     multiprocessor: int
     name: str
@@ -92,7 +92,7 @@ class Interval:
 
 
 def intervals(call: KernelCall, noted: np.ndarray) -> Iterator[Interval]:
-    """What each multiprocessor did in the latest run: every step, and inside of it the parts that were noted.
+    """The activities of each multiprocessor in the latest run: every step, and inside of it the parts that were noted.
 
     A block's clock counts become nanoseconds by the global time at its beginning and end.
 

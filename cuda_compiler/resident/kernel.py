@@ -74,8 +74,8 @@ def _operands(phases: Sequence[Phase]) -> int:
     return sum(len(phase.operands) for phase in phases)
 
 
-def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls with each run of products and attention over a few rows as one call.
+def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
+    """The plan with each run of products and attention over a few rows as one call.
 
     Given:  embedding; rmsnorm; linear; rope; index_copy_pair; attention; linear; …; linear
     Result: embedding; resident
@@ -83,12 +83,12 @@ def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> list[Kernel
     A run that needs more shared memory than a block may have stays as it is.
     """
     result: list[KernelCall] = []
-    for run in find_runs(plan, make.reaches_peers):
-        if _pays(run, make) and max(LEAST_SHARED, least_shared(run.phases)) <= make.shared_memory:
+    for run in find_runs(plan, make.gpu.reaches_peers):
+        if _pays(run, make) and max(LEAST_SHARED, least_shared(run.phases)) <= make.gpu.shared_memory:
             result.append(resident_call(run, make))
         else:
             result += run.calls
-    return result
+    return replace(plan, calls=result)
 
 
 def _pays(run: Run, make: Specializer) -> bool:
@@ -125,7 +125,7 @@ def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]
 
 
 def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers: bool) -> tuple[int, Phase | None]:
-    """How many calls from `index` on one phase does; no phase where a resident kernel cannot do the first of them."""
+    """Number of calls from `index` on that one phase does, and the phase; None if no phase can do the first of them."""
     calls = plan.calls
     first = calls[index]
     if first.kernel in _PRODUCT_PHASES:
@@ -172,7 +172,7 @@ def resident_call(run: Run, make: Specializer) -> KernelCall:
     inputs = [view for view in reads if view not in writes]
     outputs = [*writes, memory]
     params = KernelLaunch((1, 1, 1), (ALL_THREADS, 1, 1), least_shared(phases), LaunchKind.RESIDENT).params()
-    if make.phase_clocks:
+    if make.gpu.phase_clocks:
         outputs.append(make.counters(f"{last.node}.clocks", 2 * clocks.words(len(phases))))
         params |= clocks.labels([f"{phase.function}: {phase.call.node}" for phase in phases])
     if exchange:
@@ -182,7 +182,7 @@ def resident_call(run: Run, make: Specializer) -> KernelCall:
     source = kernel_source(phases, place, memory, mailbox_size)
     return KernelCall(
         RESIDENT,
-        make.add_source(clocks.with_clocks(source, len(place) - 1) if make.phase_clocks else source),
+        make.add_source(clocks.with_clocks(source, len(place) - 1) if make.gpu.phase_clocks else source),
         tuple(inputs),
         tuple(outputs),
         params,

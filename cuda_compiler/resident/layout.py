@@ -1,4 +1,4 @@
-"""How a block's threads are divided among jobs, and its shared memory among their needs."""
+"""The layout of a resident block: its threads by their jobs, its shared memory by their needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prefetch_queue_bytes(phases: Sequence[Phase]) -> int:
 
 
 def prefetched_bytes(phases: Sequence[Phase]) -> int:
-    """What is prefetched for one step."""
+    """Bytes that are prefetched for one step."""
     return whole_lines(max(phase.prefetched_bytes for phase in phases))
 
 

@@ -1,4 +1,4 @@
-"""Which steps of a resident kernel pass their result to the next one through a mailbox, ahead of the grid barrier.
+"""Mailboxes, through which steps of a resident kernel pass their result to the next one ahead of the grid barrier.
 
 The numbers I6, I11, … are those of the invariants at the top of the files in `templates/resident`.
 """

@@ -1,4 +1,4 @@
-"""What queries and new keys were before their rotary embedding, RMSNorm and copy, as far back as a phase does these."""
+"""Origins of queries and new keys: the views before their rotary embedding, RMSNorm and copy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from npu_compiler.program.views import View
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where queries or keys [B, H, T, D] come from, and what is done to them.
+class HeadOrigin:
+    """The origin of queries or keys [B, H, T, D], and the calls between it and them.
 
     Attributes:
-        view: What they were at first, [B, H, T, D].
-        rope: Their rotary embedding.
+        view: The view before these calls, [B, H, T, D].
+        rope: The rotary embedding.
         norm: The RMSNorm of each head's D values before it.
         copy: The copy before that, which an RMSNorm needs where its rows are not equally far apart.
     """
@@ -32,7 +32,7 @@ class Origin:
         return [call for call in (self.rope, self.norm, self.copy) if call is not None]
 
 
-def find_origin(view: View, makers: Mapping[str, KernelCall]) -> Origin | None:
+def find_origin(view: View, makers: Mapping[str, KernelCall]) -> HeadOrigin | None:
     """The origin of queries or keys; None where it is no view whose rows are contiguous.
 
     Args:
@@ -50,7 +50,7 @@ def find_origin(view: View, makers: Mapping[str, KernelCall]) -> Origin | None:
             view = _before_copy(view, copy) or view
     if view.buffer in makers or view.strides[-1] != 1:
         return None
-    return Origin(view, rope, norm, copy)
+    return HeadOrigin(view, rope, norm, copy)
 
 
 def _kernel_of(view: View, makers: Mapping[str, KernelCall]) -> str | None:
@@ -64,7 +64,7 @@ def _is_copy(call: KernelCall) -> bool:
 
 
 def _before_rope(view: View, rope: KernelCall) -> View | None:
-    """What heads were before a rotation; None where the view is not of whole heads, or not all of them is rotated."""
+    """Heads before their rotation; None where the view is not of whole heads, or not all of them is rotated."""
     x, (turned,) = rope.inputs[0], rope.outputs
     heads = shown_heads(view, turned)
     if heads is None or rope.params["rotary_dim"] != view.shape[3] or x.dtype != turned.dtype:
@@ -73,7 +73,7 @@ def _before_rope(view: View, rope: KernelCall) -> View | None:
 
 
 def _before_norm(view: View, norm: KernelCall) -> View | None:
-    """What rows were before an RMSNorm; None where the view is not of whole rows."""
+    """Rows before their RMSNorm; None where the view is not of whole rows."""
     x, (normal,) = norm.inputs[0], norm.outputs
     row, first = normal.strides[0], view.offset - normal.offset
     outer = [stride if size > 1 else 0 for size, stride in zip(view.shape[:-1], view.strides, strict=False)]
@@ -89,7 +89,7 @@ def _before_norm(view: View, norm: KernelCall) -> View | None:
 
 
 def _before_copy(view: View, copy: KernelCall) -> View | None:
-    """What was copied; None where the view's dimensions are not the copy's in some order."""
+    """The source of a copy; None where the view's dimensions are not the copy's in some order."""
     (x,), (copied,) = copy.inputs, copy.outputs
     strides_before = {
         (size, stride): before

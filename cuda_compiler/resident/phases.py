@@ -16,7 +16,7 @@ _LONG_BYTES = 16 << 20  # of a weight, from which on it is a long one
 
 @dataclass(frozen=True)
 class Side:
-    """What belongs to the rows of a weight in few bits; the members of `Side` in `tables.cuh`."""
+    """Scales or offsets of the rows of a weight in few bits; the members of `Side` in `tables.cuh`."""
 
     row_bytes: int = 0
     chunk_bytes: int = 0
@@ -30,7 +30,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Stream:
-    """How a product's weight is divided among the blocks; the members of `Stream` in `tables.cuh`."""
+    """The division of a product's weight among the blocks; the members of `Stream` in `tables.cuh`."""
 
     units: int
     unit_rows: int
@@ -45,7 +45,7 @@ class Stream:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all rows, and of their partners."""
+        """Bytes of all rows and of their partners."""
         return self.units * self.unit_rows * self.row_bytes
 
     @property
@@ -55,7 +55,7 @@ class Stream:
 
     @property
     def slot_bytes(self) -> int:
-        """Of what a slot holds."""
+        """Bytes of a slot's content."""
         ends = [side.place + -(-self.unit_rows // self.side_rows) * side.stride for side in self.sides]
         return max(ends, default=0)
 
@@ -72,7 +72,7 @@ def _initializer(struct: Side | Stream) -> str:
 
 @dataclass(frozen=True)
 class Phase:
-    """What all blocks do between two barriers.
+    """The work of all blocks between two barriers.
 
     Attributes:
         call: The op-level call whose parameters are compiled in.
@@ -82,9 +82,9 @@ class Phase:
         scratch: Bytes of shared memory that it uses; its `Scratch` is not larger.
         prefetched: Operands that are read ahead of the step, so no earlier phase of the kernel may write them (I6).
         prefetched_bytes: Bytes of shared memory for what of these is kept there; its `Prefetched` is not larger.
-        exchanged: How many summands it exchanges with other ranks, and `ranks` of them.
-        partials: How many tagged partial sums of 8 bytes its blocks exchange.
-        stream: How a weight is divided, for phases that stream one.
+        exchanged: Number of summands that it exchanges with other ranks, and of ranks.
+        partials: Number of tagged partial sums of 8 bytes that its blocks exchange.
+        stream: Division of the weight, for phases that stream one.
         streamed: The operands that arrive through the stream: the weight, its scales, its offsets.
     """
 

@@ -101,7 +101,7 @@ def can_receive(inputs: dict[str, View | None], m: int, k: int) -> bool:
 
 
 def stream_constants(stream: Stream) -> dict[str, bool | int | float]:
-    """What is compiled into every product; `connect_mailboxes` decides on the mailboxes."""
+    """The constants compiled into every product; `connect_mailboxes` decides on the mailboxes."""
     return {
         "units": stream.units,
         "is_long": stream.is_long,

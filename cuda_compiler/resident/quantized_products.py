@@ -134,7 +134,7 @@ def _with_sides(stream: Stream, call: KernelCall, parts: dict[str, View], chunk_
 
 
 def _busiest_bytes(stream: Stream) -> int:
-    """What the busiest multiprocessor reads or, where that takes longer, copies; and what slots and products cost."""
+    """The busiest multiprocessor's cost in bytes: reads or, where they take longer, copies; slots and products."""
     chunks = groups(stream.row_bytes, stream.chunk_bytes)
     side_copies = stream.unit_rows // stream.side_rows
     copies = stream.unit_rows // stream.copied_rows + len(stream.sides) * side_copies

@@ -44,7 +44,30 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
         call = f"phase{number}::{phase.function}(ring, grid, queue, shared + PREFETCH_QUEUE_BYTES{arguments})"
         computes[number] = f"            case {number}: {call}; break;"
         prefetches[number] = f"            case {number}: phase{number}::prefetch(queue{arguments}); break;"
-    constants = {
+    constants = _constants(phases, len(place), place[memory], mailbox_size)
+    exchanged = max(phase.exchanged for phase in phases)
+    exchanges = [f"#define EXCHANGED {exchanged}"] if exchanged else []
+    return Template(template_text("resident/kernel.cu")).substitute(
+        name=RESIDENT,
+        threads=layout.THREADS,
+        index_type=index_type([view for phase in phases for view in phase.operands.values()]).rstrip(),
+        constants="\n".join([*exchanges, *(f"constexpr int {name} = {value};" for name, value in constants.items())]),
+        streams=", ".join(streams),
+        steps="\n".join(steps),
+        phases="\n".join(f"namespace phase{number} {{\n{text}}}" for text, number in numbers.items()),
+        compute_cases="\n".join(computes.values()),
+        prefetch_cases="\n".join(prefetches.values()),
+    )
+
+
+def _constants(phases: Sequence[Phase], operands: int, grid_memory: int, mailbox_size: int) -> dict[str, int]:
+    """The `constexpr`s of `kernel.cu`.
+
+    Args:
+        operands: Number of operands.
+        grid_memory: Number of the operand that holds the grid barrier's counter and the mailboxes.
+    """
+    return {
         "THREADS": layout.THREADS,
         "ALL_THREADS": layout.ALL_THREADS,
         "UNIT_ROWS": layout.UNIT_ROWS,
@@ -60,21 +83,8 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
         "AHEAD_NS": layout.AHEAD_NS,
         "LIMIT_BARRIER_BYTES": layout.LIMIT_BARRIER_BYTES,
         "MAILBOX_SIZE": mailbox_size,
-        "GRID_MEMORY": place[memory],
+        "GRID_MEMORY": grid_memory,
         "MAX_OPERANDS": max(len(phase.operands) for phase in phases),
-        "OPERANDS": len(place),
+        "OPERANDS": operands,
         "STEPS": len(phases),
     }
-    exchanged = max(phase.exchanged for phase in phases)
-    exchanges = [f"#define EXCHANGED {exchanged}"] if exchanged else []
-    return Template(template_text("resident/kernel.cu")).substitute(
-        name=RESIDENT,
-        threads=layout.THREADS,
-        index_type=index_type([view for phase in phases for view in phase.operands.values()]).rstrip(),
-        constants="\n".join([*exchanges, *(f"constexpr int {name} = {value};" for name, value in constants.items())]),
-        streams=", ".join(streams),
-        steps="\n".join(steps),
-        phases="\n".join(f"namespace phase{number} {{\n{text}}}" for text, number in numbers.items()),
-        compute_cases="\n".join(computes.values()),
-        prefetch_cases="\n".join(prefetches.values()),
-    )

@@ -1,4 +1,4 @@
-"""What the phases of the resident kernel mean, in NumPy, and in which order a block accesses what blocks share.
+"""Twins of the resident kernel's phases in NumPy, and the order in which a block accesses shared state.
 
 Arithmetic is in float32. Where a phase rounds to its 16-bit dtype, so does its twin: after the RMSNorm, after the
 rotary embedding, and in the result. Tests compare twins with op-level kernels, and phases with twins.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from cuda_compiler.specialization.gpu import CLUSTERS, HOPPER, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
-from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.gpu import CLUSTERS, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
+from cuda_compiler.specialization.sizes import Size3, groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
@@ -89,11 +89,11 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     rows, problems = operands.rows, operands.problems
     if not suits_tensor_cores(q, k, v):
         return _plain(make, call, operands)
-    if make.capability == HOPPER and q.shape[3] == v.shape[3] > _NARROW:
+    if make.gpu.has_warpgroups and q.shape[3] == v.shape[3] > _NARROW:
         for tile_rows, enough in _WARPGROUP_TILES:
             if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
                 return _by_warpgroups(make, call, operands, tile_rows)
-    tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.shared_memory]
+    tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.gpu.shared_memory]
     for tile_rows, tile_keys, enough in tiles:
         fills = rows >= tile_rows or rows >= _FILLED * tile_rows and problems * rows >= _MANY_ROWS
         if fills and problems * groups(rows, tile_rows) >= enough:
@@ -129,7 +129,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     row_blocks = groups(rows, BLOCK_ROWS)
     blocks = operands.problems * row_blocks
     if blocks >= _ENOUGH_BLOCKS or keys <= _WARPS * BLOCK_KEYS:
-        fits = split_memory(rows, width, value_width, 2 * _WARPS, 1) <= make.shared_memory
+        fits = split_memory(rows, width, value_width, 2 * _WARPS, 1) <= make.gpu.shared_memory
         warps = 2 * _WARPS if fits else _WARPS
         return [
             make.kernel(
@@ -145,19 +145,52 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
             )
         ]
     splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_FILLING_BLOCKS, blocks))
-    sums = make.temporary(call.node, (batch, kv_heads, rows, splits, value_width), "float32")
-    stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
-    partial, constants = {"sums": sums, "stats": stats}, {"splits": splits}
-    split = make.kernel(
+    return _split_and_combine(
+        make,
         call,
         "attention/attention.cu",
-        function="attention_split",
+        "attention_split",
         inputs=operands.inputs,
-        outputs=partial,
+        out=operands.out,
+        parts=(batch, kv_heads, rows, splits, value_width),
         grid=(splits, kv_heads * row_blocks, batch),
-        block=(_WARPS * WARP, 1, 1),
         shared=split_memory(rows, width, value_width),
-        constants={**constants, "stages": _STAGES},
+        constants={"splits": splits, "stages": _STAGES},
+    )
+
+
+def _split_and_combine(
+    make: Specializer,
+    call: KernelCall,
+    file: str,
+    function: str,
+    *,
+    inputs: Mapping[str, View | None],
+    out: View,
+    parts: tuple[int, ...],
+    grid: Size3,
+    shared: int,
+    constants: Mapping[str, int],
+) -> list[KernelCall]:
+    """A kernel whose blocks attend to some of the keys each, and one that combines their parts of each row.
+
+    Args:
+        parts: Shape of the partial sums, [..., rows, splits, value width].
+    """
+    *lead, splits, value_width = parts
+    sums = make.temporary(call.node, parts, "float32")
+    stats = make.temporary(call.node, (*parts[:-1], 2), "float32")
+    partial = {"sums": sums, "stats": stats}
+    split = make.kernel(
+        call,
+        file,
+        function=function,
+        inputs=inputs,
+        outputs=partial,
+        grid=grid,
+        block=(_WARPS * WARP, 1, 1),
+        shared=shared,
+        constants=constants,
         min_blocks=_MIN_BLOCKS,
     )
     combine = make.kernel(
@@ -165,10 +198,10 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
         "attention/attention.cu",
         function="attention_combine",
         inputs=partial,
-        outputs=out,
-        grid=(operands.problems * rows * groups(value_width, WARP), 1, 1),
+        outputs={"out": out},
+        grid=(prod(lead) * groups(value_width, WARP), 1, 1),
         block=(_COMBINE_THREADS, 1, 1),
-        constants=constants,
+        constants={"splits": splits},
     )
     return [split, replace(combine, flops=0, bytes_moved=0)]
 
@@ -211,7 +244,7 @@ def _tiled(
 
 
 def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
-    """The same with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
+    """Attention in tiles with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
     held = groups(operands.k.shape[3], _SLAB) * _SLAB
     row_bytes = 2 * held
     shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
@@ -297,19 +330,7 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
     inputs: dict[str, View | None] = {**dict(zip(PAGED, call.inputs, strict=True)), "written": None}
     (tokens, heads, width), value_width = q.shape, v.shape[2]
     if not suits_tensor_cores(q, k, v) or tokens > MAX_GRID[2]:
-        slice_width = min(value_width, _SLICE)
-        return [
-            make.kernel(
-                call,
-                "attention/paged.cu",
-                function="paged_plain",
-                inputs=inputs,
-                outputs={"out": out},
-                grid=(tokens * heads * groups(value_width, slice_width), 1, 1),
-                block=(_WARPS * WARP, 1, 1),
-                constants={"slice": slice_width, "sharing": 1, "tile_tokens": 1},
-            )
-        ]
+        return [_paged_plain(make, call, inputs)]
     sharing = heads_together(heads, k.shape[1])
     head_groups, context = heads // sharing, tables.shape[1] * call.params["block_size"]
     together = tokens >= _MANY_TOKENS
@@ -319,9 +340,9 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
         "tile_tokens": rows // sharing,
         "stages": _STAGES,
     }
-    if make.capability >= HOPPER and together and _sharing_memory(q, v, _WARPS, rows, _STAGES) <= make.shared_memory:
+    if make.gpu.has_clusters and together and _sharing_memory(q, v, _WARPS, rows, _STAGES) <= make.gpu.shared_memory:
         return [_paged_pieces(make, call, inputs, constants, head_groups)]
-    if make.capability >= HOPPER and not together:
+    if make.gpu.has_clusters and not together:
         return [_paged_tokens(make, call, {**inputs, "written": written}, constants, head_groups)]
     splits = min(groups(context, _WARPS * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
     shared = split_memory(BLOCK_ROWS, width, value_width)
@@ -340,36 +361,38 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
                 min_blocks=_MIN_BLOCKS,
             )
         ]
-    sums = make.temporary(call.node, (tokens, head_groups, sharing, splits, value_width), "float32")
-    stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
-    partial = {"sums": sums, "stats": stats}
-    split = make.kernel(
+    return _split_and_combine(
+        make,
         call,
         "attention/paged.cu",
-        function="paged_split",
+        "paged_split",
         inputs=inputs,
-        outputs=partial,
+        out=out.unsqueeze(2),
+        parts=(tokens, head_groups, sharing, splits, value_width),
         grid=(splits, head_groups, tokens),
-        block=(_WARPS * WARP, 1, 1),
         shared=shared,
         constants={**constants, "splits": splits},
-        min_blocks=_MIN_BLOCKS,
     )
-    combine = make.kernel(
+
+
+def _paged_plain(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> KernelCall:
+    """One block per token, head and `_SLICE` dimensions of its result."""
+    (tokens, heads, value_width), (out,) = (*call.inputs[0].shape[:2], call.inputs[2].shape[2]), call.outputs
+    width = min(value_width, _SLICE)
+    return make.kernel(
         call,
-        "attention/attention.cu",
-        function="attention_combine",
-        inputs=partial,
-        outputs={"out": out.unsqueeze(2)},
-        grid=(tokens * heads * groups(value_width, WARP), 1, 1),
-        block=(_COMBINE_THREADS, 1, 1),
-        constants={"splits": splits},
+        "attention/paged.cu",
+        function="paged_plain",
+        inputs=inputs,
+        outputs={"out": out},
+        grid=(tokens * heads * groups(value_width, width), 1, 1),
+        block=(_WARPS * WARP, 1, 1),
+        constants={"slice": width, "sharing": 1, "tile_tokens": 1},
     )
-    return [split, replace(combine, flops=0, bytes_moved=0)]
 
 
 def heads_together(heads: int, kv_heads: int) -> int:
-    """How many heads of one KV head are rows of one problem of paged attention."""
+    """Number of heads of one KV head that are rows of one problem of paged attention."""
     per_kv_head = heads // kv_heads
     return next(size for size in range(min(per_kv_head, BLOCK_ROWS), 0, -1) if per_kv_head % size == 0)
 
@@ -387,7 +410,7 @@ def _paged_tokens(
     least = 2 if context > _LONG else 1
 
     def division(warps: int, resident: int) -> tuple[float, int, int, int]:
-        """How many warps a tile has, on average over the turns that all tiles take; splits, warps, resident blocks."""
+        """Warps per tile, on average over the turns that all tiles take; splits, warps, resident blocks."""
         splits, most = 1, min(_MOST_SHARERS, groups(context, warps * BLOCK_KEYS))
         while 2 * splits <= most and (splits < least or tiles <= resident * CLUSTERS[2 * splits]):
             splits *= 2
@@ -395,7 +418,7 @@ def _paged_tokens(
 
     _, splits, warps, resident = max((division(*each) for each in _PAGED_SHAPES), key=lambda found: found[0])
     while warps > 1 and _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES) > memory_of_each(
-        make.shared_memory, resident
+        make.gpu.shared_memory, resident
     ):
         warps //= 2
     shared = _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
 from cuda_compiler.rules.channel_packs import BYTE_PACKS, PACK, channels_last, is_packed
 from cuda_compiler.rules.movement import transposing_copy
-from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
@@ -168,18 +168,18 @@ class Tile:
         return max(self.stages * self.stage_bytes, self.sum_bytes)
 
     def for_steps(self, steps: int) -> Tile:
-        """The same with no more stages than a sum of so many steps has use for."""
+        """The tile with no more stages than a sum of so many steps has use for."""
         return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
     def blocks(self, pixels: int, channels: int) -> int:
-        """How many tiles there are."""
+        """Number of tiles."""
         return groups(pixels, self.m) * groups(channels, self.n)
 
     def cost(self, pixels: int, channels: int, steps: int, shared: int) -> float:
         """A rough estimate of clock cycles on a large GPU, to rank the candidates.
 
         Args:
-            steps: Of a sum.
+            steps: Number of steps of a sum.
             shared: Bytes of shared memory of a block.
         """
         blocks = self.blocks(pixels, channels) * self.splits
@@ -206,7 +206,7 @@ class Tile:
         Args:
             functions: The kernel that multiplies by warps, and the one that does by warpgroups.
             shared: Bytes of shared memory.
-            inputs: By name; by default the declaration's.
+            inputs: Operands by name; by default the declaration's.
         """
         images, channels, rows, columns = call.outputs[0].shape
         shape = {name: getattr(self, name) for name in ("warps_m", "warps_n", "stages", "splits")}
@@ -251,15 +251,15 @@ def tiles(
     """The most promising tiles for [pixels, terms] times [terms, channels] on the target GPU.
 
     Args:
-        row_bytes: Of all terms of a row.
-        shared_bytes: How much shared memory a kernel with a tile takes.
+        row_bytes: Bytes of all terms of a row.
+        shared_bytes: Function of a tile: bytes of shared memory that a kernel with it takes.
     """
     steps = groups(row_bytes, ROW_BYTES)
     shared_out = [
         (replace(tile, splits=splits), shared)
         for tile in (tile.for_steps(steps) for tile in _SHAPES)
-        if (shared := shared_bytes(tile)) <= make.shared_memory
-        and (make.capability == HOPPER or not tile.by_warpgroups)
+        if (shared := shared_bytes(tile)) <= make.gpu.shared_memory
+        and (make.gpu.has_warpgroups or not tile.by_warpgroups)
         for splits in (1, 2, 4, 8)
         if splits == 1 or splits <= steps and tile.blocks(pixels, channels) < 2 * MULTIPROCESSORS
     ]

@@ -49,7 +49,7 @@ def _tiled(make: Specializer, call: KernelCall) -> list[KernelCall]:
     steps = groups(row_bytes, 128)
 
     def ring_bytes(tile: Tile) -> int:
-        """Of shared memory: the copies of steps, where partial sums lie afterwards if blocks share a sum."""
+        """Bytes of shared memory for copies of steps; partial sums lie there afterwards if blocks share a sum."""
         ring = min(tile.stages, steps) * tile.stage_bytes  # without clusters, one block makes all steps
         return max(ring, tile.sum_bytes) if tile.splits > 1 else ring
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.matmul import operands
-from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from cuda_compiler.specialization.template_files import template_text
@@ -31,13 +31,13 @@ _STORED_ROWS, _STORED_WIDTH = 64, 64  # of the result, by one instruction
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a product is divided into tiles.
+    """The division of a product into tiles.
 
     Attributes:
         weight_rows: Rows of the weight in a tile.
         stages: Steps that the ring has room for.
         shared: Bytes of shared memory.
-        blocks: How many blocks go through all tiles.
+        blocks: Number of blocks that go through all tiles.
     """
 
     weight_rows: int
@@ -51,9 +51,9 @@ def suits_linear_codes(make: Specializer, call: KernelCall) -> bool:
     inputs, out = operands(call), call.outputs[0]
     # The sums of float8 are the tensor cores' own, which are not exact enough for a result in float16.
     dtypes = ("bfloat16",) if CODE_FORMATS[call.params["codes"]].is_float else HALF_DTYPES
-    if make.capability != HOPPER or call.params["m"] < _FEWEST_ROWS or out.dtype not in dtypes:
+    if not make.gpu.has_warpgroups or call.params["m"] < _FEWEST_ROWS or out.dtype not in dtypes:
         return False
-    tiling = _tiling(*(call.params[name] for name in "mnk"), False, make.shared_memory)
+    tiling = _tiling(*(call.params[name] for name in "mnk"), False, make.gpu.shared_memory)
     if tiling is None or tiling.blocks < _FEWEST_TILES:
         return False
     bias, residual = inputs["bias"], inputs["residual"]
@@ -77,13 +77,13 @@ def linear_codes(
 
     Args:
         rows: Codes [m, k].
-        scales: Of rows [m], of columns.
+        scales: Scales of the rows [m] and of the columns.
         inputs: The weight's codes (`data`), bias, residual.
         function: C of `float made(float a, float b)` of the halves of the product's columns; empty where there is none.
     """
     data, residual = inputs["data"], inputs["residual"]
     (m, k), n = rows.shape, out.shape[1]
-    tiling = _tiling(m, n, k, bool(function), make.shared_memory)
+    tiling = _tiling(m, n, k, bool(function), make.gpu.shared_memory)
     assert data is not None and tiling is not None
     maps = {"x": _TILE_ROWS, "weight": tiling.weight_rows // 2, "out": _STORED_ROWS}
     if residual is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, template_operands
-from cuda_compiler.specialization.gpu import CLUSTERS, CLUSTERS_SHARING, HOPPER, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS, CLUSTERS_SHARING, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -32,8 +32,8 @@ _REGISTERS = 1 << 16  # of a multiprocessor
 
 
 @dataclass(frozen=True)
-class Division:
-    """How a product is divided among blocks, as `templates/matmul/linear_wgmma.cu` describes it.
+class WarpgroupDivision:
+    """The division of a product among blocks, as `templates/matmul/linear_wgmma.cu` describes it.
 
     Attributes:
         splits, clusters: Blocks of a cluster, and the number of clusters.
@@ -54,7 +54,7 @@ class Division:
 def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> bool:
     """Whether a product is one that this kernel makes faster than others, by its operands' names."""
     x, weight = (inputs.get(name) for name in ("x", "weight"))
-    if x is None or weight is None or make.capability != HOPPER or x.dtype not in HALF_DTYPES:
+    if x is None or weight is None or not make.gpu.has_warpgroups or x.dtype not in HALF_DTYPES:
         return False
     return (
         _FEWEST_ROWS <= call.params["m"] <= _MOST_ROWS
@@ -68,9 +68,9 @@ def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, V
     )
 
 
-def _division(make: Specializer, call: KernelCall) -> Division | None:
+def _division(make: Specializer, call: KernelCall) -> WarpgroupDivision | None:
     m, n, k = (call.params[name] for name in "mnk")
-    return divided(m, n, k, call.kernel in GATED.values(), make.shared_memory)
+    return divided(m, n, k, call.kernel in GATED.values(), make.gpu.shared_memory)
 
 
 def warpgroup_product(
@@ -82,40 +82,40 @@ def warpgroup_product(
         inputs: x, the weight, bias, residual.
         norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
     """
-    found, weight = _division(make, call), inputs["weight"]
-    assert found is not None and weight is not None
+    division, weight = _division(make, call), inputs["weight"]
+    assert division is not None and weight is not None
     inputs, constants = template_operands(call, inputs, norm)
     constants |= {
-        "splits": found.splits,
-        "width": found.width,
-        "stages": found.stages,
+        "splits": division.splits,
+        "width": division.width,
+        "stages": division.stages,
         "slabs": _SLABS,
-        "shared": found.shared,
-        "ahead": weight.buffer in make.constants,
+        "shared": division.shared,
+        "ahead": make.never_written(weight),
     }
-    made = make.kernel(
+    product = make.kernel(
         call,
         "matmul/linear_wgmma.cu",
         function="linear_wgmma",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
-        grid=(found.clusters, 1, found.splits),
+        grid=(division.clusters, 1, division.splits),
         block=(_THREADS, 1, 1),
-        shared=found.shared,
+        shared=division.shared,
         constants=constants,
-        min_blocks=found.resident,
-        cluster=found.splits,
+        min_blocks=division.resident,
+        cluster=division.splits,
     )
-    return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
+    return replace(product, bytes_moved=sum(map(distinct_bytes, (*product.inputs, *product.outputs))))
 
 
 @cache
-def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Division | None:
+def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> WarpgroupDivision | None:
     """The division in which a block reads the least, if there is one; of equal ones, that with room for two blocks."""
-    return min(_divisions(m, n, k, gated, shared_memory), key=lambda found: found[0], default=(0, None))[1]
+    return min(_divisions(m, n, k, gated, shared_memory), key=lambda division: division[0], default=(0, None))[1]
 
 
-def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Iterator[tuple[int, Division]]:
+def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Iterator[tuple[int, WarpgroupDivision]]:
     """All divisions that fit, and for each how many bytes a block could read while it lasts."""
     unit, parts = (4, 2) if gated else (8, 1)
     steps, held = groups(k, _SLABS * _SLAB_TERMS), 8 * groups(m, 8)
@@ -139,5 +139,5 @@ def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Itera
             ):
                 exchanged = _EXCHANGED * 4 * m * columns + _EXCHANGE if splits > 1 else 0
                 shared = stages * (stage + _BARRIER_BYTES) + rest
-                found = Division(splits, groups(n, width), width, stages, shared, resident)
-                yield own * stage + exchanged, found
+                division = WarpgroupDivision(splits, groups(n, width), width, stages, shared, resident)
+                yield own * stage + exchanged, division

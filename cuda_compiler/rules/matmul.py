@@ -121,10 +121,10 @@ def _matvec_along_terms(
 
 
 def matvec_splits(teams: int, packs: int) -> int:
-    """How many warps share the terms of a result, so that there are enough warps to saturate memory bandwidth.
+    """Number of warps that share the terms of a result, so that there are enough warps to saturate memory bandwidth.
 
     Args:
-        teams: How many groups of such warps there are.
+        teams: Number of groups of such warps.
         packs: Vector accesses that the terms of a result take.
     """
     splits = 1
@@ -183,7 +183,7 @@ def epilogue(
     """out = act(product + bias) + residual.
 
     Args:
-        scales: What rows and columns of the product are multiplied with before, float32 [m] and [n].
+        scales: Factors of the product's rows and columns, float32 [m] and [n], applied first.
     """
     row_scales, column_scales = scales or (None, None)
     views = [view for view in (product, column_scales, bias, residual, out) if view is not None]
@@ -226,18 +226,9 @@ def gemm(
     None where cuBLASLt does not take the operands: rows or columns of a matrix must be contiguous and, where there is
     an epilogue, aligned and a whole number of vectors wide; addends must have the result's dtype.
     """
-    if a.dtype != b.dtype or not is_float(a.dtype) or out.dtype not in (a.dtype, "float32"):
-        return None
-    if 0 in (*a.shape, *b.shape) or any(view is not None and view.dtype != out.dtype for view in (bias, residual)):
-        return None
-    if bias is not None and (_leading(out) is None or _leading(bias.unsqueeze(0)) is None):
-        return None
+    has_epilogue = bias is not None or residual is not None or activation != "none"
     beneath = out if residual is None else residual
-    is_plain = bias is None and residual is None and activation == "none"
-    # Where a row is not a whole number of vectors, cuBLASLt rounds the product before it adds both bias and residual.
-    if not is_plain and out.shape[-1] * itemsize(out.dtype) % 16:
-        return None
-    if not is_plain and not all(_is_aligned(view) for view in (a, b, beneath, out)):
+    if not _fits_gemm(a, b, out, bias, residual) or has_epilogue and not _fits_epilogue(a, b, beneath, out):
         return None
     if _leading(out) is None:
         a, b = b.transpose(-1, -2), a.transpose(-1, -2)
@@ -273,6 +264,23 @@ def gemm(
     )
     inputs = tuple(view for view in (a, b, bias, None if residual is None else beneath) if view is not None)
     return replace(call, kernel=CUBLAS_GEMM, source="", inputs=inputs, outputs=(out,), params=launch.params())
+
+
+def _fits_gemm(a: View, b: View, out: View, bias: View | None, residual: View | None) -> bool:
+    """Whether cuBLASLt takes the dtypes of a product's operands, and its bias runs along rows."""
+    floats = a.dtype == b.dtype and is_float(a.dtype) and out.dtype in (a.dtype, "float32")
+    addends = all(view is None or view.dtype == out.dtype for view in (bias, residual))
+    along_rows = bias is None or (_leading(out) is not None and _leading(bias.unsqueeze(0)) is not None)
+    return floats and addends and along_rows and 0 not in (*a.shape, *b.shape)
+
+
+def _fits_epilogue(a: View, b: View, beneath: View, out: View) -> bool:
+    """Whether cuBLASLt adds to a product of these operands: all rows are whole aligned vectors.
+
+    Otherwise it rounds the product before it adds both bias and residual.
+    """
+    whole = out.shape[-1] * itemsize(out.dtype) % 16 == 0
+    return whole and all(_is_aligned(view) for view in (a, b, beneath, out))
 
 
 def _is_aligned(matrix: View) -> bool:

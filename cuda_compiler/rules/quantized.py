@@ -15,7 +15,7 @@ from cuda_compiler.rules.matmul import (
     operands,
     unrolled,
 )
-from cuda_compiler.specialization.gpu import AMPERE, MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.code_formats import CODE_FORMATS
@@ -89,7 +89,7 @@ def _suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None
     fewest, most = _TILED_ROWS[CODE_FORMATS[params["codes"]].bits]
     return (
         fewest <= params["m"] <= most
-        and make.capability >= AMPERE
+        and make.gpu.multiplies_bfloat16
         and x.dtype in HALF_DTYPES
         and vector_width(x) >= 8
         and vector_width(data) >= 16
@@ -108,7 +108,7 @@ def _tiles(make: Specializer, call: KernelCall, inputs: dict[str, View | None]) 
     while splits < 8 and tiles * splits < _FEWEST_BLOCKS and steps // (2 * splits) >= _FEWEST_STEPS:
         splits *= 2
     stage = _TILE_COLUMNS * _STEP_BYTES + tile_m * step * 2
-    stages = min(_MOST_STAGES, max(2, min(make.shared_memory, _STAGED_BYTES) // stage))
+    stages = min(_MOST_STAGES, max(2, min(make.gpu.shared_memory, _STAGED_BYTES) // stage))
     return make.kernel(
         call,
         "matmul/quantized_tiles.cu",

@@ -20,7 +20,7 @@ _CHUNKS = 128  # blocks per long row
 
 @dataclass(frozen=True)
 class _Extreme:
-    """Which element a reduction looks for, the least or the greatest, and whether its result is the index."""
+    """The element that a reduction looks for, the least or the greatest, and whether its result is the index."""
 
     least: bool
     wants_index: bool

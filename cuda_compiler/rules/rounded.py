@@ -12,7 +12,7 @@ from cuda_compiler.rules.matmul import CUBLAS_GEMM, VECTOR_ROWS, cublas_activate
 from cuda_compiler.rules.quantized import linear
 from cuda_compiler.rules.rows import held_packs, shared_pack, small_teams_for
 from cuda_compiler.specialization.c_text import TYPES
-from cuda_compiler.specialization.gpu import ADA, TURING
+from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.sizes import Size3, groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from cuda_compiler.specialization.template_files import template_text
@@ -26,10 +26,10 @@ _FEWEST_ROWS = 17  # of a product of int8 by cuBLASLt
 
 
 class RoundedForm(NamedTuple):
-    """How a product reads its rounded rows.
+    """The form in which a product reads its rounded rows.
 
     Attributes:
-        codes: What rows are rounded to, one of `ROW_FORMATS`.
+        codes: Format that rows are rounded to, one of `ROW_FORMATS`.
         dtype: `uint8` for the codes, which have a scale for each row; else that of the floats that these stand for.
     """
 
@@ -53,14 +53,14 @@ class UnscaledProduct(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What makes the rows [m, k] that are rounded; each step's result has the dtype `stored`.
+class RowOrigin:
+    """The computation of the rows [m, k] that are rounded; each step's result has the dtype `stored`.
 
     Attributes:
         x: The rows, or what they are made of.
         row_scales, column_scales: Of x, where it is a product without its scales; the rows' are also those of `other`.
         residual: Added to such a product.
-        total: Where the sum is stored.
+        total: The view in which the sum is stored.
         function: C of an element-wise `float made(float a, float b)` of x and `other`; empty where there is none.
         other, other_scales: Its second operand, and the scales of its columns, as for x.
         weight, eps, weight_offset: Of the RMSNorm of the result; `eps` is None where there is none.
@@ -80,17 +80,17 @@ class Origin:
     weight_offset: float = 0.0
 
 
-def wanted_form(call: KernelCall, capability: int) -> RoundedForm | None:
-    """What a call reads its rows as on a GPU of this capability; None where it rounds none."""
+def wanted_form(call: KernelCall, gpu: GPU) -> RoundedForm | None:
+    """The form in which a call reads its rounded rows on this GPU; None where it rounds none."""
     if call.kernel not in RULES:
         return None
     codes = call.params["activations"]
     if call.params["m"] <= VECTOR_ROWS:
         return RoundedForm(codes, "float32")
-    return RoundedForm(codes, "uint8" if _multiplies_bytes(call, capability) else call.inputs[0].dtype)
+    return RoundedForm(codes, "uint8" if _multiplies_bytes(call, gpu) else call.inputs[0].dtype)
 
 
-def _multiplies_bytes(call: KernelCall, capability: int) -> bool:
+def _multiplies_bytes(call: KernelCall, gpu: GPU) -> bool:
     """Whether the codes are multiplied as they are: those of the weight have one scale for each row."""
     params, inputs, out = call.params, operands(call), call.outputs[0]
     data, scales = inputs["data"], inputs["scales"]
@@ -100,16 +100,16 @@ def _multiplies_bytes(call: KernelCall, capability: int) -> bool:
     if scales.dtype != "float32" or params["k"] % _UNIT or params["n"] % _UNIT or vector_width(data) < _UNIT:
         return False
     if not CODE_FORMATS[params["codes"]].is_float:
-        return capability >= TURING and params["m"] >= _FEWEST_ROWS
-    return capability >= ADA and out.dtype in HALF_DTYPES  # float32 results are to be exacter than its sums
+        return gpu.multiplies_int8 and params["m"] >= _FEWEST_ROWS
+    return gpu.multiplies_float8 and out.dtype in HALF_DTYPES  # float32 results are to be exacter than its sums
 
 
 def scales_products(make: Specializer, call: KernelCall) -> bool:
     """Whether cuBLASLt can multiply a product of codes with scales by row and column."""
-    return CODE_FORMATS[call.params["codes"]].is_float and make.scales_products
+    return CODE_FORMATS[call.params["codes"]].is_float and make.gpu.scales_products
 
 
-def row_teams(origin: Origin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
+def row_teams(origin: RowOrigin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
     """Constants, grid and block of the call that rounds rows, and whether its threads hold all of a row."""
     views = (origin.x, origin.other, origin.residual, origin.total, origin.weight, out)
     pack = shared_pack(view for view in views if view is not None)
@@ -124,16 +124,16 @@ def row_teams(origin: Origin, out: View) -> tuple[dict[str, bool | int | float],
 
 def can_hold(rows: View) -> bool:
     """Whether the threads that round rows hold all of a row, as a norm needs it."""
-    return row_teams(Origin(rows, rows.dtype), replace(rows, dtype="uint8"))[2]
+    return row_teams(RowOrigin(rows, rows.dtype), replace(rows, dtype="uint8"))[2]
 
 
 def round_rows(
-    make: Specializer, call: KernelCall, form: RoundedForm, origin: Origin
+    make: Specializer, call: KernelCall, form: RoundedForm, origin: RowOrigin
 ) -> tuple[KernelCall, RoundedRows]:
     """The call that rounds rows, and where it stores them.
 
     Args:
-        call: Whose work it does besides, for reports.
+        call: A call whose work it does besides, for reports.
     """
     rows, width = origin.x.shape
     out = make.temporary(call.node, (rows, width), form.dtype)
@@ -141,7 +141,7 @@ def round_rows(
     constants, (grid, block), _ = row_teams(origin, out)
     nothing = "__device__ __forceinline__ float made(float a, float) { return a; }"
     definitions = (f"using Stored = {TYPES[origin.stored]};", template_text("elementwise/elementwise.cuh"))
-    made = make.kernel(
+    rounding = make.kernel(
         replace(call, kernel="rounded_rows", params={}),
         "norms/rounded_rows.cu",
         inputs={
@@ -166,23 +166,23 @@ def round_rows(
         },
         definitions="\n".join((*definitions, origin.function or nothing, "")),
     )
-    moved = sum(map(distinct_bytes, (*made.inputs, *made.outputs)))
-    return replace(made, bytes_moved=moved), RoundedRows(out, scales)
+    moved = sum(map(distinct_bytes, (*rounding.inputs, *rounding.outputs)))
+    return replace(rounding, bytes_moved=moved), RoundedRows(out, scales)
 
 
 def keep_rounded(make: Specializer, subject: View, form: RoundedForm, rounded: RoundedRows) -> None:
-    """Have later calls find floats that rows were rounded to, until the rows are written."""
+    """Keep the floats that rows were rounded to for later calls, until the rows are written."""
     make.cache((subject, form), rounded.rows)
 
 
 def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
     """A product of the floats that codes stand for. Those of codes are made before, with all calls in sight."""
-    inputs, form = operands(call), wanted_form(call, make.capability)
+    inputs, form = operands(call), wanted_form(call, make.gpu)
     x = inputs["x"]
     assert x is not None and form is not None and form.dtype != "uint8"
     rows, calls = make.cached((x, form)), []
     if rows is None:
-        rounding, (rows, _) = round_rows(make, call, form, Origin(x, x.dtype))
+        rounding, (rows, _) = round_rows(make, call, form, RowOrigin(x, x.dtype))
         make.cache((x, form), rows)
         calls.append(replace(rounding, flops=0))
     return [*calls, *linear(make, call, {**inputs, "x": rows}, gated)]

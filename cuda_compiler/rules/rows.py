@@ -36,7 +36,7 @@ def teams_for(rows: int, items: int) -> tuple[dict[str, bool | int | float], Siz
 
 
 def small_teams_for(rows: int, items: int) -> tuple[dict[str, bool | int | float], Size3, Size3]:
-    """The same where a team may be a part of a warp: lanes hold several items each, if there are many rows."""
+    """Constants, grid and block for teams that may be parts of a warp; with many rows, lanes hold several items."""
     held = next((held for held in (4, 2) if rows * items >= held * _BUSY), 1)
     lanes = 1
     while lanes < groups(items, held):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, template_operands
-from cuda_compiler.specialization.gpu import CLUSTERS_SHARING, HOPPER, WARP, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS_SHARING, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.code_formats import CODE_FORMATS
@@ -32,14 +32,14 @@ _FEWEST_STAGES, _MOST_STAGES = 3, 8
 
 
 @dataclass(frozen=True)
-class Division:
-    """How a product is divided among blocks and warps, as `templates/matmul/streamed.cu` describes it.
+class WarpDivision:
+    """The division of a product among blocks and warps, as `templates/matmul/streamed.cu` describes it.
 
     Attributes:
         tile_m: Rows of x, rounded up to those of whole fragments.
         warps, shared: Of a block; bytes of shared memory.
         splits, clusters: Blocks of a cluster, and the number of clusters.
-        pieces: Of 32 terms, of each row of x, that a warp holds.
+        pieces: Number of pieces of 32 terms, of each row of x, that a warp holds.
         stages: Units of the weight that the ring has room for.
     """
 
@@ -58,7 +58,7 @@ def suits_streaming(make: Specializer, call: KernelCall, inputs: Mapping[str, Vi
     m, n, k = (call.params[name] for name in "mnk")
     if (
         x is None
-        or make.capability < HOPPER
+        or not make.gpu.has_clusters
         or not (_FEWEST_ROWS if n * k > _SMALL else _FEWEST_ROWS_OF_SMALL) <= m <= _MOST_ROWS
         or x.dtype not in HALF_DTYPES
         or not _has_rows(x)
@@ -79,13 +79,13 @@ def _has_rows(view: View) -> bool:
     return view.strides[1] == 1 and vector_width(view) >= 8
 
 
-def _division(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> Division | None:
+def _division(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> WarpDivision | None:
     m, n, k = (call.params[name] for name in "mnk")
     sides = tuple(
         call.params["groups"] * itemsize(side.dtype) for name in _SIDES if (side := inputs.get(name)) is not None
     )
     bits = CODE_FORMATS[call.params["codes"]].bits if "codes" in call.params else 16
-    return divided(m, n, k, call.kernel in GATED.values(), make.shared_memory, bits, sides)
+    return divided(m, n, k, call.kernel in GATED.values(), make.gpu.shared_memory, bits, sides)
 
 
 def streamed_product(
@@ -97,54 +97,54 @@ def streamed_product(
         inputs: x, the weight or its codes and what belongs to them, bias, residual.
         norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
     """
-    found = _division(make, call, inputs)
-    assert found is not None
+    division = _division(make, call, inputs)
+    assert division is not None
     inputs, constants = template_operands(call, inputs, norm)
     constants |= {
-        "tile_m": found.tile_m,
-        "splits": found.splits,
-        "clusters": found.clusters,
-        "pieces": found.pieces,
-        "stages": found.stages,
+        "tile_m": division.tile_m,
+        "splits": division.splits,
+        "clusters": division.clusters,
+        "pieces": division.pieces,
+        "stages": division.stages,
     }
     file, parts = "matmul/streamed.cu", ["weight"]
     if "codes" in call.params:
         file, parts = "matmul/streamed_codes.cu", ["data", *_SIDES]
-        constants |= {"pack": 8, "scaled_pieces": _scaled_pieces(call, found)}
+        constants |= {"pack": 8, "scaled_pieces": _scaled_pieces(call, division)}
     ahead = [inputs["gain"], *(inputs[name] for name in parts)]
-    constants["ahead"] = all(view is None or view.buffer in make.constants for view in ahead)
-    made = make.kernel(
+    constants["ahead"] = all(view is None or make.never_written(view) for view in ahead)
+    product = make.kernel(
         call,
         file,
         function="streamed",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
-        grid=(found.clusters, 1, found.splits),
-        block=(found.warps * WARP, 1, 1),
-        shared=found.shared,
+        grid=(division.clusters, 1, division.splits),
+        block=(division.warps * WARP, 1, 1),
+        shared=division.shared,
         constants=constants,
-        min_blocks=2 if found.warps == _WARPS[0] else 1,
-        cluster=found.splits,
+        min_blocks=2 if division.warps == _WARPS[0] else 1,
+        cluster=division.splits,
     )
-    return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
+    return replace(product, bytes_moved=sum(map(distinct_bytes, (*product.inputs, *product.outputs))))
 
 
-def _scaled_pieces(call: KernelCall, found: Division) -> int:
-    """How many pieces of a warp's terms have one scale, wherever they begin."""
+def _scaled_pieces(call: KernelCall, division: WarpDivision) -> int:
+    """Number of pieces of a warp's terms that have one scale, wherever they begin."""
     if call.params["groups"] == 1:
-        return found.pieces
+        return division.pieces
     pieces = groups(call.params["k"], _PIECE_TERMS)
-    return math.gcd(found.pieces, groups(pieces, found.splits), pieces // call.params["groups"])
+    return math.gcd(division.pieces, groups(pieces, division.splits), pieces // call.params["groups"])
 
 
 @cache
 def divided(
     m: int, n: int, k: int, gated: bool, shared_memory: int, bits: int = 16, sides: tuple[int, ...] = ()
-) -> Division | None:
+) -> WarpDivision | None:
     """The first division that fits the registers and half of the shared memory, or else all of that.
 
     Args:
-        bits: Of an element of the weight.
+        bits: Bits of an element of the weight.
         sides: Bytes of a row's scales and of its offsets, which a unit has of whole rows.
     """
     units, pieces = groups(n, _UNIT_ROWS), groups(k, _PIECE_TERMS)
@@ -162,8 +162,8 @@ def divided(
             stages = min(_MOST_STAGES, max(_FEWEST_STAGES, _RING_BYTES // unit))
             shared = stages * unit + (2 * warps + kept) * results + 4 * tile_m * (warps + 1)
             if own * tile_m // _FRAGMENT_ROWS <= most_held and shared <= shared_memory:
-                fitting.append(Division(tile_m, warps, splits, clusters, own, stages, shared))
+                fitting.append(WarpDivision(tile_m, warps, splits, clusters, own, stages, shared))
     return next(
-        (found for found in fitting if found.shared <= memory_of_each(shared_memory, 2)),
+        (division for division in fitting if division.shared <= memory_of_each(shared_memory, 2)),
         fitting[0] if fitting else None,
     )

@@ -1,4 +1,4 @@
-"""What is compiled into a kernel, as C: types, literals, offsets, operand structs, parameters, the signature."""
+"""C text that is compiled into a kernel: types, literals, offsets, operand structs, parameters, the signature."""
 
 from __future__ import annotations
 

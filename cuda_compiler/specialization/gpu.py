@@ -1,7 +1,10 @@
-"""The GPU that programs are compiled for by default, and CUDA's limits."""
+"""`GPU`: the GPU that kernels are generated for; and CUDA's limits."""
 
-HOPPER, HOPPER_SHARED_MEMORY = 90, 227 * 1024  # compute capability; shared memory per block in bytes
-TURING, AMPERE, ADA = 75, 80, 89  # the first with products of int8, of bfloat16 and of float8 on tensor cores
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_TURING, _AMPERE, _ADA, _HOPPER = 75, 80, 89, 90
 WARP = 32
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MULTIPROCESSORS = 132  # of a large GPU, for which work is divided; smaller ones run the same kernels
@@ -16,3 +19,52 @@ RESERVED_SHARED_MEMORY = 1024  # bytes of each block's, which CUDA takes
 def memory_of_each(shared_memory: int, blocks: int) -> int:
     """Bytes of shared memory of a block where so many fit a multiprocessor on which one may have `shared_memory`."""
     return (shared_memory + RESERVED_SHARED_MEMORY) // blocks - RESERVED_SHARED_MEMORY
+
+
+@dataclass(frozen=True)
+class GPU:
+    """The GPU that kernels are generated for; by default an H100.
+
+    Attributes:
+        capability: Compute capability as CUDA writes it: 90 is 9.0.
+        shared_memory: Bytes of shared memory per block.
+        has_scaled_gemm: cuBLASLt is new enough to multiply float8 with scales by row and column: CUDA 12.9 and later.
+        reaches_peers: The GPUs of a group reach each other's memory, so kernels can exchange values themselves.
+        phase_clocks: Resident kernels record what each multiprocessor does when, which a profiler's trace shows.
+    """
+
+    capability: int = _HOPPER
+    shared_memory: int = 227 * 1024
+    has_scaled_gemm: bool = True
+    reaches_peers: bool = False
+    phase_clocks: bool = False
+
+    @property
+    def has_warpgroups(self) -> bool:
+        """Whether four warps can multiply matrices together (`wgmma`), which later architectures lack again."""
+        return self.capability == _HOPPER
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks form clusters, which share their memory."""
+        return self.capability >= _HOPPER
+
+    @property
+    def multiplies_int8(self) -> bool:
+        """Whether tensor cores multiply int8."""
+        return self.capability >= _TURING
+
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether tensor cores multiply bfloat16."""
+        return self.capability >= _AMPERE
+
+    @property
+    def multiplies_float8(self) -> bool:
+        """Whether tensor cores multiply float8."""
+        return self.capability >= _ADA
+
+    @property
+    def scales_products(self) -> bool:
+        """Whether cuBLASLt multiplies float8 with scales by row and column."""
+        return self.has_scaled_gemm and self.capability == _HOPPER

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from cuda_compiler.cuda_program import KernelLaunch, TensorMap
 from cuda_compiler.specialization.c_text import index_type, kernel_signature, shared_buffers, specialized
-from cuda_compiler.specialization.gpu import HOPPER, HOPPER_SHARED_MEMORY
+from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.sizes import Size3, check_grid, vector_width
 from cuda_compiler.specialization.template_files import kernel_text, template_text
 from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl
@@ -23,28 +23,23 @@ class Specializer:
     """Makes specialized kernels and collects their sources, which equal kernels share.
 
     Attributes:
+        gpu: The GPU that runs the kernels.
         sources: Source text by name, a hash of the text.
         temporaries: Buffers that the rules asked for, by name.
-        taken: Names of the program's buffers.
-        capability: Compute capability of the target GPU as CUDA writes it: 90 is 9.0.
-        shared_memory: Bytes per block there.
-        phase_clocks: Resident kernels note the time of their phases.
-        scales_products: cuBLASLt there scales products of float8 by row and column.
-        reaches_peers: Resident kernels exchange values with other GPUs.
-        constants: Buffers that no kernel ever writes.
+        buffers: The program's own buffers, by name.
     """
 
-    taken: frozenset[str] = frozenset()
-    capability: int = HOPPER
-    shared_memory: int = HOPPER_SHARED_MEMORY
-    phase_clocks: bool = False
-    scales_products: bool = True
-    reaches_peers: bool = False
-    constants: frozenset[str] = frozenset()
+    gpu: GPU = field(default_factory=GPU)
+    buffers: Mapping[str, BufferAllocation] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
     _made: dict[Any, str] = field(default_factory=dict)
     _cached: dict[tuple[View, Hashable], View] = field(default_factory=dict)
+
+    def never_written(self, view: View) -> bool:
+        """Whether no kernel ever writes a view's buffer."""
+        buffer = self.buffers.get(view.buffer)
+        return buffer is not None and buffer.kind in ("weight", "constant")
 
     def temporary(self, stem: str, shape: tuple[int, ...], dtype: str) -> View:
         """A row-major arena buffer for a value between two kernels of one call."""
@@ -54,13 +49,13 @@ class Specializer:
         """The result that `cache` kept for a subject, if it is still valid."""
         return self._cached.get(subject)
 
-    def cache(self, subject: tuple[View, Hashable], found: View) -> None:
+    def cache(self, subject: tuple[View, Hashable], result: View) -> None:
         """Keep the view with a call's result about another view, for later calls, until that view is written."""
-        self._cached[subject] = found
+        self._cached[subject] = result
 
     def invalidate(self, written: Collection[str]) -> None:
         """Drop the cached results about buffers that are written."""
-        self._cached = {subject: found for subject, found in self._cached.items() if subject[0].buffer not in written}
+        self._cached = {subject: result for subject, result in self._cached.items() if subject[0].buffer not in written}
 
     def counters(self, stem: str, count: int = 1) -> View:
         """Persistent int32 counters: 0 when the program is loaded, kept from run to run."""
@@ -68,7 +63,7 @@ class Specializer:
 
     def _buffer(self, stem: str, kind: BufferKind, shape: tuple[int, ...], dtype: str) -> View:
         index = len(self.temporaries)
-        while (name := f"{stem}.cuda{index}") in self.taken or name in self.temporaries:
+        while (name := f"{stem}.cuda{index}") in self.buffers or name in self.temporaries:
             index += 1
         self.temporaries[name] = BufferAllocation(name, kind, shape, dtype)
         return View(name, shape, contiguous_strides(shape), 0, dtype)
@@ -93,7 +88,7 @@ class Specializer:
         """A call of a template's kernel, specialized for its operands and the call's parameters.
 
         Args:
-            file: In `templates`; its part for `function` is used.
+            file: File in `templates`; its part for `function` is used.
             grid, block: In blocks and threads; a grid of 0 becomes 1, so templates check their bounds.
             shared: Bytes of dynamic shared memory.
             function: The kernel's name; by default the call's.
@@ -118,10 +113,10 @@ class Specializer:
         shape = (block, min_blocks, cluster, tuple(maps))
         source = self._source(call, decl, file, function, shape, inputs, outputs, constants or {}, definitions)
         operands = [(name, view) for name, view in (*inputs.items(), *outputs.items()) if view is not None]
-        made = {
+        tensor_maps = {
             name: TensorMap.of(index, view, maps[name]) for index, (name, view) in enumerate(operands) if name in maps
         }
-        launch = KernelLaunch(check_grid(grid, call), block, shared, maps=tuple(made[name] for name in maps))
+        launch = KernelLaunch(check_grid(grid, call), block, shared, maps=tuple(tensor_maps[name] for name in maps))
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(
             call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch.params()

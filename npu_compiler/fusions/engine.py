@@ -201,7 +201,7 @@ def _operands(node: OpNode) -> list[str | float | None]:
 
 @dataclass
 class Rewriter:
-    """What a rewrite function may add to the graph besides the fused node."""
+    """Nodes, tensors and weights that a rewrite function adds to the graph besides the fused node."""
 
     graph: IRGraph
     tensors: dict[str, TensorSpec]

@@ -140,8 +140,8 @@ def _is_max_pool(node: OpNode) -> bool:
 
 
 def _only_reader(source: OpNode, node: OpNode, graph: IRGraph, consumers: Mapping[str, list[OpNode]]) -> bool:
-    made = source.outputs[0]
-    return consumers[made] == [node] and made not in graph.outputs
+    tensor = source.outputs[0]
+    return consumers[tensor] == [node] and tensor not in graph.outputs
 
 
 def _swapped(graph: IRGraph, first: OpNode, second: OpNode, keep_first: bool = False) -> IRGraph:
@@ -182,7 +182,7 @@ class _Quantized:
 
 @dataclass
 class _Chain:
-    """What follows a product: its last node, and what is taken along."""
+    """The nodes after a product that become a part of its kernel."""
 
     last: OpNode
     taken: list[OpNode]
@@ -220,7 +220,7 @@ class _Fuser:
         return replace(self.graph, nodes=nodes, tensors=self.tensors, constants=self.constants)
 
     def _quantized(self, name: str) -> _Quantized | None:
-        """What a float tensor is dequantized from, if it is."""
+        """The quantized tensor of which a float tensor is the dequantized one, if there is one."""
         node = self.producers.get(name)
         if node is None or node.op_type != _DEQUANTIZE or node.inputs[0] not in self.storable:
             return None
@@ -268,9 +268,9 @@ class _Fuser:
             zero = int(node.attrs["zero_point"])
             zeros = self._constant(f"{name}.zeros", np.full(channels, zero, np.int32)) if zero else None
         elif node.attrs.get("axis") in (0, -len(spec.shape)):
-            found = args.tensor("scales")
-            assert found is not None
-            scales, zeros = found, args.tensor("zero_points")
+            tensor_scales = args.tensor("scales")
+            assert tensor_scales is not None
+            scales, zeros = tensor_scales, args.tensor("zero_points")
         else:
             return None
         if any(x is not None and self.tensors[x].shape != (channels,) for x in (scales, zeros)):
@@ -286,17 +286,17 @@ class _Fuser:
         self.constants[name] = value
         return name
 
-    def _follow(self, node: OpNode, made: str, may_add: bool) -> _Chain:
+    def _follow(self, node: OpNode, tensor: str, may_add: bool) -> _Chain:
         """The sum, the activation and the rounding that follow the only reader of each, one after the other."""
         chain = _Chain(node, [node], {**_NO_RESIDUAL, **_NO_RESULT, "activation": "none"})
-        shape = self.tensors[made].shape
-        reader = self._only_reader(made)
-        if may_add and reader is not None and reader.base == "aten.add" and self._add_residual(chain, reader, made):
-            made, reader = reader.outputs[0], self._only_reader(reader.outputs[0])
+        shape = self.tensors[tensor].shape
+        reader = self._only_reader(tensor)
+        if may_add and reader is not None and reader.base == "aten.add" and self._add_residual(chain, reader, tensor):
+            tensor, reader = reader.outputs[0], self._only_reader(reader.outputs[0])
         if reader is not None and activation(reader) is not None and len(reader.inputs) == 1:
             chain.attrs["activation"] = activation(reader)
             chain.taken.append(reader)
-            made, reader = reader.outputs[0], self._only_reader(reader.outputs[0])
+            tensor, reader = reader.outputs[0], self._only_reader(reader.outputs[0])
         if reader is not None and reader.op_type == _QUANTIZE and self.tensors[reader.outputs[0]].shape == shape:
             chain.attrs.update(reader.attrs)
             chain.taken.append(reader)
@@ -309,27 +309,31 @@ class _Fuser:
             return None
         return readers[0]
 
-    def _add_residual(self, chain: _Chain, node: OpNode, made: str) -> bool:
-        others = [name for name in node.inputs if name != made]
+    def _add_residual(self, chain: _Chain, node: OpNode, tensor: str) -> bool:
+        others = [name for name in node.inputs if name != tensor]
         if len(others) != 1 or node.attrs.get("alpha", 1) != 1:
             return False
         spec = self.tensors[others[0]]
-        if spec.shape != self.tensors[made].shape or spec.dtype not in FLOAT_DTYPES or others[0] in self.graph.weights:
+        if (
+            spec.shape != self.tensors[tensor].shape
+            or spec.dtype not in FLOAT_DTYPES
+            or others[0] in self.graph.weights
+        ):
             return False
-        found = self._quantized(others[0])
-        chain.residual = others[0] if found is None else found.name
+        quantized = self._quantized(others[0])
+        chain.residual = others[0] if quantized is None else quantized.name
         chain.attrs["has_residual"] = True
-        if found is not None:
-            chain.attrs.update(residual_scale=found.scale, residual_zero_point=found.zero_point)
+        if quantized is not None:
+            chain.attrs.update(residual_scale=quantized.scale, residual_zero_point=quantized.zero_point)
         chain.taken.append(node)
         return True
 
     def _mean(self, node: OpNode) -> None:
         x = self._quantized(node.inputs[0])
         shape = self.tensors[node.inputs[0]].shape
-        made = self.tensors[node.outputs[0]].shape
+        out_shape = self.tensors[node.outputs[0]].shape
         dims = {dim % 4 for dim in node.attrs.get("dim") or ()} if node.base == "aten.mean" else {2, 3}
-        if x is None or len(shape) != 4 or dims != {2, 3} or math.prod(made) != shape[0] * shape[1]:
+        if x is None or len(shape) != 4 or dims != {2, 3} or math.prod(out_shape) != shape[0] * shape[1]:
             return
         if node.attrs.get("dtype") not in (None, self.tensors[node.outputs[0]].dtype):
             return

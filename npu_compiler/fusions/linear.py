@@ -145,7 +145,7 @@ _GATED = {f"npu.{op}": activation for op, activation in GATES.items()}
 
 
 def _rewrite_gated_linear(match: Match, rewriter: Rewriter) -> OpNode | None:
-    """For one row only: products of more rows are better left to a library, with the gating after them."""
+    """Fuse the gate of a product of one row; a library is faster for more rows, with the gating after it."""
     specs = rewriter.tensors
     linear, gate, up = (match.bound[name] for name in ("linear", "gate", "up"))
     *rows, width = specs[match.root.outputs[0]].shape

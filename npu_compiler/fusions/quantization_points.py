@@ -1,4 +1,4 @@
-"""Where a network of floats is quantized, so that `fuse_integers` makes one integer kernel of each layer.
+"""Quantization points of a float network: with them, `fuse_integers` makes one integer kernel of each layer.
 
     Given:   c = conv2d(x, w, b);  r = relu(c)
     Result:  q = quantize(x);  f = dequantize(q);  v = dequantize(codes of w)
@@ -66,11 +66,11 @@ class IntegerWeight:
 
 
 class Points:
-    """What can be quantized of a graph of floats.
+    """The layers and tensors of a float graph that can be quantized.
 
     Attributes:
-        layers: In the graph's order.
-        tensors: Those to quantize, in order, if all layers are.
+        layers: Layers in the graph's order.
+        tensors: Tensors to quantize, in order, if all layers are.
     """
 
     def __init__(self, graph: IRGraph, keep: Collection[str] = ()) -> None:
@@ -93,9 +93,9 @@ class Points:
                 wanted |= {self._source(name) for name in node.inputs if name not in inside}
             elif node.base in _MEANS and len(graph.tensors[node.inputs[0]].shape) == 4:
                 wanted.add(self._source(node.inputs[0]))
-        known = {*graph.weights, *graph.constants}
+        constants = {*graph.weights, *graph.constants}
         in_order = [*graph.inputs, *(out for node in graph.nodes for out in node.outputs)]
-        floats = {name for name in wanted - known if graph.tensors[name].dtype == "float32"}
+        floats = {name for name in wanted - constants if graph.tensors[name].dtype == "float32"}
         self.tensors = [name for name in in_order if name in floats]
 
     def _is_layer(self, node: OpNode) -> bool:
@@ -112,19 +112,19 @@ class Points:
 
     def _end(self, node: OpNode, taken: set[str], inside: set[str]) -> str:
         """The last tensor of what a layer's or a sum's kernel makes; enters what it takes along and passes inside."""
-        made = node.outputs[0]
-        reader = self._only_reader(made, taken)
+        tensor = node.outputs[0]
+        reader = self._only_reader(tensor, taken)
         if reader is not None and reader.base == "aten.add" and node.base in _LAYERS:
-            same = {self.graph.tensors[name].shape for name in (*reader.inputs, made)}
+            same = {self.graph.tensors[name].shape for name in (*reader.inputs, tensor)}
             if len(same) == 1 and len(set(reader.inputs)) == 2:
                 taken.add(reader.name)
-                inside.add(made)
-                made = reader.outputs[0]
-                reader = self._only_reader(made, taken)
+                inside.add(tensor)
+                tensor = reader.outputs[0]
+                reader = self._only_reader(tensor, taken)
         if reader is not None and activation(reader) is not None and len(reader.inputs) == 1:
-            inside.add(made)
-            made = reader.outputs[0]
-        return made
+            inside.add(tensor)
+            tensor = reader.outputs[0]
+        return tensor
 
     def _only_reader(self, name: str, taken: set[str]) -> OpNode | None:
         readers = self._consumers.get(name, [])
@@ -168,10 +168,10 @@ def quantized_graph(
     def add_range(name: str) -> None:
         if name not in ranges:
             return
-        found = ranges[name]
+        activation = ranges[name]
         attrs = {
-            "scale": found.scale,
-            "zero_point": found.zero_point,
+            "scale": activation.scale,
+            "zero_point": activation.zero_point,
             "quant_min": 0,
             "quant_max": 255,
             "dtype": "uint8",
@@ -183,10 +183,10 @@ def quantized_graph(
         key = recipes.pop(name).params["key"]
         parts = []
         for part, array in (("codes", weight.codes), ("scales", weight.scales)):
-            made = unique_name(f"{name}.{part}", tensors)
-            tensors[made] = TensorSpec(made, array.shape, array.dtype.name)
-            recipes[made], state[f"{key}.{part}"] = from_key(f"{key}.{part}"), array
-            parts.append(made)
+            tensor = unique_name(f"{name}.{part}", tensors)
+            tensors[tensor] = TensorSpec(tensor, array.shape, array.dtype.name)
+            recipes[tensor], state[f"{key}.{part}"] = from_key(f"{key}.{part}"), array
+            parts.append(tensor)
         attrs = {"axis": 0, "quant_min": -127, "quant_max": 127, "dtype": "int8"}
         renamed[name] = add(f"{name}.rounded", name, "float32", _PER_CHANNEL, tuple(parts), attrs)
         del tensors[name]

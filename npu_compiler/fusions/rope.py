@@ -52,7 +52,7 @@ ROPE = Fusion("rope", _rope_patterns(), _rewrite_rope)
 
 @dataclass(frozen=True)
 class _Heads:
-    """What a rotation turns: columns `start` to `end` of a product [B, T, N], seen as `shape` [B, H, T, D].
+    """The heads that a rotation turns: columns `start` to `end` of a product [B, T, N], seen as `shape` [B, H, T, D].
 
     Attributes:
         steps: The slice, the view and the transpose that make the one of the other.

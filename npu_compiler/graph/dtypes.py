@@ -89,7 +89,7 @@ def saturate(value: float, dtype: str, *, masks: bool = True) -> float:
 
 
 def stands_for_infinity(values: np.ndarray) -> np.ndarray:
-    """Which finite values of a float array stand for an infinity."""
+    """A mask of the finite values of a float array that stand for an infinity."""
     result: np.ndarray = np.isfinite(values) & ((np.abs(values) >= _HUGE) | (values <= _MASKING))
     return result
 

@@ -23,7 +23,7 @@ class Mesh:
     """The ranks among which a graph is divided.
 
     Attributes:
-        ranks: How many.
+        ranks: Number of ranks.
         least_table: Tables of embeddings with fewer elements are on all ranks whole: dividing one costs a reduction.
     """
 
@@ -36,7 +36,7 @@ class Mesh:
 
 
 def pieces(split: Split) -> int:
-    """In how many parts a tensor is divided."""
+    """Number of parts into which a tensor is divided."""
     return math.prod(parts for _, parts in split)
 
 

@@ -27,11 +27,11 @@ class TensorSpec:
         shape: Static shape, in elements.
         dtype: The dtype PyTorch gives it.
         storage: The dtype it has in device memory; empty until the precision stage has run.
-        alloc_shape: Its shape in device memory when channels are padded, else None (dense).
+        alloc_shape: Shape in device memory when channels are padded, else None (dense).
         bounds: Smallest and largest value that an integer input or weight may hold, where the graph tells: an index
             counts rows, from 0 or, below 0, from the end; other bounds keep int64 results that are made of it within
             32 bits.
-        quantized: How a weight is stored in few bits, until `split_quantized_weights` makes a tensor of each part.
+        quantized: Format of a weight in few bits, until `split_quantized_weights` makes a tensor of each part.
     """
 
     name: str

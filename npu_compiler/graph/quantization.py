@@ -33,14 +33,14 @@ COMPUTING_DEVICES = ("cpu", "gpu")
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """How a matrix is stored in few bits.
+    """The format of a matrix in few bits.
 
     Attributes:
         codes: `int4`, `int8` or `float8_e4m3`.
         group: Number of consecutive elements of a row that share a scale; 0 stands for the whole row.
         scales: Dtype of the scales, and of minimums.
         offsets: `none`, `minimum` or `zero_point`.
-        activations: What products round the rows of their other operand to, as `quantize_rows` does: `int8`,
+        activations: Format to which products round the rows of their other operand, as `quantize_rows` does: `int8`,
             `float8_e4m3`, or `none`. It is no part of how the matrix is stored.
     """
 
@@ -94,7 +94,7 @@ class QuantizedFormat:
         return k // self.group if self.group else 1
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
-        """Why a tensor of this shape cannot be stored so, in words; None where it can."""
+        """The reason why a tensor of this shape cannot be stored so, in words; None where it can."""
         if len(shape) != 2 or 0 in shape:
             return f"shape {list(shape)} is not that of a matrix"
         if self.group and shape[1] % self.group:
@@ -147,7 +147,7 @@ def with_activations(format: QuantizedFormat, name: str) -> QuantizedFormat:
 
 
 def row_format(name: str, what: str) -> str:
-    """Which of `ROW_FORMATS` a name stands for; `what` is rounded to it, for the message of the InputError."""
+    """The entry of `ROW_FORMATS` that a name stands for; `what` names what is rounded, for the InputError."""
     if name not in NAMED_ROW_FORMATS:
         raise InputError(f"{what} cannot be rounded to '{name:.80}'; choose one of {', '.join(NAMED_ROW_FORMATS)}")
     return NAMED_ROW_FORMATS[name]
@@ -228,7 +228,7 @@ class QuantizedArray:
         return spread
 
     def problems(self) -> Iterator[str]:
-        """What makes the stored values useless, in words."""
+        """Yield the defects that make the stored values useless, in words."""
         for name in ("scales", "offsets"):
             part = getattr(self, name)
             if part is not None and part.dtype != np.uint8 and not np.isfinite(part.astype(np.float32)).all():

@@ -45,7 +45,7 @@ def read_ir(source: str | Path | Mapping[str, Any] | Any) -> IRGraph:
 
 
 def _converter(source: object) -> Callable[[Any], Mapping[str, Any]] | None:
-    """What makes IR of a source that is no IR itself."""
+    """The function that makes IR of a source that is no IR itself."""
     is_path = isinstance(source, (str, Path))
     kind = Path(str(source)).suffix.removeprefix(".") if is_path else type(source).__name__
     if kind in ("", "json", "dict", "IR"):

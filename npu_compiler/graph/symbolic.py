@@ -29,7 +29,7 @@ def is_symbolic(value: object) -> bool:
 
 
 def specialize(value: Any, sizes: Sizes) -> Any:
-    """The same IR, or part of IR, with numbers in place of expressions.
+    """IR, or a part of it, with numbers in place of expressions.
 
     Args:
         sizes: Symbol → its value.

@@ -1,4 +1,4 @@
-"""How a program's weight is made from the checkpoint: a small expression over `state_dict` tensors."""
+"""Recipes, by which a program's weights are made from the checkpoint: small expressions over `state_dict` tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WeightTransformRecipe:
 
     @property
     def format(self) -> QuantizedFormat:
-        """Of op `quantized`. Raises InputError if the parameters are not those of a format."""
+        """The format of op `quantized`. Raises InputError if the parameters are not those of a format."""
         fields = self.params.get("format")
         if not isinstance(fields, Mapping) or fields.keys() != set(_STORED_FIELDS):
             raise InputError(f"{fields!r:.80} is not a quantized format")

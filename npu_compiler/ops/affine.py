@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from npu_compiler.graph.dtypes import INT_DTYPES, numpy_dtype
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import Args, Range, Scalar, operand, register_op
+from npu_compiler.ops.registry import Args, ByteStorage, Range, Scalar, operand, register_op
 from npu_compiler.program.elementwise import Elementwise, add_elementwise
 from npu_compiler.program.views import View, numel
 
@@ -107,14 +107,14 @@ def _float(value: View | Scalar) -> View | Scalar:
     tensors=_PER_TENSOR,
     unsupported=_unsupported,
     integer_range=_range,
-    bytes="too",
+    byte_storage=ByteStorage.ALLOWED,
     saturates=True,
 )
 @register_op(
     _names("dequantize_per_tensor.default", "dequantize_per_tensor.tensor"),
     tensors=_PER_TENSOR,
     unsupported=_unsupported,
-    bytes="too",
+    byte_storage=ByteStorage.ALLOWED,
 )
 def lower_per_tensor(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
@@ -136,10 +136,15 @@ def _single(value: View | Scalar) -> View | Scalar:
     tensors=_PER_CHANNEL,
     unsupported=_unsupported,
     integer_range=_range,
-    bytes="too",
+    byte_storage=ByteStorage.ALLOWED,
     saturates=True,
 )
-@register_op(_names("dequantize_per_channel.default"), tensors=_PER_CHANNEL, unsupported=_unsupported, bytes="too")
+@register_op(
+    _names("dequantize_per_channel.default"),
+    tensors=_PER_CHANNEL,
+    unsupported=_unsupported,
+    byte_storage=ByteStorage.ALLOWED,
+)
 def lower_per_channel(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
     x = ctx.view(node.inputs[0])
@@ -177,10 +182,15 @@ def _split(shape: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list
     tensors=_PER_TENSOR,
     unsupported=_affine_unsupported,
     integer_range=_range,
-    bytes="too",
+    byte_storage=ByteStorage.ALLOWED,
     saturates=True,
 )
-@register_op("torchao.dequantize_affine.default", tensors=_PER_TENSOR, unsupported=_affine_unsupported, bytes="too")
+@register_op(
+    "torchao.dequantize_affine.default",
+    tensors=_PER_TENSOR,
+    unsupported=_affine_unsupported,
+    byte_storage=ByteStorage.ALLOWED,
+)
 def lower_affine(ctx: Lowering, node: OpNode) -> None:
     """Blocks of any size along each dimension have a scale and a zero point each."""
     args = Args(node)

@@ -29,7 +29,7 @@ from npu_compiler.program.views import View
 
 
 def view_rule(node: OpNode) -> ViewRule | None:
-    """How the node's output looks into its input's memory; None for an op that makes new memory."""
+    """The rule by which a node's output looks into its input's memory; None for an op that makes new memory."""
     op = find_op(node.op_type)
     return op.view if op is not None else None
 
@@ -72,7 +72,7 @@ def _write_permuted(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBac
 
 
 def _write_with(op_type: str) -> Callable[[OpNode, TensorSpec, TensorSpec], WriteBack]:
-    """By the scatter op that takes the view op's own attributes."""
+    """The write-back by a scatter op that takes the view op's own attributes."""
     return lambda node, base, out: WriteBack(op_type, node.attrs, keeps_rest=True)
 
 
@@ -84,7 +84,7 @@ def _write_narrow(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack:
 
 
 def _write_nothing(node: OpNode, base: TensorSpec, out: TensorSpec) -> None:
-    """For views in which elements overlap."""
+    """No write-back: elements of the view overlap."""
 
 
 def view_op(

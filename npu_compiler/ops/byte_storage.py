@@ -1,29 +1,29 @@
-"""Which int8 and uint8 tensors of a graph are stored in a byte an element; all others are int32 on the device."""
+"""The int8 and uint8 tensors of a graph that are stored in a byte an element; all others are int32 on the device."""
 
 from __future__ import annotations
 
 from npu_compiler.graph.dtypes import BYTE_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
-from npu_compiler.ops.registry import find_op
+from npu_compiler.ops.registry import ByteStorage, find_op
 
 
 def storable_in_bytes(graph: IRGraph) -> set[str]:
     """The int8 and uint8 tensors of which all that reads or makes them, or a view of them, can handle bytes."""
-    found = {name for name, spec in graph.tensors.items() if spec.dtype in BYTE_DTYPES}
-    touched = _touching(graph, found)
-    while refused := {x for x in found if not all(_handles_bytes(node, found) for node in touched[x])}:
-        found -= refused
-    return found
+    names = {name for name, spec in graph.tensors.items() if spec.dtype in BYTE_DTYPES}
+    touched = _touching(graph, names)
+    while refused := {x for x in names if not all(_handles_bytes(node, names) for node in touched[x])}:
+        names -= refused
+    return names
 
 
 def in_bytes(graph: IRGraph) -> set[str]:
     """The tensors that are stored in a byte an element: those that integer kernels read and make, and views of them."""
-    found = storable_in_bytes(graph)
-    touched = _touching(graph, found)
-    needed = {name for name in found if any(_needs_bytes(node) for node in touched[name])}
+    names = storable_in_bytes(graph)
+    touched = _touching(graph, names)
+    needed = {name for name in names if any(_needs_bytes(node) for node in touched[name])}
     while shown := {
         x
-        for x in found - needed
+        for x in names - needed
         if any(_is_view(node) and needed & {*node.inputs, *node.outputs} for node in touched[x])
     }:
         needed |= shown
@@ -39,16 +39,16 @@ def _touching(graph: IRGraph, names: set[str]) -> dict[str, list[OpNode]]:
     return touched
 
 
-def _handles_bytes(node: OpNode, found: set[str]) -> bool:
+def _handles_bytes(node: OpNode, names: set[str]) -> bool:
     op = find_op(node.op_type)
-    if op is not None and op.bytes:
+    if op is not None and op.byte_storage is not ByteStorage.NONE:
         return True
-    return _is_view(node) and {node.inputs[0], node.outputs[0]} <= found
+    return _is_view(node) and {node.inputs[0], node.outputs[0]} <= names
 
 
 def _needs_bytes(node: OpNode) -> bool:
     op = find_op(node.op_type)
-    return op is not None and op.bytes == "only"
+    return op is not None and op.byte_storage is ByteStorage.REQUIRED
 
 
 def _is_view(node: OpNode) -> bool:

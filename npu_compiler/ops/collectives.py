@@ -1,4 +1,7 @@
-"""What ranks exchange: sums and parts. Every rank of a program runs these calls in the same order."""
+"""Collectives: the sums and parts of tensors that ranks exchange.
+
+Every rank of a program runs these calls in the same order.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MOST_FLAGS = 2**24
 
 
 def too_many_flags(places: int, indices: int, what: str) -> str | None:
-    """Why a node is refused that needs a flag for each of these pairs."""
+    """The reason to refuse a node that needs a flag for each of too many pairs, or None."""
     return f"{what} of {indices} indices over {places} places" if places * indices > MOST_FLAGS else None
 
 
@@ -57,7 +57,7 @@ def _histogram(node: OpNode) -> tuple[int, float, float]:
     integer_range=lambda node, graph, known: (0, graph.tensors[node.inputs[0]].numel),
 )
 def lower_histc(ctx: Lowering, node: OpNode) -> None:
-    """How many elements are in each bin; one at the upper limit is in the last, one outside of the limits in none."""
+    """Count the elements in each bin; one at the upper limit is in the last, one outside of the limits in none."""
     bins, low, high = _histogram(node)
     view, out = ctx.view(node.inputs[0]), ctx.output()
     values = ctx.reshaped(ctx.cast(view, "float32"), (view.numel,))
@@ -114,7 +114,7 @@ def _place_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Ra
     integer_range=_place_range,
 )
 def lower_bucketize(ctx: Lowering, node: OpNode) -> None:
-    """How many boundaries are below an element, or with `right` not above it."""
+    """Count the boundaries below an element, or with `right` not above it."""
     elements, boundaries = (ctx.view(name) for name in node.inputs)
     # Not "gt" and "ge": NaN comes after all boundaries.
     above = _with_each(ctx, "lt" if node.attrs.get("right") else "le", elements, boundaries)

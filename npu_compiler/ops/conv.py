@@ -217,7 +217,7 @@ def lower_fused_conv(ctx: Lowering, node: OpNode) -> None:
 
 
 def conv_window(node: OpNode, weight: View, rank1: bool = False) -> dict[str, Any]:
-    """How a convolution's weight [o, i, kh, kw] slides over its input; `rank1` if its attributes are of one axis."""
+    """Parameters of a convolution by a weight [o, i, kh, kw]; `rank1` if the node's attributes are of one axis."""
     dilation = _per_axis(node.attrs.get("dilation", 1), 1, rank1)
     return {
         "stride": _per_axis(node.attrs.get("stride", 1), 1, rank1),

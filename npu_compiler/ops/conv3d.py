@@ -25,7 +25,7 @@ def _per_axis(node: OpNode, name: str, default: int, spatial: int = 3) -> list[i
 
 
 def volumes_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    """Why a convolution by a weight of five dimensions cannot run on the device, or None."""
+    """The reason why a convolution by a weight of five dimensions cannot run on the device, or None."""
     if any(graph.tensors[name].dtype not in FLOAT_DTYPES for name in node.inputs):
         return "convolution of integers"
     x, weight = (graph.tensors[name].shape for name in node.inputs[:2])
@@ -96,7 +96,7 @@ def _sum_over_taps(ctx: Lowering, node: OpNode, sources: Sequence[View], window:
     """Fill `out` with the sum of what the taps of a sliding window put there.
 
     Args:
-        sources: For each tap, the elements [*lead, *places] that it puts into [*lead, *axes].
+        sources: Elements of each tap, [*lead, *places], which go into [*lead, *axes].
     """
     summands = ctx.temp((len(sources), *out.shape), "float32")
     ctx.emit("fill_kernel", [], [summands], {"value": 0.0, "int_value": 0})

@@ -64,7 +64,7 @@ def elementwise(
         integer: The result over ints; `SAME` if the expression serves for both.
         identity, moves, one_dtype, unsupported: As in `Op`.
         masks, bytes: As in `Elementwise`.
-        integer_range: What the op may return of integers, given the ranges of the operands and of the attributes.
+        integer_range: Range of integer results, given the ranges of the operands and of the attributes.
     """
     integer = expr if integer == SAME else integer
     op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs, masks, bytes)
@@ -93,12 +93,12 @@ def elementwise(
 
 
 def _by_one(node: OpNode, dtype: str) -> bool:
-    """For `Op.identity`: the other operand is 1."""
+    """An `Op.identity`: whether the other operand is 1."""
     return len(node.inputs) == 1 and node.attrs.get("other") == 1
 
 
 def _adds_nothing(sign: int) -> Callable[[OpNode, str], bool]:
-    """For `Op.identity` of `self + sign · alpha · other`: that adds 0, or to floats -0.0, which changes no zero."""
+    """An `Op.identity` of `self + sign · alpha · other`: whether that adds 0 (or, to floats, -0.0)."""
 
     def rule(node: OpNode, dtype: str) -> bool:
         other = node.attrs.get("other")
@@ -496,7 +496,7 @@ def lower_round_decimals(ctx: Lowering, node: OpNode) -> None:
     "aten.nan_to_num", layout=Layout.ELEMENTWISE, integer_range=by_operands(ranges.same), shard=shard_elementwise
 )
 def lower_nan_to_num(ctx: Lowering, node: OpNode) -> None:
-    """By default infinities become the largest numbers of the dtype in which the result is stored."""
+    """Replace NaN and infinities; by default these become the largest numbers of the result's stored dtype."""
     out = ctx.output()
     largest = FLOAT_MAX.get(out.dtype, 0.0)
     limits = {"nan": 0.0, "posinf": largest, "neginf": -largest}
@@ -533,7 +533,7 @@ def lower_div(ctx: Lowering, node: OpNode) -> None:
 
 
 def unclear_bound(node: OpNode) -> str | None:
-    """Why a clamp cannot be read: the IR drops an omitted bound without a trace."""
+    """The reason why a clamp cannot be read, or None: the IR drops an omitted bound without a trace."""
     is_clamp = node.base.removesuffix("_") in ("aten.clamp", "aten.clip")
     is_unclear = node.tensor_names is None and len(node.inputs) == 2
     if is_clamp and node.op_type.endswith(".Tensor") and is_unclear:

@@ -36,23 +36,23 @@ def as_integers(interval: Interval) -> Range:
     return math.floor(low - abs(low) * _ROUNDING), math.ceil(high + abs(high) * _ROUNDING)
 
 
-def interval_of(node: OpNode, graph: IRGraph, known: Mapping[str, Interval]) -> Interval:
+def interval_of(node: OpNode, graph: IRGraph, intervals: Mapping[str, Interval]) -> Interval:
     """The interval of the elements of a node's float results; unbounded where no rule tells."""
-    low, high = _exact(node, graph, known)
+    low, high = _exact(node, graph, intervals)
     return max(low, UNBOUNDED[0]), min(high, UNBOUNDED[1])
 
 
-def _exact(node: OpNode, graph: IRGraph, known: Mapping[str, Interval]) -> Interval:
+def _exact(node: OpNode, graph: IRGraph, intervals: Mapping[str, Interval]) -> Interval:
     op = find_op(node.op_type)
     if op is None:
         return UNBOUNDED
     function = _BY_OPERANDS.get(op.name)
     if function is not None:
         args = Args(node)
-        values = [_interval(args, name, known) for name in op.tensors]
+        values = [_interval(args, name, intervals) for name in op.tensors]
         result = UNBOUNDED if values[0] is None else function(*values, *_factor(args, function))
         return (math.floor(result[0]), math.ceil(result[1])) if args.attr("rounding_mode") else result
-    elements = known[node.inputs[0]] if node.inputs else UNBOUNDED
+    elements = intervals[node.inputs[0]] if node.inputs else UNBOUNDED
     if op.name in _SUMS:
         terms = graph.tensors[node.inputs[0]].numel
         terms //= max(graph.tensors[node.outputs[0]].numel, 1) if op.name == "aten.sum" else 1
@@ -61,15 +61,15 @@ def _exact(node: OpNode, graph: IRGraph, known: Mapping[str, Interval]) -> Inter
         return elements
     if op.moves and op.integer_range is None:
         joins = op.tensors[0].startswith("*") or "src" in op.tensors
-        found = [known[name] for name in (node.inputs if joins else node.inputs[:1])]
-        return min(low for low, _ in found), max(high for _, high in found)
+        moved = [intervals[name] for name in (node.inputs if joins else node.inputs[:1])]
+        return min(low for low, _ in moved), max(high for _, high in moved)
     return UNBOUNDED
 
 
-def _interval(args: Args, name: str, known: Mapping[str, Interval]) -> Interval | None:
+def _interval(args: Args, name: str, intervals: Mapping[str, Interval]) -> Interval | None:
     tensor, value = args.tensor(name), args.attr(name)
     if tensor is not None:
-        return known[tensor]
+        return intervals[tensor]
     if not isinstance(value, (int, float)):
         return None
     return (float(value), float(value)) if math.isfinite(value) else UNBOUNDED

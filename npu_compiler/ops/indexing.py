@@ -99,7 +99,7 @@ def is_checked_index(ctx: Lowering, name: str) -> int:
 
 
 def rows_along_dim(node: OpNode, graph: IRGraph) -> dict[str, Range]:
-    """For `Op.index_bound`: the second input counts the rows along a dimension of the first; a scalar is one row."""
+    """An `Op.index_bound`: the second input counts rows along a dimension of the first; a scalar is one row."""
     shape = graph.tensors[node.inputs[0]].shape
     return {node.inputs[1]: (0, shape[node.attrs["dim"]] - 1 if shape else 0)}
 
@@ -112,7 +112,7 @@ def indexed_dims(node: OpNode, indices: int) -> list[int]:
 
 
 def counted_from_both_ends(node: OpNode, graph: IRGraph, indices: Sequence[str]) -> dict[str, Range]:
-    """For `Op.index_bound`: each index tensor counts along its dimension of the first input, below 0 from the end."""
+    """The bounds of index tensors that count along a dimension of the first input each, below 0 from the end."""
     shape = graph.tensors[node.inputs[0]].shape
     bounds: dict[str, Range] = {}
     for dim, name in zip(indexed_dims(node, len(indices)), indices, strict=True):
@@ -214,7 +214,7 @@ def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
     index_bound=rows_along_dim,
 )
 def lower_index_copy_pair(ctx: Lowering, node: OpNode) -> None:
-    """The same rows of two tensors of one shape are replaced, each from a source of its own."""
+    """Replace equal rows of two tensors of one shape, each from a source of its own."""
     base, _, source, other, other_source = node.inputs
     _update_rows(ctx, node, "index_copy_pair_kernel", bases=(base, other), sources=(source, other_source))
 

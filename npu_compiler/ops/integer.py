@@ -16,7 +16,7 @@ from typing import Any
 from npu_compiler.graph.model import OpNode
 from npu_compiler.ops.conv import MAX_POOL, conv_window, max_pool_window
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import register_op
+from npu_compiler.ops.registry import ByteStorage, register_op
 from npu_compiler.ops.windows import convolution_products, fits_convolution, fits_pooling, reach_the_image
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, declare_kernel
@@ -141,14 +141,14 @@ def _product_inputs(ctx: Lowering, node: OpNode) -> tuple[list[View], dict[str, 
     return [ctx.view(name) for name in node.inputs[2:]], {**params, **present}
 
 
-@register_op("npu.quantize", tensors=("x",), bytes="only")
+@register_op("npu.quantize", tensors=("x",), byte_storage=ByteStorage.REQUIRED)
 def lower_quantize(ctx: Lowering, node: OpNode) -> None:
     x = ctx.view(node.inputs[0])
     out = _image_output(ctx) if x.rank == 4 else ctx.output()
     ctx.emit("quantize_activation_kernel", [x], [out], {name: node.attrs[name] for name in _RESULT})
 
 
-@register_op("npu.dequantize", tensors=("x",), bytes="only")
+@register_op("npu.dequantize", tensors=("x",), byte_storage=ByteStorage.REQUIRED)
 def lower_dequantize(ctx: Lowering, node: OpNode) -> None:
     params = {"x_scale": node.attrs["x_scale"], "zero_point": node.attrs["zero_point"]}
     ctx.emit("dequantize_activation_kernel", [ctx.view(node.inputs[0])], [ctx.output()], params)
@@ -157,7 +157,7 @@ def lower_dequantize(ctx: Lowering, node: OpNode) -> None:
 @register_op(
     "npu.integer_conv2d",
     tensors=("x", "weight", "scales", "weight_zeros", "bias", "residual"),
-    bytes="only",
+    byte_storage=ByteStorage.REQUIRED,
     float32_parameters=True,
 )
 def lower_integer_conv2d(ctx: Lowering, node: OpNode) -> None:
@@ -174,7 +174,7 @@ def lower_integer_conv2d(ctx: Lowering, node: OpNode) -> None:
 @register_op(
     "npu.integer_linear",
     tensors=("x", "weight", "scales", "weight_zeros", "bias", "residual"),
-    bytes="only",
+    byte_storage=ByteStorage.REQUIRED,
     float32_parameters=True,
 )
 def lower_integer_linear(ctx: Lowering, node: OpNode) -> None:
@@ -193,14 +193,14 @@ def lower_integer_linear(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("integer_linear_kernel", inputs, [flat], params, flops=2 * out.numel * weight.shape[1])
 
 
-@register_op("npu.integer_max_pool2d", tensors=("x",), bytes="only")
+@register_op("npu.integer_max_pool2d", tensors=("x",), byte_storage=ByteStorage.REQUIRED)
 def lower_integer_max_pool2d(ctx: Lowering, node: OpNode) -> None:
     params = max_pool_window(node)
     x, out = _packed_image(ctx, ctx.view(node.inputs[0])), _image_output(ctx)
     ctx.emit("integer_max_pool2d_kernel", [x], [out], params, flops=out.numel * math.prod(params["window"]))
 
 
-@register_op("npu.integer_mean", tensors=("x",), bytes="only")
+@register_op("npu.integer_mean", tensors=("x",), byte_storage=ByteStorage.REQUIRED)
 def lower_integer_mean(ctx: Lowering, node: OpNode) -> None:
     """The mean of each map, whatever the shape [n, c, …] of the result."""
     x, out = _packed_image(ctx, ctx.view(node.inputs[0])), ctx.output()
@@ -210,7 +210,7 @@ def lower_integer_mean(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("integer_mean_kernel", [x], [flat], params, flops=x.numel)
 
 
-@register_op("npu.integer_add", tensors=("x", "residual"), bytes="only")
+@register_op("npu.integer_add", tensors=("x", "residual"), byte_storage=ByteStorage.REQUIRED)
 def lower_integer_add(ctx: Lowering, node: OpNode) -> None:
     x, residual = (ctx.view(name) for name in node.inputs)
     out = _image_output(ctx) if x.rank == 4 else ctx.output()

@@ -8,7 +8,7 @@ from npu_compiler.graph.model import OpNode
 from npu_compiler.graph.quantization import ROW_FORMATS
 from npu_compiler.ops.indexing import is_checked_index
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.ops.registry import Args, ByteStorage, register_op
 from npu_compiler.ops.transformer import attention_params, attention_products
 from npu_compiler.program.kernels import Family, declare_kernel, distinct_bytes
 from npu_compiler.program.views import View
@@ -41,7 +41,9 @@ declare_kernel(
 )
 
 
-@register_op("npu.quantized_index_copy", tensors=("codes", "index", "source", "scales"), bytes="only")
+@register_op(
+    "npu.quantized_index_copy", tensors=("codes", "index", "source", "scales"), byte_storage=ByteStorage.REQUIRED
+)
 def lower_quantized_index_copy(ctx: Lowering, node: OpNode) -> None:
     """Rows of `source` [B, H, N, D], rounded as `quantize_rows` does, replace rows of codes [B, H, S, D] and scales."""
     codes, index, source, scales = node.inputs
@@ -66,7 +68,7 @@ def lower_quantized_index_copy(ctx: Lowering, node: OpNode) -> None:
 @register_op(
     "npu.quantized_attention",
     tensors=("query", "key", "key_scales", "value", "value_scales", "attn_mask"),
-    bytes="only",
+    byte_storage=ByteStorage.REQUIRED,
 )
 def lower_quantized_attention(ctx: Lowering, node: OpNode) -> None:
     """`lower_attention` over [B, H, T, D] with keys and values that `quantize_rows` has rounded."""

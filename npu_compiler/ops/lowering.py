@@ -37,7 +37,7 @@ class Lowering:
     node: OpNode | None = None
 
     def view(self, name: str) -> View:
-        """Where a tensor's elements are.
+        """The view of a tensor: the place of its elements.
 
         Raises:
             IRError: the node that should make it lists more outputs than its op has.
@@ -129,7 +129,7 @@ class Lowering:
         """Append a call; one that writes no element is dropped.
 
         Args:
-            bytes_moved: Where the kernel touches only part of a view (a row of a table): the bytes that it does touch.
+            bytes_moved: Bytes that the kernel touches, where that is only a part of a view (a row of a table).
         """
         assert self.node is not None
         if all(view.numel == 0 for view in outputs):

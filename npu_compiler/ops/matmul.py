@@ -168,11 +168,11 @@ def _linear_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return f"linear with a bias of shape {list(shapes[0])}" if shapes and len(shapes[0]) > 1 else None
 
 
-def _product_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
-    """Of a linear layer or a matrix product of the first two inputs, the third added."""
-    a, b, *bias = (known[name] for name in node.inputs)
-    found = ranges.total(ranges.mul(a, b), ranges.along(graph.tensors[node.inputs[0]].shape, -1))
-    return ranges.add(found, bias[0]) if bias else found
+def _product_range(node: OpNode, graph: IRGraph, operand_ranges: Mapping[str, Range]) -> Range:
+    """The range of a linear layer or a matrix product of the first two inputs, with the third added."""
+    a, b, *bias = (operand_ranges[name] for name in node.inputs)
+    products = ranges.total(ranges.mul(a, b), ranges.along(graph.tensors[node.inputs[0]].shape, -1))
+    return ranges.add(products, bias[0]) if bias else products
 
 
 @register_op(
@@ -241,11 +241,11 @@ def lower_matmul(ctx: Lowering, node: OpNode) -> None:
     emit_matmul(ctx, a, b, ctx.output())
 
 
-def _addmm_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
-    addend, a, b = (known[name] for name in node.inputs)
+def _addmm_range(node: OpNode, graph: IRGraph, operand_ranges: Mapping[str, Range]) -> Range:
+    addend, a, b = (operand_ranges[name] for name in node.inputs)
     alpha, beta = (ranges.of_scalar(node.attrs.get(name, 1)) for name in ("alpha", "beta"))
-    found = ranges.total(ranges.mul(a, b), ranges.along(graph.tensors[node.inputs[1]].shape, -1))
-    return ranges.add(ranges.mul(found, alpha), addend, beta)
+    products = ranges.total(ranges.mul(a, b), ranges.along(graph.tensors[node.inputs[1]].shape, -1))
+    return ranges.add(ranges.mul(products, alpha), addend, beta)
 
 
 @register_op(
@@ -283,7 +283,7 @@ def _scaled(ctx: Lowering, view: View, factor: float) -> View:
 
 
 def _sum_dtype(view: View) -> str:
-    """What sums of elements are kept in: float32, or integers as they are."""
+    """The dtype of sums of elements: float32, or that of integers as they are."""
     return view.dtype if is_int(view.dtype) else "float32"
 
 
@@ -326,7 +326,7 @@ def _einsum_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-def _einsum_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+def _einsum_range(node: OpNode, graph: IRGraph, operand_ranges: Mapping[str, Range]) -> Range:
     """A sum over the indices that the result lacks, of products of one element of each operand."""
     parsed = _parse_einsum(node, graph)
     assert parsed is not None
@@ -336,7 +336,9 @@ def _einsum_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> R
         for letter, size in zip(term, graph.tensors[name].shape, strict=True):
             if letter in sizes:
                 sizes[letter] = max(sizes[letter], size)
-    return ranges.total(functools.reduce(ranges.mul, (known[x] for x in node.inputs)), math.prod(sizes.values()))
+    return ranges.total(
+        functools.reduce(ranges.mul, (operand_ranges[x] for x in node.inputs)), math.prod(sizes.values())
+    )
 
 
 @register_op(

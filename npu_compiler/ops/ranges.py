@@ -1,4 +1,4 @@
-"""Which integers an op may return, given which its operands may hold: the rules that rows of the op table name.
+"""Range rules of the op table: the integers that an op may return, given those that its operands may hold.
 
 A range is (lowest, highest), both included, in Python's unbounded integers: what the op would return in exact
 arithmetic. Booleans are 0 and 1; `float_ranges.py` says which integers a float may become.
@@ -48,7 +48,7 @@ def by_operands(function: Callable[..., Range], *factors: str) -> RangeFn:
 
 
 def moved(node: OpNode, graph: IRGraph, ranges: Ranges) -> Range:
-    """Of an op that moves elements: of its first input, or of all where it joins several."""
+    """The range of an op that moves elements: that of its first input, or of all where it joins several."""
     op = find_op(node.op_type)
     assert op is not None, node.op_type
     joins = op.tensors[0].startswith("*") or "src" in op.tensors
@@ -56,7 +56,7 @@ def moved(node: OpNode, graph: IRGraph, ranges: Ranges) -> Range:
 
 
 def each(node: OpNode, graph: IRGraph, ranges: Ranges) -> tuple[Range, ...]:
-    """Of an op that has an output for each input."""
+    """The ranges of an op that has an output for each input."""
     return tuple(ranges[name] for name in node.inputs)
 
 
@@ -186,7 +186,7 @@ def fmod(a: Range, b: Range) -> Range:
 
 
 def bitwise(a: Range, b: Range) -> Range:
-    """Of any bitwise combination of two numbers, which has no more bits than the longer one."""
+    """The range of any bitwise combination of two numbers, which has no more bits than the longer one."""
     bits = max(x.bit_length() if x >= 0 else (~x).bit_length() for x in (*a, *b))
     return (0 if min(a[0], b[0]) >= 0 else -(1 << bits)), (1 << bits) - 1
 

@@ -80,7 +80,7 @@ OF_NOTHING = {
 
 
 def _extreme_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    """Nothing is the largest or the smallest of no elements."""
+    """Refuse the largest or the smallest of no elements."""
     x, out = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
     return "an extreme of no elements" if x.numel == 0 and out.numel else None
 
@@ -96,25 +96,25 @@ def _vector_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None if has_value else _extreme_unsupported(node, graph)
 
 
-def _reduction_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
-    """Of the reductions that PyTorch has of integers; the extremes are among the elements."""
-    elements = known[node.inputs[0]]
+def _reduction_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
+    """The range of a reduction of integers; the extremes are among the elements."""
+    elements = operands[node.inputs[0]]
     count = graph.tensors[node.inputs[0]].numel // max(graph.tensors[node.outputs[0]].numel, 1)
     combine = {"aten.sum": ranges.total, "aten.prod": ranges.product}.get(node.base)
     return elements if combine is None else combine(elements, count)
 
 
-def _value_and_index_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> tuple[Range, ...]:
+def _value_and_index_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> tuple[Range, ...]:
     size = ranges.along(graph.tensors[node.inputs[0]].shape, node.attrs["dim"])
-    return known[node.inputs[0]], ranges.index_below(size)
+    return operands[node.inputs[0]], ranges.index_below(size)
 
 
-def _index_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+def _index_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
     return ranges.index_below(ranges.along(graph.tensors[node.inputs[0]].shape, node.attrs.get("dim")))
 
 
-def _running_sum_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
-    elements = known[node.inputs[0]]
+def _running_sum_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
+    elements = operands[node.inputs[0]]
     return ranges.hull(
         elements, ranges.total(elements, ranges.along(graph.tensors[node.inputs[0]].shape, node.attrs["dim"]))
     )
@@ -226,7 +226,7 @@ def lower_weight_norm(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.cumsum", integer_range=_running_sum_range)
 def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
-    """Along `dim`, which a transposed view makes the last dimension."""
+    """Sum up along `dim`, which a transposed view makes the last dimension."""
     out = ctx.output()
     view = _as_dtype_says(ctx, node, out)
     if view.rank == 0:

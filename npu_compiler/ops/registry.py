@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from npu_compiler.errors import MALFORMED, IRError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN
@@ -27,12 +27,20 @@ UNSUPPORTED_DTYPES = frozenset({"complex64", "complex128"})
 
 
 class Layout(Enum):
-    """What an op does with 4-D activations whose channels are padded in memory."""
+    """The treatment of 4-D activations whose channels are padded in memory."""
 
     DENSE = "its outputs are not padded"
     CONVOLUTION = "its outputs are padded, and so is a graph input that it convolves"
     IMAGE = "its outputs are padded"
     ELEMENTWISE = "its output is padded where an input of the same shape is"
+
+
+class ByteStorage(Enum):
+    """Whether an op reads and makes int8 and uint8 tensors that are stored in a byte an element."""
+
+    NONE = "they are int32"
+    ALLOWED = "they may be"
+    REQUIRED = "they must be"
 
 
 @dataclass(frozen=True)
@@ -50,15 +58,16 @@ class WriteBack:
 
 @dataclass(frozen=True)
 class ViewRule:
-    """How an op's output looks into the memory of its first input.
+    """The rule by which an op's output looks into the memory of its first input.
 
     Attributes:
-        window: Given the node, its input's view and its output's spec: the output's view; None where strides cannot
+        window: Function (node, its input's view, its output's spec) → the output's view; None where strides cannot
             express it.
         may_copy: Whether PyTorch copies where `window` gives None; an op without this always returns a view.
-        part: For an op of several outputs, or several inputs: the node that makes output `index` alone.
-        write_back: Given the node, the spec of what it is a view of, and its output's: the op that writes a changed
-            output back, or None where there is none.
+        part: Function (node, graph, index) → the node that makes one of several outputs alone, or reads one of several
+            inputs.
+        write_back: Function (node, the base's spec, its output's spec) → the op that writes a changed output back, or
+            None where there is none.
     """
 
     window: ViewFn
@@ -69,7 +78,7 @@ class ViewRule:
 
 @dataclass(frozen=True)
 class Shards:
-    """How a node's tensors are divided among ranks; those that are not named are whole.
+    """The division of a node's tensors among ranks; those that are not named are whole.
 
     Attributes:
         is_sum: Whether the output is a sum of which each rank has a summand.
@@ -85,12 +94,12 @@ TableFn: TypeAlias = Callable[
     [OpNode, IRGraph, str, int, Mapping[str, TensorSpec]], tuple[list[OpNode], dict[str, TensorSpec]]
 ]
 ShardFn: TypeAlias = Callable[[OpNode, IRGraph, str, Split], Shards | None]
-"""Given a node, one of its tensors and how that is divided: how the others must be, None where it cannot be so."""
+"""A rule (node, graph, a tensor of the node, its split) → the splits of the others; None where it cannot be so."""
 
 
 @dataclass(frozen=True)
 class QuantizedRule:
-    """How an op reads a weight in few bits.
+    """The variant of an op that reads a weight in few bits.
 
     Attributes:
         input: The weight's position among the inputs.
@@ -113,28 +122,27 @@ class Op:
         tensors: Names of the schema's tensor arguments, in order; a leading `*` marks a tensor list.
         lower: Emits the node's kernel calls and views.
         unsupported: Says why a given node cannot run on the device, or None.
-        view: How its output shares memory with its input in PyTorch; None for an op that makes new memory.
+        view: Rule by which its output shares memory with its input in PyTorch; None for an op that makes new memory.
         moves: Whether it only moves elements: computes nothing, so any dtype goes through it unchanged.
         is_cast: Whether all it does is to change the dtype.
-        identity: Given the node and its first input's dtype: whether it returns that input, if shape and dtype are the
+        identity: Function (node, its first input's dtype): whether it returns that input, if shape and dtype are the
             same.
         is_pure: Whether equal nodes have equal results.
-        layout: What it does with channel padding.
-        channel_axis: For a product with a weight: the weight's axis of output channels, where a factor per channel
+        layout: Treatment of channel padding.
+        channel_axis: Function of a node: its weight's axis of output channels, where a factor per channel
             can be folded into it; None for a node where it cannot.
-        index_bound: For an op that reads inputs as indices: their names, with the lowest and highest index allowed.
+        index_bound: Function of a node that reads indices: their names, with the lowest and highest index allowed.
         selects: Whether its elements are some of the first input's, chosen by the other inputs.
-        activation: For an op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them.
+        activation: Function of an activation's attributes → its name in `ACTIVATIONS`, where it is one of them.
         one_dtype: Whether PyTorch wants all its float operands in one dtype, instead of promoting them.
         float32_parameters: Whether its inputs beyond the first stay float32 whatever the compute dtype.
         by_name: Whether its lowering asks for tensors by name, so that an earlier one may be left out.
-        integer_range: Given what its inputs may hold: the lowest and highest integer that it may return, or a range for
-            each output. None for an op that moves elements or returns no int32 or int64.
-        quantized: For an op that may read a weight in few bits.
-        bytes: Whether it reads and makes int8 and uint8 tensors that are stored in a byte an element: `only` such, or
-            such `too`; empty if it does not.
-        shard: How it goes on over tensors that are divided among ranks; None for an op that needs them whole.
-        shard_table: For an op that picks rows of a table: itself over some of the rows (see `shard_embedding`).
+        integer_range: Function of its inputs' ranges: the lowest and highest integer that it may return, or a range
+            for each output. None for an op that moves elements or returns no int32 or int64.
+        quantized: Variant that reads a weight in few bits.
+        byte_storage: Whether its int8 and uint8 tensors may, or must, be stored in a byte an element.
+        shard: Rule for tensors that are divided among ranks; None for an op that needs them whole.
+        shard_table: Function that makes the nodes of a table lookup over some of the rows (see `shard_embedding`).
         saturates: Whether its results in a narrow integer dtype never pass that dtype's range.
     """
 
@@ -157,7 +165,7 @@ class Op:
     by_name: bool = False
     integer_range: RangeFn | None = None
     quantized: QuantizedRule | None = None
-    bytes: str = ""
+    byte_storage: ByteStorage = ByteStorage.NONE
     saturates: bool = False
     shard: ShardFn | None = None
     shard_table: TableFn | None = None
@@ -167,18 +175,42 @@ OPS: dict[str, Op] = {}
 
 
 def supported(node: OpNode, graph: IRGraph) -> str | None:
-    """For `Op.unsupported`: the device runs every node of the op."""
+    """The default of `Op.unsupported`: the device runs every node of the op."""
     return None
 
 
+class OpFacts(TypedDict, total=False):
+    """The attributes of `Op` that have defaults."""
+
+    view: ViewRule | None
+    moves: bool
+    is_cast: bool
+    identity: Callable[[OpNode, str], bool] | None
+    is_pure: bool
+    layout: Layout
+    channel_axis: Callable[[OpNode], int | None] | None
+    index_bound: Callable[[OpNode, IRGraph], Mapping[str, Range]] | None
+    selects: bool
+    activation: Callable[[Attrs], str | None] | None
+    one_dtype: bool
+    float32_parameters: bool
+    by_name: bool
+    integer_range: RangeFn | None
+    quantized: QuantizedRule | None
+    byte_storage: ByteStorage
+    saturates: bool
+    shard: ShardFn | None
+    shard_table: TableFn | None
+
+
 def register_op(
-    names: str, *, tensors: tuple[str, ...] = ("self",), unsupported: SupportFn = supported, **facts: Any
+    names: str, *, tensors: tuple[str, ...] = ("self",), unsupported: SupportFn = supported, **facts: Unpack[OpFacts]
 ) -> Callable[[LowerFn], LowerFn]:
     """Decorator: add a row for each name, lowered by the decorated function.
 
     Args:
         names: Separated by spaces.
-        facts: What else is known of these ops, as the attributes of `Op`.
+        facts: Further attributes of `Op`.
     """
 
     def add(lower: LowerFn) -> LowerFn:
@@ -192,7 +224,7 @@ def register_op(
 
 
 def always(node: OpNode, dtype: str) -> bool:
-    """For `Op.identity`: same shape and dtype are enough."""
+    """An `Op.identity`: equal shape and dtype are enough."""
     return True
 
 
@@ -228,7 +260,7 @@ def is_assertion(op_type: str) -> bool:
 
 
 def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
-    """Why the device cannot run a node, in words that name the shape or attribute; None if it can."""
+    """The reason why the device cannot run a node, in words that name the shape or attribute; None if it can."""
     op = find_op(node.op_type)
     if op is None:
         return f"op '{node.op_type}' is not in the op table"

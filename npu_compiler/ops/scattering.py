@@ -85,8 +85,8 @@ def _scatter(
     """Write `source` to places of `out` along `dim`; the rest is `base`.
 
     Args:
-        index: Of other dimensions than `dim` it may have fewer elements than the base: those in front.
-        source: It may have more elements than the index.
+        index: Places along `dim`. Along other dimensions it may have fewer elements than the base: those in front.
+        source: Values, which may be more than the index has.
     """
     if base.rank == 0:
         base, index, source, out = (view.unsqueeze(0) for view in (base, index, source, out))

@@ -1,4 +1,4 @@
-"""How ops go on over tensors that are divided among ranks: the rules that stand on rows of the op table.
+"""Sharding rules of the op table: ops over tensors that are divided among ranks.
 
 A rule is asked with one tensor of a node and how that is divided. It answers how the node's other tensors must be
 divided for every rank to compute its part by itself, or None where that is impossible.
@@ -34,7 +34,7 @@ def shard_elementwise(node: OpNode, graph: IRGraph, tensor: str, split: Split) -
 
 
 def shard_view(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """By the op's own rule for views: a dimension is found again by the memory that it spans."""
+    """Divide a view by the op's own rule for views: a dimension is found again by the memory that it spans."""
     op = find_op(node.op_type)
     assert op is not None and op.view is not None
     rule = op.view
@@ -73,18 +73,18 @@ def _spanning(view: View, span: int) -> int | None:
 
 
 def _after(source: View, out: View | None, split: Split) -> Split | None:
-    found = []
+    splits = []
     for dim, parts in split:
         same = None if out is None else _spanning(out, source.strides[dim] * source.shape[dim])
         if same is None:
             return None
-        found.append((same, parts))
-    return tuple(found)
+        splits.append((same, parts))
+    return tuple(splits)
 
 
 def _before(source: View, out: View | None, split: Split) -> Split | None:
-    """What is repeated along a dimension need not be divided; what joins two is divided along the outer one first."""
-    found: list[tuple[int, int]] = []
+    """The split of a view's source: repeated dimensions stay whole, joined ones are divided along the outer one."""
+    splits: list[tuple[int, int]] = []
     for dim, parts in split:
         if out is not None and out.strides[dim] == 0:
             continue
@@ -96,14 +96,14 @@ def _before(source: View, out: View | None, split: Split) -> Split | None:
             inner = _spanning(source, source.strides[same])
             if inner is None:
                 return None
-            found += [(same, size), (inner, parts // size)]
+            splits += [(same, size), (inner, parts // size)]
         else:
-            found.append((same, parts))
-    return tuple(found) or None
+            splits.append((same, parts))
+    return tuple(splits) or None
 
 
 def shard_linear(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Of a divided output each rank makes its columns; of a divided input, a sum that is missing the others'."""
+    """Divide a linear: each rank makes its columns of the output or, of a divided input, a summand of it."""
     x, weight, *bias = node.inputs
     (out,) = node.outputs
     if not {weight, *bias} <= graph.weights.keys() or tensor not in (x, out) or len(split) != 1:
@@ -117,7 +117,7 @@ def shard_linear(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Sha
 
 
 def shard_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """By heads: fewer keys and values than ranks are on several ranks each."""
+    """Divide attention by heads; fewer heads of keys and values than ranks are on several ranks each."""
     query, _, _, *mask = node.inputs
     if len(graph.tensors[query].shape) != 4 or len(split) != 1 or split[0][0] != 1 or tensor in mask:
         return None
@@ -130,7 +130,7 @@ def shard_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> 
 
 
 def _by_heads(node: OpNode, graph: IRGraph, split: Split) -> dict[str, Split]:
-    """How queries, keys, values and the output of an attention are divided; dimension 1 of each is that of heads."""
+    """The splits of queries, keys, values and output of an attention; dimension 1 of each is that of heads."""
     query, key, value = node.inputs[:3]
     ((_, parts),) = split
     shared = graph.tensors[key].shape[1]
@@ -140,7 +140,7 @@ def _by_heads(node: OpNode, graph: IRGraph, split: Split) -> dict[str, Split]:
 
 
 def shard_paged_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """By heads, as `shard_attention`; tables, sequences and positions are whole."""
+    """Divide paged attention by heads, as `shard_attention`; tables, sequences and positions are whole."""
     if len(split) != 1 or split[0][0] != 1:
         return None
     splits = _by_heads(node, graph, split)
@@ -148,7 +148,7 @@ def shard_paged_attention(node: OpNode, graph: IRGraph, tensor: str, split: Spli
 
 
 def shard_rows_update(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Along any dimension but the one whose rows are replaced."""
+    """Divide an update along any dimension but the one whose rows are replaced."""
     whole, index, rows = node.inputs
     dim = int(node.attrs["dim"]) % len(graph.tensors[whole].shape)
     if tensor == index or any(d == dim for d, _ in split):
@@ -157,7 +157,7 @@ def shard_rows_update(node: OpNode, graph: IRGraph, tensor: str, split: Split) -
 
 
 def shard_along_others(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """For ops that join or reduce along some dimensions and keep the others: along those that they keep."""
+    """Divide an op that joins or reduces along some dimensions along one that it keeps."""
     rank = len(graph.tensors[node.inputs[0]].shape)
     given: Any = node.attrs.get("dim", 0)
     dims = {int(dim) % rank for dim in (given if isinstance(given, (list, tuple)) else [given])}
@@ -188,18 +188,18 @@ def shard_embedding(
 
     Args:
         first: An integer [1]: the first row that is in the table.
-        rows: How many are.
+        rows: Number of rows.
         taken: All names of tensors there are.
     """
     table, ids = node.inputs
     (out,) = node.outputs
     nodes: list[OpNode] = []
-    made: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
 
     def add(stem: str, op: str, inputs: tuple[str, ...], like: str, dtype: str = "", **attrs: Any) -> str:
-        name = unique_name(f"{out}.{stem}", {**taken, **made})
+        name = unique_name(f"{out}.{stem}", {**taken, **specs})
         spec = graph.tensors[like]
-        made[name] = TensorSpec(name, spec.shape, dtype or spec.dtype)
+        specs[name] = TensorSpec(name, spec.shape, dtype or spec.dtype)
         nodes.append(OpNode(name, op, inputs, (name,), attrs))
         return name
 
@@ -211,6 +211,6 @@ def shard_embedding(
     row = add("row", node.op_type, (table, index), out)
     nodes[-1] = replace(nodes[-1], attrs=node.attrs)
     column = add("column", "aten.unsqueeze.default", (inside,), ids, "bool", dim=len(graph.tensors[ids].shape))
-    made[column] = replace(made[column], shape=(*graph.tensors[ids].shape, 1))
+    specs[column] = replace(specs[column], shape=(*graph.tensors[ids].shape, 1))
     nodes.append(OpNode(node.name, "aten.where.ScalarOther", (column, row), (out,), {"other": 0.0}))
-    return nodes, made
+    return nodes, specs

@@ -187,8 +187,8 @@ def _pad_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     "aten.replication_pad2d",
     unsupported=_pad_unsupported,
     moves=True,
-    integer_range=lambda node, graph, known: ranges.hull(
-        known[node.inputs[0]], ranges.of_scalar(node.attrs.get("value") or 0)
+    integer_range=lambda node, graph, operands: ranges.hull(
+        operands[node.inputs[0]], ranges.of_scalar(node.attrs.get("value") or 0)
     ),
 )
 def lower_pad(ctx: Lowering, node: OpNode) -> None:
@@ -268,7 +268,7 @@ def _fill_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 @register_op(
     "aten.full aten.full_like aten.new_full aten.fill.Scalar aten.scalar_tensor",
     unsupported=_fill_unsupported,
-    integer_range=lambda node, graph, known: ranges.of_scalar(_fill_value(node)),
+    integer_range=lambda node, graph, operands: ranges.of_scalar(_fill_value(node)),
 )
 def lower_full(ctx: Lowering, node: OpNode) -> None:
     _fill(ctx, node, _fill_value(node))
@@ -279,7 +279,7 @@ def lower_fill_tensor(ctx: Lowering, node: OpNode) -> None:
     ctx.copy(ctx.view(node.inputs[1]).expand(ctx.spec(node.outputs[0]).shape), ctx.output())
 
 
-def _arange_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+def _arange_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
     start, step = node.attrs.get("start", 0), node.attrs.get("step", 1)
     last = start + step * max(graph.tensors[node.outputs[0]].numel - 1, 0)
     return ranges.hull(ranges.of_scalar(start), ranges.of_scalar(last))
@@ -296,7 +296,7 @@ def emit_arange(ctx: Lowering, out: View, start: float, step: float) -> None:
     ctx.emit("arange_kernel", [], [out], params)
 
 
-@register_op("aten.eye", integer_range=lambda node, graph, known: (0, 1))
+@register_op("aten.eye", integer_range=lambda node, graph, operands: (0, 1))
 def lower_eye(ctx: Lowering, node: OpNode) -> None:
     out = ctx.output()
     rows, columns = (ctx.temp((size,), "int32") for size in out.shape)
@@ -310,7 +310,7 @@ def lower_eye(ctx: Lowering, node: OpNode) -> None:
 @register_op(
     "aten.linspace",
     unsupported=lambda node, graph: "linspace between tensors" if node.inputs else None,
-    integer_range=lambda node, graph, known: ranges.hull(
+    integer_range=lambda node, graph, operands: ranges.hull(
         ranges.of_scalar(node.attrs["start"]), ranges.of_scalar(node.attrs["end"])
     ),
 )
@@ -320,14 +320,16 @@ def lower_linspace(ctx: Lowering, node: OpNode) -> None:
     emit_arange(ctx, ctx.output(), start, step)
 
 
-@register_op("aten.tril aten.triu", integer_range=lambda node, graph, known: ranges.hull(known[node.inputs[0]], (0, 0)))
+@register_op(
+    "aten.tril aten.triu", integer_range=lambda node, graph, operands: ranges.hull(operands[node.inputs[0]], (0, 0))
+)
 def lower_triangle(ctx: Lowering, node: OpNode) -> None:
     params = {"upper": int("triu" in node.base), "diagonal": node.attrs.get("diagonal", 0)}
     ctx.emit("triangle_kernel", [ctx.view(node.inputs[0])], [ctx.output()], params)
 
 
-def _difference_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
-    joined = ranges.hull(*(known[name] for name in node.inputs))
+def _difference_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
+    joined = ranges.hull(*(operands[name] for name in node.inputs))
     return ranges.sub(joined, joined)
 
 

@@ -1,4 +1,4 @@
-"""What transformers are made of: norms over rows, rotary embedding, attention."""
+"""The ops of transformers: norms over rows, rotary embedding, attention."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ declare_kernel(
 
 
 def _paged_products(call: SimpleNamespace) -> tuple[Product, ...]:
-    """As `attention_products`, for tokens that each attend to a whole table of rows."""
+    """The products of paged attention: each token attends to a whole table of rows."""
     rows, keys, batch = call.h // call.shared, call.t * call.block_size, call.n * call.shared
     return (Product(rows, keys, call.d, batch), Product(rows, call.e, keys, batch))
 
@@ -128,7 +128,7 @@ def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
 
 
 def unclear_affine(node: OpNode, graph: IRGraph) -> str | None:
-    """Why a norm cannot be read: the IR drops omitted optional tensors without a trace.
+    """The reason why a norm cannot be read, or None: the IR drops omitted optional tensors without a trace.
 
     One tensor of a layer norm is its weight (`nn.LayerNorm(bias=False)`), and two of an instance norm are its weight
     and bias, unless their names tell otherwise.

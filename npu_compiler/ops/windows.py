@@ -22,7 +22,7 @@ def fits_convolution(call: SimpleNamespace) -> bool:
 
 
 def convolution_products(call: SimpleNamespace) -> tuple[Product, ...]:
-    """Of a group: its windows, a row for each pixel of the output, with its part of the weight."""
+    """The product of each group: its windows, a row for each pixel of the output, with its part of the weight."""
     taps = call.kh * call.kw
     window = Window(taps, call.stride[1], call.q)
     return (Product(call.n * call.p * call.q, call.o // call.groups, call.i * taps, call.groups, window),)
@@ -92,7 +92,7 @@ def _slides(
 
 
 def _stops(padded: int, span: int, step: int, before: int, ceil_mode: bool) -> int:
-    """How often a window stops along one axis; with `ceil_mode` also where it ends behind the padded image.
+    """Number of positions of a window along one axis; with `ceil_mode` also where it ends behind the padded image.
 
     Such a one begins in the image or in the padding before it, which together have `before` pixels.
     """

@@ -1,4 +1,4 @@
-"""What has to be known of ops that have no row, since only the CPU runs them."""
+"""Facts about ops that have no row in the table, since only the CPU runs them."""
 
 from __future__ import annotations
 

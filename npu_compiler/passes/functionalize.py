@@ -33,7 +33,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Alias:
-    """How a tensor looks into its base: the chain of views from the base to it, and the base's version then."""
+    """A tensor that looks into its base: the chain of views from the base to it, and the base's version then."""
 
     base: str
     chain: tuple[_Step, ...]

@@ -34,7 +34,7 @@ SMALLEST_LIMIT = 255  # inputs are not held to less than what a byte holds
 
 @dataclass(frozen=True)
 class IntegerRanges:
-    """What the integers of a graph may be.
+    """The ranges of a graph's integers.
 
     Attributes:
         ranges: Each tensor's lowest and highest value; of a float, those of the integer that it may become.
@@ -56,7 +56,7 @@ def find_integer_ranges(graph: IRGraph, on_cpu: Collection[str] = ()) -> Integer
     refused = _readers_of_wide_constants(graph)
     walk = _Walk(graph, {*on_cpu, *refused})
     ranges, overflowing = walk({})
-    bounds = {name: found for group in walk.groups_of(overflowing) for name, found in _widest(walk, group).items()}
+    bounds = {name: limits for group in walk.groups_of(overflowing) for name, limits in _widest(walk, group).items()}
     if bounds:
         ranges, overflowing = walk(bounds)
     refused |= {node.name: "its int64 result may not fit in 32 bits" for node in overflowing}
@@ -94,7 +94,7 @@ def bound_integers(graph: IRGraph) -> IRGraph:
 
 
 def with_bounds(graph: IRGraph, bounds: Mapping[str, Range]) -> IRGraph:
-    return graph.with_nodes(graph.nodes, {x: replace(graph.tensors[x], bounds=found) for x, found in bounds.items()})
+    return graph.with_nodes(graph.nodes, {x: replace(graph.tensors[x], bounds=limits) for x, limits in bounds.items()})
 
 
 def index_bounds(graph: IRGraph, on_cpu: Collection[str] = ()) -> dict[str, Range]:
@@ -129,11 +129,11 @@ class _Walk:
             for name, value in graph.constants.items()
             if is_float(graph.tensors[name].dtype)
         }
-        made = [out for node in graph.nodes if node.name in on_cpu for out in node.outputs]
-        checked = (*graph.inputs, *made)
-        self.known |= {name: found for name, found in index_bounds(graph, on_cpu).items() if name in checked}
+        computed = [out for node in graph.nodes if node.name in on_cpu for out in node.outputs]
+        checked = (*graph.inputs, *computed)
+        self.known |= {name: limits for name, limits in index_bounds(graph, on_cpu).items() if name in checked}
         self.sources = {name for name in (*checked, *graph.weights) if self.known[name] == INT32_RANGE}
-        self.known |= {name: as_integers(found) for name, found in self.intervals.items()}
+        self.known |= {name: as_integers(limits) for name, limits in self.intervals.items()}
         device = [node for node in graph.nodes if node.name not in on_cpu]
         self.nodes = [node for node in device if any(is_int(graph.tensors[out].dtype) for out in node.outputs)]
         made_of_floats = [node for node in self({})[1] if any(is_float(graph.tensors[x].dtype) for x in node.inputs)]
@@ -146,18 +146,18 @@ class _Walk:
         ranges, intervals, overflowing = {**self.known, **bounds}, {**self.intervals}, []
         for node in self.nodes:
             if is_float(self.graph.tensors[node.outputs[0]].dtype):
-                known = {name: intervals.get(name, ranges[name]) for name in node.inputs}
+                operands = {name: intervals.get(name, ranges[name]) for name in node.inputs}
                 with well_formed(node):
-                    intervals[node.outputs[0]] = interval_of(node, self.graph, known)
+                    intervals[node.outputs[0]] = interval_of(node, self.graph, operands)
                 ranges[node.outputs[0]] = as_integers(intervals[node.outputs[0]])
             if not any(is_int(self.graph.tensors[out].dtype) for out in node.outputs):
                 continue
-            for out, found in zip(node.outputs, _results(node, self.graph, ranges), strict=False):
+            for out, limits in zip(node.outputs, _results(node, self.graph, ranges), strict=False):
                 spec = self.graph.tensors[out]
                 if not is_int(spec.dtype):
                     continue
-                ranges[out] = found if _fits(found) else INT32_RANGE
-                if not _fits(found) and spec.dtype == "int64":
+                ranges[out] = limits if _fits(limits) else INT32_RANGE
+                if not _fits(limits) and spec.dtype == "int64":
                     overflowing.append(node)
         return ranges, overflowing
 
@@ -165,9 +165,9 @@ class _Walk:
         """The sources of these nodes; in one group are those that a node computes with."""
         groups: list[set[str]] = []
         for node in overflowing:
-            found = self.sources_of([node])
-            joined = [group for group in groups if group & found]
-            groups = [group for group in groups if not group & found] + [found.union(*joined)]
+            sources = self.sources_of([node])
+            joined = [group for group in groups if group & sources]
+            groups = [group for group in groups if not group & sources] + [sources.union(*joined)]
         return groups
 
     @cached_property
@@ -175,7 +175,7 @@ class _Walk:
         """The tensors whose range depends on the bounds of sources."""
         widest, _ = self({})
         narrowest, _ = self(dict.fromkeys(self.sources, (-SMALLEST_LIMIT, SMALLEST_LIMIT)))
-        return {name for name, found in widest.items() if narrowest[name] != found}
+        return {name for name, limits in widest.items() if narrowest[name] != limits}
 
     def sources_of(self, overflowing: Collection[OpNode]) -> set[str]:
         """The sources whose bounds matter to what these nodes compute with."""
@@ -220,8 +220,8 @@ def _ancestors(nodes: Collection[OpNode], among: Collection[OpNode]) -> set[str]
     return seen
 
 
-def _fits(found: Range) -> bool:
-    return found[0] >= INT32_MIN and found[1] <= INT32_MAX
+def _fits(limits: Range) -> bool:
+    return limits[0] >= INT32_MIN and limits[1] <= INT32_MAX
 
 
 def _results(node: OpNode, graph: IRGraph, ranges: dict[str, Range]) -> tuple[Range, ...]:
@@ -231,5 +231,5 @@ def _results(node: OpNode, graph: IRGraph, ranges: dict[str, Range]) -> tuple[Ra
     if rule is None:
         return tuple(_range_of_dtype(graph.tensors[out]) for out in node.outputs)
     with well_formed(node):
-        found = rule(node, graph, ranges)
-    return found if isinstance(found[0], tuple) else (found,) * len(node.outputs)
+        limits = rule(node, graph, ranges)
+    return limits if isinstance(limits[0], tuple) else (limits,) * len(node.outputs)

@@ -21,8 +21,8 @@ from npu_compiler.ops.registry import QuantizedRule, find_op
 from npu_compiler.target_config import TargetConfig
 
 Quantization: TypeAlias = str | QuantizedFormat | Mapping[str, QuantizedFormat]
-"""How to store weights: a name that `named_format` knows or a format, for the weights of all linear layers; or a format
-for each of some `state_dict` keys."""
+"""The storage of weights: a name that `named_format` knows or a format, for all linear layers; or a format for each of
+some `state_dict` keys."""
 
 _GROUPS = (128, 64, 32)  # tried in this order where the rows of a weight are not a whole number of the first
 
@@ -54,10 +54,10 @@ def find_formats(graph: IRGraph, quantization: Quantization) -> dict[str, Quanti
             sizes = _GROUPS if role == {"linear"} else ()
             bytes_each = replace(NAMED_FORMATS["int8"], activations=wanted.activations)
             candidates = [*(replace(wanted, group=size) for size in sizes), bytes_each]
-        found = next((format for format in candidates if format.problem(shape) is None), None)
-        if found is None:
+        fitting = next((format for format in candidates if format.problem(shape) is None), None)
+        if fitting is None:
             raise InputError(f"'{keys[name]}' cannot be stored as {wanted}: {wanted.problem(shape)}")
-        formats[keys[name]] = found
+        formats[keys[name]] = fitting
     return formats
 
 
@@ -149,13 +149,13 @@ def _split(
     shapes = format.parts((spec.shape[0], spec.shape[1]))
     for part in PARTS:
         if part in shapes:
-            made = part_recipe(recipe, format, part)
-            assert made is not None, "only joined tensors are marked"
+            part_weight = part_recipe(recipe, format, part)
+            assert part_weight is not None, "only joined tensors are marked"
             name = unique_name(f"{spec.name}.{part}", tensors)
             shape, dtype = shapes[part]
             # A scale for each row costs little; in float32, products of codes take it as it is.
             by_row = part == "scales" and shape[1] == 1 and format.activations != "none" and format.offsets == "none"
-            tensors[name], weights[name] = TensorSpec(name, shape, dtype, "float32" if by_row else dtype), made
+            tensors[name], weights[name] = TensorSpec(name, shape, dtype, "float32" if by_row else dtype), part_weight
             names.append(name)
     return names
 

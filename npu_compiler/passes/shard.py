@@ -32,7 +32,7 @@ ALL_REDUCE, ALL_GATHER = "npu.all_reduce", "npu.all_gather"
 
 @dataclass
 class ShardingPlan:
-    """What of a graph is divided among ranks.
+    """The division of a graph's tensors among ranks.
 
     Attributes:
         splits: Tensor → how it is divided, weights aside.
@@ -53,13 +53,13 @@ def shard(graph: IRGraph, mesh: Mesh) -> IRGraph:
     """
     if mesh.ranks == 1:
         return graph
-    bounds = {name: found for name, found in index_bounds(graph).items() if name in graph.inputs}
+    bounds = {name: limits for name, limits in index_bounds(graph).items() if name in graph.inputs}
     bounded = graph.with_nodes(graph.nodes, {x: replace(graph.tensors[x], bounds=y) for x, y in bounds.items()})
     return _divide_tables(_apply(bounded, find_sharding(graph, mesh), mesh), mesh)
 
 
 def find_sharding(graph: IRGraph, mesh: Mesh) -> ShardingPlan:
-    """What of a graph can be divided, region by region. Raises InputError as `shard` does."""
+    """Find the tensors of a graph that can be divided, region by region. Raises InputError as `shard` does."""
     plan = ShardingPlan()
     for node in graph.nodes:
         if node.name in plan.nodes or not _starts_region(node, graph):
@@ -217,7 +217,7 @@ class _Weights:
         return self._add(name, (), self.tensors[name].shape, on_first_rank(self.weights[name]))
 
     def first_row(self, rows: int) -> str:
-        """Where the rank's rows of a table begin that gives each rank as many."""
+        """The first of a rank's rows in a table that gives each rank as many."""
         key = "", ((0, rows),)
         if key not in self.made:
             name = self.made[key] = unique_name("first_row", self.tensors)
@@ -255,12 +255,12 @@ def _divide_tables(graph: IRGraph, mesh: Mesh) -> IRGraph:
         rows = tensors[part].shape[0]
         first = divided.first_row(rows)
         step = node.rename_inputs({table: part})
-        steps, made = rule(step, graph.with_nodes([], tensors), first, rows, tensors)
+        steps, specs = rule(step, graph.with_nodes([], tensors), first, rows, tensors)
         out = node.outputs[0]
-        summand = unique_name(f"{out}.part", {**tensors, **made})
-        made[summand] = replace(tensors[out], name=summand)
+        summand = unique_name(f"{out}.part", {**tensors, **specs})
+        specs[summand] = replace(tensors[out], name=summand)
         steps[-1] = replace(steps[-1], outputs=(summand,))
-        tensors |= made
+        tensors |= specs
         reduced = OpNode(f"{node.name}.all_reduce", ALL_REDUCE, (summand,), (out,), {"ranks": mesh.ranks})
         nodes += [*steps, reduced]
     return replace(graph, nodes=nodes, tensors=tensors, weights=weights)

@@ -1,1 +1,1 @@
-"""What a program is made of: views, kernel declarations and calls, the plan, its memory and its file format."""
+"""The parts of a program: views, kernel declarations and calls, the plan, its memory and its file format."""

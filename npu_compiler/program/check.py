@@ -196,7 +196,7 @@ def _check_outputs(plan: ExecutionPlan) -> None:
 
 
 def _check_writes(calls: Sequence[KernelCall], plan: ExecutionPlan) -> None:
-    """Nothing writes to what is read-only, or to one place under two indices."""
+    """Refuse calls that write to a read-only buffer, or to one place under two indices."""
     donated = set(plan.donations.values())
     for call in calls:
         where = f"kernel '{call.kernel}' (node '{call.node}') writes"

@@ -80,7 +80,7 @@ class _Array:
 
 
 def _as_map(value: Any) -> dict[str, Any]:
-    """What msgpack packs in place of an object that it does not know."""
+    """The map that msgpack packs in place of an object that it does not know."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, int):

@@ -43,13 +43,26 @@ def describe_plan(plan: ExecutionPlan, *, tables: bool = True, full: bool = Fals
     return "\n".join(lines)
 
 
+def print_calls(plan: ExecutionPlan) -> str:
+    """A line for each call of a plan, the prologue's first, and one for the size of the arena."""
+    lines = []
+    for call in (*plan.prologue, *plan.calls):
+        outputs, inputs = (
+            ", ".join(f"%{view.buffer}: {_spec(view.shape, view.dtype)}" for view in views)
+            for views in (call.outputs, call.inputs)
+        )
+        params = ", ".join(f"{name}={value}" for name, value in call.params.items())
+        lines.append(f"{outputs} = {call.kernel}({inputs}) {{{params}}}")
+    return "\n".join([*lines, f"arena: {plan.arena_bytes} bytes"])
+
+
 def _table(
     title: str, rows: Sequence[str], alike: Sequence[Hashable], full: bool, heading: Sequence[str] = ()
 ) -> list[str]:
     """A title and its rows, indented. Of rows that repeat, only the first period is shown, unless `full`.
 
     Args:
-        alike: What a row has in common with those that repeat it.
+        alike: A key for each row, which those that repeat it have too.
     """
     shown, what = [title, *(f"  {line}" for line in heading)], title.partition(" (")[0]
     for run in [Run(0, len(rows), 1)] if full else fold(alike):
@@ -68,7 +81,7 @@ def _kernel_table(title: str, calls: Sequence[KernelCall], full: bool) -> list[s
 
 
 def _work(call: KernelCall) -> Hashable:
-    """What two calls of equal layers have in common: all but their buffers, parameters and node."""
+    """The key by which calls of equal layers are alike: all but their buffers, parameters and node."""
     views = (*call.inputs, *call.outputs)
     return call.kernel, len(call.inputs), tuple((view.shape, view.dtype) for view in views)
 

@@ -77,7 +77,7 @@ ACTIVATION_OF = {op: name for name, op in ACTIVATIONS.items()}
 
 
 def activation_rule(op: str) -> Callable[[Mapping[str, Any]], str | None] | None:
-    """For an element-wise op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them."""
+    """The `Op.activation` of an element-wise op: attributes → its name in `ACTIVATIONS`, where it is one of them."""
     if op == "hardtanh":
         return lambda attrs: "relu6" if (attrs.get("min_val", -1), attrs.get("max_val", 1)) == (0, 6) else None
     name = ACTIVATION_OF.get(op)

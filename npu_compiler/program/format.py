@@ -85,7 +85,7 @@ def _seal(body: bytes, authentication: Mapping[str, bytes]) -> bytes:
 
 
 def _authenticated(body: bytes) -> bytes:
-    """What is authenticated: the body, and that it is one of this format version."""
+    """The bytes that are authenticated: the format's version and the body."""
     return MAGIC + bytes([FORMAT_VERSION]) + body
 
 
@@ -115,10 +115,10 @@ def _open_envelope(data: bytes, origin: str) -> tuple[bytes, dict[str, bytes]]:
     return body, authentication
 
 
-def _is_authentication(found: Any) -> bool:
+def _is_authentication(entries: Any) -> bool:
     return (
-        isinstance(found, dict)
-        and found.keys() <= AUTHENTICATION_BYTES.keys()
-        and all(isinstance(value, bytes) and len(value) == AUTHENTICATION_BYTES[key] for key, value in found.items())
-        and ("signature" in found) == ("public_key" in found)
+        isinstance(entries, dict)
+        and entries.keys() <= AUTHENTICATION_BYTES.keys()
+        and all(isinstance(value, bytes) and len(value) == AUTHENTICATION_BYTES[key] for key, value in entries.items())
+        and ("signature" in entries) == ("public_key" in entries)
     )

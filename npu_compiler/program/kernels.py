@@ -20,7 +20,7 @@ from npu_compiler.program.views import MAX_RANK, View
 
 
 class Family(Enum):
-    """What kind of work a kernel does."""
+    """The kind of work of a kernel."""
 
     ELEMENTWISE = "elementwise"
     REDUCTION = "reduction"
@@ -37,7 +37,7 @@ class Family(Enum):
 
 
 class Grid(Enum):
-    """How a kernel's work divides among threads, for devices that launch a grid of threadgroups per call."""
+    """The division of a kernel's work among threads, for devices that launch a grid of threadgroups per call."""
 
     ELEMENTS = "a thread per output element"
     QUADS = "a thread per four consecutive output elements"
@@ -60,7 +60,7 @@ class Grid(Enum):
 
 
 Condition: TypeAlias = Callable[[SimpleNamespace], bool]
-"""What must hold between a call's sizes, parameters and views, which are the attributes of its argument."""
+"""A condition on a call's sizes, parameters and views, which are the attributes of its argument."""
 
 Products: TypeAlias = Callable[[SimpleNamespace], tuple[Product, ...]]
 """The matrix products of a call, whose sizes, parameters and views are the attributes of its argument."""
@@ -77,10 +77,10 @@ class KernelDecl:
         fields: Parameter name → format. A `struct` format (`I`, `i`, `f`, `4I`, …) is a member of the parameter struct,
             in order. `?` is a flag and `s a b c` one of the named variants: both choose code, so a device that
             specializes kernels compiles them in; they are not in the struct.
-        where: What else must hold for a call, beyond its operands' shapes and dtypes and its parameters' formats.
-        index_limit: For a kernel with a flag `checked`, which leaves out its own check of the index: how many rows the
-            index chooses among.
-        products: For a kernel that multiplies matrices, whose first input holds the rows: its products, each of which
+        where: Further condition on a call, beyond its operands' shapes and dtypes and its parameters' formats.
+        index_limit: Number of rows that the index chooses among, for a kernel with a flag `checked`, which leaves out
+            its own check of the index.
+        products: Products of a kernel that multiplies matrices, whose first input holds the rows, each of which
             reads the result of the one before.
         counted: Whether the optional operands of a call are as many as it has inputs left for; otherwise its parameters
             `has_<name>` say of each whether it is there.
@@ -99,13 +99,13 @@ class KernelDecl:
     counted: bool = False
 
     def __str__(self) -> str:
-        """Its name, operands and parameters, as `declare_kernel` takes them."""
+        """The kernel's name, operands and parameters, as `declare_kernel` takes them."""
         inputs, outputs = (" ".join(map(str, operands)) for operands in (self.inputs, self.outputs))
         fields = "".join(f", {name}={fmt!r}" for name, fmt in self.fields.items())
         return f"{self.name}: {inputs} -> {outputs}{fields}"
 
     def problem(self, call: KernelCall) -> str | None:
-        """Why a call does not fit this declaration, in words; None where it does.
+        """The reason why a call does not fit this declaration, in words; None where it does.
 
         A call that fits touches nothing outside its views, on any device.
         """
@@ -137,7 +137,7 @@ class KernelDecl:
         return self.products(matched)
 
     def parameter_problem(self, call: KernelCall) -> str | None:
-        """What is wrong with a call's parameters by themselves."""
+        """The defect of a call's parameters by themselves, in words; None where there is none."""
         present = [f"has_{operand.name}" for operand in self.inputs if operand.optional and not self.counted]
         for name in (*self.fields, *present):
             if name not in call.params:

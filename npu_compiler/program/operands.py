@@ -1,4 +1,4 @@
-"""What a kernel asks of its operands, as its declaration says it in text, and how a call's views are matched with that.
+"""The operands of a kernel, as its declaration says them in text, and the match of a call's views with that.
 
 An operand is written `name?:kinds[sizes]`; only the name is needed.
 
@@ -31,7 +31,7 @@ class Operand:
 
     Attributes:
         optional: Whether a call may lack it.
-        dtypes: Those that it may be stored in.
+        dtypes: Dtypes that it may be stored in.
         sizes: The names of its dimensions; None where any shape will do.
         packed: The first of the dimensions that are packed, from the end where some number of dimensions is before it;
             None where none is packed.
@@ -53,7 +53,7 @@ class Operand:
         return f"{text}[{','.join('.' * (index == first) + size for index, size in enumerate(self.sizes))}]"
 
     def problem(self, view: View, known: Sizes) -> str | None:
-        """What of a view does not fit, in words; enters into `known` the sizes that the view is the first to tell."""
+        """The reason why a view does not fit, or None; adds to `known` the sizes that the view is the first to have."""
         if view.dtype not in self.dtypes:
             return f"'{self.name}' is stored as {view.dtype}, not as {' or '.join(sorted(self.dtypes))}"
         if self.sizes is not None and not _bind(self.sizes, view.shape, known):

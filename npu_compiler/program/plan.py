@@ -20,13 +20,13 @@ BufferKind = Literal["input", "weight", "constant", "persistent", "arena", "outp
 
 @dataclass(frozen=True)
 class BufferAllocation:
-    """Where a buffer lives and how long.
+    """The place and the lifetime of a buffer.
 
     Attributes:
         alloc_shape: Shape in memory, channel padding included.
         offset: Byte offset in the arena (kind `arena` only).
         first_use, last_use: Index of the first and last kernel call that touches it (-1: before the first).
-        donor: For an output that is an input updated in place: the input's name.
+        donor: Name of the input that an output updates in place.
     """
 
     name: str

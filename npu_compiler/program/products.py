@@ -12,8 +12,8 @@ class Window:
     """The window of a convolution.
 
     Attributes:
-        taps: Its pixels, each of which is multiplied with an element of the weight.
-        stride: By how many columns it moves.
+        taps: Number of its pixels, each of which is multiplied with an element of the weight.
+        stride: Columns by which it moves.
         width: Columns of the output.
     """
 

@@ -43,7 +43,7 @@ def is_valid(content: bytes, signature: bytes, public_key: bytes) -> bool:
 
 
 def sign(content: bytes, key_file: Path) -> dict[str, bytes]:
-    """What an envelope says of signed content.
+    """The signature of content, as entries of its envelope.
 
     Args:
         key_file: An Ed25519 private key as unencrypted PEM.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from npu_compiler.errors import InputError
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
@@ -13,6 +13,9 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 
 PLUGINS = "npu_simulation.targets"
+
+PlanStage: TypeAlias = tuple[str, Callable[[ExecutionPlan], ExecutionPlan]]
+"""A stage's name and the function that changes a plan."""
 
 
 class CodegenTarget(ABC):
@@ -26,7 +29,7 @@ class CodegenTarget(ABC):
 
     @property
     def key(self) -> str:
-        """What tells apart targets whose programs differ, for caches."""
+        """The key of this target in caches: targets whose programs differ have different ones."""
         return self.config.name
 
     @abstractmethod
@@ -58,9 +61,12 @@ class CodegenTarget(ABC):
         """Whether this target leaves `supports` as it is."""
         return type(self).supports is CodegenTarget.supports
 
-    def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """What this target does with the calls before memory is planned: fuse them, generate their sources."""
-        return plan
+    def stages(self) -> list[PlanStage]:
+        """The target's own stages, by name and in order, before memory is planned: fuse calls, generate sources.
+
+        They are run for one program; the list may share state between its stages.
+        """
+        return []
 
 
 class OpLevelTarget(CodegenTarget):
@@ -124,10 +130,10 @@ def load_plugin_target(name: str) -> CodegenTarget | None:
     """
     from importlib.metadata import entry_points
 
-    found = entry_points(group=PLUGINS, name=name)
-    if not found:
+    entries = entry_points(group=PLUGINS, name=name)
+    if not entries:
         return None
-    target: CodegenTarget = next(iter(found)).load()()
+    target: CodegenTarget = next(iter(entries)).load()()
     if target.config.name != name:
         raise InputError(f"the entry point '{name}' of {PLUGINS} makes a target named '{target.config.name}'")
     return target

@@ -1,4 +1,4 @@
-"""Who vouches for a program whose content is code, and whether this user trusts them.
+"""Trust in programs whose content is code: who vouches for one, and whether this user trusts them.
 
 A program for a target whose programs are code (`TargetConfig.programs_are_code`) runs only if this user made it, if a
 key that this user trusts signed it, or if the caller allows it. A file's envelope says so beside the body:
@@ -29,10 +29,10 @@ AUTHENTICATION_BYTES = {"hmac": 32, "signature": 64, "public_key": 32}
 
 @dataclass(frozen=True)
 class Trust:
-    """Who vouches for a program.
+    """The origin of a program.
 
     Attributes:
-        origin: Who: this user, the owner of a trusted key, the caller who allowed it, or nobody known.
+        origin: One of: this user, the owner of a trusted key, the caller who allowed it, or nobody known.
         detail: The fingerprint of the key; or, of an unknown program, what speaks against it.
     """
 
@@ -69,7 +69,7 @@ class _NoKeyError(Exception):
 
 
 def authenticate(content: bytes) -> dict[str, bytes]:
-    """What an envelope says of content that this user made; nothing where there can be no key."""
+    """The entries of an envelope for content that this user made; none where there can be no key."""
     try:
         return {"hmac": _hmac(_user_key(), content)}
     except _NoKeyError:
@@ -77,7 +77,7 @@ def authenticate(content: bytes) -> dict[str, bytes]:
 
 
 def judge(content: bytes, authentication: Mapping[str, bytes]) -> Trust:
-    """Who vouches for content, by what its envelope says."""
+    """Judge content by its envelope."""
     doubts = []
     if "hmac" in authentication:
         try:
@@ -105,7 +105,7 @@ def _hmac(key: bytes, content: bytes) -> bytes:
 
 
 def _unmarked() -> str:
-    """What to say of a program that carries no authentication."""
+    """The message about a program that carries no authentication."""
     try:
         _read_key()
     except _NoKeyError as error:

@@ -11,7 +11,7 @@ MAX_RANK = 8  # of a tensor, and of what a kernel walks
 
 @dataclass(frozen=True)
 class View:
-    """What a kernel reads or writes: element (i, j, …) is at `offset + i·strides[0] + j·strides[1] + …`.
+    """A window onto a buffer: element (i, j, …) is at `offset + i·strides[0] + j·strides[1] + …`.
 
     Attributes:
         buffer: Name of the buffer; several views may share one.
@@ -107,7 +107,7 @@ class View:
         return self._with(tuple(new_shape), tuple(strides))
 
     def reshape(self, shape: Shape) -> View | None:
-        """The same elements in the same order under another shape, or None where no strides show them so."""
+        """The view with its elements in order under another shape, or None where no strides show them so."""
         strides = reshape_strides(self.shape, self.strides, shape) if numel(shape) == self.numel else None
         return None if strides is None else self._with(tuple(shape), strides)
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from npu_compiler import compile
+from npu_compiler import CompileOptions, compile
 from npu_model.chip import Chip
 from npu_model.measured import in_dtype
 from npu_model.simulation import simulate
@@ -35,7 +35,7 @@ def factors(chip: Chip, blocks: Sequence[Block]) -> Mapping[str, tuple[tuple[flo
         kind = each.probe.kind
         own = samples[kind if each.dtype == blocks[0].dtype else in_dtype(kind, each.dtype)]
         blocks_run = FEW_BLOCKS[1]
-        program = compile(each.probe.ir(blocks_run), compute_dtype=each.dtype)
+        program = compile(each.probe.ir(blocks_run), options=CompileOptions(compute_dtype=each.dtype))
         works = [call_work(call).operations for call in program.kernels]
         block = range(len(works) - len(works) // blocks_run, len(works))
         of_kind = [index for index in block if works[index].kind == kind]

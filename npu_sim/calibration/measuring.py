@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
-from npu_compiler import CompiledProgram, compile
+from npu_compiler import CompiledProgram, CompileOptions, compile
 from npu_compiler.errors import ConstraintError
 from npu_runtime import Device
 from npu_sim.calibration.probes import (
@@ -168,4 +168,4 @@ def _read_rate(size: int, device: Device) -> float:
 
 def _program(probe: Probe, dtype: str, device: Device, count: int = 1) -> CompiledProgram:
     """A program of `count` blocks of a probe, computed in a dtype."""
-    return compile(probe.ir(count), device.backend.target, compute_dtype=dtype)
+    return compile(probe.ir(count), device.backend.target, CompileOptions(compute_dtype=dtype))

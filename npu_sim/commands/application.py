@@ -20,6 +20,7 @@ from npu_sim.commands import (
     tools,
 )
 from npu_sim.commands.console import ErrorReporting
+from npu_sim.commands.settings import with_settings
 
 app = typer.Typer(
     cls=ErrorReporting,
@@ -46,11 +47,12 @@ for command in (
     serve.serve,
     models.classify,
     quantize.quantize,
+    quantize.quantize_network,
     calibrate.calibrate,
     tools.bench,
     tools.doctor,
 ):
-    app.command()(command)
+    app.command()(with_settings(command))
 
 
 def _show_version(wanted: bool) -> None:

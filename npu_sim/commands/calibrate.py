@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands.checks import check_device_options, check_output
+from npu_sim.commands.checks import check_output
 from npu_sim.commands.console import print_json, progress
 from npu_sim.commands.options import AsJSON, CPULevel, DeviceName
-from npu_sim.commands.resources import open_device
+from npu_sim.commands.settings import DeviceSettings
 
 
 def calibrate(
@@ -22,25 +22,25 @@ def calibrate(
     cpu_level: CPULevel = None,
     arrays: Annotated[
         int | None,
-        typer.Option("--arrays", min=1, metavar="INTEGER", help="Cores or multiprocessors. Default: CPU threads."),
+        typer.Option(min=1, metavar="INTEGER", help="Cores or multiprocessors. Default: CPU threads."),
     ] = None,
     sram: Annotated[
         int | None,
-        typer.Option("--sram", min=1024, metavar="BYTES", help="Cache. Default: what a CPU is found to keep."),
+        typer.Option(min=1024, metavar="BYTES", help="Cache. Default: what a CPU is found to keep."),
     ] = None,
     json: AsJSON = False,
 ) -> None:
     """Measure a device with its own kernels and write it as a chip file for `npu-sim simulate`."""
     from npu_compiler.errors import InputError
 
-    check_device_options(device, cpu_level, fast=False, no_tune=False)
+    device_settings = DeviceSettings(device, cpu_level)
     if output.suffix != ".toml":
         raise InputError(f"'{output}' is no chip file: its name must end in .toml")
     from npu_compiler.files import write_atomically
     from npu_model.chip import parse_chip
     from npu_sim.calibration import chip_text, measure, shape_of
 
-    opened = open_device(device)
+    opened = device_settings.open()
     shape = shape_of(opened, arrays, sram)
     with progress(f"measuring {opened.name}") as report:
         measured = measure(opened, report)

@@ -34,7 +34,7 @@ def chat_in_terminal(conversation: Conversation, where: str) -> None:
     """Chat until the user leaves.
 
     Args:
-        where: What runs the model, for the greeting.
+        where: Device that runs the model, for the greeting.
     """
     note(f"{conversation.model.checkpoint.name} on {where}. Type a message; /help lists the commands, {LEAVE}.")
     read_line = line_editor()

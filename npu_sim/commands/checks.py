@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from npu_compiler.errors import InputError, WeightError
@@ -70,73 +70,6 @@ def check_text(text: str | None, what: str) -> str | None:
     return text
 
 
-def check_dtype(dtype: str | None) -> str | None:
-    """The compute dtype, if there is one of that name."""
-    from npu_compiler.graph.dtypes import COMPUTE_DTYPES
-
-    return None if dtype is None else _known(dtype, "compute dtype", COMPUTE_DTYPES)
-
-
-def check_quantization(name: str) -> str:
-    """The name, if weights can be stored so."""
-    from npu_sim.llm.loading import QUANTIZATIONS
-
-    return _known(name, "quantization", QUANTIZATIONS)
-
-
-def check_activations(name: str) -> str:
-    """The name, if activations of a language model can be rounded so."""
-    from npu_sim.llm.loading import ACTIVATIONS
-
-    return _known(name, "format of activations", ACTIVATIONS)
-
-
-def check_kv_cache(name: str) -> str:
-    """The name, if a KV cache can be stored so."""
-    from npu_sim.llm.loading import KV_CACHES
-
-    return _known(name, "format of a KV cache", KV_CACHES)
-
-
-def check_activation_format(name: str | None) -> str | None:
-    """The name of a format for activations, if there is one of that name."""
-    from npu_compiler.graph.quantization import NAMED_ROW_FORMATS
-
-    return None if name is None else _known(name, "format of activations", NAMED_ROW_FORMATS)
-
-
-def check_weight_format(name: str | None) -> str | None:
-    """The name of a format for weights, if there is one of that name."""
-    from npu_compiler.graph.quantization import NAMED_FORMATS
-
-    return None if name is None else _known(name, "quantization", NAMED_FORMATS)
-
-
-def check_method(name: str | None) -> str | None:
-    """The name of a way to round weights, if there is one of that name."""
-    from npu_compiler.graph.quantization import METHODS
-
-    return None if name is None else _known(name, "method", METHODS)
-
-
-def check_computing_device(name: str | None) -> str | None:
-    """The name of what quantizes a model, if there is one of that name."""
-    from npu_compiler.graph.quantization import COMPUTING_DEVICES
-
-    return None if name is None else _known(name, "device", COMPUTING_DEVICES)
-
-
-def check_log_level(name: str) -> str:
-    """The name of a level of logs, if there is one of that name."""
-    return _known(name, "log level", LOG_LEVELS)
-
-
-def _known(name: str, what: str, names: Collection[str]) -> str:
-    if name not in names:
-        raise InputError(f"unknown {what} '{name}'; choose one of {', '.join(names)}")
-    return name
-
-
 def check_device(name: str | None) -> str | None:
     """The device's name, if there is one of that name, which may still not be usable here."""
     from npu_runtime.device import find_device
@@ -144,19 +77,6 @@ def check_device(name: str | None) -> str | None:
     if name is not None:
         find_device(name)
     return name
-
-
-def check_device_options(device: str | None, cpu_level: str | None, fast: bool, no_tune: bool) -> None:
-    """Refuse options for another device than the one that is going to be opened."""
-    from npu_runtime.device import best_device
-
-    name = best_device() if device is None else device
-    if fast and name != "metal-emulator":
-        raise InputError("--fast is for --device metal-emulator only")
-    if no_tune and name != "cpu":
-        raise InputError(f"--no-tune is for --device cpu only; this is {name}")
-    if cpu_level is not None and name != "cpu":
-        raise InputError(f"--cpu-level is for --device cpu only; this is {name}")
 
 
 def check_weights(path: Path | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""What the shell offers for an argument after Tab; files are left to the shell. Imports nothing that is slow."""
+"""Completions of arguments after Tab; files are left to the shell. Imports nothing that is slow."""
 
 from __future__ import annotations
 
@@ -11,42 +11,6 @@ def devices(incomplete: str) -> list[str]:
     from npu_runtime import available_devices
 
     return beginning(incomplete, available_devices())
-
-
-def dtypes(incomplete: str) -> list[str]:
-    from npu_compiler.graph.dtypes import COMPUTE_DTYPES
-
-    return beginning(incomplete, COMPUTE_DTYPES)
-
-
-def quantizations(incomplete: str) -> list[str]:
-    from npu_sim.llm.loading import QUANTIZATIONS
-
-    return beginning(incomplete, QUANTIZATIONS)
-
-
-def activation_formats(incomplete: str) -> list[str]:
-    from npu_sim.llm.loading import ACTIVATIONS
-
-    return beginning(incomplete, ACTIVATIONS)
-
-
-def kv_caches(incomplete: str) -> list[str]:
-    from npu_sim.llm.loading import KV_CACHES
-
-    return beginning(incomplete, KV_CACHES)
-
-
-def row_formats(incomplete: str) -> list[str]:
-    from npu_compiler.graph.quantization import NAMED_ROW_FORMATS
-
-    return beginning(incomplete, NAMED_ROW_FORMATS)
-
-
-def weight_formats(incomplete: str) -> list[str]:
-    from npu_compiler.graph.quantization import NAMED_FORMATS
-
-    return beginning(incomplete, NAMED_FORMATS)
 
 
 def cpu_levels(incomplete: str) -> list[str]:
@@ -77,12 +41,6 @@ def vision_models(incomplete: str) -> list[str]:
     from npu_sim.vision.models import MODELS
 
     return beginning(incomplete, MODELS)
-
-
-def log_levels(incomplete: str) -> list[str]:
-    from npu_sim.commands.checks import LOG_LEVELS
-
-    return beginning(incomplete, LOG_LEVELS)
 
 
 def programs(incomplete: str) -> list[str]:

@@ -64,7 +64,7 @@ class _Interrupts:
     import, in a finalizer, or in a callback from C.
 
     Attributes:
-        latest: That of the command which runs, or ran last.
+        latest: The record of the command that runs, or ran last.
         seen: Whether Ctrl-C was pressed.
     """
 
@@ -100,7 +100,7 @@ class _Interrupts:
 
 @contextmanager
 def stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Within this context the first Ctrl-C raises nothing: it makes the function that is yielded return True.
+    """Catch the first Ctrl-C within this context: the function that is yielded then returns True.
 
     A second one acts as outside the context. For the main thread.
     """
@@ -227,7 +227,7 @@ def _warnings_as_notes() -> Iterator[None]:
 
 
 class _StepLine:
-    """What a step's line shows: its message, and the background work that it may be waiting for."""
+    """The text of a step's line: its message, and the background work that it may be waiting for."""
 
     def __init__(self, message: str) -> None:
         self._message = message

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_output
+from npu_sim.commands.checks import check_not_overwritten, check_output
 from npu_sim.commands.completion import targets, tasks
 from npu_sim.commands.console import EXIT_DIFFERS, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, Inputs, IRFile, NoTune, Seed, Weights
-from npu_sim.commands.resources import open_device, weights_for
+from npu_sim.commands.options import AsJSON, Dtype, Inputs, IRFile, Seed, Weights
+from npu_sim.commands.resources import weights_for
+from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.targets import find_target
+
+if TYPE_CHECKING:
+    from npu_compiler import PartitionPlan
 
 SAMPLES = 3
 TOKENS = 128
@@ -37,26 +41,18 @@ def extract(
     task: Annotated[
         str | None,
         typer.Option(
-            "--task",
-            metavar="NAME",
-            autocompletion=tasks,
-            help="Task of a Hugging Face model, such as text-generation.",
+            metavar="NAME", autocompletion=tasks, help="Task of a Hugging Face model, such as text-generation."
         ),
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
-            "--tokens",
-            min=1,
-            metavar="INTEGER",
-            help=f"Sequence length of a Hugging Face text model. Default: {TOKENS}.",
+            min=1, metavar="INTEGER", help=f"Sequence length of a Hugging Face text model. Default: {TOKENS}."
         ),
     ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(
-            "--weights", metavar="FILE", callback=check_output, help="Also write the weights to this .safetensors file."
-        ),
+        typer.Option(metavar="FILE", callback=check_output, help="Also write the weights to this .safetensors file."),
     ] = None,
     json: AsJSON = False,
 ) -> None:
@@ -89,13 +85,11 @@ def partition(
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
     cpu: Annotated[
         list[str] | None,
-        typer.Option("--cpu", metavar="OP", help="Run this op, given by its ATen name, on the CPU; repeatable."),
+        typer.Option(metavar="OP", help="Run this op, given by its ATen name, on the CPU; repeatable."),
     ] = None,
     target: Annotated[
         str,
-        typer.Option(
-            "--target", metavar="NAME", autocompletion=targets, help="Target whose missing ops run on the CPU."
-        ),
+        typer.Option(metavar="NAME", autocompletion=targets, help="Target whose missing ops run on the CPU."),
     ] = "op_level",
     dtype: Dtype = None,
 ) -> None:
@@ -124,48 +118,46 @@ def partition(
     if mermaid:
         typer.echo(plan.to_mermaid())
     elif json:
-        print_json(
-            {
-                "compute_dtype": plan.compute_dtype,
-                "device_share": plan.device_share,
-                "partitions": [
-                    {
-                        "index": p.index,
-                        "device": p.device,
-                        "nodes": [node.name for node in p.graph],
-                        "inputs": p.graph.inputs,
-                        "outputs": p.graph.outputs,
-                        "transfers": [
-                            {"tensor": t.tensor, "from": t.source, "to": t.target, "bytes": t.bytes}
-                            for t in p.transfers
-                        ],
-                    }
-                    for p in plan.partitions
-                ],
-                "output_transfers": [{"tensor": t.tensor, "bytes": t.bytes} for t in plan.output_transfers],
-                "cpu_reasons": dict(plan.reasons),
-            }
-        )
+        print_json(_plan_facts(plan))
     else:
         typer.echo(str(plan))
         for node, reason in plan.reasons.items():
             typer.echo(f"  {node} is on the CPU: {reason}")
 
 
+def _plan_facts(plan: PartitionPlan) -> dict[str, Any]:
+    """A plan as JSON data."""
+    return {
+        "compute_dtype": plan.compute_dtype,
+        "device_share": plan.device_share,
+        "partitions": [
+            {
+                "index": p.index,
+                "device": p.device,
+                "nodes": [node.name for node in p.graph],
+                "inputs": p.graph.inputs,
+                "outputs": p.graph.outputs,
+                "transfers": [
+                    {"tensor": t.tensor, "from": t.source, "to": t.target, "bytes": t.bytes} for t in p.transfers
+                ],
+            }
+            for p in plan.partitions
+        ],
+        "output_transfers": [{"tensor": t.tensor, "bytes": t.bytes} for t in plan.output_transfers],
+        "cpu_reasons": dict(plan.reasons),
+    }
+
+
 def verify(
     ir: IRFile,
+    *,
     weights: Weights = None,
     inputs: Inputs = None,
     dtype: Dtype = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     samples: Annotated[
         int | None,
-        typer.Option(
-            "--samples", min=1, metavar="INTEGER", help=f"Number of sets of random inputs. Default: {SAMPLES}."
-        ),
+        typer.Option(min=1, metavar="INTEGER", help=f"Number of sets of random inputs. Default: {SAMPLES}."),
     ] = None,
     seed: Seed = None,
     json: AsJSON = False,
@@ -180,7 +172,6 @@ def verify(
 
     if samples is not None and inputs:
         raise InputError("--samples is for random inputs; leave out --input")
-    check_device_options(device, cpu_level, fast, no_tune)
     with step(f"reading {ir}"):
         graph = read_ir(ir)
         state = weights_for(graph, weights)
@@ -195,7 +186,7 @@ def verify(
         if used_seed is None
         else [random_inputs(specs, used_seed + index) for index in range(samples or SAMPLES)]
     )
-    chosen = open_device(device, fast, no_tune)
+    chosen = device_settings.open()
     with progress("verifying") as report:
         result = compare(graph, state, sets, chosen, compute_dtype=dtype, progress=report)
     if json:

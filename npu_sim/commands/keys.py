@@ -13,9 +13,7 @@ from npu_sim.commands.options import AsJSON, ProgramFile
 
 def sign(
     program_file: ProgramFile,
-    key: Annotated[
-        Path, typer.Option("--key", metavar="FILE", help="Ed25519 private key (PEM), from `npu-sim keygen`.")
-    ],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="Ed25519 private key (PEM), from `npu-sim keygen`.")],
     json: AsJSON = False,
 ) -> None:
     """Sign a program, so that others can run its code.
@@ -54,9 +52,7 @@ def trust(
         Path | None,
         typer.Argument(metavar="PUBLIC_KEY", help="Public key (PEM) to trust. Default: list the trusted keys."),
     ] = None,
-    remove: Annotated[
-        str | None, typer.Option("--remove", metavar="FINGERPRINT", help="No longer trust this key.")
-    ] = None,
+    remove: Annotated[str | None, typer.Option(metavar="FINGERPRINT", help="No longer trust this key.")] = None,
     json: AsJSON = False,
 ) -> None:
     """Trust a public key: programs signed with it may run their code here. Or list or remove trusted keys."""

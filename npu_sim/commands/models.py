@@ -4,85 +4,83 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from npu_sim.commands.chat import after_prefill, chat_in_terminal, speed
-from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_text, check_weights
+from npu_sim.commands.checks import check_not_overwritten, check_text, check_weights
 from npu_sim.commands.completion import vision_models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import (
-    Activations,
-    AsJSON,
-    CPULevel,
-    DeviceName,
-    Dtype,
-    Fast,
-    KVCache,
-    LanguageModelName,
-    NoTune,
-    Quantization,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    TensorParallel,
-    TopP,
-    Trace,
-)
-from npu_sim.commands.resources import open_device, open_in_background
+from npu_sim.commands.options import AsJSON, Dtype, KVCache, LanguageModelName, Trace
+from npu_sim.commands.settings import DeviceSettings, ModelSettings, SamplingSettings
 
 if TYPE_CHECKING:
-    from npu_sim.llm.chat import TextStream
+    from npu_runtime import Device
+    from npu_sim.llm import Checkpoint, GenerationStats
+    from npu_sim.llm.chat import Message, TextStream
 
 
-def generate(
-    model: LanguageModelName,
+@dataclass(frozen=True)
+class PromptSettings:
+    """The text to continue, and how far."""
+
     prompt: Annotated[
         str | None,
         typer.Option(
-            "--prompt",
-            "-p",
-            metavar="TEXT",
-            help="Prompt. Default: interactive chat, or standard input when piped.",
+            "--prompt", "-p", metavar="TEXT", help="Prompt. Default: interactive chat, or standard input when piped."
         ),
-    ] = None,
+    ] = None
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", "-n", min=1, metavar="INTEGER", help="Maximum number of new tokens."),
-    ] = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", min=1, metavar="INTEGER", help="Sample from this many of the most probable tokens."),
-    ] = None,
-    seed: Seed = None,
-    repetition_penalty: RepetitionPenalty = None,
+    ] = None
     cache_length: Annotated[
         int | None,
         typer.Option(
-            "--cache-length",
             min=1,
             metavar="INTEGER",
             help="Capacity of the KV cache in tokens. Default: 2048, or the model's maximum if less.",
         ),
-    ] = None,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message of the chat.")] = None,
+    ] = None
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message of the chat.")] = None
     no_chat: Annotated[
         bool, typer.Option("--no-chat", help="Continue the prompt as plain text, without the chat template.")
-    ] = False,
-    dtype: Dtype = None,
-    quantization: Quantization = "checkpoint",
-    activations: Activations = "checkpoint",
+    ] = False
+
+    def __post_init__(self) -> None:
+        """Raises `InputError` where the options do not go together, or a text is none."""
+        from npu_compiler.errors import InputError
+
+        if self.max_tokens is not None and self.cache_length is not None and self.max_tokens > self.cache_length:
+            raise InputError(f"--max-tokens {self.max_tokens} is more than --cache-length {self.cache_length} holds")
+        if self.no_chat and self.system is not None:
+            raise InputError("--system needs the chat template; leave out --no-chat")
+        if self.prompt == "":
+            raise InputError("the prompt is empty")
+        check_text(self.prompt, "the prompt")
+        check_text(self.system, "the system message")
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether to chat in the terminal."""
+        return self.prompt is None and sys.stdin is not None and sys.stdin.isatty()
+
+    def messages(self, prompt: str) -> list[Message]:
+        """The conversation that the prompt begins."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        return [*messages, {"role": "user", "content": prompt}]
+
+
+def generate(
+    model: LanguageModelName,
+    prompt_settings: PromptSettings,
+    sampling: SamplingSettings,
+    model_settings: ModelSettings,
+    device_settings: DeviceSettings,
     kv_cache: KVCache = "none",
-    tensor_parallel: TensorParallel = 1,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
     trace: Trace = None,
     json: AsJSON = False,
 ) -> None:
@@ -91,103 +89,100 @@ def generate(
     from npu_runtime import Profiler
     from npu_sim.llm.loading import find_checkpoint
 
-    check_device_options(device, cpu_level, fast, no_tune)
-    if temperature == 0 and (top_k is not None or top_p is not None):
-        raise InputError("--top-k and --top-p are for sampling; give a --temperature above 0")
-    if max_tokens is not None and cache_length is not None and max_tokens > cache_length:
-        raise InputError(f"--max-tokens {max_tokens} is more than --cache-length {cache_length} holds")
-    if no_chat and system is not None:
-        raise InputError("--system needs the chat template; leave out --no-chat")
-    interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
-    if interactive and (no_chat or json or trace):
+    interactive = prompt_settings.is_interactive
+    if interactive and (prompt_settings.no_chat or json or trace):
         raise InputError("--no-chat, --json and --trace need a prompt: give it with --prompt or on standard input")
-    if trace is not None and device is not None and device.startswith("npu-model:"):
+    if trace is not None and (device_settings.device or "").startswith("npu-model:"):
         raise InputError("--trace is of this machine's time; npu-sim simulate --trace is of a chip's")
     check_not_overwritten(trace, [Path(model)])
-    if prompt is None and not interactive:
-        prompt = _piped_prompt()
-    if prompt == "":
-        raise InputError("the prompt is empty")
-    check_text(prompt, "the prompt")
-    check_text(system, "the system message")
+    prompt = "" if interactive else prompt_settings.prompt or _piped_prompt()
     find_checkpoint(model)
     # With a cache length of the user's own, it is first looked at whether the prompt fits, which takes the tokenizer.
-    opening = open_in_background(device, fast, no_tune) if cache_length is None else None
-    from npu_sim.llm import (
-        Conversation,
-        LanguageModel,
-        cache_capacity,
-        chat,
-        check_fits,
-        check_ranks,
-        complete,
-        encode_chat,
-        filled_cache,
-        load_checkpoint,
-        make_sampler,
-    )
-    from npu_sim.model_device import simulated
+    opening = device_settings.open_in_background() if prompt_settings.cache_length is None else None
+    from npu_sim.llm import Conversation, LanguageModel, chat, complete, load_checkpoint
 
-    sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt or ""})
-    profiler = Profiler()
+    sampler, profiler = sampling.sampler(), Profiler()
     with step(f"opening {model}"), profiler.on_host(f"open {model}"):
-        checkpoint = load_checkpoint(model, dtype, quantization, activations, kv_cache)
-        if repetition_penalty is not None:
-            checkpoint = replace(checkpoint, repetition_penalty=repetition_penalty)
-        tokenizer = checkpoint.tokenizer  # read it now, while the device opens
-    with concerning("--cache-length"):
-        capacity = cache_capacity(checkpoint, cache_length)
-    with concerning("--tensor-parallel"):
-        check_ranks(checkpoint, tensor_parallel)
-    ids = tokenizer.encode(prompt) if no_chat else encode_chat(checkpoint, messages)
-    check_fits(ids, capacity)
-    chosen = open_device(device, fast, no_tune) if opening is None else opening.result()
-    preparing = f"preparing {checkpoint.name}"
-    with progress(preparing) as report, profiler.on_host("prepare the programs and weights"):
+        settings = model_settings
+        checkpoint = load_checkpoint(model, settings.dtype, settings.quantization, settings.activations, kv_cache)
+        checkpoint = sampling.penalized(checkpoint)
+    ids = _encoded(checkpoint, prompt, prompt_settings, settings.tensor_parallel)
+    chosen = device_settings.open() if opening is None else opening.result()
+    with progress(f"preparing {checkpoint.name}") as report, profiler.on_host("prepare the programs and weights"):
         network = LanguageModel(
             checkpoint,
             device=chosen,
-            cache_length=cache_length,
+            cache_length=prompt_settings.cache_length,
             progress=report,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=settings.tensor_parallel,
         )
         network.prepare(sampler, *([] if interactive else [len(ids)]))
-    if prompt is None:
-        conversation = Conversation(network, system=system, max_new_tokens=max_tokens, sampler=sampler)
+    most = prompt_settings.max_tokens
+    if interactive:
+        conversation = Conversation(network, system=prompt_settings.system, max_new_tokens=most, sampler=sampler)
         chat_in_terminal(conversation, f"{network.device.name} ({network.device.backend.device})")
         return
-    if no_chat:
-        stream = complete(network, prompt, max_new_tokens=max_tokens, sampler=sampler)
+    if prompt_settings.no_chat:
+        stream = complete(network, prompt, max_new_tokens=most, sampler=sampler)
     else:
-        stream = chat(network, messages, max_new_tokens=max_tokens, sampler=sampler)
-    text = _counted(stream, max_tokens) if json else "".join(_shown(stream))
+        stream = chat(network, prompt_settings.messages(prompt), max_new_tokens=most, sampler=sampler)
+    text = _counted(stream, most) if json else "".join(_shown(stream))
     if trace is not None:
         profiler.host_spans += stream.spans
         profiler.save_trace(trace)
     if json:
-        print_json(
-            {
-                "model": checkpoint.name,
-                "device": chosen.name,
-                "text": text,
-                **asdict(stream.stats),
-                "prefill_tokens_per_second": stream.stats.prefill_tokens_per_second,
-                "decode_tokens_per_second": stream.stats.decode_tokens_per_second,
-                **({"chip": chip.chip.name} if (chip := simulated(chosen)) else {}),
-                "trace": None if trace is None else str(trace),
-            }
-        )
+        _print_generation(checkpoint.name, chosen, text, stream.stats, trace)
     else:
-        note(speed(stream.stats))
-        if chip := simulated(chosen):
-            first, rate = 1e3 * stream.stats.first_token_seconds, stream.stats.decode_tokens_per_second
-            note(f"simulated on chip {chip.chip.name}: first token after {first:.4g} ms, then {rate:.4g} per second")
-        if trace is not None:
-            note(f"trace written to {trace}; ui.perfetto.dev opens it")
-        if filled_cache(stream.stats, max_tokens):
-            note("the text ends here because the KV cache is full; a larger --cache-length holds more")
+        _note_generation(chosen, stream.stats, trace, most)
+
+
+def _encoded(checkpoint: Checkpoint, prompt: str, settings: PromptSettings, ranks: int) -> list[int]:
+    """The prompt's tokens, which are read while the device opens.
+
+    Raises:
+        InputError: they do not fit the cache, or the model does not divide among so many ranks.
+    """
+    from npu_sim.llm import cache_capacity, check_fits, check_ranks, encode_chat
+
+    tokenizer = checkpoint.tokenizer
+    with concerning("--cache-length"):
+        capacity = cache_capacity(checkpoint, settings.cache_length)
+    with concerning("--tensor-parallel"):
+        check_ranks(checkpoint, ranks)
+    ids = tokenizer.encode(prompt) if settings.no_chat else encode_chat(checkpoint, settings.messages(prompt))
+    check_fits(ids, capacity)
+    return ids
+
+
+def _print_generation(model: str, device: Device, text: str, stats: GenerationStats, trace: Path | None) -> None:
+    from npu_sim.model_device import simulated
+
+    print_json(
+        {
+            "model": model,
+            "device": device.name,
+            "text": text,
+            **asdict(stats),
+            "prefill_tokens_per_second": stats.prefill_tokens_per_second,
+            "decode_tokens_per_second": stats.decode_tokens_per_second,
+            **({"chip": chip.chip.name} if (chip := simulated(device)) else {}),
+            "trace": None if trace is None else str(trace),
+        }
+    )
+
+
+def _note_generation(device: Device, stats: GenerationStats, trace: Path | None, most: int | None) -> None:
+    from npu_sim.llm import filled_cache
+    from npu_sim.model_device import simulated
+
+    note(speed(stats))
+    if chip := simulated(device):
+        first, rate = 1e3 * stats.first_token_seconds, stats.decode_tokens_per_second
+        note(f"simulated on chip {chip.chip.name}: first token after {first:.4g} ms, then {rate:.4g} per second")
+    if trace is not None:
+        note(f"trace written to {trace}; ui.perfetto.dev opens it")
+    if filled_cache(stats, most):
+        note("the text ends here because the KV cache is full; a larger --cache-length holds more")
 
 
 def _piped_prompt() -> str:
@@ -225,6 +220,7 @@ def _counted(stream: TextStream, most: int | None) -> str:
 
 def classify(
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="Image file: JPEG, PNG, WebP, ...")],
+    *,
     model: Annotated[
         str,
         typer.Option(
@@ -238,31 +234,24 @@ def classify(
     weights: Annotated[
         Path | None,
         typer.Option(
-            "--weights",
             metavar="FILE",
             callback=check_weights,
-            help="Weights with torchvision's parameter names, or a folder from npu-sim quantize.",
+            help="Weights with torchvision's parameter names, or a folder from npu-sim quantize-network.",
         ),
     ] = None,
-    top: Annotated[
-        int, typer.Option("--top", min=1, max=1000, metavar="INTEGER", help="Number of classes to show.")
-    ] = 5,
+    top: Annotated[int, typer.Option(min=1, max=1000, metavar="INTEGER", help="Number of classes to show.")] = 5,
     dtype: Dtype = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     json: AsJSON = False,
 ) -> None:
     """Classify an image into the 1000 ImageNet classes."""
     from npu_sim.model_device import simulated
     from npu_sim.vision import Classifier, find_model, load_image
 
-    check_device_options(device, cpu_level, fast, no_tune)
     find_model(model)
     picture = load_image(image)
     with step(f"preparing {model}"):
-        chosen = open_device(device, fast, no_tune)
+        chosen = device_settings.open()
         classifier = Classifier(model, device=chosen, weights=weights, compute_dtype=dtype)
     with step(f"classifying {image}"):
         guesses = classifier.classify(picture, top=top)

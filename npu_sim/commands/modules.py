@@ -67,7 +67,8 @@ def run_module(
     """Run a saved module once.
 
     Args:
-        inputs: As for `choose_inputs`, by the names that `describe` shows. Random ones have the smallest sizes allowed.
+        inputs: Assignments as for `choose_inputs`, by the names that `describe` shows. Random inputs have the smallest
+            sizes allowed.
 
     Returns:
         The arrays of the result by their place in it, and the seed of random inputs.

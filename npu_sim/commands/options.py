@@ -5,24 +5,22 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Annotated
+from pkgutil import resolve_name
+from typing import Annotated, Any
 
 import typer
 
+from npu_compiler.errors import InputError
 from npu_sim.commands import checks
 from npu_sim.commands.completion import (
-    activation_formats,
+    beginning,
     cpu_levels,
     devices,
-    dtypes,
+    fusions,
     ir_files,
-    kv_caches,
     language_models,
     programs,
     programs_and_modules,
-    quantizations,
-    row_formats,
-    weight_formats,
 )
 
 
@@ -35,7 +33,7 @@ def _program_file(path: Path) -> Path:
 
 
 def _force_cpu_level(level: str | None) -> str | None:
-    """Through the environment: the kernels are compiled and loaded once a process, and its children agree with it."""
+    """Force the CPU level through the environment, since kernels are loaded once a process; its children agree."""
     if level is not None:
         from npu_runtime.cpu.levels import VARIABLE, forced_on, this_cpu
 
@@ -45,27 +43,47 @@ def _force_cpu_level(level: str | None) -> str | None:
 
 
 def _top_p(value: float | None) -> float | None:
-    from npu_compiler.errors import InputError
-
     if value is not None and not 0 < value <= 1:
         raise InputError(f"--top-p must be above 0 and at most 1, not {value}")
     return value
 
 
 def _temperature(value: float) -> float:
-    from npu_compiler.errors import InputError
-
     if not (math.isfinite(value) and value >= 0):
         raise InputError(f"--temperature must be a finite number of at least 0, not {value}")
     return value
 
 
 def _repetition_penalty(value: float | None) -> float | None:
-    from npu_compiler.errors import InputError
-
     if value is not None and not 0 < value < math.inf:
         raise InputError(f"--repetition-penalty must be a finite number above 0, not {value}")
     return value
+
+
+def count_option(text: str, most: int | None = None) -> Any:
+    """An option that is a number of things, at least one."""
+    return typer.Option(min=1, max=most, metavar="INTEGER", help=text)
+
+
+def name_option(*flags: str, what: str, names: str, metavar: str, text: str) -> Any:
+    """An option that is one of some names, which Tab completes.
+
+    Args:
+        flags: The option's own names. Default: that of the parameter.
+        what: The kind of thing that is named, for the error message.
+        names: The place of the names, `module:CONSTANT`, which is imported when it is needed.
+    """
+
+    def check(name: str | None) -> str | None:
+        allowed = resolve_name(names)
+        if name is not None and name not in allowed:
+            raise InputError(f"unknown {what} '{name}'; choose one of {', '.join(allowed)}")
+        return name
+
+    def complete(incomplete: str) -> list[str]:
+        return beginning(incomplete, resolve_name(names))
+
+    return typer.Option(*flags, metavar=metavar, callback=check, autocompletion=complete, help=text)
 
 
 IRFile = Annotated[
@@ -95,9 +113,7 @@ RunnableFile = Annotated[
 LanguageModelName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
-        autocompletion=language_models,
-        help="Hugging Face id, model folder, .gguf file, or smollm2.",
+        metavar="MODEL", autocompletion=language_models, help="Hugging Face id, model folder, .gguf file, or smollm2."
     ),
 ]
 AllowCode = Annotated[
@@ -106,33 +122,30 @@ AllowCode = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(
-        "--dtype",
+    name_option(
+        what="compute dtype",
+        names="npu_compiler.graph.dtypes:COMPUTE_DTYPES",
         metavar="DTYPE",
-        callback=checks.check_dtype,
-        autocompletion=dtypes,
-        help="Compute dtype: float16, bfloat16 or float32. Default: depends on the model's weights.",
+        text="Compute dtype: float16, bfloat16 or float32. Default: depends on the model's weights.",
     ),
 ]
 Quantization = Annotated[
     str,
-    typer.Option(
-        "--quantization",
+    name_option(
+        what="quantization",
+        names="npu_sim.llm.loading:QUANTIZATIONS",
         metavar="FORMAT",
-        callback=checks.check_quantization,
-        autocompletion=quantizations,
-        help="How weights are stored: checkpoint (as the file stores them), none (widened to the compute dtype), or "
+        text="How weights are stored: checkpoint (as the file stores them), none (widened to the compute dtype), or "
         "int4, int8 or fp8 (rounded when loaded).",
     ),
 ]
 Activations = Annotated[
     str,
-    typer.Option(
-        "--activations",
+    name_option(
+        what="format of activations",
+        names="npu_sim.llm.loading:ACTIVATIONS",
         metavar="FORMAT",
-        callback=checks.check_activations,
-        autocompletion=activation_formats,
-        help="What inputs of layers with quantized weights are rounded to, by row: int8, fp8, none, or checkpoint (as "
+        text="What inputs of layers with quantized weights are rounded to, by row: int8, fp8, none, or checkpoint (as "
         "its config says). CPU and CUDA.",
     ),
 ]
@@ -147,34 +160,35 @@ TensorParallel = Annotated[
 ]
 KVCache = Annotated[
     str,
-    typer.Option(
-        "--kv-cache",
+    name_option(
+        what="format of a KV cache",
+        names="npu_sim.llm.loading:KV_CACHES",
         metavar="FORMAT",
-        callback=checks.check_kv_cache,
-        autocompletion=kv_caches,
-        help="Store the KV cache as int8 or fp8, with a scale for each token and head, or none: in the compute dtype. "
+        text="Store the KV cache as int8 or fp8, with a scale for each token and head, or none: in the compute dtype. "
         "CPU only.",
     ),
 ]
 ActivationFormat = Annotated[
     str | None,
-    typer.Option(
-        "--activations",
+    name_option(
+        what="format of activations",
+        names="npu_compiler.graph.quantization:NAMED_ROW_FORMATS",
         metavar="FORMAT",
-        callback=checks.check_activation_format,
-        autocompletion=row_formats,
-        help="With --quantization: round the inputs of these layers to int8 or fp8, by row. CPU and CUDA.",
+        text="With --quantization: round the inputs of these layers to int8 or fp8, by row. CPU and CUDA.",
     ),
 ]
 WeightFormat = Annotated[
     str | None,
-    typer.Option(
-        "--quantization",
+    name_option(
+        what="quantization",
+        names="npu_compiler.graph.quantization:NAMED_FORMATS",
         metavar="FORMAT",
-        callback=checks.check_weight_format,
-        autocompletion=weight_formats,
-        help="Store the weights of linear layers as int4, int8 or fp8. Default: in the compute dtype.",
+        text="Store the weights of linear layers as int4, int8 or fp8. Default: in the compute dtype.",
     ),
+]
+DisabledFusions = Annotated[
+    list[str] | None,
+    typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
 ]
 Weights = Annotated[
     Path | None,
@@ -203,7 +217,8 @@ DeviceName = Annotated[
         metavar="NAME",
         callback=checks.check_device,
         autocompletion=devices,
-        help="cpu, metal, metal-emulator, cuda, cuda:N or npu-model:CHIP. Default: the best one on this machine.",
+        help="cpu, metal, metal-emulator (or, without its memory checks, metal-emulator-fast), cuda, cuda:N or "
+        "npu-model:CHIP. Default: the best one on this machine.",
     ),
 ]
 CPULevel = Annotated[
@@ -216,7 +231,6 @@ CPULevel = Annotated[
         help="Instruction set of the CPU kernels, such as x86-64-v3. Default: the best one of this machine.",
     ),
 ]
-Fast = Annotated[bool, typer.Option("--fast", help="Run --device metal-emulator without its memory checks.")]
 NoTune = Annotated[
     bool,
     typer.Option(

@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_program_or_ir
+from npu_sim.commands.checks import check_not_overwritten, check_program_or_ir
 from npu_sim.commands.completion import programs_and_ir
 from npu_sim.commands.console import print_json, progress, step
-from npu_sim.commands.options import (
-    AllowCode,
-    AsJSON,
-    CPULevel,
-    DeviceName,
-    Fast,
-    Inputs,
-    NoTune,
-    Seed,
-    Trace,
-    Weights,
-)
-from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_device_for, weights_for
+from npu_sim.commands.options import AllowCode, AsJSON, Inputs, Seed, Trace, Weights
+from npu_sim.commands.resources import inputs_for, load_onto, weights_for
+from npu_sim.commands.settings import DeviceSettings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,14 +35,12 @@ def profile(
             help="Compiled program (.npubin), or IR file (.json), which is partitioned between the device and the CPU.",
         ),
     ],
+    *,
     weights: Weights = None,
     inputs: Inputs = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     allow_code: AllowCode = False,
-    runs: Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
+    runs: Annotated[int, typer.Option(min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
     trace: Trace = None,
     seed: Seed = None,
     json: AsJSON = False,
@@ -62,34 +50,24 @@ def profile(
     from npu_runtime import Profiler
     from npu_sim.arrays import assigned_files
 
-    check_device_options(device, cpu_level, fast, no_tune)
     check_not_overwritten(trace, [file, weights, *assigned_files(inputs)])
     if file.suffix != ".json":
         model = CompiledProgram.load(file, allow_code)
         state = weights_for(model, weights)
         arrays, used_seed = inputs_for(model.input_specs, inputs, seed)
-        chosen = open_device_for(model, device, fast, no_tune)
+        chosen = device_settings.open_for(model)
         run = _program_run(model, chosen, state, arrays)
     else:
-        chosen = open_device(device, fast, no_tune)
+        chosen = device_settings.open()
         plan = _partitioned(file, chosen.backend.target)
         state = weights_for(plan.graph, weights)
         arrays, used_seed = inputs_for([plan.graph.tensors[name] for name in plan.graph.inputs], inputs, seed)
         run = _plan_run(plan, chosen, state, arrays)
-    profiler, plain = Profiler(), []
-    with progress("running") as report:
-        run(None)
-        for index in range(runs):
-            start = time.perf_counter()
-            run(None)
-            chosen.backend.synchronize()
-            plain.append(1e3 * (time.perf_counter() - start))
-            run(profiler)
-            report(index + 1, runs)
+    profiler = Profiler()
+    median = _timed(run, runs, chosen, profiler)
     if trace is not None:
         with step(f"writing {trace}"):
             profiler.save_trace(trace)
-    median = sorted(plain)[len(plain) // 2]
     if json:
         print_json(
             {
@@ -106,6 +84,21 @@ def profile(
     typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")
     if trace is not None:
         typer.echo(f"trace written to {trace}; ui.perfetto.dev opens it")
+
+
+def _timed(run: Run, runs: int, device: Device, profiler: Profiler) -> float:
+    """The median of plain runs in milliseconds; after each of them, one is profiled."""
+    times = []
+    with progress("running") as report:
+        run(None)
+        for index in range(runs):
+            start = time.perf_counter()
+            run(None)
+            device.backend.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+            run(profiler)
+            report(index + 1, runs)
+    return sorted(times)[len(times) // 2]
 
 
 def _partitioned(ir: Path, target: CodegenTarget) -> PartitionPlan:

@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import (
-    check_device_options,
-    check_not_overwritten,
-    check_output,
-    check_program_or_ir,
-)
-from npu_sim.commands.completion import fusions, programs_and_ir, targets
+from npu_sim.commands.checks import check_not_overwritten, check_output, check_program_or_ir
+from npu_sim.commands.completion import programs_and_ir, targets
 from npu_sim.commands.console import note, print_json, step
 from npu_sim.commands.modules import SUFFIX as MODULE
 from npu_sim.commands.modules import describe_module, run_module
@@ -22,19 +17,17 @@ from npu_sim.commands.options import (
     ActivationFormat,
     AllowCode,
     AsJSON,
-    CPULevel,
-    DeviceName,
+    DisabledFusions,
     Dtype,
-    Fast,
     Inputs,
     IRFile,
-    NoTune,
     RunnableFile,
     Seed,
     WeightFormat,
     Weights,
 )
-from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_device_for, weights_for
+from npu_sim.commands.resources import inputs_for, load_onto, weights_for
+from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.stages import describe_stages
 from npu_sim.commands.targets import find_target
 
@@ -53,7 +46,6 @@ def compile(
     target: Annotated[
         str,
         typer.Option(
-            "--target",
             metavar="NAME",
             autocompletion=targets,
             help="Target: op_level (for the CPU and Metal), metal_gpu, cuda_gpu or an installed package's.",
@@ -62,10 +54,7 @@ def compile(
     dtype: Dtype = None,
     quantization: WeightFormat = None,
     activations: ActivationFormat = None,
-    disable_fusion: Annotated[
-        list[str] | None,
-        typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
-    ] = None,
+    disable_fusion: DisabledFusions = None,
     phase_clocks: Annotated[
         bool,
         typer.Option(
@@ -73,19 +62,19 @@ def compile(
         ),
     ] = False,
     stages: Annotated[
-        bool, typer.Option("--stages", help="Print what each compiler stage changes in the graph.")
+        bool,
+        typer.Option("--stages", help="Print what each compiler stage changes in the graph or its kernels."),
     ] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="With --stages: print the whole graph after each stage.")
+        bool, typer.Option("--full", help="With --stages: print the whole graph, or all kernels, after each stage.")
     ] = False,
     json: AsJSON = False,
 ) -> None:
     """Compile IR into a program (.npubin)."""
+    from npu_compiler import CompileOptions, read_ir, trace_compilation
     from npu_compiler import compile as compile_ir
-    from npu_compiler import read_ir, trace_stages
     from npu_compiler.errors import InputError
     from npu_compiler.fusion_patterns import check_fusion_names
-    from npu_compiler.program.describe import format_bytes, summary
 
     if full and not stages:
         raise InputError("--full is for --stages")
@@ -98,18 +87,22 @@ def compile(
     check_not_overwritten(output, [ir])
     codegen, disabled = find_target(target, phase_clocks), disable_fusion or ()
     check_fusion_names(disabled)
-    options: dict[str, Any] = {"compute_dtype": dtype, "disabled_fusions": disabled, "quantization": quantization}
+    options = CompileOptions(dtype, quantization, disabled_fusions=disabled)
     with step(f"reading {ir}"):
         graph = read_ir(ir)
-    if stages:
-        traced = trace_stages(graph, codegen, **options)
-        for text in describe_stages(traced, full=full):
-            typer.echo(text, err=json)
+    for text in describe_stages(trace_compilation(graph, codegen, options), full=full) if stages else ():
+        typer.echo(text, err=json)
     if output is None:
         return
     with step(f"compiling {graph.name}"):
-        program = compile_ir(graph, codegen, **options)
+        program = compile_ir(graph, codegen, options)
         program.save(output)
+    _print_totals(program, output, json)
+
+
+def _print_totals(program: CompiledProgram, output: Path, json: bool) -> None:
+    from npu_compiler.program.describe import format_bytes, summary
+
     totals = summary(program.plan)
     if json:
         print_json({"program": str(output), "bytes": output.stat().st_size, **_header(program), "summary": totals})
@@ -199,6 +192,7 @@ def _spec(spec: TensorSpec) -> dict[str, Any]:
 
 def run(
     program_file: RunnableFile,
+    *,
     weights: Weights = None,
     inputs: Inputs = None,
     output: Annotated[
@@ -207,10 +201,7 @@ def run(
             "--output", "-o", metavar="FILE", callback=check_output, help="Write the outputs to this .npz file."
         ),
     ] = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     allow_code: AllowCode = False,
     seed: Seed = None,
     json: AsJSON = False,
@@ -223,18 +214,17 @@ def run(
     from npu_sim.arrays import assigned_files
 
     check_not_overwritten(output, [program_file, weights, *assigned_files(inputs)])
-    check_device_options(device, cpu_level, fast, no_tune)
     if program_file.suffix == MODULE:
         if weights is not None:
             raise InputError(f"'{program_file}' has its weights inside; leave out --weights")
-        chosen = open_device(device, fast, no_tune)
+        chosen = device_settings.open()
         values, used_seed = run_module(program_file, chosen, inputs, allow_code, seed)
         _report(chosen.name, used_seed, values, output, json)
         return
     program = CompiledProgram.load(program_file, allow_code)
     state = weights_for(program, weights)
     arrays, used_seed = inputs_for(program.input_specs, inputs, seed)
-    chosen = open_device_for(program, device, fast, no_tune)
+    chosen = device_settings.open_for(program)
     loaded = load_onto(chosen, program, state)
     with step(f"running {program.name} on {chosen.name}"):
         results = Executor(program, chosen).run(arrays, loaded)

@@ -1,23 +1,18 @@
-"""The command that quantizes a language model, or a vision model with its activations."""
+"""`quantize` for language models, `quantize-network` for vision models."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from npu_sim.commands.checks import (
-    check_computing_device,
-    check_dtype,
-    check_file,
-    check_method,
-    check_weight_format,
-)
-from npu_sim.commands.completion import dtypes, language_models
+from npu_sim.commands.checks import check_file
+from npu_sim.commands.completion import vision_models
 from npu_sim.commands.console import note, print_json, progress, step
-from npu_sim.commands.options import AsJSON
+from npu_sim.commands.options import AsJSON, LanguageModelName, name_option
+from npu_sim.quantizing.options import QuantizeOptions
 
 if TYPE_CHECKING:
     from npu_sim.quantizing import LayerReport, Report
@@ -26,166 +21,93 @@ _SHOWN = 8
 
 
 def _calibration_file(path: Path | None) -> Path | None:
-    return path if path is None or path.is_dir() else check_file(path, "calibration text or images")
+    return None if path is None else check_file(path, "calibration text")
+
+
+_OPTIONS = {
+    "weights": name_option(
+        "--weights",
+        "-w",
+        what="quantization",
+        names="npu_compiler.graph.quantization:NAMED_FORMATS",
+        metavar="FORMAT",
+        text="Format of the weights: int4, int8 or fp8.",
+    ),
+    "group": typer.Option(
+        min=0,
+        metavar="INTEGER",
+        help="Number of consecutive weights of a row that share a scale; 0 means the whole row. "
+        "Default: 128 for int4, or what divides all rows; else 0.",
+    ),
+    "zero_points": typer.Option("--zero-points/--symmetric", help="Store a zero point with each scale."),
+    "method": name_option(
+        what="method",
+        names="npu_compiler.graph.quantization:METHODS",
+        metavar="NAME",
+        text="rtn (round to nearest) or gptq (also compensate rounding errors; needs --calibrate). "
+        "Default: gptq with --calibrate, else rtn.",
+    ),
+    "search": typer.Option("--search", help="Choose each scale by the least squared error, as gptq always does."),
+    "samples": typer.Option(
+        min=1, metavar="INTEGER", help="Maximum number of parts of the text, of 1024 tokens, for rounding."
+    ),
+    "written": typer.Option(
+        min=0,
+        metavar="INTEGER",
+        help="Number of further parts that the model writes itself, so that other texts lose less. Needs "
+        "--calibrate; on a CPU it takes minutes.",
+    ),
+    "keep_worst": typer.Option(
+        min=0, metavar="INTEGER", help="Number of layers with the largest errors to keep in 16 bits."
+    ),
+    "tune": typer.Option(
+        min=0,
+        metavar="INTEGER",
+        help="Number of training steps that bring the quantized model's predictions near the original's, such "
+        "as 1000. Needs --calibrate and, to be done in minutes, a GPU that PyTorch can use.",
+    ),
+    "dtype": name_option(
+        what="compute dtype",
+        names="npu_compiler.graph.dtypes:COMPUTE_DTYPES",
+        metavar="DTYPE",
+        text="Dtype of scales and of all that is not quantized. Default: the model's own.",
+    ),
+    "device": name_option(
+        what="device",
+        names="npu_compiler.graph.quantization:COMPUTING_DEVICES",
+        metavar="NAME",
+        text="What computes, through PyTorch: cpu or gpu. Default: gpu if PyTorch can use one.",
+    ),
+    "force": typer.Option("--force", help="Replace the output folder if it is not empty."),
+}
 
 
 def quantize(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            autocompletion=language_models,
-            help="Hugging Face id, model folder, .gguf file, or smollm2; with --activations a vision model.",
-        ),
-    ],
+    model: LanguageModelName,
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FOLDER",
-            help="Folder to write: a Hugging Face model folder; with --activations one for npu-sim classify --weights.",
-        ),
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Hugging Face model folder to write.")
     ],
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            "--activations",
-            metavar="FORMAT",
-            help="int8: quantize activations too, weights to int8 per channel. For vision models, with --calibrate.",
-        ),
-    ] = None,
-    weights: Annotated[
-        str, typer.Option("--weights", "-w", metavar="FORMAT", help="Format of the weights: int4, int8 or fp8.")
-    ] = "int4",
-    group: Annotated[
-        int | None,
-        typer.Option(
-            "--group",
-            min=0,
-            metavar="INTEGER",
-            help="Number of consecutive weights of a row that share a scale; 0 means the whole row. "
-            "Default: 128 for int4, or what divides all rows; else 0.",
-        ),
-    ] = None,
-    zero_points: Annotated[
-        bool,
-        typer.Option("--zero-points/--symmetric", help="Store a zero point with each scale."),
-    ] = False,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            "--method",
-            metavar="NAME",
-            help="rtn (round to nearest) or gptq (also compensate rounding errors; needs --calibrate). "
-            "Default: gptq with --calibrate, else rtn.",
-        ),
-    ] = None,
+    options: Annotated[QuantizeOptions, _OPTIONS],
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            "--calibrate",
-            metavar="PATH",
+            metavar="FILE",
             callback=_calibration_file,
-            help="Calibration text (UTF-8), of the kinds that the model is going to read; for --tune, some megabytes. "
-            "With --activations a folder of photographs.",
+            help="Calibration text (UTF-8), of the kinds that the model is going to read; for --tune, some megabytes.",
         ),
     ] = None,
-    samples: Annotated[
-        int,
-        typer.Option(
-            "--samples",
-            min=1,
-            metavar="INTEGER",
-            help="Maximum number of parts of the text, of 1024 tokens, for rounding.",
-        ),
-    ] = 64,
-    written: Annotated[
-        int,
-        typer.Option(
-            "--written",
-            min=0,
-            metavar="INTEGER",
-            help="Number of further parts that the model writes itself, so that other texts lose less. Needs "
-            "--calibrate; on a CPU it takes minutes.",
-        ),
-    ] = 0,
-    search: Annotated[
-        bool,
-        typer.Option("--search", help="Choose each scale by the least squared error, as gptq always does."),
-    ] = False,
-    keep_worst: Annotated[
-        int,
-        typer.Option(
-            "--keep-worst",
-            min=0,
-            metavar="INTEGER",
-            help="Number of layers with the largest errors to keep in 16 bits.",
-        ),
-    ] = 0,
-    tune: Annotated[
-        int,
-        typer.Option(
-            "--tune",
-            min=0,
-            metavar="INTEGER",
-            help="Number of training steps that bring the quantized model's predictions near the original's, such "
-            "as 1000. Needs --calibrate and, to be done in minutes, a GPU that PyTorch can use.",
-        ),
-    ] = 0,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            metavar="DTYPE",
-            callback=check_dtype,
-            autocompletion=dtypes,
-            help="Dtype of scales and of all that is not quantized. Default: the model's own.",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="NAME",
-            callback=check_computing_device,
-            help="What computes, through PyTorch: cpu or gpu. Default: gpu if PyTorch can use one.",
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it is not empty.")] = False,
     json: AsJSON = False,
 ) -> None:
     """Quantize a language model to 8 or 4 bits, as a Hugging Face folder in the compressed-tensors format."""
-    if activations is not None:
-        _quantize_network(model, output, activations, calibrate, keep_worst, force, json)
-        return
     from npu_sim.llm.loading import find_checkpoint
 
-    check_weight_format(weights)
-    check_method(method)
     find_checkpoint(model)
-    text = None if calibrate is None else _read_text(calibrate)
+    options = replace(options, calibrate=None if calibrate is None else _read_text(calibrate))
+    options.check()
     from npu_sim.quantizing import quantize as quantize_model
 
     with progress(f"quantizing {model}") as show:
-        report = quantize_model(
-            model,
-            output,
-            weights=weights,
-            group=group,
-            zero_points=zero_points,
-            method=method,
-            search=search,
-            calibrate=text,
-            samples=samples,
-            written=written,
-            keep_worst=keep_worst,
-            tune=tune,
-            dtype=dtype,
-            device=device,
-            force=force,
-            progress=show,
-        )
+        report = quantize_model(model, output, options, show)
     if json:
         print_json({"output": str(output), **report.to_dict()})
         return
@@ -200,22 +122,29 @@ def quantize(
     typer.echo(f"{output}: {_megabytes(report.bytes_after)}, in 16 bits {_megabytes(report.bytes_before)}")
 
 
-def _quantize_network(
-    model: str, output: Path, activations: str, images: Path | None, keep_worst: int, force: bool, json: bool
+def quantize_network(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", autocompletion=vision_models, help="efficientnet-lite0, resnet18 or resnet50."),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write, for npu-sim classify --weights."),
+    ],
+    calibrate: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of photographs, or one, for calibration.")],
+    keep_worst: Annotated[int, _OPTIONS["keep_worst"]] = 0,
+    force: Annotated[bool, _OPTIONS["force"]] = False,
+    json: AsJSON = False,
 ) -> None:
-    """Quantize the weights and activations of a vision model."""
+    """Quantize a vision model's weights and activations to int8."""
     from npu_compiler.errors import InputError
     from npu_sim.quantizing.networks.quantize_model import find_images, quantize_model
 
-    if activations != "int8":
-        raise InputError(f"unknown format of activations '{activations}'; int8 is the one there is")
-    if images is None:
-        raise InputError("--activations needs --calibrate with a folder of photographs")
-    find_images(images)
+    find_images(calibrate)
     if output.exists() and (not output.is_dir() or any(output.iterdir())) and not force:
         raise InputError(f"'{output}' exists and is not empty; --force replaces what is in it")
     with step(f"quantizing {model}"):
-        report = quantize_model(model, images, output, keep_worst=keep_worst).report
+        report = quantize_model(model, calibrate, output, keep_worst=keep_worst).report
     if json:
         print_json({"output": str(output), "layers": [asdict(line) for line in report]})
         return
@@ -229,8 +158,6 @@ def _quantize_network(
 def _read_text(path: Path) -> str:
     from npu_compiler.errors import InputError
 
-    if path.is_dir():
-        raise InputError(f"'{path}' is a folder; a language model is calibrated with a text")
     data = path.read_bytes()
     try:
         return data.decode()

@@ -10,27 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten, check_output, check_weights
-from npu_sim.commands.completion import chips, fusions, models_and_programs, targets
+from npu_sim.commands.checks import check_file, check_not_overwritten, check_output, check_weights
+from npu_sim.commands.completion import chips, models_and_programs, targets
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import (
-    AllowCode,
-    AsJSON,
-    CPULevel,
-    DeviceName,
-    Dtype,
-    Fast,
-    Inputs,
-    NoTune,
-    Seed,
-    WeightFormat,
-    Weights,
-)
-from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_device_for, weights_for
+from npu_sim.commands.options import AllowCode, AsJSON, DisabledFusions, Dtype, Inputs, Seed, WeightFormat, Weights
+from npu_sim.commands.resources import inputs_for, load_onto, weights_for
+from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.targets import find_target
 
 if TYPE_CHECKING:
-    from npu_compiler import CompiledProgram, IRGraph, PartitionPlan
+    from npu_compiler import CodegenTarget, CompiledProgram, CompileOptions, IRGraph, PartitionPlan
     from npu_model import Chip, Result
     from npu_runtime import Device
     from npu_sim.report import Measurement, Roof, StageGraphs
@@ -79,22 +68,17 @@ Runs = Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Num
 
 def report(
     model: ModelFile,
+    *,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", callback=check_output, help="Output file (.html).")
     ],
     weights: Weights = None,
     inputs: Inputs = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     allow_code: AllowCode = False,
     dtype: Dtype = None,
     quantization: WeightFormat = None,
-    disable_fusion: Annotated[
-        list[str] | None,
-        typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
-    ] = None,
+    disable_fusion: DisabledFusions = None,
     target: Target = None,
     runs: Runs = RUNS,
     seed: Seed = None,
@@ -102,7 +86,6 @@ def report(
     npu: Annotated[
         str | None,
         typer.Option(
-            "--npu",
             metavar="NAME|FILE.toml",
             autocompletion=chips,
             help="Also simulate on a chip: edge, phone, datacenter, … or a file.",
@@ -110,11 +93,11 @@ def report(
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option("--bandwidth", metavar="GB/S", callback=_rate, help="Memory bandwidth for the roofline, in GB/s."),
+        typer.Option(metavar="GB/S", callback=_rate, help="Memory bandwidth for the roofline, in GB/s."),
     ] = None,
     flops: Annotated[
         float | None,
-        typer.Option("--flops", metavar="GFLOP/S", callback=_rate, help="Peak rate for the roofline, in GFLOP/s."),
+        typer.Option(metavar="GFLOP/S", callback=_rate, help="Peak rate for the roofline, in GFLOP/s."),
     ] = None,
     json: AsJSON = False,
 ) -> None:
@@ -122,51 +105,68 @@ def report(
 
     With --weights or --device, the time of each kernel is measured; with --npu, it is simulated.
     """
+    from npu_compiler import CompileOptions
     from npu_compiler.errors import InputError
     from npu_compiler.fusion_patterns import check_fusion_names
     from npu_sim.arrays import assigned_files
 
     is_program = model.suffix == PROGRAM
-    is_measured = weights is not None or device is not None
-    compiling = {"--dtype": dtype, "--quantization": quantization, "--disable-fusion": disable_fusion}
-    for option, value in {**compiling, "--target": target}.items():
-        if is_program and value:
-            raise InputError(f"{option} is for an IR file; '{model}' is compiled already")
+    is_measured = weights is not None or device_settings.device is not None
+    options = CompileOptions(dtype, quantization, disabled_fusions=disable_fusion or ())
+    if is_program:
+        _check_compiled(model, options, target)
     if verify and (is_program or not is_measured or quantization or disable_fusion):
         raise InputError("--verify is for an IR file with --weights, compiled without other options than --dtype")
     if (bandwidth is None) != (flops is None):
         raise InputError("--bandwidth and --flops belong together; give both")
     if inputs and not is_measured:
         raise InputError("--input is for measuring; give --weights or --device too")
-    if is_measured and target is not None:
-        raise InputError("--target is for a report without measuring; leave out --target, --weights or --device")
-    check_fusion_names(disable_fusion or ())
-    check_device_options(device, cpu_level, fast, no_tune)
+    _check_measuring("a report", is_measured, target)
+    check_fusion_names(options.disabled_fusions)
     codegen = find_target(target or TARGET)
     chip = None if npu is None else _chip(npu)
-    read = [model, weights, *assigned_files(inputs)]
-    check_not_overwritten(output, read)
+    check_not_overwritten(output, [model, weights, *assigned_files(inputs)])
 
     from npu_model import simulate
     from npu_sim.report import Roof
 
     roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
-    opened = open_device(device, fast, no_tune) if is_measured and not is_program else None
-    options: dict[str, Any] = {"compute_dtype": dtype, "quantization": quantization}
+    opened = device_settings.open() if is_measured and not is_program else None
     if is_program:
-        made = _load(model, allow_code)
+        subject = _load(model, allow_code)
     else:
-        made = _compile(model, opened.backend.target if opened else codegen, options, disable_fusion or ())
+        subject = _compile(model, opened.backend.target if opened else codegen, options)
     measurement, numerics = None, None
-    if is_measured and made.plan is None:
-        (program,) = made.programs
-        chosen = opened or open_device_for(program, device, fast, no_tune)
-        measurement, numerics = _measure(made, chosen, weights, inputs, runs, seed, verify)
+    if is_measured and subject.plan is None:
+        (program,) = subject.programs
+        chosen = opened or device_settings.open_for(program)
+        measurement, numerics = _measure(subject, chosen, weights, inputs, runs, seed, verify)
         roof = roof or Roof.of(chosen.backend.ceilings, program.compute_dtype)
     elif is_measured:
-        made.notes.append("The model is partitioned, so its kernels were not measured.")
-    simulations = [] if chip is None else [simulate(program, chip) for program in made.programs]
-    _write(made, output, measurement, simulations, roof, numerics, json)
+        subject.notes.append("The model is partitioned, so its kernels were not measured.")
+    simulations = [] if chip is None else [simulate(program, chip) for program in subject.programs]
+    _write(subject, output, measurement, simulations, roof, numerics, json)
+
+
+def _check_compiled(model: Path, options: CompileOptions, target: str | None) -> None:
+    """Raises `InputError` where a program, which is compiled already, is to be compiled in some way."""
+    from npu_compiler.errors import InputError
+
+    for option, value in {
+        "--dtype": options.compute_dtype,
+        "--quantization": options.quantization,
+        "--disable-fusion": options.disabled_fusions,
+        "--target": target,
+    }.items():
+        if value:
+            raise InputError(f"{option} is for an IR file; '{model}' is compiled already")
+
+
+def _check_measuring(what: str, is_measured: bool, target: str | None) -> None:
+    from npu_compiler.errors import InputError
+
+    if is_measured and target is not None:
+        raise InputError(f"--target is for {what} without measuring; leave out --target, --weights or --device")
 
 
 def _chip(npu: str) -> Chip:
@@ -177,8 +177,8 @@ def _chip(npu: str) -> Chip:
 
 
 @dataclass
-class _Made:
-    """What a report is about: the programs of a model and, where it was compiled here, how they came about."""
+class _Subject:
+    """The subject of a report: the programs of a model and, where it was compiled here, how they came about."""
 
     programs: list[CompiledProgram]
     title: str
@@ -188,14 +188,14 @@ class _Made:
     notes: list[str] = field(default_factory=list)
 
 
-def _load(path: Path, allow_code: bool) -> _Made:
+def _load(path: Path, allow_code: bool) -> _Subject:
     from npu_compiler import CompiledProgram
 
     program = CompiledProgram.load(path, allow_code)
-    return _Made([program], program.name)
+    return _Subject([program], program.name)
 
 
-def _compile(path: Path, target: Any, options: Mapping[str, Any], disabled: list[str] | tuple[()]) -> _Made:
+def _compile(path: Path, target: CodegenTarget, options: CompileOptions) -> _Subject:
     """The program of an IR file or, where the NPU cannot run all of it, those of its device partitions."""
     from npu_compiler import compile as compile_ir
     from npu_compiler import partition, read_ir, trace_stages
@@ -205,25 +205,27 @@ def _compile(path: Path, target: Any, options: Mapping[str, Any], disabled: list
     with step(f"compiling {path}"):
         graph = read_ir(path)
         try:
-            program = compile_ir(graph, target, disabled_fusions=disabled, **options)
+            program = compile_ir(graph, target, options)
         except ConstraintError:
-            plan = partition(graph, target=target, **options)
+            plan = partition(
+                graph, target=target, compute_dtype=options.compute_dtype, quantization=options.quantization
+            )
             stages = stage_graphs([("read", graph)])
             stages.add_partitions(plan)
             parts = [plan.compile(part, target) for part in plan.partitions if part.device == "npu"]
             if not parts:
                 raise
-            return _Made(parts, graph.name, graph, stages, plan)
-        stages = stage_graphs(trace_stages(graph, target, disabled_fusions=disabled, **options))
-    return _Made([program], graph.name, graph, stages)
+            return _Subject(parts, graph.name, graph, stages, plan)
+        stages = stage_graphs(trace_stages(graph, target, options))
+    return _Subject([program], graph.name, graph, stages)
 
 
 def _measure(
-    made: _Made, device: Device, weights: Path | None, inputs: Inputs, runs: int, seed: int | None, verify: bool
+    subject: _Subject, device: Device, weights: Path | None, inputs: Inputs, runs: int, seed: int | None, verify: bool
 ) -> tuple[Measurement, dict[str, Any] | None]:
     from npu_sim.report import measure
 
-    (program,) = made.programs
+    (program,) = subject.programs
     state = weights_for(program, weights)
     arrays, used_seed = inputs_for(program.input_specs, inputs, seed)
     loaded = load_onto(device, program, state)
@@ -238,13 +240,13 @@ def _measure(
 
     dtype = program.compute_dtype
     with step("verifying"):
-        result = compare(made.graph, state, [arrays], device, compute_dtype=dtype)
-        kernels = verify_kernels(made.graph, state, arrays, device, compute_dtype=dtype)
+        result = compare(subject.graph, state, [arrays], device, compute_dtype=dtype)
+        kernels = verify_kernels(subject.graph, state, arrays, device, compute_dtype=dtype)
     return measurement, numerics_contents(result, kernels, used_seed)
 
 
 def _write(
-    made: _Made,
+    subject: _Subject,
     output: Path,
     measurement: Measurement | None,
     simulations: Sequence[Result],
@@ -256,26 +258,26 @@ def _write(
     from npu_sim.report import report_contents, write_page
 
     contents = report_contents(
-        made.title,
-        made.programs,
+        subject.title,
+        subject.programs,
         measurement=measurement,
         simulations=simulations,
-        stages=made.stages,
-        partitions=made.plan,
+        stages=subject.stages,
+        partitions=subject.plan,
         roof=roof,
         numerics=numerics,
-        notes=made.notes,
+        notes=subject.notes,
     )
     with step(f"writing {output}"):
-        size = write_page(output, made.title, contents)
-    for remark in made.notes:
+        size = write_page(output, subject.title, contents)
+    for remark in subject.notes:
         note(f"note: {remark}")
     if json:
         facts = [
             {name: program[name] for name in ("name", "target", "dtype", "totals", "measured", "simulated")}
             for program in contents["programs"]
         ]
-        print_json({"report": str(output), "bytes": size, "programs": facts, "notes": made.notes})
+        print_json({"report": str(output), "bytes": size, "programs": facts, "notes": subject.notes})
     else:
         calls = sum(len(program["calls"]) for program in contents["programs"])
         typer.echo(f"{output}: {calls} kernel launches, {format_bytes(size)}")
@@ -284,6 +286,7 @@ def _write(
 def diff(
     a: ModelFile,
     b: ModelFile,
+    *,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -296,10 +299,7 @@ def diff(
             "--weights", "-w", metavar="FILE", help="Weights, to measure the time; twice if the models' own differ."
         ),
     ] = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
+    device_settings: DeviceSettings,
     allow_code: AllowCode = False,
     target: Target = None,
     runs: Runs = RUNS,
@@ -307,15 +307,14 @@ def diff(
     json: AsJSON = False,
 ) -> None:
     """Compare two programs: kernels, bytes, memory and, with --weights or --device, time."""
+    from npu_compiler import CompileOptions
     from npu_compiler.errors import InputError
 
     given = [path for path in map(check_weights, weights or ()) if path is not None]
-    is_measured = bool(given) or device is not None
+    is_measured = bool(given) or device_settings.device is not None
     if len(given) > 2:
         raise InputError("--weights is given more than twice; there are two programs")
-    if is_measured and target is not None:
-        raise InputError("--target is for a comparison without measuring; leave out --target, --weights or --device")
-    check_device_options(device, cpu_level, fast, no_tune)
+    _check_measuring("a comparison", is_measured, target)
     codegen = find_target(target or TARGET)
     check_not_overwritten(output, [a, b, *given])
 
@@ -323,19 +322,19 @@ def diff(
 
     programs, measurements = [], []
     for index, path in enumerate((a, b)):
-        opened = open_device(device, fast, no_tune) if is_measured and path.suffix != PROGRAM else None
-        made = (
+        opened = device_settings.open() if is_measured and path.suffix != PROGRAM else None
+        subject = (
             _load(path, allow_code)
             if path.suffix == PROGRAM
-            else _compile(path, opened.backend.target if opened else codegen, {}, ())
+            else _compile(path, opened.backend.target if opened else codegen, CompileOptions())
         )
-        if made.plan is not None:
+        if subject.plan is not None:
             raise InputError(f"'{path}' needs partitions, and only whole programs can be compared")
-        (program,) = made.programs
+        (program,) = subject.programs
         programs.append(program)
-        chosen = opened or (open_device_for(program, device, fast, no_tune) if is_measured else None)
+        chosen = opened or (device_settings.open_for(program) if is_measured else None)
         state = given[min(index, len(given) - 1)] if given else None
-        measurements.append(_measure(made, chosen, state, None, runs, seed, False)[0] if chosen else None)
+        measurements.append(_measure(subject, chosen, state, None, runs, seed, False)[0] if chosen else None)
     labels = (a.name, b.name) if a.name != b.name else (str(a), str(b))
     contents = diff_contents(labels, programs, measurements)
     if output is not None:

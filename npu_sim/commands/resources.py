@@ -1,4 +1,4 @@
-"""What several commands need before their own work: the target, the device, the weights and the inputs."""
+"""Resources that several commands open before their own work: the device, the weights and the inputs."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ if TYPE_CHECKING:
     from npu_runtime import Device, DeviceBuffer
 
 
-def open_device(name: str | None, fast: bool = False, no_tune: bool = False) -> Device:
+def open_device(name: str | None, no_tune: bool = False) -> Device:
     """Open the device of that name or, without a name, the best one on this machine.
 
     Args:
-        fast: Open the Metal emulator without its memory checks.
         no_tune: Use the CPU's default kernels instead of measuring which are the fastest.
 
     Raises:
         DeviceError: the device cannot be used.
     """
     with step("opening the device"):
-        return _open(name, fast, no_tune)
+        return _open(name, no_tune)
 
 
-def open_device_for(program: CompiledProgram, name: str | None, fast: bool, no_tune: bool) -> Device:
+def open_device_for(program: CompiledProgram, name: str | None, no_tune: bool) -> Device:
     """`open_device`, if the program was compiled for that device. Raises `DeviceError` also if not."""
     from npu_compiler.errors import DeviceError
 
-    device = open_device(name, fast, no_tune)
+    device = open_device(name, no_tune)
     runs = device.backend.runs_targets
     if program.target not in runs:
         raise DeviceError(
@@ -46,21 +45,21 @@ def open_device_for(program: CompiledProgram, name: str | None, fast: bool, no_t
     return device
 
 
-def open_in_background(name: str | None, fast: bool = False, no_tune: bool = False) -> Future[Device]:
+def open_in_background(name: str | None, no_tune: bool = False) -> Future[Device]:
     """`open_device` in a thread, since loading libraries and starting a driver can overlap with other work."""
     pool = ThreadPoolExecutor(1, "open-device")
-    opening = pool.submit(_open, name, fast, no_tune)
+    opening = pool.submit(_open, name, no_tune)
     pool.shutdown(wait=False)
     return opening
 
 
-def _open(name: str | None, fast: bool, no_tune: bool) -> Device:
+def _open(name: str | None, no_tune: bool) -> Device:
     from npu_compiler.errors import DeviceError
     from npu_runtime import Device
 
     try:
         with collector_paused():
-            device = Device("metal-emulator-fast" if fast else name)
+            device = Device(name)
     except DeviceError as error:
         raise DeviceError(f"{error}; `npu-sim doctor` shows which devices --device can name here") from error
     if no_tune:

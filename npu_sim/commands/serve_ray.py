@@ -1,4 +1,4 @@
-"""What `serve --ray` does other than `serve`: the model runs in replicas on a Ray cluster."""
+"""`serve --ray`: the model in replicas on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from npu_sim.commands.console import note, step
+from npu_sim.commands.options import count_option
 
 if TYPE_CHECKING:
     from npu_sim.serving.cluster.engine import RemoteEngine
@@ -18,30 +21,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RayOptions:
-    """The options of `serve` that belong to Ray, as they were given."""
+class RaySettings:
+    """Whether the model runs in replicas on a Ray cluster, and how many."""
 
-    ray: bool
-    address: str | None
-    replicas: int | None
-    min_replicas: int | None
-    max_replicas: int | None
-    replica_cpus: int | None
+    ray: Annotated[
+        bool,
+        typer.Option("--ray", help="Run the model in replicas on a Ray cluster; without --ray-address, a local one."),
+    ] = False
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="The Ray cluster to join, such as auto or 10.0.0.1:6379.")
+    ] = None
+    replicas: Annotated[int | None, count_option("Fixed number of replicas. Default: 1.")] = None
+    min_replicas: Annotated[
+        int | None, count_option("Least number of replicas; it follows the number of requests.")
+    ] = None
+    max_replicas: Annotated[int | None, count_option("Greatest number of replicas.")] = None
+    replica_cpus: Annotated[
+        int | None,
+        count_option("CPU cores of each rank of a replica. Default: all, evenly; 1 with --ray-address."),
+    ] = None
 
     def check(self, device: str | None = None) -> None:
         """Raises `InputError` where the options do not go together, or Ray is missing."""
         from npu_compiler.errors import InputError
 
-        others = {
-            "--ray-address": self.address,
-            "--replicas": self.replicas,
-            "--min-replicas": self.min_replicas,
-            "--max-replicas": self.max_replicas,
-            "--replica-cpus": self.replica_cpus,
-        }
-        given = [option for option, value in others.items() if value is not None]
+        given = [name for name, value in vars(self).items() if value is not None and name != "ray"]
         if given and not self.ray:
-            raise InputError(f"{given[0]} is for replicas on a Ray cluster; add --ray")
+            raise InputError(f"--{given[0].replace('_', '-')} is for replicas on a Ray cluster; add --ray")
         if self.replicas is not None and (self.min_replicas is not None or self.max_replicas is not None):
             raise InputError("--replicas sets a fixed number; leave it out, or --min-replicas and --max-replicas")
         if self.least > self.most:
@@ -68,12 +74,12 @@ class RayOptions:
 
 @contextmanager
 def remote_engine(
-    name: str, settings: ReplicaSettings, options: RayOptions, *, capacity: int, drain_seconds: float
+    name: str, settings: ReplicaSettings, options: RaySettings, *, capacity: int, drain_seconds: float
 ) -> Iterator[tuple[RemoteEngine, ReplicaFacts]]:
     """Replicas of a model on a cluster, until the context ends.
 
     Args:
-        name: Of the model; a running application of the same name in the cluster is updated.
+        name: Name of the model; a running application of the same name in the cluster is updated.
         capacity: Maximum number of requests at once.
 
     Raises:
@@ -84,16 +90,16 @@ def remote_engine(
     from npu_sim.serving.cluster import Deployment, RemoteEngine, Scale, cluster
 
     ranks = options.most * settings.engine.tensor_parallel
-    cpus = options.replica_cpus or (1 if options.address else max(1, usable_threads() // ranks))
+    cpus = options.replica_cpus or (1 if options.ray_address else max(1, usable_threads() // ranks))
     device = settings.device or best_device()
     gpus = int(neighbour(device, 1) != device)  # what a machine has several of, Ray hands out
     scale = Scale(options.least, options.most, cpus=cpus, gpus=gpus, drain_seconds=drain_seconds)
-    with cluster(options.address, cpus=cpus * ranks):
+    with cluster(options.ray_address, cpus=cpus * ranks):
         note("starting the replicas; the first start with a model compiles its programs, for minutes")
         with step(f"starting {options.described}"):
             deployment = Deployment(re.sub(r"[^\w.-]+", "-", name), settings, scale)
         with ExitStack() as stack:
-            if options.address:  # a local cluster ends with all that runs on it
+            if options.ray_address:  # a local cluster ends with all that runs on it
                 stack.callback(deployment.release)
             engine = RemoteEngine(deployment.handle, capacity)
             stack.callback(engine.close)

@@ -167,7 +167,7 @@ def _programs(
     kind: str, model: str, dtype: str | None, quantization: str | None, tokens: int | None, cache_length: int | None
 ) -> tuple[list[CompiledProgram], int | None]:
     """The model's programs; of a language model, prefill and decode, and the length of the prompt."""
-    from npu_compiler import CompiledProgram, OpLevelTarget, read_ir
+    from npu_compiler import CompiledProgram, CompileOptions, OpLevelTarget, read_ir
     from npu_compiler import compile as compile_ir
 
     if kind == "program":
@@ -176,12 +176,14 @@ def _programs(
         return _language_programs(model, dtype, quantization, tokens, cache_length)
     if kind == "ir":
         graph = read_ir(Path(model))
-        return [compile_ir(graph, OpLevelTarget(), compute_dtype=dtype, quantization=quantization)], None
+        return [
+            compile_ir(graph, OpLevelTarget(), CompileOptions(compute_dtype=dtype, quantization=quantization))
+        ], None
     from npu_sim.vision.models import extract_model_ir, find_model, quantized_files
 
     quantized = quantized_files(Path(model)) if kind == "quantized" else None
     ir = extract_model_ir(find_model(model)) if quantized is None else quantized[0]
-    return [compile_ir(ir, OpLevelTarget(), compute_dtype=dtype, quantization=quantization)], None
+    return [compile_ir(ir, OpLevelTarget(), CompileOptions(compute_dtype=dtype, quantization=quantization))], None
 
 
 def _language_programs(

@@ -1,4 +1,4 @@
-"""What a compiler stage changed, as text: the counts of nodes and ops, and a diff of the graphs."""
+"""The effect of a compiler stage as text: the counts of nodes or kernels, and a diff."""
 
 from __future__ import annotations
 
@@ -9,42 +9,55 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from npu_compiler import IRGraph
+    from npu_compiler.program.plan import ExecutionPlan
 
 CONTEXT = 1  # unchanged lines around changed ones
 
 
-def describe_stages(stages: Iterable[tuple[str, IRGraph]], *, full: bool) -> Iterator[str]:
-    """A text for each (name, graph after the stage), the first of which is the graph as read.
+def describe_stages(stages: Iterable[tuple[str, IRGraph | ExecutionPlan]], *, full: bool) -> Iterator[str]:
+    """A text for each stage of `npu_compiler.trace_compilation`, the first of which is the graph as read.
 
     Args:
-        full: Print each graph whole, instead of how it differs from the one before.
+        full: Print each graph or plan whole, instead of how it differs from the one before.
     """
-    before: IRGraph | None = None
-    for name, graph in stages:
-        yield _whole(name, graph) if full else _first(name, graph) if before is None else _change(name, before, graph)
-        before = graph
+    before: IRGraph | ExecutionPlan | None = None
+    for name, state in stages:
+        if full or before is None or type(state) is not type(before):
+            yield "\n".join([f"after {name}: {_count(state)}", *([*_lines(state), ""] if full else [])])
+        else:
+            yield _change(name, before, state)
+        before = state
 
 
-def _first(name: str, graph: IRGraph) -> str:
-    return f"after {name}: nodes {len(graph.nodes)}"
+def _parts(state: IRGraph | ExecutionPlan) -> tuple[str, list[str]]:
+    """The noun for a graph's nodes or a plan's calls, and the op or kernel of each."""
+    from npu_compiler import IRGraph
+
+    if isinstance(state, IRGraph):
+        return "nodes", [node.base for node in state.nodes]
+    return "kernels", [call.kernel for call in (*state.prologue, *state.calls)]
 
 
-def _whole(name: str, graph: IRGraph) -> str:
-    from npu_compiler import print_graph
+def _count(state: IRGraph | ExecutionPlan) -> str:
+    noun, parts = _parts(state)
+    return f"{noun} {len(parts)}"
 
-    return f"{_first(name, graph)}\n{print_graph(graph)}\n"
+
+def _lines(state: IRGraph | ExecutionPlan) -> list[str]:
+    from npu_compiler import IRGraph, print_graph
+    from npu_compiler.program.describe import print_calls
+
+    return (print_graph(state) if isinstance(state, IRGraph) else print_calls(state)).splitlines()
 
 
-def _change(name: str, before: IRGraph, after: IRGraph) -> str:
-    from npu_compiler import print_graph
-
-    old, new = (print_graph(graph).splitlines() for graph in (before, after))
+def _change(name: str, before: IRGraph | ExecutionPlan, after: IRGraph | ExecutionPlan) -> str:
+    old, new = _lines(before), _lines(after)
     if old == new:
-        return f"{_first(name, after)}, unchanged"
-    ops, now = (Counter(node.base for node in graph.nodes) for graph in (before, after))
-    lines = [f"after {name}: nodes {len(before.nodes)} → {len(after.nodes)}"]
-    for title, difference in (("gone", ops - now), ("new", now - ops)):
+        return f"after {name}: {_count(after)}, unchanged"
+    parts, now = (Counter(_parts(state)[1]) for state in (before, after))
+    lines = [f"after {name}: {_count(before)} → {now.total()}"]
+    for title, difference in (("gone", parts - now), ("new", now - parts)):
         if difference:
-            lines.append(f"  {title}: {', '.join(f'{op} × {count}' for op, count in difference.most_common())}")
+            lines.append(f"  {title}: {', '.join(f'{part} × {count}' for part, count in difference.most_common())}")
     _, _, *diff = unified_diff(old, new, lineterm="", n=CONTEXT)
     return "\n".join([*lines, *diff, ""])

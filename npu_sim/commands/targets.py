@@ -12,18 +12,18 @@ def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
     """The target of that name, which may be an installed package's; a device's name stands for its target.
 
     Args:
-        phase_clocks: As `CUDACodegenTarget` takes it.
+        phase_clocks: Record the phases of resident kernels; see `GPU`.
 
     Raises:
         InputError: there is none of that name, or it has no phase clocks.
     """
-    from cuda_compiler import CUDACodegenTarget
+    from cuda_compiler import GPU, CUDACodegenTarget
     from npu_compiler import MetalCodegenTarget, OpLevelTarget
     from npu_compiler.errors import InputError
     from npu_compiler.program.target import load_plugin_target
 
     if name in ("cuda", "cuda_gpu"):
-        return CUDACodegenTarget(phase_clocks=phase_clocks)
+        return CUDACodegenTarget(GPU(phase_clocks=phase_clocks))
     if phase_clocks:
         raise InputError(f"--phase-clocks is for --target cuda_gpu only; this is {name}")
     if name in ("metal", "metal_gpu"):

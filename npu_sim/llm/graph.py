@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from npu_compiler import CodegenTarget, CompiledProgram
+    from npu_compiler import CodegenTarget, CompiledProgram, CompileOptions
     from npu_compiler.graph.mesh import Mesh
     from npu_compiler.passes.quantize import Quantization
 
@@ -275,7 +275,7 @@ def has_prefill(
     """Whether the cache holds what `compile_prefill` returns for these arguments."""
     key = ["prefill", [tokens, cache_length], _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-prefill"
-    return has_program(name, key, checkpoint.dtype, target, program_formats(checkpoint), checkpoint.kv_cache, mesh)
+    return has_program(name, key, target, _options(checkpoint, mesh))
 
 
 def compile_decode_loop(
@@ -328,12 +328,17 @@ def _compiled(
     key = [kind, sizes, _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-{kind}"
     try:
-        formats = program_formats(checkpoint)
-        return cached_program(name, key, make_ir, checkpoint.dtype, target, formats, checkpoint.kv_cache, mesh)
+        return cached_program(name, key, make_ir, target, _options(checkpoint, mesh))
     except InputError:
         raise
     except NPUError as error:
         raise _unsupported(checkpoint, error) from error
+
+
+def _options(checkpoint: Checkpoint, mesh: "Mesh | None") -> "CompileOptions":
+    from npu_compiler import CompileOptions
+
+    return CompileOptions(checkpoint.dtype, program_formats(checkpoint), checkpoint.kv_cache, mesh)
 
 
 def _model_key(checkpoint: Checkpoint) -> list[Any]:

@@ -1,6 +1,15 @@
 """Quantizing a language model: to 8 or 4 bits, calibrated or not, as a Hugging Face folder that others read too."""
 
-from npu_sim.quantizing.quantizer import quantize
-from npu_sim.quantizing.report import LayerReport, Report
+from typing import TYPE_CHECKING
 
-__all__ = ["LayerReport", "Report", "quantize"]
+from npu_compiler.deferred_import import deferred
+from npu_sim.quantizing.options import QuantizeOptions
+
+if TYPE_CHECKING:
+    from npu_sim.quantizing.quantizer import quantize
+    from npu_sim.quantizing.report import LayerReport, Report
+
+# Imported when used, since they need PyTorch.
+__getattr__ = deferred(__name__, {"LayerReport": "report", "Report": "report", "quantize": "quantizer"})
+
+__all__ = ["LayerReport", "QuantizeOptions", "Report", "quantize"]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from npu_compiler.errors import InputError, NPUError, WeightError
-from npu_compiler.graph.dtypes import HALF_DTYPES
-from npu_compiler.graph.quantization import METHODS, NAMED_FORMATS, QuantizedArray, QuantizedFormat
+from npu_compiler.graph.quantization import NAMED_FORMATS, QuantizedArray, QuantizedFormat
 from npu_runtime.pytorch import require_torch
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm.checkpoint import Checkpoint
@@ -22,11 +22,15 @@ from npu_sim.llm.loading import checkpoint_path, load_checkpoint
 from npu_sim.quantizing.compensation import compensated, matched
 from npu_sim.quantizing.compressed_folder import check_output, replaced_folder, write_model
 from npu_sim.quantizing.layerwise import Layerwise, computing_device, moments
+from npu_sim.quantizing.options import QuantizeOptions
 from npu_sim.quantizing.report import LayerReport, Report, layer_report, size_of
 from npu_sim.quantizing.rounding import RANGE, SEARCH, nearest
 from npu_sim.quantizing.written_text import write_text
 
-SAMPLES, SAMPLE_LENGTH = 64, 1024
+if TYPE_CHECKING:
+    from npu_sim.quantizing.tuning import Tuned
+
+SAMPLE_LENGTH = 1024
 _GROUP_SIZES = (32, 64, 96, 128, 192, 256)
 Progress = Callable[[int, int], None]
 
@@ -34,20 +38,7 @@ Progress = Callable[[int, int], None]
 def quantize(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    *,
-    weights: str = "int4",
-    group: int | None = None,
-    zero_points: bool = False,
-    method: str | None = None,
-    search: bool = False,
-    calibrate: str | None = None,
-    samples: int = SAMPLES,
-    written: int = 0,
-    keep_worst: int = 0,
-    tune: int = 0,
-    dtype: str | None = None,
-    device: str | None = None,
-    force: bool = False,
+    options: QuantizeOptions | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize the linear layers of a language model and write it as a Hugging Face folder (compressed-tensors).
@@ -59,137 +50,124 @@ def quantize(
         model: A model folder, a Hugging Face id, a .gguf file or a shorthand, as for `npu-sim generate`. Weights that
             are in few bits already are dequantized, and so rounded a second time.
         output: The folder to write.
-        weights: `int4`, `int8` or `fp8` (float8 e4m3).
-        group: Number of consecutive weights of a row that share a scale; 0 means the whole row. Default: 128 for int4,
-            or the next smaller size that divides all rows; else the whole row.
-        zero_points: Whether each group of integers also has a zero point, for weights that are not around 0.
-        method: `rtn` rounds each weight to the nearest; `gptq` also compensates each error by the weights of the row
-            that are still to be rounded. Default: `gptq` with a calibration text, else `rtn`.
-        search: Whether to clip each group where the squared error of its weights is least; `gptq` always does.
-        calibrate: A text of the kinds that the model is going to read: 50,000 tokens, and for `tune` some megabytes.
-        samples: Maximum number of parts of the text that rounding uses, of up to 1024 tokens each.
-        written: Number of further parts that the model writes itself, so that other texts lose less. Needs a
-            calibration text, from whose tokens it begins.
-        keep_worst: Number of layers to keep in 16 bits: those with the greatest errors.
-        tune: Steps of training that bring the quantized model's predictions near the original's, with as much of the
-            calibration text as they can read. For GPUs: on a CPU a step takes minutes. The whole model must fit in
-            memory six times, in float32.
-        dtype: Of scales and all that is not quantized: `float16`, `bfloat16` or `float32`. Default: the model's own if
-            it has 16 bits, bfloat16 for a GGUF file, else float16.
-        device: `cpu` or `gpu`: what computes, through PyTorch. Default: a GPU that PyTorch can use, else the CPU.
-        force: Replace a folder that is not empty.
+        options: Format, method, calibration text and the rest; by default int4, rounded to the nearest.
         progress: Called with (parts done, parts in all); a part is a layer, a step of tuning, or all writing.
 
     Returns:
         The errors of all layers before tuning, and the sizes.
 
     Raises:
-        InputError: an argument does not fit the model, or cannot be used; nothing is written then.
+        InputError: an option does not fit the model, or cannot be used; nothing is written then.
         WeightError: a weight holds values that are not finite.
         NPUError: tuning has failed, or the GPU has too little memory.
     """
+    options = options or QuantizeOptions()
+    options.check()
     require_torch("quantizing a model")
     path = Path(output)
-    _check_choices(weights, zero_points, method, calibrate, samples, written, keep_worst, tune, dtype)
-    computing_device(device)
-    check_output(path, force)
+    computing_device(options.device)
+    check_output(path, options.force)
     stored = load_checkpoint(model)
     checkpoint = load_checkpoint(model, "float32", "none")
-    narrow = dtype or stored.dtype
-    named = NAMED_FORMATS[weights]
-    network = Layerwise(checkpoint, device)
+    narrow = options.dtype or stored.dtype
+    network = Layerwise(checkpoint, options.device)
+    format = _chosen_format(checkpoint, network, options, narrow)
+    tokens = None if options.calibrate is None else calibration_tokens(checkpoint, options.calibrate)
+    arrays, report = _rounded(checkpoint, network, format, tokens, options, progress)
+    report = replace(report, requantized=bool(stored.quantization)).keeping_worst(options.keep_worst)
+    source = checkpoint_path(model)
+    kept = {name: array for name, array in arrays.items() if name not in report.kept}
+    changed: dict[str, torch.Tensor] = {}
+    if options.tune and tokens is not None:
+        tuned = _tuned(checkpoint, kept, tokens, options, progress, len(report.layers) + bool(options.written))
+        kept, changed = tuned.arrays, tuned.others
+        report = replace(report, tuning_steps=options.tune, divergences=tuned.divergences)
+    with replaced_folder(path) as folder:
+        size = write_model(folder, checkpoint, source, kept, changed, list(network.shapes), narrow)
+    others = size - size_of(report.layers, report.kept)
+    return replace(report, bytes_before=others + sum(x.bytes_before for x in report.layers), bytes_after=size)
+
+
+def _chosen_format(
+    checkpoint: Checkpoint, network: Layerwise, options: QuantizeOptions, scales: str
+) -> QuantizedFormat:
+    """The format of all layers that are quantized, with scales of that dtype.
+
+    Raises:
+        InputError: there is no layer to quantize, or a row is not a whole number of groups.
+    """
     if not network.shapes:
         kind = checkpoint.config.model_type
         raise InputError(f"{checkpoint.name} (model type '{kind}') has no layers that can be quantized")
-    wanted = _fitting_group(network, named.group) if group is None else group
-    format = QuantizedFormat(named.codes, wanted, narrow, "zero_point" if zero_points else "none")
+    named = NAMED_FORMATS[options.weights]
+    group = _fitting_group(network, named.group) if options.group is None else options.group
+    format = QuantizedFormat(named.codes, group, scales, "zero_point" if options.zero_points else "none")
     _check_shapes(network, format)
-    if keep_worst >= len(network.shapes):
+    if options.keep_worst >= len(network.shapes):
         raise InputError(
-            f"keeping {keep_worst} layers in 16 bits leaves nothing to quantize: there are {len(network.shapes)} layers"
+            f"keeping {options.keep_worst} layers in 16 bits leaves nothing to quantize: there are "
+            f"{len(network.shapes)} layers"
         )
-    chosen = method or ("rtn" if calibrate is None else "gptq")
-    tokens = None if calibrate is None else calibration_tokens(checkpoint, calibrate)
-    given = ids = None if tokens is None else calibration_ids(checkpoint, tokens, samples)
-    before = 1 if written else 0
-    parts = before + len(network.shapes) + tune
+    return format
+
+
+def _rounded(
+    checkpoint: Checkpoint,
+    network: Layerwise,
+    format: QuantizedFormat,
+    tokens: list[int] | None,
+    options: QuantizeOptions,
+    progress: Progress | None,
+) -> tuple[dict[str, QuantizedArray], Report]:
+    """The weights of all layers by name, and their errors."""
+    method = options.method or ("rtn" if tokens is None else "gptq")
+    ids = None if tokens is None else calibration_ids(checkpoint, tokens, options.samples)
+    before = 1 if options.written else 0
+    parts = before + len(network.shapes) + options.tune
     arrays: dict[str, QuantizedArray] = {}
-    layers = []
+    layers: list[LayerReport] = []
     with _enough_memory("quantizing"):
-        if written and given is not None:
-            ids = with_written(checkpoint, given, written, device)
+        if options.written and ids is not None:
+            ids = with_written(checkpoint, ids, options.written, options.device)
             if progress is not None:
                 progress(before, parts)
-        for array, layer in quantized_layers(network, format, ids, compensate=chosen == "gptq", search=search):
+        compensate = method == "gptq"
+        for array, layer in quantized_layers(network, format, ids, compensate=compensate, search=options.search):
             arrays[layer.name] = array
             layers.append(layer)
             if progress is not None:
                 progress(before + len(layers), parts)
-    report = Report(
+    return arrays, Report(
         model=checkpoint.name,
         layers=tuple(layers),
         kept=(),
-        method=chosen,
+        method=method,
         calibration_tokens=0 if ids is None else ids.numel(),
-        requantized=bool(stored.quantization),
+        requantized=False,
         group=format.group,
-        usual_group=named.group if group is None else format.group,
-    ).keeping_worst(keep_worst)
-    source = checkpoint_path(model)
-    kept = {name: array for name, array in arrays.items() if name not in report.kept}
-    changed: dict[str, torch.Tensor] = {}
-    if tune and tokens is not None:
-        from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
-
-        def tell(steps: int) -> None:
-            if progress is not None:
-                progress(parts - tune + steps, parts)
-
-        with _enough_memory("tuning"):
-            text = calibration_ids(checkpoint, tokens, max(samples, tune * ROWS))
-            tuner = Tuner(checkpoint, text, min(MOST_WRITTEN, tune * ROWS), device)
-            tuned = tuner.tune(kept, tune, tell)
-        kept, changed = tuned.arrays, tuned.others
-        report = replace(report, tuning_steps=tune, divergences=tuned.divergences)
-    with replaced_folder(path) as made:
-        size = write_model(made, checkpoint, source, kept, changed, list(network.shapes), narrow)
-    others = size - size_of(report.layers, report.kept)
-    return replace(report, bytes_before=others + sum(x.bytes_before for x in layers), bytes_after=size)
+        usual_group=NAMED_FORMATS[options.weights].group if options.group is None else format.group,
+    )
 
 
-def _check_choices(
-    weights: str,
-    zero_points: bool,
-    method: str | None,
-    calibrate: str | None,
-    samples: int,
-    written: int,
-    keep_worst: int,
-    tune: int,
-    dtype: str | None,
-) -> None:
-    if weights not in NAMED_FORMATS:
-        raise InputError(f"unknown weights '{weights}'; choose one of {', '.join(NAMED_FORMATS)}")
-    if method is not None and method not in METHODS:
-        raise InputError(f"unknown method '{method}'; choose one of {', '.join(METHODS)}")
-    if zero_points and weights == "fp8":
-        raise InputError("fp8 weights have no zero points")
-    if method == "gptq" and calibrate is None:
-        raise InputError("the method gptq needs a calibration text")
-    if samples < 1 or keep_worst < 0:
-        raise InputError("the number of samples must be at least 1, and that of layers to keep at least 0")
-    if written < 0 or written and calibrate is None:
-        raise InputError(
-            "writing text needs a calibration text to begin from"
-            if written > 0
-            else "the number of parts to write must be at least 0"
-        )
-    if tune < 0 or tune and calibrate is None:
-        raise InputError(
-            "tuning needs a calibration text" if tune > 0 else "the number of steps of tuning must be at least 0"
-        )
-    if dtype is not None and dtype not in (*HALF_DTYPES, "float32"):
-        raise InputError(f"unknown dtype '{dtype}'; choose one of float16, bfloat16, float32")
+def _tuned(
+    checkpoint: Checkpoint,
+    arrays: Mapping[str, QuantizedArray],
+    tokens: list[int],
+    options: QuantizeOptions,
+    progress: Progress | None,
+    done: int,
+) -> Tuned:
+    """The weights after tuning, which follows `done` parts of the work."""
+    from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
+
+    def report(steps: int) -> None:
+        if progress is not None:
+            progress(done + steps, done + options.tune)
+
+    with _enough_memory("tuning"):
+        text = calibration_ids(checkpoint, tokens, max(options.samples, options.tune * ROWS))
+        tuner = Tuner(checkpoint, text, min(MOST_WRITTEN, options.tune * ROWS), options.device)
+        return tuner.tune(dict(arrays), options.tune, report)
 
 
 def _fitting_group(network: Layerwise, usual: int) -> int:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from npu_compiler import compile, trace_stages
+from npu_compiler import CompileOptions, compile, trace_stages
 from npu_compiler.compiler import normalize
-from npu_compiler.errors import DeviceError, InputError
+from npu_compiler.errors import DeviceError, InputError, NPUError
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.graph.model import IRGraph, TensorSpec
 from npu_compiler.graph.reader import read_ir
+from npu_compiler.options import Stage
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype
 from npu_runtime import Device, Executor, load_weights
 from npu_sim.verify.criteria import OutputReport, compare_output, rms, widen
@@ -32,6 +33,7 @@ class VerifyReport:
     Attributes:
         culprit: The first wrong kernel; None where the outputs pass or every kernel is right by itself.
         fusions: The fusions that are each to blame: with that one disabled, the model passes.
+        stages: The stages of the device's target that are each to blame: without that one, the model passes.
         only_fused: Whether the model passes with all fusions disabled.
         failure: The device's error message, where it could not run the program at all; else empty.
         remark: Limit of the comparison: PyTorch could not run the IR as it is, or normalizing it changed its result;
@@ -42,6 +44,7 @@ class VerifyReport:
     outputs: tuple[OutputReport, ...]
     culprit: Culprit | None = None
     fusions: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
     only_fused: bool = False
     failure: str = ""
     remark: str = ""
@@ -73,6 +76,8 @@ class VerifyReport:
             lines.append("it passes without the fusion " + ", or without ".join(f"'{name}'" for name in self.fusions))
         elif self.only_fused:
             lines.append("it passes with all fusions disabled, but not with any single one disabled")
+        if self.stages:
+            lines.append("it passes without the stage " + ", or without ".join(f"'{name}'" for name in self.stages))
         return "\n".join(lines)
 
 
@@ -141,7 +146,7 @@ def _moved(half: np.ndarray, exact: np.ndarray, original: np.ndarray) -> np.ndar
 
 
 class _Verification:
-    """One model with its references and its programs, compiled with various fusions disabled."""
+    """One model with its references and its programs, compiled without various fusions and stages."""
 
     def __init__(
         self,
@@ -170,9 +175,16 @@ class _Verification:
         ] = []  # per run: PyTorch's outputs, exact and half
         self.remark = ""
 
+    def _options(self, disabled: Collection[str]) -> CompileOptions:
+        """How to compile without these fusions and these stages of the target."""
+
+        def without(stages: list[Stage]) -> list[Stage]:
+            return [stage for stage in stages if stage[0] not in disabled]
+
+        return CompileOptions(self.dtype, disabled_fusions=set(disabled) & set(FUSIONS), stages=without)
+
     def _compile(self, disabled: Collection[str]) -> Any:
-        target = self.device.backend.target
-        return compile(self.graph, target, compute_dtype=self.dtype, disabled_fusions=disabled)
+        return compile(self.graph, self.device.backend.target, self._options(disabled))
 
     def report(self) -> VerifyReport:
         for index, arrays in enumerate(self.inputs):
@@ -186,8 +198,9 @@ class _Verification:
             return VerifyReport(self.dtype, outputs, remark=self.remark)
         only_fused = self._passes(tuple(FUSIONS))
         culprit = self._locate(() if only_fused else tuple(FUSIONS))
-        fusions = self._blame_fusions() if only_fused else ()
-        return VerifyReport(self.dtype, outputs, culprit, fusions, only_fused, remark=self.remark)
+        fusions = self._blamed(tuple(FUSIONS)) if only_fused else ()
+        stages = self._blamed([name for name, _ in self.device.backend.target.stages()])
+        return VerifyReport(self.dtype, outputs, culprit, fusions, stages, only_fused, remark=self.remark)
 
     def kernels(self) -> list[Culprit]:
         """Each kernel of the program by itself, on the first set of inputs, in the order of the compiled graph."""
@@ -240,23 +253,28 @@ class _Verification:
     def _passes(self, disabled: Collection[str]) -> bool:
         try:
             return all(output.passed for output in self._outputs(disabled))
-        except DeviceError:
+        except NPUError:
             return False
 
-    def _blame_fusions(self) -> tuple[str, ...]:
-        kernels = [(call.kernel, call.node) for call in self.program.kernels]
+    def _blamed(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of some fusions, or of the target's stages, without which alone the model passes."""
         blamed = []
-        for index, name in enumerate(FUSIONS):
-            changed = [(call.kernel, call.node) for call in self._compile((name,)).kernels] != kernels
-            if changed and self._passes((name,)):
+        for index, name in enumerate(names):
+            if self._changes(name) and self._passes((name,)):
                 blamed.append(name)
-            self._advance(index + 1, len(FUSIONS))
+            self._advance(index + 1, len(names))
         return tuple(blamed)
 
+    def _changes(self, name: str) -> bool:
+        """Whether the program has other calls without a fusion or stage, and can be made without it."""
+        try:
+            return bool(self._compile((name,)).kernels != self.program.kernels)
+        except NPUError:
+            return False
+
     def _final_graph(self, disabled: Collection[str]) -> IRGraph:
-        """The graph from which the program with these fusions disabled is generated."""
-        target = self.device.backend.target
-        *_, (_, final) = trace_stages(self.graph, target, compute_dtype=self.dtype, disabled_fusions=disabled)
+        """The graph from which the program without these fusions is generated."""
+        *_, (_, final) = trace_stages(self.graph, self.device.backend.target, self._options(disabled))
         return final
 
     def _locate(self, disabled: Collection[str]) -> Culprit | None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from npu_compiler import CompileOptions
 from npu_compiler.errors import InputError, NPUError
 from npu_sim.arrays import read_weights
 from npu_sim.cache import compile_cached
@@ -69,7 +70,7 @@ class Classifier:
         state: Any = model_weights(self.model, weights) if quantized is None else read_weights(quantized[1])
         ir = extract_model_ir(self.model) if quantized is None else quantized[0]
         self._device = device if isinstance(device, Device) else Device(device) if device else Device()
-        self.program = compile_cached(ir, compute_dtype, self._device.backend.target)
+        self.program = compile_cached(ir, self._device.backend.target, CompileOptions(compute_dtype))
         self._executor = Executor(self.program, self._device)
         self._weights = load_weights(state, self.program, self._device)
 

@@ -145,7 +145,7 @@ def test_a_reshaped_value_fuses_and_a_transposed_one_does_not() -> None:
 
 
 def compile_cuda(graph: IRBuilder, dtype: str = "float16") -> CompiledProgram:
-    return npu_compiler.compile(graph.ir(), target=TARGET, compute_dtype=dtype)
+    return npu_compiler.compile(graph.ir(), target=TARGET, options=npu_compiler.CompileOptions(compute_dtype=dtype))
 
 
 def test_a_value_that_only_the_kernel_reads_has_no_buffer() -> None:

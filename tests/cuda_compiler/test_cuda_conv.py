@@ -20,7 +20,7 @@ from metal_harness import Case, call_of, plan_of, run_case
 from zoo_runs import build, check, draw, extracted, run_compiled, run_torch, weights_of
 
 import npu_compiler
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import ConvolutionLaunch, GemmLaunch, KernelLaunch, convolution_of, launch_of
 from cuda_runtime import CUDABackend, tuned_convolutions
 from cuda_runtime.cudnn import ConvolutionPlan, PlanChoice
@@ -101,7 +101,7 @@ def forms(call: KernelCall) -> list[KernelLaunch]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_forms_fit_into_the_memory_of_a_smaller_gpu(case: Case) -> None:
-    for call in plan_of(call_of(case, "float16"), CUDACodegenTarget(64 * 1024, 75)).calls:
+    for call in plan_of(call_of(case, "float16"), CUDACodegenTarget(GPU(capability=75, shared_memory=64 * 1024))).calls:
         assert all(form.shared <= 64 * 1024 for form in forms(call))
 
 

@@ -16,7 +16,7 @@ from quantized_networks import BACKENDS, Network
 
 import npu_compiler
 from benchmarks.cuda.integers import at_batch
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import ConvolutionLaunch, launch_of
 from cuda_runtime import CUDABackend, tuned_convolutions
 from npu_compiler.program.kernels import KernelCall
@@ -27,7 +27,7 @@ COPY, SUMS, TILES = "to_channels_last", "weight_sums", "tensor cores"
 
 
 def plan(case: Case, capability: int = 90) -> ExecutionPlan:
-    return plan_of(call_of(case, "float16"), CUDACodegenTarget(capability=capability))
+    return plan_of(call_of(case, "float16"), CUDACodegenTarget(GPU(capability=capability)))
 
 
 def kernels(case: Case) -> list[str]:
@@ -101,7 +101,7 @@ class OtherBackend(CUDABackend):
 
     @property
     def target(self) -> CUDACodegenTarget:
-        return CUDACodegenTarget(64 * 1024, 75)
+        return CUDACodegenTarget(GPU(capability=75, shared_memory=64 * 1024))
 
 
 @pytest.mark.gpu
@@ -119,7 +119,9 @@ def test_a_network_takes_one_kernel_a_layer(seed: int) -> None:
         value = net.g("aten.conv2d.default", value, net.weight(f"w{layer}", weight, np.full(32, 0.01)))
         value = net.rounded(net.g("aten.relu.default", value), 0.03, 0)
     net.g.output(value)
-    calls = npu_compiler.compile(net.g.ir(), CUDACodegenTarget(), compute_dtype="float16").plan.calls
+    calls = npu_compiler.compile(
+        net.g.ir(), CUDACodegenTarget(), npu_compiler.CompileOptions(compute_dtype="float16")
+    ).plan.calls
     assert Counter(call.kernel for call in calls) == {"quantize_kernel": 1, "integer_tiled": 3, "dequantize_kernel": 1}
 
 
@@ -146,7 +148,7 @@ def test_layers_in_floats_between_integer_ones_change_no_result(seed: int) -> No
     inputs = {"x": rng.normal(size=(1, 3, 12, 10)).astype(np.float32)}
     want = net.run(inputs, only="torch")["torch"]
     backend = ReferenceBackend()
-    program = npu_compiler.compile(net.g.ir(), backend.target, compute_dtype="float32")
+    program = npu_compiler.compile(net.g.ir(), backend.target, npu_compiler.CompileOptions(compute_dtype="float32"))
     kernels = [call.kernel for call in program.plan.calls]
     assert kernels.count("integer_conv2d_kernel") == 2 and "conv2d_kernel" in kernels
     (spec,) = program.output_specs
@@ -160,7 +162,9 @@ def test_the_benchmark_turns_one_image_into_several(seed: int) -> None:
     mixed(net, rng)
     images = rng.normal(size=(3, 3, 12, 10)).astype(np.float32)
     backend = BACKENDS["torch"]
-    program = npu_compiler.compile(at_batch(net.g.ir(), 3), backend.target, compute_dtype="float32")
+    program = npu_compiler.compile(
+        at_batch(net.g.ir(), 3), backend.target, npu_compiler.CompileOptions(compute_dtype="float32")
+    )
     (spec,) = program.output_specs
     weights = load_weights(net.state, program, backend)
     found = Executor(program, backend).run({"x": images}, weights)[spec.name].to_numpy(spec)

@@ -7,13 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_llms import step_of
 from torch import Tensor, nn
 from zoo_runs import extract
 
 import npu_compiler
-from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_program import gemm_of
+from cuda_compiler import GPU, CUDACodegenTarget
+from cuda_compiler.cuda_program import gemm_of, launch_of
 from npu_compiler import CompiledProgram
+from npu_compiler.options import Stage
 
 
 class Applied(nn.Module):
@@ -34,7 +36,9 @@ def program(
     **layers: nn.Module,
 ) -> CompiledProgram:
     ir = extract(Applied(function, **layers).eval(), [torch.empty(shape) for shape in shapes])
-    return npu_compiler.compile(ir, CUDACodegenTarget(capability=capability), compute_dtype="float16")
+    return npu_compiler.compile(
+        ir, CUDACodegenTarget(GPU(capability=capability)), npu_compiler.CompileOptions(compute_dtype="float16")
+    )
 
 
 def kernels(made: CompiledProgram) -> list[str]:
@@ -156,3 +160,28 @@ def test_a_valid_convolution_pads_its_own_input() -> None:
         return F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, None, 2, "valid")
 
     assert "pad_kernel" not in kernels(program(block, IMAGES, conv=nn.Conv2d(32, 32, 3)))
+
+
+NEEDED = ("generate_prologue", "generate_kernels")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in CUDACodegenTarget().stages() if name not in NEEDED])
+def test_each_stage_can_be_cut(name: str) -> None:
+    def without(stages: list[Stage]) -> list[Stage]:
+        return [stage for stage in stages if stage[0] != name]
+
+    ir, target = step_of("qwen2", 1), CUDACodegenTarget()
+    cut = npu_compiler.compile(ir, target, npu_compiler.CompileOptions(stages=without)).plan
+    assert all(launch_of(call) for call in (*cut.prologue, *cut.calls))
+    if name == "form_resident_kernels":
+        assert "resident" not in {call.kernel for call in cut.calls}
+
+
+def test_the_stages_are_traced_behind_those_of_the_graph() -> None:
+    layers = {"up": nn.Linear(32, 64), "norm": nn.LayerNorm(64)}
+    ir = extract(Applied(lambda x, y: x["norm"](F.silu(x["up"](y))), **layers).eval(), [torch.empty(4, 32)])
+    trace = list(npu_compiler.trace_compilation(ir, CUDACodegenTarget()))
+    names = [name for name, _ in trace]
+    own = [name for name, _ in CUDACodegenTarget().stages()]
+    assert names[-len(own) - 2 :] == ["generate_calls", *own, "plan_memory"]
+    assert trace[-1][1].calls == npu_compiler.compile(ir, CUDACodegenTarget()).plan.calls

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_ir import extract_ir
 
 import npu_compiler
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.resident.kernel import find_runs
 from cuda_compiler.rules.table import expand
 from cuda_compiler.specialization.specializer import Specializer
@@ -61,7 +61,9 @@ def graph(rows: int) -> dict[str, Any]:
 def compiled(backend: Backend | None, rows: int, format: QuantizedFormat, dtype: str) -> npu_compiler.CompiledProgram:
     target = CUDACodegenTarget() if backend is None else backend.target
     formats = {f"{name}.weight": format for name in ("table", "first", "second")}
-    return npu_compiler.compile(graph(rows), target, compute_dtype=dtype, quantization=formats)
+    return npu_compiler.compile(
+        graph(rows), target, npu_compiler.CompileOptions(compute_dtype=dtype, quantization=formats)
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,9 +91,12 @@ def test_few_rows_read_the_codes_and_more_rows_widened_weights(rows: int, kernel
 )
 def test_what_tiles_do_not_read_is_widened(format: QuantizedFormat, dtype: str, capability: int) -> None:
     ir, formats = graph(40), {f"{name}.weight": format for name in ("table", "first", "second")}
-    target = CUDACodegenTarget(capability=capability)
+    target = CUDACodegenTarget(GPU(capability=capability))
     kernels = [
-        call.kernel for call in npu_compiler.compile(ir, target, compute_dtype=dtype, quantization=formats).kernels
+        call.kernel
+        for call in npu_compiler.compile(
+            ir, target, npu_compiler.CompileOptions(compute_dtype=dtype, quantization=formats)
+        ).kernels
     ]
     assert kernels[:2] == ["quantized_embedding_kernel", "dequantize"]
 
@@ -208,7 +213,7 @@ def test_tiles_are_products_with_the_dequantized_weight(
     phases = Phases(dtype, np.random.default_rng(seed))
     options: dict[str, Any] = {"bias": True, "residual": True, "activation": "silu"} if adds else {}
     phases.product(phases.operand("x", rows, k), "out", n, format=format, **options)
-    make = Specializer(frozenset(phases.data), capability)
+    make = Specializer(GPU(capability=capability), phases.plan.buffers)
     calls = expand(make, phases.calls[0])
     assert [call.kernel for call in calls] == ["quantized_tiles"]
     # Sums are in float32, and x and the result in 16 bits.

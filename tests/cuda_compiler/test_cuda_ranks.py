@@ -8,9 +8,9 @@ import pytest
 from cuda_toolchain import compile_sources
 from ir_builder import IRBuilder
 
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import CollectiveLaunch, LaunchKind, kernel_launch_of, launch_of, peer_exchange_of
-from npu_compiler import CompiledProgram, ProgramFormatError, compile
+from npu_compiler import CompiledProgram, CompileOptions, ProgramFormatError, compile
 from npu_compiler.graph.mesh import Mesh
 from npu_compiler.program.kernels import KernelCall
 
@@ -34,7 +34,7 @@ def network(layers: int = 2, rows: int = 1, width: int = 64) -> IRBuilder:
 
 def program(reaches_peers: bool, ranks: int = 2, rows: int = 1, width: int = 64) -> CompiledProgram:
     ir = network(rows=rows, width=width).ir()
-    return compile(ir, CUDACodegenTarget(reaches_peers=reaches_peers), mesh=Mesh(ranks))
+    return compile(ir, CUDACodegenTarget(GPU(reaches_peers=reaches_peers)), CompileOptions(mesh=Mesh(ranks)))
 
 
 def test_sums_and_logits_go_to_nccl() -> None:
@@ -152,7 +152,7 @@ def test_what_a_kernel_exchanges_is_checked() -> None:
 
 
 def test_a_program_for_one_gpu_has_nothing_of_it() -> None:
-    alone = compile(network().ir(), CUDACodegenTarget(reaches_peers=True))
+    alone = compile(network().ir(), CUDACodegenTarget(GPU(reaches_peers=True)))
     (resident,) = (call for call in alone.kernels if call.kernel == "resident")
     source = alone.plan.sources[resident.source]
     assert "exchange_bytes" not in resident.params and "#define EXCHANGED" not in source and "ranks = " not in source

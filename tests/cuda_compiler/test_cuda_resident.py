@@ -19,7 +19,7 @@ from cuda_wirings import WIRED, AddsItsInput, NarrowValues, SoftmaxBetween, Wire
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import npu_compiler
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.resident import phases as resident_phases
 from cuda_compiler.resident.kernel import RESIDENT, find_runs, form_resident_kernels
 from cuda_compiler.resident.products import own_rows
@@ -54,7 +54,7 @@ def test_several_rows_of_weights_in_few_bits_are_left_to_kernels_that_stream(
     tokens: int, quantization: str | None, resident: int
 ) -> None:
     ir = step_of("llama of long rows", tokens)
-    plan = npu_compiler.compile(ir, CUDACodegenTarget(), quantization=quantization).plan
+    plan = npu_compiler.compile(ir, CUDACodegenTarget(), npu_compiler.CompileOptions(quantization=quantization)).plan
     kernels = [call.kernel for call in plan.calls]
     assert (kernels.count(RESIDENT), "streamed" in kernels) == (resident, not resident)
 
@@ -120,7 +120,7 @@ def test_many_rows_go_to_ordinary_kernels() -> None:
 
 def test_a_gpu_with_little_shared_memory_gets_ordinary_kernels() -> None:
     ir = step_of("llama", 1)
-    targets = CUDACodegenTarget(), CUDACodegenTarget(shared_memory=48 * 1024)
+    targets = CUDACodegenTarget(), CUDACodegenTarget(GPU(shared_memory=48 * 1024))
     has = [any(c.kernel == RESIDENT for c in npu_compiler.compile(ir, target=target).plan.calls) for target in targets]
     assert has == [True, False]
     assert targets[0].key != targets[1].key
@@ -147,8 +147,8 @@ def test_what_a_phase_prefetches_is_written_by_no_earlier_one() -> None:
     unrotated = replace(q, buffer=x.buffer, strides=x.strides, offset=x.offset)
     sharing = replace(second, inputs=(unrotated, *first.inputs[1:3], mask))
     calls = [*plan.calls[: at[1] - 2], sharing, *plan.calls[at[1] + 1 :]]
-    made = form_resident_kernels(replace(plan, calls=calls), Specializer(frozenset(plan.buffers)))
-    resident = [call for call in made if call.kernel == RESIDENT]
+    made = form_resident_kernels(replace(plan, calls=calls), Specializer(buffers=plan.buffers))
+    resident = [call for call in made.calls if call.kernel == RESIDENT]
     key_cache = first.inputs[1]
     assert [key_cache in call.outputs for call in resident] == [True, False]
     assert [key_cache in call.inputs for call in resident] == [False, True]
@@ -272,8 +272,8 @@ def test_it_does_what_the_calls_do(
     source = checkpoint(name, dtype, {key: value.detach() for key, value in model.state_dict().items()})
     ir, state = step_of(name, tokens, dtype), state_with_buffers(source)
     cpu, gpu = CPUBackend(), cuda_gpu.cuda_backends()[0]
-    expected = npu_compiler.compile(ir, target=cpu.target, compute_dtype=dtype)
-    program = npu_compiler.compile(ir, target=gpu.target, compute_dtype=dtype)
+    expected = npu_compiler.compile(ir, target=cpu.target, options=npu_compiler.CompileOptions(compute_dtype=dtype))
+    program = npu_compiler.compile(ir, target=gpu.target, options=npu_compiler.CompileOptions(compute_dtype=dtype))
     assert any(call.kernel == RESIDENT for call in program.plan.calls)
     for start in (0, 200, CACHE - 4 * tokens):
         runs = [

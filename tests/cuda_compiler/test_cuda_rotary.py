@@ -13,13 +13,13 @@ import pytest
 import torch
 from cuda_llms import CONFIGS, paged_plan_of
 from cuda_llms import plan_of as plan_of_a_model
+from metal_harness import finished
 from reference_kernels import reference_launch
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.resident.kernel import RESIDENT
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides, numel
 from npu_runtime.torch_arrays import numpy_to_tensor
@@ -107,7 +107,7 @@ def plan_of(step: Step, dtype: str, target: Any = None) -> ExecutionPlan:
     }
     shown = {"queries": turned.slice(1, *step.shown)} if step.shown[1] else {}
     plan = ExecutionPlan([], [rope, update], buffers, [], [], shown, {}, {}, {})
-    return plan if target is None else plan_memory(target.finish(plan), target.config.buffer_alignment)
+    return plan if target is None else finished(plan, target)
 
 
 def kernels(plan: ExecutionPlan) -> list[str]:
@@ -130,7 +130,7 @@ def test_values_that_the_rotation_makes_are_copied_after_it() -> None:
     rope, update = plan.calls
     turned = rope.outputs[0]
     plan.calls[1] = replace(update, inputs=(*update.inputs[:2], turned.slice(1, 1, 2)))
-    assert kernels(CUDACodegenTarget().finish(plan)) == ["rope_kernel", "index_copy_pair_kernel"]
+    assert kernels(finished(plan, CUDACodegenTarget())) == ["rope_kernel", "index_copy_pair_kernel"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

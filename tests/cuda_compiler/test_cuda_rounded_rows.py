@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from ir_builder import IRBuilder
 
 import npu_compiler
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import kernel_launch_of, launch_of
 from cuda_compiler.rules import linear_codes
-from cuda_compiler.rules.rounded import Origin, RoundedForm, round_rows
+from cuda_compiler.rules.rounded import RoundedForm, RowOrigin, round_rows
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.errors import ProgramFormatError
 from npu_compiler.graph.dtypes import numpy_dtype
@@ -31,6 +31,7 @@ from npu_compiler.graph.quantization import (
     quantize_rows,
 )
 from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import BufferAllocation
 from npu_compiler.program.views import View
 from npu_runtime import Backend, CPUBackend, Executor, load_weights
 
@@ -76,7 +77,9 @@ def compiled(
     target: npu_compiler.CodegenTarget | None, ir: dict[str, Any], format: QuantizedFormat, dtype: str = "bfloat16"
 ) -> npu_compiler.CompiledProgram:
     formats = dict.fromkeys(WEIGHTS, format)
-    return npu_compiler.compile(ir, target or CUDACodegenTarget(), compute_dtype=dtype, quantization=formats)
+    return npu_compiler.compile(
+        ir, target or CUDACodegenTarget(), npu_compiler.CompileOptions(compute_dtype=dtype, quantization=formats)
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_norms_scale_the_product_before_them() -> None:
 def test_gates_scale_the_product_before_them_where_cublas_cannot(
     format: QuantizedFormat, capability: int, stored: str | None
 ) -> None:
-    program = compiled(CUDACodegenTarget(capability=capability), block(40, 64, 128, biased=False), format)
+    program = compiled(CUDACodegenTarget(GPU(capability=capability)), block(40, 64, 128, biased=False), format)
     rounding, product, gate = program.kernels[:3]
     assert gate.inputs[0].dtype == (stored or "bfloat16")
     if stored is None:
@@ -168,7 +171,7 @@ def test_maps_of_operands_that_a_call_does_not_have_are_refused() -> None:
 
 
 def test_products_with_few_tiles_or_little_shared_memory_are_those_of_cublas() -> None:
-    for rows, target in ((512, CUDACodegenTarget()), (4096, CUDACodegenTarget(48 * 1024))):
+    for rows, target in ((512, CUDACodegenTarget()), (4096, CUDACodegenTarget(GPU(shared_memory=48 * 1024)))):
         program = compiled(target, linear(rows, 256, 448), BYTES[1])
         assert [call.kernel for call in program.kernels] == ["rounded_rows", "cublas_gemm"]
 
@@ -196,13 +199,13 @@ def test_rows_that_others_read_too_are_stored() -> None:
     ],
 )
 def test_which_gpus_multiply_bytes(capability: int, format: QuantizedFormat, dtype: str, result: str | None) -> None:
-    program = compiled(CUDACodegenTarget(capability=capability), linear(40, 128, 64), format, dtype)
+    program = compiled(CUDACodegenTarget(GPU(capability=capability)), linear(40, 128, 64), format, dtype)
     products = [call for call in program.kernels if call.kernel == "cublas_gemm" and call.inputs[0].dtype == "uint8"]
     assert [call.outputs[0].dtype for call in products] == ([] if result is None else [result])
 
 
 def test_a_library_without_scales_by_row_leaves_them_to_a_kernel() -> None:
-    older = CUDACodegenTarget(scales_products=False)
+    older = CUDACodegenTarget(GPU(has_scaled_gemm=False))
     assert older.key != CUDACodegenTarget().key
     program = compiled(older, linear(40, 128, 64), BYTES[1])
     assert [call.kernel for call in program.kernels] == ["rounded_rows", "cublas_gemm", "linear_epilogue"]
@@ -218,8 +221,8 @@ def test_the_sources_compile(turn: int, format: QuantizedFormat) -> None:
 
 
 def rounding(x: View, form: RoundedForm) -> tuple[KernelCall, Specializer]:
-    make = Specializer(frozenset({"x"}))
-    call, _ = round_rows(make, KernelCall("none", "", (), (), {}, "node"), form, Origin(x, x.dtype))
+    make = Specializer(buffers={"x": BufferAllocation("x", "input", x.shape, x.dtype)})
+    call, _ = round_rows(make, KernelCall("none", "", (), (), {}, "node"), form, RowOrigin(x, x.dtype))
     return call, make
 
 
@@ -287,7 +290,7 @@ def relative_error(
     shape = next(tensor["shape"] for tensor in ir["graph_inputs"] if tensor["name"] == "x")
     x = rng.standard_normal(shape).astype(numpy_dtype(dtype))
     gpu, host = cuda_gpu.cuda_backends()[0], CPUBackend()
-    found = run(gpu, compiled(CUDACodegenTarget(capability=capability), ir, format, dtype), state, x=x)
+    found = run(gpu, compiled(CUDACodegenTarget(GPU(capability=capability)), ir, format, dtype), state, x=x)
     expected = run(host, compiled(host.target, ir, format, dtype), state, x=x)
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
@@ -378,6 +381,8 @@ def test_every_name_of_a_format_compiles() -> None:
     for weights in NAMED_FORMATS:
         for activations in NAMED_ROW_FORMATS:
             program = npu_compiler.compile(
-                block(20, 128, 128), CUDACodegenTarget(), quantization=f"{weights}+{activations}"
+                block(20, 128, 128),
+                CUDACodegenTarget(),
+                npu_compiler.CompileOptions(quantization=f"{weights}+{activations}"),
             )
             assert program.kernels[0].kernel == "rounded_rows"

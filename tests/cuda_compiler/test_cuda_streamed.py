@@ -9,9 +9,10 @@ import cuda_gpu
 import cuda_toolchain
 import numpy as np
 import pytest
+from metal_harness import finished
 from reference_kernels import reference_launch
 
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.rules.linear_wgmma import suits_warpgroups
 from cuda_compiler.rules.matmul import operands
 from cuda_compiler.specialization.specializer import Specializer
@@ -19,7 +20,6 @@ from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
 from npu_runtime.torch_arrays import numpy_to_tensor
@@ -146,7 +146,7 @@ def plan_of(layer: Layer, dtype: str, target: CUDACodegenTarget | None = None) -
         for name, view in views.items()
     }
     plan = ExecutionPlan([], calls, buffers, [], [], {"out": out}, {}, {}, {})
-    return plan if target is None else plan_memory(target.finish(plan), target.config.buffer_alignment)
+    return plan if target is None else finished(plan, target)
 
 
 def kernels(plan: ExecutionPlan) -> list[str]:
@@ -160,7 +160,7 @@ def test_a_layer_is_one_kernel_in_bfloat16_or_two_with_a_norm_of_many_rows(name:
 
 
 def test_only_gpus_of_compute_capability_9_0_have_products_by_warpgroups() -> None:
-    target = CUDACodegenTarget(TARGET.shared_memory, 100)
+    target = CUDACodegenTarget(GPU(capability=100, shared_memory=TARGET.gpu.shared_memory))
     assert kernels(plan_of(LAYERS["norm, product, bias"], "bfloat16", target)) == ["streamed"]
     assert "linear_wgmma" not in kernels(plan_of(LAYERS["32 rows, long rows"], "bfloat16", target))
 
@@ -198,7 +198,9 @@ def test_rows_of_whole_packs_are_not_enough_where_the_terms_are_not() -> None:
 
 
 def test_gpus_without_clusters_have_other_kernels() -> None:
-    found = kernels(plan_of(LAYERS["norm, gate"], "bfloat16", CUDACodegenTarget(100 * 1024, 86)))
+    found = kernels(
+        plan_of(LAYERS["norm, gate"], "bfloat16", CUDACodegenTarget(GPU(capability=86, shared_memory=100 * 1024)))
+    )
     assert found[0] == "rmsnorm_kernel" and {"streamed", "linear_wgmma"}.isdisjoint(found)
 
 
@@ -206,7 +208,7 @@ def test_gpus_without_clusters_have_other_kernels() -> None:
 def test_what_somebody_else_reads_is_stored(between: str) -> None:
     plan = plan_of(LAYERS["norm, gate"], "bfloat16")
     (shown,) = {view for call in plan.calls for view in call.outputs if view.buffer == between}
-    plan = TARGET.finish(replace(plan, output_views={**plan.output_views, "more": shown}))
+    plan = finished(replace(plan, output_views={**plan.output_views, "more": shown}), TARGET)
     assert kernels(plan) == {"y": ["rmsnorm_kernel", "linear_wgmma"], "h": ["linear_wgmma", "silu_mul_kernel"]}[between]
 
 
@@ -214,7 +216,7 @@ def test_what_somebody_else_reads_is_stored(between: str) -> None:
 def test_a_weight_that_is_an_input_is_not_read_ahead(name: str) -> None:
     plan = plan_of(LAYERS[name], "bfloat16")
     buffers = {**plan.buffers, "weight": replace(plan.buffers["weight"], kind="input")}
-    texts = [TARGET.finish(made).sources for made in (plan, replace(plan, buffers=buffers))]
+    texts = [finished(made, TARGET).sources for made in (plan, replace(plan, buffers=buffers))]
     assert [["bool ahead = true" in text for text in found.values()] for found in texts] == [[True], [False]]
 
 
@@ -223,7 +225,9 @@ def test_it_compiles(dtype: str) -> None:
     sources: dict[str, str] = {}
     for layer in LAYERS.values():
         sources |= plan_of(layer, dtype, TARGET).sources
-        sources |= plan_of(layer, dtype, CUDACodegenTarget(TARGET.shared_memory, 100)).sources
+        sources |= plan_of(
+            layer, dtype, CUDACodegenTarget(GPU(capability=100, shared_memory=TARGET.gpu.shared_memory))
+        ).sources
     cuda_toolchain.compile_in_turn(sources.values(), start=DTYPES.index(dtype))
 
 

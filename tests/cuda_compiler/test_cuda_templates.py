@@ -20,10 +20,10 @@ from cuda_cases import LONG_ORDERS, MANY_ROWS, TILED_ATTENTION, WARPGROUP_ATTENT
 from metal_cases import attention as attention_cases
 from metal_cases import matmul as matmul_cases
 from metal_cases import sort as sort_cases
-from metal_harness import Case, call_of
+from metal_harness import Case, call_of, finished
 from reference_kernels import reference_launch
 
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import kernel_launch_of
 from cuda_compiler.rules.table import expand as expand_call
 from cuda_compiler.specialization.specializer import Specializer
@@ -34,7 +34,7 @@ from npu_compiler.program.views import View
 
 
 def expand(case: Case, dtype: str = "bfloat16", **gpu: int) -> tuple[list[KernelCall], Specializer]:
-    make = Specializer(**gpu)  # type: ignore[arg-type]
+    make = Specializer(GPU(**gpu))  # type: ignore[arg-type]
     return expand_call(make, call_of(case, dtype)), make
 
 
@@ -211,7 +211,7 @@ def layers_of(case: Case, count: int) -> list[KernelCall]:
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_layers_that_share_a_mask_look_at_it_once(capability: int) -> None:
-    make = Specializer(capability=capability)
+    make = Specializer(GPU(capability=capability))
     first, second, third = (expand_call(make, call) for call in layers_of(cached(512, 2048, 9), 3))
     assert [len(first), len(second), len(third)] == [2, 1, 1]
     assert first[1].inputs[-1] == second[0].inputs[-1] == third[0].inputs[-1] == first[0].outputs[0]
@@ -226,7 +226,7 @@ def surveys_of(prologue: list[KernelCall], calls: list[KernelCall]) -> tuple[int
         for call in (*prologue, *calls)
         for view in getattr(call, side)
     }
-    plan = CUDACodegenTarget().finish(ExecutionPlan(prologue, calls, buffers, [], [], {}, {}, {}, {}))
+    plan = finished(ExecutionPlan(prologue, calls, buffers, [], [], {}, {}, {}, {}), CUDACodegenTarget())
     first, rest = ([call.kernel for call in made].count("attention_survey") for made in (plan.prologue, plan.calls))
     return first, rest
 

@@ -9,13 +9,13 @@ import cuda_toolchain
 import numpy as np
 import pytest
 import torch
+from metal_harness import finished
 from reference_kernels import reference_launch
 
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_runtime.launches import GraphSequence
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
 from npu_runtime.torch_arrays import numpy_to_tensor
@@ -70,10 +70,6 @@ def plan_of(name: str, dtype: str, block_size: int = 16) -> tuple[ExecutionPlan,
     return ExecutionPlan([], [update, attention], buffers, [], [], {"out": out}, {}, {}, {}), where
 
 
-def finished(plan: ExecutionPlan, target: CUDACodegenTarget) -> ExecutionPlan:
-    return plan_memory(target.finish(plan), target.config.buffer_alignment)
-
-
 def reads_index(call: KernelCall) -> bool:
     return "index" in [view.buffer for view in call.inputs]
 
@@ -86,7 +82,7 @@ def test_attention_is_told_which_rows_the_update_writes(name: str) -> None:
 
 
 def test_older_gpus_wait_for_the_update() -> None:
-    made = finished(plan_of("decode", "bfloat16")[0], CUDACodegenTarget(capability=80)).calls
+    made = finished(plan_of("decode", "bfloat16")[0], CUDACodegenTarget(GPU(capability=80))).calls
     assert [reads_index(call) for call in made] == [True, False, False]
 
 

@@ -15,7 +15,7 @@ from cuda_llms import step_of
 from cuda_wirings import WIRED, Wired, wired_program
 
 import npu_compiler
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.resident import clocks
 from cuda_compiler.resident.kernel import RESIDENT
 from npu_compiler.program.kernels import KernelCall
@@ -25,7 +25,8 @@ from npu_compiler.program.plan import ExecutionPlan
 def plans(name: str = "qwen3") -> list[ExecutionPlan]:
     """Return the plans of a decode step without and with clocks."""
     return [
-        npu_compiler.compile(step_of(name, 1), target=CUDACodegenTarget(phase_clocks=on)).plan for on in (False, True)
+        npu_compiler.compile(step_of(name, 1), target=CUDACodegenTarget(GPU(phase_clocks=on))).plan
+        for on in (False, True)
     ]
 
 
@@ -51,7 +52,7 @@ def test_clocks_only_add_lines_to_a_source() -> None:
 
 def test_without_clocks_nothing_knows_of_them() -> None:
     target, plain, clocked = CUDACodegenTarget(), *plans()
-    assert target.key != CUDACodegenTarget(phase_clocks=True).key and "clock" not in target.key
+    assert target.key != CUDACodegenTarget(GPU(phase_clocks=True)).key and "clock" not in target.key
     for plan, wanted in ((plain, False), (clocked, True)):
         call, source = resident(plan)
         assert clocks.has_clocks(call) == ("Clocks clocks;" in source) == ("%globaltimer" in source) == wanted
@@ -131,7 +132,7 @@ def test_every_multiprocessor_notes_all_steps_within_the_kernels_time(kind: type
     from npu_runtime import Executor, Profiler
 
     backend = cuda_gpu.cuda_backends()[0]
-    program = wired_program(kind, CUDACodegenTarget(phase_clocks=True))
+    program = wired_program(kind, CUDACodegenTarget(GPU(phase_clocks=True)))
     executor, profiler = Executor(program, backend), Profiler()
     inputs, weights = (
         {spec.name: backend.allocate_zeros(spec.shape, spec.storage, spec.alloc_shape) for spec in specs}

@@ -10,7 +10,7 @@ from cuda_convolutions import CASES as CONVOLUTIONS
 from cuda_gpu import cuda_backends, need_gpu
 from metal_harness import DTYPES, Case, all_cases, run_case
 
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_runtime import CUDABackend
 
 # Of products of many rows, whose weight is widened to 16 bits, as a 16-bit model has it: relative to the largest.
@@ -46,7 +46,10 @@ class OtherBackend(CUDABackend):
         return self._target
 
 
-OTHERS = {"ampere": CUDACodegenTarget(capability=80), "turing": CUDACodegenTarget(64 * 1024, 75)}
+OTHERS = {
+    "ampere": CUDACodegenTarget(GPU(capability=80)),
+    "turing": CUDACodegenTarget(GPU(capability=75, shared_memory=64 * 1024)),
+}
 
 
 @pytest.fixture(scope="module", params=OTHERS)

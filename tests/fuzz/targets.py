@@ -20,6 +20,7 @@ from plain_data import change, change_bytes
 
 from npu_compiler import (
     CompiledProgram,
+    CompileOptions,
     ConstraintError,
     DeviceError,
     InputError,
@@ -86,7 +87,7 @@ def corpus(name: str) -> list[bytes]:
     if name in ("program", "run"):
         files = sorted((CORPUS / "ir").iterdir())
         formats = {"table": QuantizedFormat("int8"), "k": QuantizedFormat("int4", 4, "float16", "minimum")}
-        quantized = compile(CORPUS / "ir" / "language.json", quantization=formats)
+        quantized = compile(CORPUS / "ir" / "language.json", options=CompileOptions(quantization=formats))
         return [*(compile(path).to_bytes() for path in files), quantized.to_bytes()]
     return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
 

@@ -10,7 +10,7 @@ import torch
 from ir_builder import IRBuilder
 from torch.ao.quantization.fx import _decomposed  # noqa: F401 (registers its ops)
 
-from npu_compiler import IRError, compile
+from npu_compiler import CompileOptions, IRError, compile
 from npu_runtime import Backend, Executor, load_weights
 
 QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
@@ -36,7 +36,7 @@ def test_blocks_of_torchao_have_a_scale_each(
 
     from npu_sim.extract import extract_ir
 
-    program = compile(extract_ir(Rounded(), (x,)), backend.target, compute_dtype="float32")
+    program = compile(extract_ir(Rounded(), (x,)), backend.target, CompileOptions(compute_dtype="float32"))
     found = Executor(program, backend).run({"x": x.numpy()}, load_weights({}, program, backend))
     (spec,) = program.output_specs
     np.testing.assert_allclose(found[spec.name].to_numpy(spec), Rounded()(x).numpy(), rtol=1e-6, atol=1e-6)

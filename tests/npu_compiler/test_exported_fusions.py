@@ -18,7 +18,7 @@ from ir_builder import IRBuilder
 from torch import nn
 from torch_ir import extract_ir
 
-from npu_compiler import IRGraph, NPUError, compile, read_ir, trace_stages
+from npu_compiler import CompileOptions, IRGraph, NPUError, compile, read_ir, trace_stages
 from npu_compiler.fusion_patterns import FUSIONS, INTEGER_KERNELS, fuse
 from npu_compiler.graph.model import OpNode, TensorSpec
 from npu_runtime import Backend, Executor, load_weights
@@ -493,14 +493,14 @@ def run(
     disabled: Any = (),
     dtype: str = "float32",
 ) -> list[np.ndarray]:
-    program = compile(ir, backend.target, compute_dtype=dtype, disabled_fusions=disabled)
+    program = compile(ir, backend.target, CompileOptions(compute_dtype=dtype, disabled_fusions=disabled))
     inputs = {spec.name: array for spec, array in zip(program.input_specs, arrays, strict=True)}
     outputs = Executor(program, backend).run(inputs, load_weights(state, program, backend, strict=False))
     return [outputs[spec.name].to_numpy(spec) for spec in program.output_specs]
 
 
 def fused(ir: Any, disabled: Any = ()) -> IRGraph:
-    return dict(trace_stages(ir, disabled_fusions=disabled))["fuse"]
+    return dict(trace_stages(ir, options=CompileOptions(disabled_fusions=disabled)))["fuse"]
 
 
 def close(actual: list[np.ndarray], wanted: list[np.ndarray]) -> None:
@@ -654,7 +654,7 @@ def test_an_unknown_fusion_name_is_an_error() -> None:
     with pytest.raises(NPUError, match="unknown fusion rmsnorm; known are integer_kernels, silu, gelu.*add_relu"):
         fuse(read_ir(IRBuilder().ir()), ["rmsnorm"])
     with pytest.raises(NPUError, match="unknown fusion a, b"):
-        compile(exported("silu").ir, disabled_fusions=["b", "a", "silu"])
+        compile(exported("silu").ir, options=CompileOptions(disabled_fusions=["b", "a", "silu"]))
 
 
 def test_a_widened_product_is_not_rounded_to_16_bits_on_the_way(backend: Backend) -> None:

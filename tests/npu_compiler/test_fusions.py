@@ -11,7 +11,7 @@ import pytest
 from ir_builder import IRBuilder, Tensor
 from torch.ao.quantization.fx import _decomposed  # noqa: F401 (registers its ops)
 
-from npu_compiler import IRGraph, compile, print_graph, read_ir
+from npu_compiler import CompileOptions, IRGraph, compile, print_graph, read_ir
 from npu_compiler.fusion_patterns import FUSIONS, fuse
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.passes.dead_code import eliminate_dead_code
@@ -601,7 +601,7 @@ def test_the_fused_program_computes_what_pytorch_does(shown: Shown, backend: Bac
     inputs = {name: values(name) for name in graph.inputs}
     weights = {key: values(name) for name, recipe in graph.weights.items() for key in recipe.keys()}
     expected = execute_cpu_partition(graph, inputs, weights)
-    program = compile(graph, backend.target, compute_dtype="float32")
+    program = compile(graph, backend.target, CompileOptions(compute_dtype="float32"))
     outputs = Executor(program, backend).run(inputs, load_weights(weights, program, backend))
     tolerance = 4e-3 if "float16" in {spec.dtype for spec in graph.tensors.values()} else 1e-5
     for name, spec in zip(graph.outputs, program.output_specs, strict=True):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_ir import extract_ir
 
-from npu_compiler import METAL_GPU, CompiledProgram, InputError, compile, read_ir
+from npu_compiler import METAL_GPU, CompiledProgram, CompileOptions, InputError, compile, read_ir
 from npu_compiler.program.describe import summary
 from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.plan import BufferAllocation
@@ -115,7 +115,9 @@ def test_no_two_live_buffers_overlap_and_the_answers_are_right(
     from npu_compiler.fusion_patterns import FUSIONS
 
     ir = random_graph(steps, returned).ir()
-    program = compile(ir, backend.target, compute_dtype="float32", disabled_fusions=() if fusions else FUSIONS)
+    program = compile(
+        ir, backend.target, CompileOptions(compute_dtype="float32", disabled_fusions=() if fusions else FUSIONS)
+    )
     check_plan(program, backend.config.buffer_alignment)
     rng = np.random.default_rng(len(steps))
     arrays: dict[str, np.ndarray] = {name: rng.normal(size=(4, 4)).astype(np.float32) for name in ("x", "y")}
@@ -132,7 +134,7 @@ def test_no_two_live_buffers_overlap_and_the_answers_are_right(
 @settings(max_examples=40, deadline=None)
 @given(steps=STEPS, returned=RETURNED)
 def test_inputs_are_untouched_unless_donated(backend: Backend, steps: Any, returned: list[int]) -> None:
-    program = compile(random_graph(steps, returned).ir(), backend.target, compute_dtype="float32")
+    program = compile(random_graph(steps, returned).ir(), backend.target, CompileOptions(compute_dtype="float32"))
     rng = np.random.default_rng(1)
     arrays = {
         "x": rng.normal(size=(4, 4)).astype(np.float32),
@@ -154,7 +156,7 @@ def chain(length: int, op: str = "aten.exp.default") -> IRBuilder:
 
 
 def test_a_chain_of_elementwise_ops_reuses_one_buffer_in_place() -> None:
-    program = compile(chain(6).ir(), compute_dtype="float32")
+    program = compile(chain(6).ir(), options=CompileOptions(compute_dtype="float32"))
     assert program.plan.arena_bytes == 64 * 64 * 4
     assert {buffer.offset for buffer in arena_buffers(program)} == {0}
 
@@ -164,7 +166,7 @@ def test_what_is_not_elementwise_does_not_write_over_its_input() -> None:
     x = g.input("x", 64, 64)
     for _ in range(5):
         x = g("aten.softmax.int", x, -1)
-    program = compile(g.output(x).ir(), compute_dtype="float32")
+    program = compile(g.output(x).ir(), options=CompileOptions(compute_dtype="float32"))
     assert program.plan.arena_bytes == 2 * 64 * 64 * 4
 
 
@@ -173,7 +175,7 @@ def test_an_input_read_twice_by_a_call_is_not_written_over_while_it_is_read() ->
     x = g("aten.exp.default", g.input("x", 4, 4))
     y = g("aten.add.Tensor", x, g("aten.t.default", x))
     g.output(g("aten.softmax.int", y, -1))
-    program = compile(g.ir(), compute_dtype="float32", disabled_fusions=["masked_softmax"])
+    program = compile(g.ir(), options=CompileOptions(compute_dtype="float32", disabled_fusions=["masked_softmax"]))
     a, b = sorted(arena_buffers(program), key=lambda buffer: buffer.first_use)[:2]
     assert not share_bytes(a, b)
 
@@ -255,7 +257,7 @@ def test_peak_memory_is_at_most_what_eager_pytorch_holds(name: str) -> None:
             model(x)
         ir = extract_ir(copy.deepcopy(model).to("meta"), (x.to("meta"),), strict=False).to_dict()
     torch.backends.mha.set_fastpath_enabled(fast_path)
-    peak = int(summary(compile(ir, compute_dtype="float32").plan)["peak bytes without weights"])
+    peak = int(summary(compile(ir, options=CompileOptions(compute_dtype="float32")).plan)["peak bytes without weights"])
     rounding = METAL_GPU.buffer_alignment
     assert 0 < peak <= eager.peak + x.numel() * 4 + rounding
 
@@ -299,7 +301,7 @@ def feed() -> dict[str, np.ndarray]:
 
 
 def test_a_cache_is_updated_in_place_and_comes_back_as_the_same_buffer(backend: Backend) -> None:
-    program = compile(cache_update().ir(), backend.target, compute_dtype="float32")
+    program = compile(cache_update().ir(), backend.target, CompileOptions(compute_dtype="float32"))
     assert program.plan.donations == {"new": "cache"}
     assert [call.kernel for call in program.kernels] == ["index_copy_kernel"]
     assert "(updates cache in place)" in program.describe()
@@ -324,7 +326,11 @@ def test_a_cache_is_updated_in_place_and_comes_back_as_the_same_buffer(backend: 
     ids=["read-later", *WINDOWS, "returned", "result-not-returned", "returned-twice"],
 )
 def test_a_cache_whose_old_value_is_still_wanted_is_not_donated(g: IRBuilder, backend: Backend) -> None:
-    program, graph, arrays = compile(g.ir(), backend.target, compute_dtype="float32"), read_ir(g.ir()), feed()
+    program, graph, arrays = (
+        compile(g.ir(), backend.target, CompileOptions(compute_dtype="float32")),
+        read_ir(g.ir()),
+        feed(),
+    )
     assert program.plan.donations == {}
     specs = {spec.name: spec for spec in program.input_specs}
     buffers = {name: NPUBuffer.from_numpy(arrays[name], backend, spec=specs[name]) for name in specs}
@@ -343,7 +349,7 @@ def two_caches(backend: Backend) -> CompiledProgram:
         g("aten.index_copy.default", k, 0, at, rows),
         g("aten.index_copy.default", v, 0, at, g("aten.neg.default", rows)),
     )
-    return compile(g.ir(), backend.target, compute_dtype="float32")
+    return compile(g.ir(), backend.target, CompileOptions(compute_dtype="float32"))
 
 
 def test_one_buffer_for_two_donated_inputs_is_an_error(backend: Backend) -> None:
@@ -363,7 +369,7 @@ def test_an_executors_own_output_as_its_input_is_an_error(backend: Backend) -> N
     g = IRBuilder()
     x = g.input("x", 4, 4)
     g.output(g("aten.exp.default", x, name="a"), g("aten.matmul.default", x, x, name="b"))
-    executor = Executor(compile(g.ir(), backend.target, compute_dtype="float32"), backend)
+    executor = Executor(compile(g.ir(), backend.target, CompileOptions(compute_dtype="float32")), backend)
     start = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     output = executor.run({"x": start})["a"]
     with pytest.raises(InputError, match=r"input 'x' is this executor's own output 'a'.*copy\(\)"):

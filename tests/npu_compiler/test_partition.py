@@ -427,7 +427,7 @@ def test_a_partitions_graph_compiles_to_the_same_program_as_its_ir(kind: type[nn
     assert len(on_device) > 1 and any(spec.storage for part in on_device for spec in part.graph.tensors.values())
     for part in on_device:
         direct, read = (
-            npu_compiler.compile(ir, compute_dtype=compute_dtype)
+            npu_compiler.compile(ir, options=npu_compiler.CompileOptions(compute_dtype=compute_dtype))
             for ir in (part.graph, json.loads(json.dumps(part.ir_dict)))
         )
         assert direct.to_bytes() == read.to_bytes()

@@ -17,6 +17,9 @@ from torch_ir import extract_ir
 
 from npu_compiler import (
     METAL_GPU,
+    CompileOptions,
+    ConstraintError,
+    InputError,
     IRError,
     IRGraph,
     NPUError,
@@ -24,14 +27,15 @@ from npu_compiler import (
     compile,
     print_graph,
     read_ir,
+    trace_compilation,
     trace_stages,
 )
-from npu_compiler.compiler import Stage, StageEdit
 from npu_compiler.fusions.cache_updates import pair_cache_updates
 from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.fusions.outer_products import lower_outer_products
 from npu_compiler.fusions.rope import share_rope
 from npu_compiler.ops.rotary_region import expand_rotary_regions
+from npu_compiler.options import Stage, StageEdit
 from npu_compiler.passes.batch_norm import fold_batch_norm, lower_batch_norm
 from npu_compiler.passes.common_subexpressions import eliminate_common_subexpressions
 from npu_compiler.passes.dead_code import eliminate_dead_code
@@ -561,7 +565,7 @@ def test_an_in_place_program_means_what_pytorch_says(program: Callable[[Any], An
     expected = program(x.clone())
     with torch.no_grad():
         ir = extract_ir(Module().to("meta"), (x.to("meta"),), strict=False).to_dict()
-    executor = Executor(compile(ir, compute_dtype="float32"), CPUBackend())
+    executor = Executor(compile(ir, options=CompileOptions(compute_dtype="float32")), CPUBackend())
     outputs = executor.run({executor.program.input_specs[0].name: x.numpy().copy()})
     for spec, wanted in zip(
         executor.program.output_specs, expected if isinstance(expected, tuple) else (expected,), strict=True
@@ -639,7 +643,7 @@ def test_an_update_that_reads_the_other_one_is_not_paired_with_it() -> None:
 
 @pytest.mark.parametrize(("keep_old", "donated"), [(False, ["k", "v"]), (True, ["k"])])
 def test_each_cache_of_a_pair_is_donated_by_itself(keep_old: bool, donated: list[str]) -> None:
-    program = compile(two_caches(keep_old=keep_old).ir(), compute_dtype="float32")
+    program = compile(two_caches(keep_old=keep_old).ir(), options=CompileOptions(compute_dtype="float32"))
     assert list(program.plan.donations.values()) == donated
     assert sum(call.kernel == "index_copy_pair_kernel" for call in program.kernels) == 1
     assert next(spec for spec in program.input_specs if spec.name == "at").bounds == (0, 7)
@@ -876,7 +880,7 @@ def test_trace_stages_yields_the_graph_after_each_stage() -> None:
 
 
 def kernels(g: IRBuilder, edit: StageEdit | None = None) -> list[str]:
-    return [call.kernel for call in compile(g.ir(), stages=edit).kernels]
+    return [call.kernel for call in compile(g.ir(), options=CompileOptions(stages=edit)).kernels]
 
 
 def add_relu() -> IRBuilder:
@@ -890,7 +894,7 @@ def test_a_stage_can_be_cut() -> None:
 
     assert kernels(add_relu()) == ["add_relu_kernel"]
     assert kernels(add_relu(), without_fusions) == ["add_kernel", "relu_kernel"]
-    assert "fuse" not in dict(trace_stages(add_relu().ir(), stages=without_fusions))
+    assert "fuse" not in dict(trace_stages(add_relu().ir(), options=CompileOptions(stages=without_fusions)))
 
 
 def test_a_stage_can_be_added() -> None:
@@ -903,7 +907,10 @@ def test_a_stage_can_be_added() -> None:
         return [("relu_to_silu", relu_to_silu), *stages]
 
     assert kernels(add_relu(), with_silu) == ["add_kernel", "silu_kernel"]
-    assert [name for name, _ in trace_stages(add_relu().ir(), stages=with_silu)][:2] == ["read", "relu_to_silu"]
+    assert [name for name, _ in trace_stages(add_relu().ir(), options=CompileOptions(stages=with_silu))][:2] == [
+        "read",
+        "relu_to_silu",
+    ]
 
 
 def test_stages_can_be_reordered() -> None:
@@ -919,3 +926,22 @@ def test_stages_can_be_reordered() -> None:
     g.outputs[:] = [g("aten.relu.default", Tensor("batch_norm"))]
     assert kernels(g) == ["conv2d_kernel"]
     assert kernels(g, fuse_first) == ["conv2d_kernel", "relu_kernel"]
+
+
+def test_stages_without_code_generation_make_no_plan() -> None:
+    def graphs_only(stages: list[Stage]) -> list[Stage]:
+        return stages[: [name for name, _ in stages].index("generate_calls")]
+
+    with pytest.raises(InputError, match="the stages make no plan: 'generate_calls' is missing"):
+        kernels(add_relu(), graphs_only)
+
+
+def test_what_the_npu_cannot_run_is_traced_until_calls_are_generated() -> None:
+    g = IRBuilder()
+    ir = g.output(g("aten.linalg_inv.default", g.input("x", 4, 4))).ir()
+    assert list(dict(trace_stages(ir)))[-1] == "assign_layout"
+    names: list[str] = []
+    with pytest.raises(ConstraintError, match="linalg_inv"):
+        names.extend(name for name, _ in trace_compilation(ir))
+    traced = [name for name, _ in trace_compilation(add_relu().ir())]
+    assert traced[-3:] == ["assign_layout", "generate_calls", "plan_memory"]

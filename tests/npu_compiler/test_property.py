@@ -20,6 +20,7 @@ from torch_ir.executor import ExecutionError
 
 from npu_compiler import (
     CompiledProgram,
+    CompileOptions,
     DeviceError,
     InputError,
     IRError,
@@ -304,7 +305,7 @@ def check_alike(backends: tuple[Backend, ...], ir: dict[str, Any], dtype: str, s
 
     model = in_bfloat16(ir) if dtype == "bfloat16" else ir
     assert all(unsupported_reason(node, graph) is None for node in graph.nodes)
-    program = compile(model, backends[0].target, compute_dtype=None if dtype == "bfloat16" else dtype)
+    program = compile(model, backends[0].target, CompileOptions(compute_dtype=None if dtype == "bfloat16" else dtype))
     assert program.compute_dtype == dtype
     again = CompiledProgram.from_bytes(program.to_bytes())
     assert again.to_bytes() == program.to_bytes()
@@ -617,7 +618,7 @@ def test_many_nodes_that_the_op_table_accepts_equal_pytorch(op: str, seed: int) 
 
 def check_node(ir: dict[str, Any], inputs: Arrays, reference: list[np.ndarray], backends: tuple[Backend, ...]) -> None:
     graph = read_ir(ir)
-    program = compile(ir, backends[0].target, compute_dtype="float32")
+    program = compile(ir, backends[0].target, CompileOptions(compute_dtype="float32"))
     tolerance = 4e-3 if "float16" in str(ir) else 1e-5
     for backend in backends:
         for got, want in zip(run_program(program, backend, inputs, {}).values(), reference, strict=True):
@@ -744,7 +745,9 @@ def check_special_draws(op: str, r: random.Random, count: int) -> None:
         if not _is_promised(graph, inputs):
             continue
         floats = {spec.dtype for spec in graph.tensors.values()} & FLOAT_DTYPES
-        program = compile(ir, CPUS[0].target, compute_dtype="bfloat16" if floats == {"bfloat16"} else "float32")
+        program = compile(
+            ir, CPUS[0].target, CompileOptions(compute_dtype="bfloat16" if floats == {"bfloat16"} else "float32")
+        )
         bounded = [spec for spec in program.input_specs if spec.bounds is not None]
         if not any(out_of_bounds(inputs[spec.name], spec.bounds) for spec in bounded):
             check_special(graph, inputs, reference, program)
@@ -835,7 +838,7 @@ def test_an_index_out_of_range_is_an_error(op: str, computed: bool) -> None:
             (reference,) = execute_cpu_partition(graph, inputs).values()
         except DeviceError:
             reference = None
-        program = compile(ir, CPUS[0].target, compute_dtype="float32")
+        program = compile(ir, CPUS[0].target, CompileOptions(compute_dtype="float32"))
         for backend in CPUS:
             if reference is None:
                 with pytest.raises((InputError, DeviceError), match="out of|outside|out-of"):

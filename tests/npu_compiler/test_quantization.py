@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
 
-from npu_compiler import CompiledProgram, QuantizedArray, QuantizedFormat, compile, print_graph, quantize, trace_stages
+from npu_compiler import (
+    CompiledProgram,
+    CompileOptions,
+    QuantizedArray,
+    QuantizedFormat,
+    compile,
+    print_graph,
+    quantize,
+    trace_stages,
+)
 from npu_compiler.errors import InputError, ProgramFormatError, WeightError
 from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_runtime import CPUBackend, Device, Executor, NPUBuffer, load_weights
@@ -145,7 +154,7 @@ def test_a_program_computes_with_the_dequantized_weights(format: QuantizedFormat
         key: quantize(x, format) if x.ndim == 2 and format.problem(x.shape) is None else x for key, x in weights.items()
     }
     formats = {key: x.format for key, x in stored.items() if isinstance(x, QuantizedArray)}
-    program = compile(_network().ir(), compute_dtype="float32", quantization=formats)
+    program = compile(_network().ir(), options=CompileOptions(compute_dtype="float32", quantization=formats))
     assert {"table", "q", "k", "gate", "up"} <= formats.keys()
     kernels = {call.kernel for call in program.kernels}
     assert {"quantized_embedding_kernel", "quantized_gated_matmul_vec_kernel", "quantized_matmul_vec_kernel"} <= kernels
@@ -158,7 +167,7 @@ def test_a_program_computes_with_the_dequantized_weights(format: QuantizedFormat
 @pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
 def test_weights_that_are_not_quantized_are_rounded_when_they_are_loaded(name: str) -> None:
     weights = _weights()
-    program = compile(_network().ir(), compute_dtype="float32", quantization=name)
+    program = compile(_network().ir(), options=CompileOptions(compute_dtype="float32", quantization=name))
     formats = {
         leaf.params["key"]: leaf.format
         for weight in program.weight_specs.values()
@@ -177,7 +186,9 @@ def test_a_weight_stays_one_tensor_until_its_parts_are_split() -> None:
     g = IRBuilder()
     x, w = g.input("x", 1, 64), g.weight("w", 32, 64)
     g.output(g("aten.relu.default", g("aten.linear.default", x, w)))
-    stages = dict(trace_stages(g.ir(), quantization=QuantizedFormat("int4", 32, "float16", "minimum")))
+    stages = dict(
+        trace_stages(g.ir(), options=CompileOptions(quantization=QuantizedFormat("int4", 32, "float16", "minimum")))
+    )
     assert "weight %p_w: f32[32, 64] as int4 group 32 float16 minimum = w" in print_graph(stages["fuse"])
     assert print_graph(stages["split_quantized_weights"]).split("\n") == [
         "graph test(%x: f16[1, 64])",
@@ -194,7 +205,9 @@ def test_a_weight_that_other_ops_read_too_is_there_twice() -> None:
     g = IRBuilder()
     x, w = g.input("x", 2, 64), g.weight("w", 64, 64)
     g.output(g("aten.linear.default", x, g("aten.neg.default", w)), g("aten.linear.default", x, w))
-    program = compile(g.ir(), compute_dtype="float32", quantization={"w": QuantizedFormat("int8")})
+    program = compile(
+        g.ir(), options=CompileOptions(compute_dtype="float32", quantization={"w": QuantizedFormat("int8")})
+    )
     stored = {"w": quantize(_weights()["q"], QuantizedFormat("int8"))}
     assert sum("quantized" in call.kernel for call in program.kernels) == 1
     device, data = Device("cpu"), np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32)
@@ -210,7 +223,7 @@ def test_linears_of_several_formats_are_not_joined() -> None:
     formats = {"q": QuantizedFormat("int8"), "k": QuantizedFormat("int4", 32, "float16")}
     weights = _weights()
     state = {**weights, **{key: quantize(weights[key], format) for key, format in formats.items()}}
-    program = compile(_network().ir(), compute_dtype="float32", quantization=formats)
+    program = compile(_network().ir(), options=CompileOptions(compute_dtype="float32", quantization=formats))
     expected = _expected(_dense(state), 5)
     found = _run(program, state, 5, CPUBackend())
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
@@ -218,7 +231,7 @@ def test_linears_of_several_formats_are_not_joined() -> None:
 
 def test_a_program_file_holds_the_formats_and_counts_the_bytes() -> None:
     formats = {key: QuantizedFormat("int4", 32, "float16") for key in ("q", "k")}
-    program = compile(_network().ir(), quantization=formats)
+    program = compile(_network().ir(), options=CompileOptions(quantization=formats))
     again = CompiledProgram.from_bytes(program.to_bytes())
     assert again.describe() == program.describe() and "q.codes (int4 group 32 float16)" in again.describe()
     sizes = {name: buffer.size_bytes for name, buffer in again.plan.buffers.items() if "codes" in name}
@@ -227,9 +240,9 @@ def test_a_program_file_holds_the_formats_and_counts_the_bytes() -> None:
 
 def test_unknown_quantizations_and_misfits_are_refused() -> None:
     with pytest.raises(InputError, match="unknown quantization 'int5'; choose one of int4, int8, fp8"):
-        compile(_network().ir(), quantization="int5")
+        compile(_network().ir(), options=CompileOptions(quantization="int5"))
     with pytest.raises(InputError, match="'down' cannot be stored as .*: rows of 32 elements are not a whole number"):
-        compile(_network().ir(), quantization={"down": QuantizedFormat("int8", 64)})
+        compile(_network().ir(), options=CompileOptions(quantization={"down": QuantizedFormat("int8", 64)}))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +261,7 @@ def test_unknown_quantizations_and_misfits_are_refused() -> None:
     ],
 )
 def test_weights_that_are_useless_are_refused(damage: Callable[[np.ndarray], Any], message: str) -> None:
-    program = compile(_network().ir(), quantization={"q": QuantizedFormat("int8", 32)})
+    program = compile(_network().ir(), options=CompileOptions(quantization={"q": QuantizedFormat("int8", 32)}))
     weights = _weights()
     with pytest.raises(WeightError, match=message):
         load_weights({**weights, "q": damage(weights["q"])}, program, Device("cpu"))
@@ -274,7 +287,7 @@ def test_float8_codes_that_are_nan_are_reported() -> None:
 
 
 def test_a_damaged_format_in_a_program_is_refused() -> None:
-    program = compile(_network().ir(), quantization={"q": QuantizedFormat("int8", 32)})
+    program = compile(_network().ir(), options=CompileOptions(quantization={"q": QuantizedFormat("int8", 32)}))
     data = program.to_bytes()
     for old, new in ((b"int8", b"int9"), (b"scales", b"scalez")):
         with pytest.raises(ProgramFormatError):

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from ir_builder import IRBuilder, Tensor
 from metal_harness import open_metal
 
-from npu_compiler import CompiledProgram, QuantizedArray, QuantizedFormat, compile, partition, print_graph, read_ir
+from npu_compiler import (
+    CompiledProgram,
+    CompileOptions,
+    QuantizedArray,
+    QuantizedFormat,
+    compile,
+    partition,
+    print_graph,
+    read_ir,
+)
 from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.dtypes import numpy_dtype, saturating_cast
 from npu_compiler.graph.quantization import OFFSETS
@@ -195,7 +204,7 @@ def check_alike(m: Network, backends: tuple[Backend, ...]) -> CompiledProgram:
     """One program, saved and loaded again, computes on several devices what NumPy does."""
     ir, formats = m.g.ir(), formats_of(m.stored)
     note(f"{print_graph(read_ir(ir))}\n{m.dtype} {formats}")
-    program = compile(ir, backends[0].target, compute_dtype=m.dtype, quantization=formats)
+    program = compile(ir, backends[0].target, CompileOptions(compute_dtype=m.dtype, quantization=formats))
     again = CompiledProgram.from_bytes(program.to_bytes())
     assert again.to_bytes() == program.to_bytes()
     for backend in backends:

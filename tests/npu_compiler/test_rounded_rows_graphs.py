@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from ir_builder import IRBuilder
 
 from cuda_compiler import CUDACodegenTarget
-from npu_compiler import CodegenTarget, CompiledProgram, MetalCodegenTarget, compile, print_graph, trace_stages
+from npu_compiler import (
+    CodegenTarget,
+    CompiledProgram,
+    CompileOptions,
+    MetalCodegenTarget,
+    compile,
+    print_graph,
+    trace_stages,
+)
 from npu_compiler.errors import InputError
 from npu_compiler.graph.quantization import (
     NAMED_FORMATS,
@@ -46,7 +54,9 @@ def test_every_backend_rounds_activations_as_numpy_does(
     weights: str, activations: str, rows: int, k: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    program = compile(linear(rows, 20, k), compute_dtype="float32", quantization=f"{weights}+{activations}")
+    program = compile(
+        linear(rows, 20, k), options=CompileOptions(compute_dtype="float32", quantization=f"{weights}+{activations}")
+    )
     assert [call.kernel for call in program.kernels] == ["dynamic_quantized_matmul_kernel"]
     program = CompiledProgram.from_bytes(program.to_bytes())
     x, w = random.standard_normal((rows, k)).astype(np.float32), random.standard_normal((20, k)).astype(np.float32)
@@ -59,7 +69,10 @@ def test_every_backend_rounds_activations_as_numpy_does(
 
 
 def test_activations_are_no_part_of_how_a_weight_is_stored() -> None:
-    programs = [compile(linear(2, 4, 64), quantization=name) for name in ("int8", "int8+int8", "int8+fp8")]
+    programs = [
+        compile(linear(2, 4, 64), options=CompileOptions(quantization=name))
+        for name in ("int8", "int8+int8", "int8+fp8")
+    ]
     assert len({str(program.weight_specs) for program in programs}) == 1
     assert str(named_format("int4+fp8")) == "int4 group 128 float16 zero_point, activations float8_e4m3"
 
@@ -75,18 +88,18 @@ def test_activations_are_no_part_of_how_a_weight_is_stored() -> None:
 )
 def test_a_name_that_is_no_format_is_refused(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        compile(linear(1, 4, 32), quantization=name)
+        compile(linear(1, 4, 32), options=CompileOptions(quantization=name))
 
 
 def test_a_target_that_rounds_no_activations_says_so() -> None:
     with pytest.raises(InputError, match="the target metal_gpu does not round activations, as the format of 'w' asks"):
-        compile(linear(1, 4, 32), MetalCodegenTarget(), quantization="int8+int8")
+        compile(linear(1, 4, 32), MetalCodegenTarget(), CompileOptions(quantization="int8+int8"))
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.config.name)
 def test_targets_that_round_no_caches_say_so(target: CodegenTarget) -> None:
     with pytest.raises(InputError, match=f"the target {target.config.name} has no kernels for a KV cache in int8"):
-        compile(cached_attention(), target, kv_cache="int8")
+        compile(cached_attention(), target, CompileOptions(kv_cache="int8"))
 
 
 def cached_attention(tokens: int = 2, length: int = 10, shares_rows: bool = True) -> dict[str, Any]:
@@ -108,7 +121,7 @@ def cached_attention(tokens: int = 2, length: int = 10, shares_rows: bool = True
 
 
 def test_a_cache_becomes_codes_and_scales() -> None:
-    stages = dict(trace_stages(cached_attention(), compute_dtype="float32", kv_cache="int8"))
+    stages = dict(trace_stages(cached_attention(), options=CompileOptions(compute_dtype="float32", kv_cache="int8")))
     assert "\n" + print_graph(stages["quantize_caches"]) + "\n" == EXPECTED
     assert stages["assign_layout"].output_names == ["y", "k_new", "k_new.scales", "v_new", "v_new.scales"]
 
@@ -131,7 +144,7 @@ npu.quantized_attention(%q, %k_new, %k_new.scales, %v_new, %v_new.scales, %mask)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decoding_with_a_rounded_cache_is_attention_over_rounded_rows(dtype: str, kv_cache: str) -> None:
     kind, random = NAMED_ROW_FORMATS[kv_cache], np.random.default_rng(3)
-    program = compile(cached_attention(), compute_dtype=dtype, kv_cache=kv_cache)
+    program = compile(cached_attention(), options=CompileOptions(compute_dtype=dtype, kv_cache=kv_cache))
     program = CompiledProgram.from_bytes(program.to_bytes())
     donations = program.plan.donations
     assert donations == {name: name.replace("_new", "") for name in donations} and len(donations) == 4
@@ -165,7 +178,7 @@ def test_decoding_with_a_rounded_cache_is_attention_over_rounded_rows(dtype: str
 def test_a_rounded_cache_takes_half_the_bytes_of_a_16_bit_one() -> None:
     """A byte an element, and 4 for the scale of each 64 elements here of 16."""
     sizes = [
-        summary(compile(cached_attention(), compute_dtype="bfloat16", kv_cache=kv_cache).plan)[
+        summary(compile(cached_attention(), options=CompileOptions(compute_dtype="bfloat16", kv_cache=kv_cache)).plan)[
             "peak bytes without weights"
         ]
         for kv_cache in (None, "int8")
@@ -176,8 +189,8 @@ def test_a_rounded_cache_takes_half_the_bytes_of_a_16_bit_one() -> None:
 
 def test_graphs_without_such_a_cache_are_refused() -> None:
     with pytest.raises(InputError, match="the graph has no KV cache that could be quantized"):
-        compile(linear(1, 4, 32), kv_cache="int8")
+        compile(linear(1, 4, 32), options=CompileOptions(kv_cache="int8"))
     with pytest.raises(InputError, match="the graph has no KV cache that could be quantized"):
-        compile(cached_attention(shares_rows=False), kv_cache="int8")
+        compile(cached_attention(shares_rows=False), options=CompileOptions(kv_cache="int8"))
     with pytest.raises(InputError, match="a KV cache cannot be rounded to 'int4'; choose one of int8, fp8"):
-        compile(cached_attention(), kv_cache="int4")
+        compile(cached_attention(), options=CompileOptions(kv_cache="int4"))

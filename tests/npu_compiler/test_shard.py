@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from textwrap import dedent
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from ir_builder import IRBuilder, Tensor
 from ranks import run_ranks
 
-from npu_compiler import CompiledProgram, InputError, compile, print_graph, read_ir
+from npu_compiler import CompiledProgram, CompileOptions, InputError, compile, print_graph, read_ir
 from npu_compiler.graph.mesh import Mesh
 from npu_compiler.graph.quantization import QuantizedFormat
 from npu_compiler.graph.weight_recipe import from_key, pieces_read, shard_recipe
@@ -151,8 +152,8 @@ def part(whole: np.ndarray, shape: tuple[int, ...], rank: int, ranks: int) -> np
 def compare(g: IRBuilder, ranks: int, rng: np.random.Generator, inputs: Mapping[str, np.ndarray]) -> None:
     """All ranks together compute in float32 what one device does, but for the order of sums."""
     ir = g.ir()
-    whole = compile(ir, compute_dtype="float32")
-    parts = compile(ir, compute_dtype="float32", mesh=Mesh(ranks, least_table=1))
+    whole = compile(ir, options=CompileOptions(compute_dtype="float32"))
+    parts = compile(ir, options=CompileOptions(compute_dtype="float32", mesh=Mesh(ranks, least_table=1)))
     parts = CompiledProgram.from_bytes(parts.to_bytes())
     weights, backend = random_weights(whole, rng), CPUBackend(tune=False)
     results = Executor(whole, backend).run(dict(inputs), load_weights(weights, whole, backend))
@@ -213,7 +214,7 @@ def test_attention_is_divided_by_heads_and_keys_with_their_queries() -> None:
 def test_what_does_not_divide_evenly_is_named(heads: int, inner: int, said: str) -> None:
     g = transformer(heads, heads, 8, inner, 16, biased=False)
     with pytest.raises(InputError, match=said):
-        compile(g.ir(), mesh=Mesh(2))
+        compile(g.ir(), options=CompileOptions(mesh=Mesh(2)))
 
 
 def test_a_mesh_has_ranks() -> None:
@@ -231,8 +232,8 @@ def test_weights_in_few_bits_are_divided_as_they_are_stored(quantization: str | 
     hidden = g("aten.linear.default", g.input("x", 1, 64), g.weight("up", 64, 64))
     g.output(g("aten.linear.default", g("aten.relu.default", hidden), g.weight("down", 16, 64)))
     ir, x = g.ir(), rng.standard_normal((1, 64)).astype(np.float32)
-    formats = {"compute_dtype": "float32", "quantization": quantization}
-    whole, parts = compile(ir, **formats), compile(ir, **formats, mesh=Mesh(2))  # type: ignore[arg-type]
+    options = CompileOptions(compute_dtype="float32", quantization=quantization)
+    whole, parts = compile(ir, options=options), compile(ir, options=replace(options, mesh=Mesh(2)))
     weights, backend = random_weights(whole, rng), CPUBackend(tune=False)
     (result,) = Executor(whole, backend).run({"x": x}, load_weights(weights, whole, backend)).values()
     for outputs in run_ranks(parts, 2, weights, [{"x": x}, {"x": x}]):
@@ -245,7 +246,7 @@ def test_a_weight_whose_groups_do_not_divide_is_named() -> None:
     hidden = g("aten.linear.default", g.input("x", 1, 32), g.weight("up", 32, 32))
     g.output(g("aten.linear.default", g("aten.relu.default", hidden), g.weight("down", 16, 32)))
     with pytest.raises(InputError, match="a part of 'p_down' cannot be stored as"):
-        compile(g.ir(), quantization="int4", mesh=Mesh(2))
+        compile(g.ir(), options=CompileOptions(quantization="int4", mesh=Mesh(2)))
 
 
 def test_a_rank_reads_its_own_rows_only() -> None:
@@ -258,7 +259,10 @@ def test_a_rank_reads_its_own_rows_only() -> None:
     ]
     g = IRBuilder()
     g.output(g("aten.linear.default", g.input("x", 1, 2), g.weight("w", 4, 2)))
-    program, backend = compile(g.ir(), compute_dtype="float32", mesh=Mesh(2)), CPUBackend(tune=False)
+    program, backend = (
+        compile(g.ir(), options=CompileOptions(compute_dtype="float32", mesh=Mesh(2))),
+        CPUBackend(tune=False),
+    )
     weight = np.array([[1, 2], [3, 4], [5, np.nan], [7, 8]], np.float32)  # which only rank 1 sees
     (loaded,) = load_weights({"w": weight}, program, backend, rank=0).values()
     assert loaded.to_numpy().tolist() == [[1, 2], [3, 4]]
@@ -269,7 +273,7 @@ def test_a_rank_reads_its_own_rows_only() -> None:
 def test_a_part_does_not_run_alone() -> None:
     g = IRBuilder()
     g.output(g("aten.linear.default", g.input("x", 1, 2), g.weight("w", 4, 2)))
-    program, backend = compile(g.ir(), mesh=Mesh(2)), CPUBackend(tune=False)
+    program, backend = compile(g.ir(), options=CompileOptions(mesh=Mesh(2))), CPUBackend(tune=False)
     weights = load_weights({"w": np.ones((4, 2), np.float32)}, program, backend)
     with pytest.raises(Exception, match="divided among 2 devices; run it with that many"):
         Executor(program, backend).run({"x": np.ones((1, 2), np.float32)}, weights)

@@ -242,8 +242,8 @@ def test_a_cached_program_is_made_again_when_the_package_of_its_target_changes(
     source_digest.cache_clear()
     target, ir = find_target("plugin"), extracted(nn.Linear(4, 4), torch.randn(2, 4))
     compile_cached(ir, target=target)
-    assert has_program(ir["model_name"], ir, None, target)
+    assert has_program(ir["model_name"], ir, target)
     with (plugin / "plugin_target" / "__init__.py").open("a") as source:
-        source.write("# another finish()")
+        source.write("# another version")
     source_digest.cache_clear()
-    assert not has_program(ir["model_name"], ir, None, target)
+    assert not has_program(ir["model_name"], ir, target)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
 
-from npu_compiler import CompiledProgram
+from npu_compiler import CompiledProgram, CompileOptions
 from npu_compiler import compile as compile_ir
 from npu_model import Chip, Result, load_chip, simulate
 from npu_model.simulation import MONOTONE_WITHIN
@@ -32,7 +32,7 @@ def programs(draw: st.DrawFn) -> CompiledProgram:
         y = g("aten.linear.default", y, g.weight(f"w{layer}", width, g.shape(y)[-1]))
         y = g("aten.relu.default", y) if draw(st.booleans()) else g("aten.add.Tensor", y, y)
     g.output(y, g("aten.softmax.int", x, -1))
-    return compile_ir(g.ir(), compute_dtype=draw(st.sampled_from(("float16", "float32"))))
+    return compile_ir(g.ir(), options=CompileOptions(compute_dtype=draw(st.sampled_from(("float16", "float32")))))
 
 
 @st.composite

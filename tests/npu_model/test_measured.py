@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
 
-from npu_compiler import CompiledProgram
+from npu_compiler import CompiledProgram, CompileOptions
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import InputError
 from npu_model import load_chip, simulate
@@ -24,7 +24,7 @@ SIZES = st.tuples(*[st.integers(1, 10**6)] * 5)
 def linear(m: int, k: int, n: int) -> CompiledProgram:
     g = IRBuilder("linear")
     g.output(g("aten.linear.default", g.input("x", m, k), g.weight("w", n, k)))
-    return compile_ir(g.ir(), compute_dtype="float16")
+    return compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16"))
 
 
 def test_a_measured_call_has_its_own_factor() -> None:
@@ -60,7 +60,7 @@ def test_a_convolution_that_multiplies_less_has_a_lower_roofline() -> None:
     g = IRBuilder("convolution")
     x = g.input("x", 1, 64, 32, 32)
     g.output(g("aten.conv2d.default", x, g.weight("w", 64, 64, 3, 3), None, [1, 1], [1, 1]))
-    program = compile_ir(g.ir(), compute_dtype="float16")
+    program = compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16"))
     (call,) = simulate(program, EDGE).calls
     faster = dataclasses.replace(EDGE, measured={"convolution": ((1024.0, 64.0, 64.0, 9.0, 1.0, 0.4),)})
     result = simulate(program, faster)

@@ -10,6 +10,7 @@ import pytest
 from ir_builder import IRBuilder
 
 import npu_runtime.device
+from npu_compiler import CompileOptions
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import DeviceError
 from npu_model import load_chip, simulate
@@ -35,7 +36,7 @@ def test_the_device_is_an_entry_point() -> None:
 def test_it_computes_what_the_cpu_computes_in_the_chips_time() -> None:
     g = IRBuilder("layer")
     g.output(g("aten.linear.default", g.input("x", 2, 8), g.weight("w", 4, 8)))
-    program = compile_ir(g.ir(), compute_dtype="float32")
+    program = compile_ir(g.ir(), options=CompileOptions(compute_dtype="float32"))
     device = Device("npu-model:edge")
     assert isinstance(device.backend, ModelBackend) and "edge" in device.backend.device
     x, w = np.arange(16, dtype=np.float32).reshape(2, 8), np.ones((4, 8), np.float32)

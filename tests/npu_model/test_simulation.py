@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ir_builder import IRBuilder
 
 import npu_model.simulator
-from npu_compiler import CompiledProgram
+from npu_compiler import CompiledProgram, CompileOptions
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import InputError
 from npu_compiler.program.products import Product
@@ -35,13 +35,13 @@ def network(size: int = 56, channels: int = 32, quantization: str | None = None)
     y = g("aten.conv2d.default", g("aten.relu.default", y), g.weight("b", channels, channels, 1, 1))
     y = g("aten.mean.dim", g("aten.add.Tensor", x, y), [2, 3])
     g.output(g("aten.linear.default", y, g.weight("fc", 64, channels)))
-    return compile_ir(g.ir(), compute_dtype="float16", quantization=quantization)
+    return compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16", quantization=quantization))
 
 
 def linear(m: int, k: int, n: int, **options: Any) -> CompiledProgram:
     g = IRBuilder("linear")
     g.output(g("aten.linear.default", g.input("x", m, k), g.weight("w", n, k)))
-    return compile_ir(g.ir(), compute_dtype="float16", **options)
+    return compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16", **options))
 
 
 def check_laws(result: Result) -> None:

@@ -8,7 +8,7 @@ import pytest
 from ir_builder import IRBuilder
 
 import npu_compiler.ops  # noqa: F401  (declares the kernels)
-from npu_compiler import MetalCodegenTarget
+from npu_compiler import CompileOptions, MetalCodegenTarget
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import InputError
 from npu_compiler.program.elementwise import ELEMENTWISE
@@ -18,7 +18,7 @@ from npu_model.work import Role, Work, call_work
 
 
 def works(g: IRBuilder, **options: Any) -> list[Work]:
-    return [call_work(call) for call in compile_ir(g.ir(), **options).kernels]
+    return [call_work(call) for call in compile_ir(g.ir(), options=CompileOptions(**options)).kernels]
 
 
 def linear(m: int, k: int, n: int) -> IRBuilder:
@@ -57,7 +57,7 @@ def test_a_prompt_attends_to_its_own_keys_of_a_cache(tokens: int, keys: int) -> 
     g = IRBuilder()
     q, k, v = g.input("q", 1, 2, tokens, 16), g.input("k", 1, 2, 32, 16), g.input("v", 1, 2, 32, 16)
     g.output(g("aten.scaled_dot_product_attention.default", q, k, v))
-    kernels = compile_ir(g.ir(), compute_dtype="float16").kernels
+    kernels = compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16")).kernels
     call = next(call for call in kernels if call.kernel == "attention_kernel")
     whole, prompt = call_work(call), call_work(call, {view.buffer for view in call.inputs[1:]})
     assert whole.operations.products[0].n == 32

@@ -19,7 +19,7 @@ from native_on_tensors import memory_of
 from reference_kernels import reference_launch
 from typer.testing import CliRunner
 
-from npu_compiler import CompiledProgram, compile
+from npu_compiler import CompiledProgram, CompileOptions, compile
 from npu_compiler.files import seal, unseal
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import View
@@ -251,7 +251,7 @@ def mlp(rows: int = 8) -> CompiledProgram:
     hidden = g("aten.relu.default", g("aten.linear.default", x, g.weight("up.weight", 256, 64)))
     y = g("aten.add.Tensor", g("aten.linear.default", hidden, g.weight("down.weight", 64, 256)), x)
     g.output(g("aten.tanh.default", y))
-    return compile(g.ir(), compute_dtype="float32")
+    return compile(g.ir(), options=CompileOptions(compute_dtype="float32"))
 
 
 def mlp_weights() -> dict[str, torch.Tensor]:
@@ -592,7 +592,7 @@ def test_without_native_kernels_a_weight_is_widened_once(dtype: str) -> None:
     shifted = g("aten.conv2d.default", maps, g.weight("conv.weight", 16, 8, 3, 3), None, [1, 1], [1, 1])
     pooled = g("aten.flatten.using_ints", g("aten.relu.default", shifted), 1)
     g.output(g("aten.linear.default", pooled, g.weight("fc.weight", 5, 16 * 36)))
-    program, backend = compile(g.ir(), compute_dtype=dtype), CPUBackend(native=False)
+    program, backend = compile(g.ir(), options=CompileOptions(compute_dtype=dtype)), CPUBackend(native=False)
     state = {"conv.weight": torch.randn(16, 8, 3, 3) / 8, "fc.weight": torch.randn(5, 16 * 36) / 24}
     executor, weights = Executor(program, backend), load_weights(state, program, backend)
     x = torch.randn(1, 8, 6, 6)

@@ -14,7 +14,15 @@ from ir_builder import IRBuilder
 from metal_harness import open_metal
 from toy_device import ToyBackend
 
-from npu_compiler import CompiledProgram, DeviceError, InputError, ProgramFormatError, compile, partition
+from npu_compiler import (
+    CompiledProgram,
+    CompileOptions,
+    DeviceError,
+    InputError,
+    ProgramFormatError,
+    compile,
+    partition,
+)
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, DeviceBuffer, Executor, NPUBuffer, load_weights
 from npu_runtime.cpu import native
 from npu_runtime.executor_inputs import SETTLED
@@ -56,7 +64,7 @@ class Started:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.program = compile(product().ir(), backend.target, compute_dtype="float32")
+        self.program = compile(product().ir(), backend.target, CompileOptions(compute_dtype="float32"))
         self.weights = load_weights({"w": WEIGHT}, self.program, backend)
         self.executor = Executor(self.program, backend)
         self._rng = np.random.default_rng(1)
@@ -222,7 +230,7 @@ def test_a_donated_input_comes_back_in_whatever_buffer_it_came(backend: Backend)
     g = IRBuilder()
     cache, at, rows = g.input("cache", 6, 4), g.input("at", 2, dtype="int64"), g.input("rows", 2, 4)
     g.output(g("aten.index_copy.default", cache, 0, at, rows, name="new"))
-    program = compile(g.ir(), backend.target, compute_dtype="float32")
+    program = compile(g.ir(), backend.target, CompileOptions(compute_dtype="float32"))
     assert program.plan.donations == {"new": "cache"}
     executor = Executor(program, backend)
     for turn in range(4):

@@ -19,7 +19,7 @@ from torch import nn
 from torch_ir import extract_ir
 
 import metal_emulator
-from npu_compiler import METAL_GPU, CompiledProgram, DeviceError, compile, partition
+from npu_compiler import METAL_GPU, CompiledProgram, CompileOptions, DeviceError, compile, partition
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import View, contiguous_strides
@@ -307,7 +307,7 @@ def test_a_product_by_mps_and_what_is_added_are_rounded_once(
         g.output(g("aten.linear.default", x, w, y, name="out"))
     else:
         g.output(g("aten.add.Tensor", g("aten.linear.default", x, w), y, name="out"))
-    program = compile(g.ir(), compute_dtype=dtype)
+    program = compile(g.ir(), options=CompileOptions(compute_dtype=dtype))
     assert len(program.kernels) == 1
     values = [torch.randn(size).to(getattr(torch, dtype)).float() for size in ((16, 8), shape, (32, 8))]
     weights = load_weights({"w": values[2]}, program, backend)
@@ -337,7 +337,7 @@ def test_a_shared_side_is_not_for_mps() -> None:
 def test_float32_programs_run_too(backend: MetalBackend, rng: np.random.Generator) -> None:
     g = IRBuilder()
     g.output(g("aten.softmax.int", g.input("x", 3, 10), -1))
-    program = compile(g.ir(), compute_dtype="float32")
+    program = compile(g.ir(), options=CompileOptions(compute_dtype="float32"))
     data = rng.standard_normal((3, 10)).astype(np.float32)
     (result,) = Executor(program, backend).run({program.input_specs[0].name: data}).values()
     np.testing.assert_allclose(result.to_numpy(), torch.from_numpy(data).softmax(-1), rtol=1e-5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quantized_products import KINDS, SCALES
 from random_layers import AnyKernel, Layer, draw, lacks_an_op
 
-from npu_compiler import DeviceError, compile
+from npu_compiler import CompileOptions, DeviceError, compile
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, quantize
 from npu_compiler.program.kernels import KernelCall
 from npu_runtime import Executor, load_weights
@@ -50,7 +50,9 @@ def launches_of(layer: Layer) -> list[NativeLaunch]:
     backend = Recording()
     if lacks_an_op(layer):
         return []
-    program = compile(layer.g.ir(), compute_dtype=None if layer.format == "bfloat16" else layer.format)
+    program = compile(
+        layer.g.ir(), options=CompileOptions(compute_dtype=None if layer.format == "bfloat16" else layer.format)
+    )
     used = {spec.name: layer.inputs[spec.name] for spec in program.input_specs}
     backend.executor = Executor(program, backend)
     backend.executor.run(used, load_weights(layer.weights, program, backend))

@@ -20,7 +20,16 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401 (registers its op
 from traces import traced
 from transformers.integrations import moe  # noqa: F401 (registers its ops)
 
-from npu_compiler import ConstraintError, DeviceError, compile, get_supported_ops, is_op_supported, partition, read_ir
+from npu_compiler import (
+    CompileOptions,
+    ConstraintError,
+    DeviceError,
+    compile,
+    get_supported_ops,
+    is_op_supported,
+    partition,
+    read_ir,
+)
 from npu_compiler.constraint_checker import find_violations
 from npu_compiler.ops import find_op
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, execute_cpu_partition, load_weights
@@ -1863,7 +1872,7 @@ def test_op_runs_on_the_device_and_equals_pytorch(
     ir = extract(case, variant.model)
     args = arguments(case, variant)
     reference = expected(case, args)
-    program = compile(ir, backends[0].target, compute_dtype=variant.compute)
+    program = compile(ir, backends[0].target, CompileOptions(compute_dtype=variant.compute))
     inputs, weights = feeds(case, args, read_ir(ir).inputs)
     for backend in backends:
         buffers = load_weights(weights, program, backend)

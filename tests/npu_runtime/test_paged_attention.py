@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
 
-from npu_compiler import compile
+from npu_compiler import CompileOptions, compile
 from npu_compiler.errors import ConstraintError
 from npu_runtime import Device, Executor, NPUBuffer
 from npu_runtime.cpu import native
@@ -177,7 +177,7 @@ def graph(pool: Pool, **changed: Any) -> IRBuilder:
 
 def test_a_program_attends_over_a_pool() -> None:
     pool = make_pool(3, [(5, 1), (0, 7), (30, 2)])
-    program, device = compile(graph(pool).ir(), compute_dtype="float32"), Device("cpu")
+    program, device = compile(graph(pool).ir(), options=CompileOptions(compute_dtype="float32")), Device("cpu")
     names = [spec.name for spec in program.input_specs]
     buffers = {
         name: NPUBuffer.from_numpy(x, device, spec)

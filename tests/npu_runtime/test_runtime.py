@@ -25,7 +25,7 @@ from torch import nn
 from torch_ir import extract_ir
 from toy_device import ToyBackend
 
-from npu_compiler import CompiledProgram, DeviceError, TensorSpec, compile, partition
+from npu_compiler import CompiledProgram, CompileOptions, DeviceError, TensorSpec, compile, partition
 from npu_runtime import (
     Backend,
     CPUBackend,
@@ -194,7 +194,7 @@ def test_an_input_that_first_comes_in_another_buffer_has_only_its_users_prepared
 
 @EVERY_BACKEND
 def test_new_content_in_the_same_buffer_needs_no_preparation(backend: Backend) -> None:
-    program = compile(layers().ir(), backend.target, compute_dtype="float32")
+    program = compile(layers().ir(), backend.target, CompileOptions(compute_dtype="float32"))
     executor, weights = Executor(program, backend), load_weights(state(), program, backend)
     inputs = buffers(program, backend, 0)
     first = executor.run(inputs, weights)["out"].to_numpy()
@@ -240,7 +240,7 @@ def test_a_program_without_weights_runs_its_prologue_once(backend: Backend) -> N
 def test_a_weight_that_is_written_counts_from_the_next_run_on(backend: Backend) -> None:
     g = IRBuilder()
     g.output(g("aten.linear.default", g("aten.relu.default", g.input("x", 32, 64)), g.weight("w", 64, 64)))
-    program = compile(g.ir(), backend.target, compute_dtype="float32")
+    program = compile(g.ir(), backend.target, CompileOptions(compute_dtype="float32"))
     weights = load_weights({"w": np.ones((64, 64), np.float32)}, program, backend)
     executor, (name,), output = Executor(program, backend), weights, program.output_specs[0].name
     bound = {"x": NPUBuffer.from_numpy(np.ones((32, 64), np.float32), backend)}
@@ -259,7 +259,7 @@ def test_executors_share_weights_and_take_turns_with_donated_caches(backend: Bac
     cache, at, x = g.input("cache", 4, 8), g.input("at", 1, dtype="int64"), g.input("x", 1, 8)
     row = g("aten.linear.default", x, g.weight("w0", 8, 8))
     g.output(g("aten.index_copy.default", cache, 0, at, row, name="new"))
-    program = compile(g.ir(), backend.target, compute_dtype="float32")
+    program = compile(g.ir(), backend.target, CompileOptions(compute_dtype="float32"))
     assert program.plan.donations == {"new": "cache"}
     weights, rows = load_weights(state(1), program, backend), np.eye(8, dtype=np.float32)
     executors = [Executor(program, backend) for _ in range(2)]

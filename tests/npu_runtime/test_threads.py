@@ -15,7 +15,7 @@ from ir_builder import IRBuilder
 from metal_harness import open_metal
 from toy_device import ToyBackend
 
-from npu_compiler import compile, partition
+from npu_compiler import CompileOptions, compile, partition
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Executor, NPUBuffer, load_weights
 
 THREADS = 50
@@ -63,7 +63,7 @@ def in_threads(work: Callable[[int], None]) -> None:
 
 @EVERY_BACKEND
 def test_every_thread_gets_the_answers_to_its_own_inputs(backend: Backend) -> None:
-    program = compile(network().ir(), backend.target, compute_dtype="float32")
+    program = compile(network().ir(), backend.target, CompileOptions(compute_dtype="float32"))
     weights, executor = load_weights({"w": WEIGHT}, program, backend), Executor(program, backend)
 
     def work(number: int) -> None:
@@ -80,7 +80,7 @@ def test_every_thread_gets_the_answers_to_its_own_inputs(backend: Backend) -> No
 
 @EVERY_BACKEND
 def test_an_output_holds_until_its_own_threads_next_run(backend: Backend) -> None:
-    program = compile(network().ir(), backend.target, compute_dtype="float32")
+    program = compile(network().ir(), backend.target, CompileOptions(compute_dtype="float32"))
     weights, executor = load_weights({"w": WEIGHT}, program, backend), Executor(program, backend)
     x = np.ones((4, 8), np.float32)
     mine = executor.run({"x": x}, weights)["out"]
@@ -98,7 +98,7 @@ def test_threads_may_run_one_program_with_weights_of_their_own(backend: Backend)
     turned = g("aten.contiguous.default", g("aten.transpose.int", w, 0, 1))
     doubled = g("aten.mul.Tensor", turned, 2.0)
     g.output(g("aten.matmul.default", x, doubled, name="out"))
-    program = compile(g.ir(), backend.target, compute_dtype="float32")
+    program = compile(g.ir(), backend.target, CompileOptions(compute_dtype="float32"))
     executor = Executor(program, backend)
     x_value = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
     matrices = [WEIGHT * (number + 1) for number in range(2)]
@@ -130,7 +130,7 @@ def test_a_partitioned_graph_may_be_shared(backend: Backend) -> None:
 
 def test_executors_of_one_machine_do_not_disturb_each_other() -> None:
     """Two devices stand for the same CPU, whose native kernels have one pool of threads."""
-    program = compile(network().ir(), compute_dtype="float32")
+    program = compile(network().ir(), options=CompileOptions(compute_dtype="float32"))
     backends = [CPUBackend(), CPUBackend()]
     executors = [Executor(program, backend) for backend in backends]
     weights = [load_weights({"w": WEIGHT}, program, backend) for backend in backends]
@@ -145,7 +145,7 @@ def test_executors_of_one_machine_do_not_disturb_each_other() -> None:
 
 
 def test_what_a_thread_has_of_its_own_goes_when_it_ends() -> None:
-    program = compile(network().ir(), compute_dtype="float32")
+    program = compile(network().ir(), options=CompileOptions(compute_dtype="float32"))
     backend = CPUBackend()
     weights, executor = load_weights({"w": WEIGHT}, program, backend), Executor(program, backend)
     seen = []

@@ -65,7 +65,9 @@ def one_thread() -> Iterator[None]:
 def write_model(name: str, folder: Path, samples: list[list[torch.Tensor]]) -> None:
     """The zoo model's programs in all dtypes, its weights, and its inputs."""
     for dtype in DTYPES:
-        npu_compiler.compile(extracted(name), compute_dtype=dtype).save(folder / f"{dtype}.npubin")
+        npu_compiler.compile(extracted(name), options=npu_compiler.CompileOptions(compute_dtype=dtype)).save(
+            folder / f"{dtype}.npubin"
+        )
     save_file({key: value.clone() for key, value in weights_of(build(name)).items()}, folder / "weights.safetensors")
     stacked = {str(i): torch.stack(draws).numpy() for i, draws in enumerate(zip(*samples, strict=True))}
     np.savez(folder / "inputs.npz", **stacked)
@@ -108,7 +110,9 @@ def test_resnet18_without_pytorch(tmp_path: Path, seed: int) -> None:
     seed_weights(model, seed)
     images = random_images(1, seed, size=64)
     graph = npu_compiler.read_ir(_ir_of(model, images))
-    npu_compiler.compile(graph, compute_dtype="float32").save(tmp_path / "float32.npubin")
+    npu_compiler.compile(graph, options=npu_compiler.CompileOptions(compute_dtype="float32")).save(
+        tmp_path / "float32.npubin"
+    )
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     np.savez(tmp_path / "inputs.npz", **{"0": images[None].numpy()})
     done = run_without_torch(RUN, tmp_path)
@@ -129,7 +133,7 @@ def _ir_of(model: torch.nn.Module, images: torch.Tensor) -> dict[str, object]:
 def test_each_kernel_of_the_zoo_does_in_numpy_what_it_does_in_pytorch(name: str, seed: int) -> None:
     backend = Twins()
     try:
-        program = npu_compiler.compile(extracted(name), compute_dtype="bfloat16")
+        program = npu_compiler.compile(extracted(name), options=npu_compiler.CompileOptions(compute_dtype="bfloat16"))
     except ConstraintError:
         pytest.skip("the device does not run all of it")
     inputs = {spec.name: to_numpy(x) for spec, x in zip(program.input_specs, draw(name, seed)[0], strict=True)}
@@ -186,7 +190,9 @@ def program(tmp_path: Path) -> Path:
     """A small program, with its weights, its input and its result beside it."""
     folder = tmp_path / "layers"
     folder.mkdir()
-    npu_compiler.compile(layers().ir(), compute_dtype="float32").save(folder / "layers.npubin")
+    npu_compiler.compile(layers().ir(), options=npu_compiler.CompileOptions(compute_dtype="float32")).save(
+        folder / "layers.npubin"
+    )
     (folder / "layers.json").write_text(json.dumps(layers().ir()))
     up, down, x = torch.randn(16, 8), torch.randn(5, 16), torch.randn(3, 8)
     save_file({"up.weight": up, "down.weight": down}, folder / "weights.safetensors")

@@ -56,6 +56,7 @@ COMMANDS = [
     "serve",
     "classify",
     "quantize",
+    "quantize-network",
     "calibrate",
     "bench",
     "doctor",
@@ -327,7 +328,8 @@ def test_json_of_graph_commands(folder: Path) -> None:
 def test_stages_print_what_each_changes(folder: Path) -> None:
     output = invoke(folder, "compile", "tiny.json", "--stages").stdout
     texts = {text.split(":")[0]: text for text in re.split(r"^after ", output, flags=re.MULTILINE)[1:]}
-    assert list(texts)[0] == "read" and list(texts)[-1] == "assign_layout"
+    assert list(texts)[0] == "read" and list(texts)[-3:] == ["assign_layout", "generate_calls", "plan_memory"]
+    assert texts["generate_calls"] == "generate_calls: kernels 2\n" and "+arena: 256 bytes" in texts["plan_memory"]
     assert texts["read"] == "read: nodes 3\n" and texts["functionalize"] == "functionalize: nodes 3, unchanged\n"
     first, gone, new, *diff = texts["fuse"].splitlines()
     assert first == "fuse: nodes 3 → 2"
@@ -336,12 +338,23 @@ def test_stages_print_what_each_changes(folder: Path) -> None:
     assert "aten.softmax" in diff[-2] or "aten.softmax" in diff[-1]
 
 
+def test_stages_of_a_target_print_what_they_make_of_the_kernels(folder: Path) -> None:
+    output = invoke(folder, "compile", "tiny.json", "--stages", "--target", "cuda_gpu").stdout
+    texts = {text.split(":")[0]: text for text in re.split(r"^after ", output, flags=re.MULTILINE)[1:]}
+    assert texts["lay_channels_last"] == "lay_channels_last: kernels 2, unchanged\n"
+    first, *diff = texts["generate_kernels"].splitlines()
+    assert first == "generate_kernels: kernels 2 → 2" and any("grid=" in line for line in diff)
+
+
 def test_full_stages_print_the_graph_after_each(folder: Path) -> None:
     output = invoke(
         folder, "compile", "tiny.json", "--stages", "--full", "--disable-fusion", "linear_activation"
     ).stdout
     assert output.index("after read") < output.index("after fuse") < output.index("after assign_layout")
-    assert output.count("graph tiny(%x") == output.count("after ") and "aten.linear" in output.split("after fuse")[1]
+    assert (
+        output.count("graph tiny(%x") == output.count("after ") - 2 and "matmul" in output.split("after plan_memory")[1]
+    )
+    assert "aten.linear" in output.split("after fuse")[1]
 
 
 def test_describe_of_a_program_begins_with_its_totals(folder: Path) -> None:
@@ -410,13 +423,13 @@ def test_too_little_memory_and_wrong_numbers_are_sentences_on_cuda(folder: Path,
     assert result.exit_code == 2 and "there is no GPU 99: this machine has" in result.stderr
 
 
-@pytest.mark.parametrize("fast", [[], ["--fast"]], ids=["checked", "fast"])
-def test_a_program_runs_on_the_metal_emulator(folder: Path, fast: list[str]) -> None:
+@pytest.mark.parametrize("device", ["metal-emulator", "metal-emulator-fast"])
+def test_a_program_runs_on_the_metal_emulator(folder: Path, device: str) -> None:
     options = ["-w", "tiny.safetensors", "-i", "x=x.npy", "--json"]
     on_cpu = json.loads(invoke(folder, "run", "tiny.npubin", *options, "--device", "cpu").stdout)
-    options += ["--device", "metal-emulator", *fast]
+    options += ["--device", device]
     emulated = json.loads(invoke(folder, "run", "tiny.npubin", *options).stdout)
-    assert emulated["device"] == ("metal-emulator-fast" if fast else "metal-emulator")
+    assert emulated["device"] == device
     assert emulated["outputs"][0]["max"] == pytest.approx(on_cpu["outputs"][0]["max"], rel=2e-3)
     profiled = json.loads(invoke(folder, "profile", "tiny.npubin", *options, "--runs", "1").stdout)
     assert profiled["description"].startswith("Metal, emulated GPU")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ir_builder import IRBuilder
 
-from npu_compiler import IRError, compile, print_graph, read_ir
+from npu_compiler import CompileOptions, IRError, compile, print_graph, read_ir
 from npu_compiler.graph.writer import graph_to_dict
 from npu_runtime import CPUBackend, Executor, load_weights
 from npu_sim.extract import extract_ir
@@ -30,7 +30,7 @@ class Named(torch.nn.Module):
 
 def test_outputs_are_called_by_the_keys_under_which_the_module_returns_them() -> None:
     model = Named()
-    program = compile(extract_ir(model, (X,)), compute_dtype="float32")
+    program = compile(extract_ir(model, (X,)), options=CompileOptions(compute_dtype="float32"))
     device = CPUBackend()
     outputs = Executor(program, device).run({"x": X}, load_weights(model.state_dict(), program, device))
     assert list(outputs) == ["scores", "more.twice"]
@@ -54,7 +54,7 @@ class Numbers(torch.nn.Module):
 
 def test_numbers_that_forward_makes_keep_their_values_on_the_meta_device() -> None:
     model, device = Numbers(), CPUBackend()
-    program = compile(extract_ir(Numbers().to("meta"), (X,)), compute_dtype="float32")
+    program = compile(extract_ir(Numbers().to("meta"), (X,)), options=CompileOptions(compute_dtype="float32"))
     outputs = Executor(program, device).run({"x": X}, load_weights(model.state_dict(), program, device))
     (result,) = outputs.values()
     np.testing.assert_array_equal(np.asarray(result), model(X).detach().numpy())

@@ -22,8 +22,8 @@ from torch_ir import extract_ir
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.resident.kernel import RESIDENT
+from npu_compiler import CompileOptions, partition
 from npu_compiler import compile as npu_compile
-from npu_compiler import partition
 from npu_compiler.errors import InputError, NPUError
 from npu_runtime import Device, Executor
 from npu_sim.llm import (
@@ -330,7 +330,7 @@ def drawing_executor(vocab: int, device: str) -> Callable[[np.ndarray, Drawing, 
     inputs = tuple(torch.empty(size, device="meta") for size in (vocab, 3, 1))
     chosen = Device(device)
     ir = extract_ir(DrawnToken().eval(), inputs, model_name="drawn").to_dict()
-    executor = Executor(npu_compile(ir, chosen.backend.target, compute_dtype="float32"), chosen)
+    executor = Executor(npu_compile(ir, chosen.backend.target, CompileOptions(compute_dtype="float32")), chosen)
 
     def draw_one(logits: np.ndarray, sampler: Drawing, uniform: float) -> int:
         number = np.array([uniform], np.float32)

@@ -21,7 +21,7 @@ from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.cli import app
 from npu_sim.llm import LanguageModel, load_checkpoint
 from npu_sim.llm.graph import dense_model, meta_model
-from npu_sim.quantizing import quantize, tuning
+from npu_sim.quantizing import QuantizeOptions, quantize, tuning
 from npu_sim.quantizing.compensation import DAMPING, PROPAGATION, compensated, matched
 from npu_sim.quantizing.layerwise import Layerwise, moments
 from npu_sim.quantizing.quantizer import calibration_ids, calibration_tokens
@@ -197,7 +197,7 @@ def test_the_folder_is_read_alike_here_and_by_compressed_tensors(
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    report = quantize(source, tmp_path / "out", **choices)
+    report = quantize(source, tmp_path / "out", QuantizeOptions(**choices))
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig(**config).config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(config["format"])
@@ -220,7 +220,7 @@ def test_transformers_loads_the_folder(source: Path, tmp_path: Path) -> None:
     import transformers
 
     # With zero points, transformers 5.23 expects other shapes than compressed-tensors 0.20 itself writes.
-    quantize(source, tmp_path / "out", weights="int4", group=32, keep_worst=2)
+    quantize(source, tmp_path / "out", QuantizeOptions(weights="int4", group=32, keep_worst=2))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     ours = dense(load_checkpoint(tmp_path / "out"))
     ids = torch.randint(300, (1, 20))
@@ -229,7 +229,7 @@ def test_transformers_loads_the_folder(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_quantized_model_generates_what_pytorch_does_with_its_weights(source: Path, tmp_path: Path) -> None:
-    quantize(source, tmp_path / "out", weights="int4", group=64, calibrate=TEXT, dtype="float16")
+    quantize(source, tmp_path / "out", QuantizeOptions(weights="int4", group=64, calibrate=TEXT, dtype="float16"))
     checkpoint = load_checkpoint(tmp_path / "out")
     assert checkpoint.quantization and checkpoint.tokenizer.encode("the cat")
     ours = LanguageModel(checkpoint, device="cpu", cache_length=32)
@@ -240,7 +240,7 @@ def test_a_quantized_model_generates_what_pytorch_does_with_its_weights(source: 
 
 
 def test_the_worst_layers_are_kept(source: Path, tmp_path: Path) -> None:
-    report = quantize(source, tmp_path / "out", weights="int4", group=32, keep_worst=3)
+    report = quantize(source, tmp_path / "out", QuantizeOptions(weights="int4", group=32, keep_worst=3))
     assert len(report.kept) == 3 and set(report.kept) == {layer.name for layer in report.worst(3)}
     kept = load_checkpoint(tmp_path / "out")
     before = load_checkpoint(source)
@@ -250,12 +250,12 @@ def test_the_worst_layers_are_kept(source: Path, tmp_path: Path) -> None:
             np.testing.assert_array_equal(np.asarray(stored), before.state[layer.name])
         else:
             assert isinstance(stored, QuantizedArray)
-    plain = quantize(source, tmp_path / "all", weights="int4", group=32)
+    plain = quantize(source, tmp_path / "all", QuantizeOptions(weights="int4", group=32))
     assert plain.bytes_after < report.bytes_after < report.bytes_before == plain.bytes_before
 
 
 def test_errors_of_the_report_are_those_of_the_weights(source: Path, tmp_path: Path) -> None:
-    report = quantize(source, tmp_path / "out", weights="int8", calibrate=TEXT, method="rtn")
+    report = quantize(source, tmp_path / "out", QuantizeOptions(weights="int8", calibrate=TEXT, method="rtn"))
     before, after = load_checkpoint(source), load_checkpoint(tmp_path / "out")
     layer = next(layer for layer in report.layers if layer.name == Q_PROJ)
     weight = numpy_to_tensor(before.state[Q_PROJ]).float()
@@ -269,7 +269,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "llama", "float32", vocab_size=304, head_dim=16)
     save_tokenizer(folder, "{{ messages[0]['content'] }}")
     path = save_gguf(folder, tmp_path / "model.gguf", "Q8_0")
-    report = quantize(path, tmp_path / "out", weights="int8", group=32)
+    report = quantize(path, tmp_path / "out", QuantizeOptions(weights="int8", group=32))
     assert report.requantized
     before, after = load_checkpoint(path, "float32", "none"), load_checkpoint(tmp_path / "out")
     assert after.tokenizer.encode("the cat sat") == before.tokenizer.encode("the cat sat")
@@ -319,7 +319,7 @@ def test_a_gpu_without_memory_is_an_error_and_nothing_is_written(
 
     monkeypatch.setattr(*step, fail)
     with pytest.raises(NPUError, match=f"too small for {purpose}"):
-        quantize(source, tmp_path / "out", group=32, calibrate=TEXT, samples=2, tune=1)
+        quantize(source, tmp_path / "out", QuantizeOptions(group=32, calibrate=TEXT, samples=2, tune=1))
     assert not list(tmp_path.iterdir())
 
 
@@ -337,7 +337,7 @@ def test_the_usual_group_gives_way_to_one_that_fits(source: Path, tmp_path: Path
     report = quantize(source, tmp_path / "out")
     assert (report.group, report.usual_group) == (64, 128)
     assert all("64" in layer.format for layer in report.layers)
-    assert quantize(source, tmp_path / "rows", weights="int8").group == 0
+    assert quantize(source, tmp_path / "rows", QuantizeOptions(weights="int8")).group == 0
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -361,7 +361,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("choices", "message"), WRONG)
 def test_wrong_choices_write_nothing(source: Path, tmp_path: Path, choices: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        quantize(source, tmp_path / "out", **{"group": 32, **choices})
+        quantize(source, tmp_path / "out", QuantizeOptions(**{"group": 32, **choices}))
     assert not list(tmp_path.iterdir())
 
 
@@ -375,23 +375,23 @@ def test_weights_that_are_not_finite(source: Path, tmp_path: Path, name: str) ->
     state[name].flatten()[7] = float("nan")
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(WeightError, match=name):
-        quantize(folder, tmp_path / "out", group=32)
+        quantize(folder, tmp_path / "out", QuantizeOptions(group=32))
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
 def test_an_output_that_is_there_already(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    quantize(source, output, group=32)
+    quantize(source, output, QuantizeOptions(group=32))
     (output / "extra").write_text("old")
     with pytest.raises(InputError, match="not empty"):
-        quantize(source, output, group=32)
-    quantize(source, output, weights="int8", force=True)
+        quantize(source, output, QuantizeOptions(group=32))
+    quantize(source, output, QuantizeOptions(weights="int8", force=True))
     assert not (output / "extra").exists() and [entry.name for entry in tmp_path.iterdir()] == ["out"]
     (tmp_path / "file").write_text("x")
     for wrong in (tmp_path / "file", tmp_path / "none" / "out"):
         with pytest.raises(InputError, match="cannot write"):
-            quantize(source, wrong, group=32)
+            quantize(source, wrong, QuantizeOptions(group=32))
 
 
 def command(*options: Any) -> Any:
@@ -435,14 +435,14 @@ def test_the_command_says_what_is_wrong(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_quantized_model_can_be_quantized_again_with_a_warning(source: Path, tmp_path: Path) -> None:
-    quantize(source, tmp_path / "eight", weights="int8")
+    quantize(source, tmp_path / "eight", QuantizeOptions(weights="int8"))
     result = command(tmp_path / "eight", "--weights", "int4", "--group", 32, "-o", tmp_path / "four")
     assert result.exit_code == 0 and "rounded a second time" in result.stderr
     assert load_checkpoint(tmp_path / "four").quantization
 
 
 def test_reports_keep_what_they_say(source: Path, tmp_path: Path) -> None:
-    report = quantize(source, tmp_path / "out", group=32)
+    report = quantize(source, tmp_path / "out", QuantizeOptions(group=32))
     assert replace(report, kept=()).to_dict()["layers"][0]["name"] == report.layers[0].name
     with pytest.raises(NPUError):
         load_checkpoint(tmp_path / "out", quantization="int4")

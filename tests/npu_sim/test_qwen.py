@@ -51,7 +51,7 @@ def test_a_decode_step_is_few_launches_and_moves_little_more_than_it_must() -> N
 def test_metal_decodes_4_bit_weights_with_the_launches_of_16_bits_and_reads_each_byte_once() -> None:
     ir, target = qwen_step(1), MetalCodegenTarget()
     config, int4 = qwen(), NAMED_FORMATS["int4"]
-    program = npu_compiler.compile(ir, target, quantization="int4")
+    program = npu_compiler.compile(ir, target, npu_compiler.CompileOptions(quantization="int4"))
     assert len(program.kernels) == len(npu_compiler.compile(ir, target).kernels)
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.hidden_size
     with_keys_and_values = heads + 2 * config.num_key_value_heads * 128

@@ -14,7 +14,7 @@ import pytest
 from ir_builder import IRBuilder
 from typer.testing import CliRunner, Result
 
-from npu_compiler import CompiledProgram, compile, partition, trace_stages
+from npu_compiler import CompiledProgram, CompileOptions, compile, partition, trace_stages
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.graph.printer import tensor_type
 from npu_compiler.graph.reader import read_ir
@@ -139,7 +139,7 @@ def test_data_flow_leads_from_each_buffer_to_its_readers() -> None:
 @pytest.mark.parametrize("disabled", [(), tuple(FUSIONS)], ids=["fused", "plain"])
 @pytest.mark.parametrize("make", [network, convolutions])
 def test_the_peak_is_the_most_that_is_in_use_and_each_holder_is_in_use_then(make: Any, disabled: Any) -> None:
-    plan = compile(make(), disabled_fusions=disabled).plan
+    plan = compile(make(), options=CompileOptions(disabled_fusions=disabled)).plan
     arena = arena_map(plan)
     in_use = bytes_in_use(arena["buffers"], len(plan.calls))
     assert arena["live"] == in_use and arena["peak_bytes"] == max(in_use) == in_use[arena["peak"]] <= plan.arena_bytes
@@ -166,7 +166,7 @@ def bytes_in_use(buffers: list[dict[str, Any]], calls: int) -> list[int]:
 
 
 def test_a_buffer_that_waits_through_the_peak_is_idle_there() -> None:
-    plan = compile(convolutions(), compute_dtype="float32").plan
+    plan = compile(convolutions(), options=CompileOptions(compute_dtype="float32")).plan
     arena = arena_map(plan)
     idle = [holder for holder in arena["holders"] if holder["idle"]]
     assert idle, arena
@@ -184,7 +184,7 @@ def test_a_program_is_like_itself() -> None:
 
 
 def test_what_a_fusion_saves_is_seen() -> None:
-    fused, plain = (compile(network(), disabled_fusions=names) for names in ((), FUSIONS))
+    fused, plain = (compile(network(), options=CompileOptions(disabled_fusions=names)) for names in ((), FUSIONS))
     found = compare_programs(facts_of(fused), facts_of(plain))
     launches = next(row for row in found["totals"] if row["name"] == "kernel launches")
     assert (launches["a"], launches["b"]) == (len(fused.kernels), len(plain.kernels))
@@ -258,7 +258,7 @@ def test_numbers_without_a_json_form_are_refused() -> None:
 
 
 def test_a_comparison_holds_both_programs() -> None:
-    a, b = (compile(network(), compute_dtype=dtype) for dtype in ("float16", "float32"))
+    a, b = (compile(network(), options=CompileOptions(compute_dtype=dtype)) for dtype in ("float16", "float32"))
     contents = diff_contents(("a", "b"), (a, b), (None, None))
     assert [program["dtype"] for program in contents["programs"]] == ["float16", "float32"]
     assert not contents["is_measured"]
@@ -271,7 +271,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("net.json").write_text(json.dumps(network()))
     compile(network()).save("net.npubin")
-    compile(network(), disabled_fusions=FUSIONS).save("plain.npubin")
+    compile(network(), options=CompileOptions(disabled_fusions=FUSIONS)).save("plain.npubin")
     rng = np.random.default_rng(3)
     weights = compile(network()).weight_specs.values()
     shapes = {key: shape for spec in weights for key, shape in spec.source_shapes.items()}

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from traces import qwen_step
 from typer.testing import CliRunner
 
-from npu_compiler import CompiledProgram, compile, trace_stages
+from npu_compiler import CompiledProgram, CompileOptions, compile, trace_stages
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.program.describe import padding_by_buffer
 from npu_model import load_chip, simulate
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "net.json").write_text(json.dumps(ir))
     program = compile(ir)
     program.save(folder / "net.npubin")
-    compile(ir, disabled_fusions=FUSIONS).save(folder / "plain.npubin")
+    compile(ir, options=CompileOptions(disabled_fusions=FUSIONS)).save(folder / "plain.npubin")
     rng = np.random.default_rng(3)
     shapes = {key: shape for spec in program.weight_specs.values() for key, shape in spec.source_shapes.items()}
     weights = {key: rng.standard_normal(shape).astype(np.float32) / 8 for key, shape in shapes.items()}

@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeEngine, Script
 
 from npu_compiler import InputError
-from npu_sim.commands.serve_ray import RayOptions
+from npu_sim.commands.serve_ray import RaySettings
 from npu_sim.serving.request import Request
 from npu_sim.serving.stats import SECONDS, EngineStats, Histogram, merged
 
@@ -17,7 +17,7 @@ pytest.importorskip("ray", exc_type=ImportError)
 
 from npu_sim.serving.cluster.messages import RemoteRequest
 
-NOTHING = RayOptions(True, None, None, None, None, None)
+NOTHING = RaySettings(True, None, None, None, None, None)
 
 
 def stats(value: int) -> EngineStats:

@@ -79,7 +79,7 @@ def test_a_quantized_module_runs_with_its_own_weights(kind: str) -> None:
         ir = plain_ir(trace(export(module, (x,)), "quantized"))
     assert set(quantized_parameters(module)) == set(weights), "the module has its own weights again"
     formats = {key: array.format for key, array in weights.items()}
-    program = npu_compiler.compile(ir, quantization=formats)
+    program = npu_compiler.compile(ir, options=npu_compiler.CompileOptions(quantization=formats))
     device = Device("cpu").backend
     state = {key: value for key, value in module.state_dict().items() if key not in weights} | weights
     executor = Executor(program, device)

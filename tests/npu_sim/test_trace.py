@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
 
-from npu_compiler import IRError, compile, partition, read_ir
+from npu_compiler import CompileOptions, IRError, compile, partition, read_ir
 from npu_compiler.graph.symbolic import evaluate, specialize, symbols
 from npu_runtime import CPUBackend, DAGExecutor
 from npu_sim.module.trace import Trace, export, plain_ir, trace
@@ -190,7 +190,7 @@ def test_a_symbolic_trace_is_specialized_to_any_sizes() -> None:
     (rows,), columns = ([s for s, r in found.ranges.items() if r[1] == size] for size in (9, 20))
     for batch_size, half_size in ((2, 3), (3, 4), (9, 20)):
         ir = specialize(found.ir, {rows: batch_size, columns[0]: half_size})
-        program = compile(ir, compute_dtype="float32")
+        program = compile(ir, options=CompileOptions(compute_dtype="float32"))
         assert [spec.shape for spec in program.input_specs] == [(batch_size, 2 * half_size), (1, half_size)]
         x, y = torch.randn(batch_size, 2 * half_size), torch.randn(1, half_size)
         dag = DAGExecutor(partition(ir, compute_dtype="float32"), CPUBackend())

@@ -20,6 +20,8 @@ from npu_compiler.fusions.activations import rewrite_unary
 from npu_compiler.fusions.engine import Fusion, P, Var, mul
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.target import OpLevelTarget, PlanStage
 from npu_runtime import CPUBackend, Device, Executor
 from npu_runtime.cpu import backend as cpu_backend
 from npu_runtime.cpu.kernels import CPU_KERNELS
@@ -142,6 +144,24 @@ def test_a_fusion_that_rewrites_to_another_function_is_blamed(monkeypatch: pytes
     report = check(device)
     assert "silu" in report.fusions
     assert report.culprit is not None and "gate" in report.culprit.nodes
+
+
+class Swapping(OpLevelTarget):
+    """A target whose first stage is right, and whose second subtracts instead of adding."""
+
+    def stages(self) -> list[PlanStage]:
+        def swap(plan: ExecutionPlan) -> ExecutionPlan:
+            wrong = {"add_kernel": "sub_kernel"}
+            return replace(plan, calls=[replace(c, kernel=wrong.get(c.kernel, c.kernel)) for c in plan.calls])
+
+        return [("keep", lambda plan: plan), ("swap", swap)]
+
+
+def test_a_wrong_stage_of_the_target_is_blamed(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    monkeypatch.setattr(CPUBackend, "target", Swapping())
+    report = check(device)
+    assert not report.passed and report.stages == ("swap",)
+    assert "passes without the stage 'swap'" in str(report) and report.to_dict()["stages"] == ("swap",)
 
 
 def test_a_device_that_cannot_run_the_program_fails_the_verification(

@@ -23,6 +23,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from skimage import data
 
+from npu_compiler import CompileOptions
 from npu_compiler.errors import InputError, WeightError
 from npu_sim import vision
 from npu_sim.cache import compile_cached
@@ -469,7 +470,7 @@ def test_a_program_is_compiled_once_and_a_damaged_one_again(
     cached.write_bytes(cached.read_bytes()[:100])
     compile_cached(ir)
     assert len(compiled) == 2
-    compile_cached(ir, "float32")
+    compile_cached(ir, options=CompileOptions("float32"))
     assert len(compiled) == 3 and len(list(program_cache.iterdir())) == 2
 
 

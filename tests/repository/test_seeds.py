@@ -26,7 +26,7 @@ import metal_emulator
 import metal_kernels
 import npu_compiler
 import npu_runtime
-from npu_compiler import CompiledProgram, compile, is_op_supported
+from npu_compiler import CompiledProgram, CompileOptions, compile, is_op_supported
 from npu_runtime import Backend, CPUBackend, DeviceBuffer, Executor, NPUBuffer
 from npu_runtime.cpu.native.build import find_compiler
 from npu_runtime.metal import backend as metal_backend
@@ -352,7 +352,7 @@ FUSED: dict[str, tuple[str, Callable[[IRBuilder], Tensor]]] = {
 def test_ops_that_the_documents_fuse_become_that_one_kernel(ops: str, dtype: str) -> None:
     kernel, build = FUSED[ops]
     g = IRBuilder()
-    program = compile(g.output(build(g)).ir(), compute_dtype=dtype)
+    program = compile(g.output(build(g)).ir(), options=CompileOptions(compute_dtype=dtype))
     assert [call.kernel for call in program.kernels] == [kernel]
 
 

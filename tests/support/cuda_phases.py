@@ -289,7 +289,7 @@ def run_reference(phases: Phases) -> dict[str, Array]:
 
 def resident(phases: Phases) -> tuple[KernelCall, Specializer]:
     """The calls as one resident kernel."""
-    make = Specializer(frozenset(phases.data))
+    make = Specializer(buffers=phases.plan.buffers)
     (run,) = find_runs(phases.plan)
     return resident_call(run, make), make
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from cuda_compiler import CUDA_GPU
-from cuda_compiler.passes.channels_last import lay_channels_last
-from cuda_compiler.passes.copies import drop_copies, write_in_place
-from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
-from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
+from cuda_compiler import CUDA_GPU, GPU
+from cuda_compiler.pipeline import cuda_stages
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.plan import ExecutionPlan
-from npu_compiler.program.target import CodegenTarget, OpLevelTarget
+from npu_compiler.program.target import CodegenTarget, OpLevelTarget, PlanStage
 from npu_runtime import Operand
 from npu_runtime.backend import Launch
 from npu_runtime.cpu.backend import CPUBackend, bind
@@ -28,9 +25,8 @@ class LaidOut(OpLevelTarget):
 
     config = CUDA_GPU
 
-    def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
-        plan = join_squeeze_excite(write_in_place(absorb_epilogues(drop_copies(lay_channels_last(plan)))))
-        return products_as_convolutions(plan)
+    def stages(self) -> list[PlanStage]:
+        return list(takewhile(lambda stage: stage[0] != "lay_integers", cuda_stages(GPU())))
 
 
 def activated(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from zoo_runs import IN_BFLOAT16, extracted, extracted_in_bfloat16  # noqa: E402
 
 import npu_compiler  # noqa: E402
 from benchmarks.qwen import PROMPT  # noqa: E402
-from cuda_compiler import CUDACodegenTarget  # noqa: E402
+from cuda_compiler import GPU, CUDACodegenTarget  # noqa: E402
 from npu_compiler import PartitionPlan, partition  # noqa: E402
 from npu_sim.llm import Checkpoint, extract_graph  # noqa: E402
 from npu_sim.vision import extract_model_ir, find_model  # noqa: E402
@@ -71,13 +71,16 @@ def sources(name: str) -> dict[str, str]:
     plan = partition(GRAPHS[name]())
     found = _sources_for(plan, CUDACodegenTarget())
     if any(HOPPER_ONLY in text for text in found.values()):
-        found |= _sources_for(plan, CUDACodegenTarget(capability=80))
+        found |= _sources_for(plan, CUDACodegenTarget(GPU(capability=80)))
     return found
 
 
 def _sources_for(plan: PartitionPlan, target: CUDACodegenTarget) -> dict[str, str]:
     on_device = [part.ir_dict for part in plan.partitions if part.device == "npu"]
-    programs = [npu_compiler.compile(ir, target, compute_dtype=plan.compute_dtype) for ir in on_device]
+    programs = [
+        npu_compiler.compile(ir, target, npu_compiler.CompileOptions(compute_dtype=plan.compute_dtype))
+        for ir in on_device
+    ]
     return {key: text for program in programs for key, text in program.plan.sources.items()}
 
 

@@ -182,7 +182,14 @@ def plan_of(call: KernelCall, target: CodegenTarget) -> ExecutionPlan:
         for view in views
     }
     plan = ExecutionPlan([], [call], buffers, [], [], {}, {}, {}, {})
-    return plan_memory(target.finish(plan), target.config.buffer_alignment)
+    return finished(plan, target)
+
+
+def finished(plan: ExecutionPlan, target: CodegenTarget) -> ExecutionPlan:
+    """A plan of op-level calls after the target's own stages, with its memory planned."""
+    for _, stage in target.stages():
+        plan = stage(plan)
+    return plan_memory(plan, target.config.buffer_alignment)
 
 
 def _prepare(call: KernelCall, backend: Backend, memory: dict[str, DeviceBuffer]) -> Callable[[], None]:

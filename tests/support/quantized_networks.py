@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from ir_builder import IRBuilder, Tensor
 
-from npu_compiler import compile, trace_stages
+from npu_compiler import CompileOptions, compile, trace_stages
 from npu_runtime import CPUBackend, Executor, load_weights
 
 BACKENDS = {
@@ -50,7 +50,7 @@ class Network:
         self, inputs: dict[str, np.ndarray], compute_dtype: str = "float32", only: str = ""
     ) -> dict[str, np.ndarray]:
         """Backend's name → the output."""
-        program = compile(self.g.ir(), compute_dtype=compute_dtype)
+        program = compile(self.g.ir(), options=CompileOptions(compute_dtype=compute_dtype))
         (spec,) = program.output_specs
         found = {}
         for name, backend in BACKENDS.items():
@@ -63,7 +63,7 @@ class Network:
     @property
     def ops(self) -> list[str]:
         """Op types of the graph that kernels are generated from."""
-        *_, (_, graph) = trace_stages(self.g.ir(), compute_dtype="float32")
+        *_, (_, graph) = trace_stages(self.g.ir(), options=CompileOptions(compute_dtype="float32"))
         return [node.op_type for node in graph]
 
 

@@ -27,7 +27,7 @@ import torch
 from ir_builder import IRBuilder, Tensor
 from quantized_networks import DEQUANTIZE, DEQUANTIZE_CHANNELS, LIMITS, QUANTIZE
 
-from npu_compiler import compile, read_ir
+from npu_compiler import CompileOptions, compile, read_ir
 from npu_compiler.errors import NPUError
 from npu_compiler.graph.dtypes import saturating_cast
 from npu_compiler.ops.registry import unsupported_reason
@@ -558,7 +558,7 @@ class Bench:
             backend.rng.seed(number)
         try:
             dtype = None if layer.format == "bfloat16" else layer.format
-            program = compile(layer.g.ir(), backend.target, compute_dtype=dtype)
+            program = compile(layer.g.ir(), backend.target, CompileOptions(compute_dtype=dtype))
             used = {spec.name: layer.inputs[spec.name] for spec in program.input_specs}
             results = Executor(program, backend).run(used, load_weights(layer.weights, program, backend))
         except NPUError as error:
