@@ -25,8 +25,8 @@ from benchmarks.dispatches import qwen
 from benchmarks.gpu_timing import account, measure_ceilings, torch_timed
 from benchmarks.peers import ATTENTION, compiled
 from npu_runtime import Device
+from npu_sim.llm.engine.batch import Batch
 from npu_sim.llm.graph import kv_shape
-from npu_sim.serving.batch import Batch
 from npu_sim.serving.paged_model import PagedModel
 
 BLOCK, STEPS, ROUNDS = 16, 40, 5

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 SUMMARIZED = ("argparse", "decimal", "difflib", "heapq", "logging", "random", "statistics", "zipfile")
 EDITED = (
     "npu_sim.serving.handle",
-    "npu_sim.serving.pace",
+    "npu_sim.llm.engine.step_times",
     "npu_sim.serving.text",
     "npu_sim.serving.writer",
-    "npu_sim.llm.step",
+    "npu_sim.llm.step_program",
     "npu_sim.llm.prefill_plan",
 )
 STORIES = ("a lighthouse", "two brothers", "a lost umbrella", "the first snow", "a clockmaker", "an old map")

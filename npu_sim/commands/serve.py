@@ -192,7 +192,7 @@ def serve(
     from npu_sim.llm import load_checkpoint
     from npu_sim.llm.checkpoint import check_ranks
     from npu_sim.llm.loading import SHORTHANDS
-    from npu_sim.serving.drafting import check_same_tokens
+    from npu_sim.llm.speculation.draft_model import check_same_tokens
     from npu_sim.serving.http import (
         Limits,
         ModelText,

@@ -12,6 +12,7 @@ from npu_sim.llm.chat import (
     filled_cache,
 )
 from npu_sim.llm.checkpoint import Checkpoint, check_ranks
+from npu_sim.llm.context import cache_capacity
 from npu_sim.llm.graph import (
     compile_decode_loop,
     compile_prefill,
@@ -22,7 +23,7 @@ from npu_sim.llm.graph import (
 )
 from npu_sim.llm.loading import load_architecture, load_checkpoint
 from npu_sim.llm.sampling import Drawing, Sampler, greedy, make_sampler, probabilities
-from npu_sim.llm.session import Generation, GenerationStats, LanguageModel, cache_capacity
+from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
 
 __all__ = [
     "Checkpoint",

@@ -13,6 +13,7 @@ from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.pieces import in_pieces
 from npu_sim.llm.packages import INSTALL
+from npu_sim.llm.state import layer_states
 
 _PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
 
@@ -150,7 +151,7 @@ def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
         return
     config = checkpoint.config
     heads = config.num_attention_heads
-    shared = getattr(config, "num_key_value_heads", None) or heads
+    shared = min(kind.row(config)[kind.sharded_axis] for kind in layer_states(config) if kind.sharded_axis is not None)
     if ranks < 1:
         raise InputError(f"a model is divided among 1 or more devices, not {ranks}")
     if not _shares_heads(heads, shared, ranks):

@@ -6,6 +6,7 @@ https://arxiv.org/abs/1904.09751).
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,29 +36,46 @@ def greedy(logits: Logits) -> int:
     return int(_finite(logits).argmax())
 
 
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are chosen; the arguments of `make_sampler`.
+
+    Attributes:
+        repetition_penalty: See `penalized`. Default: that of the checkpoint.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+
+
 class Drawing:
     """A random sampler with its own generator, from which each call takes one uniform number.
 
     Attributes:
+        sampling: Temperature, top_k and top_p.
         settings: (temperature, top_k, top_p) in float32, as `modules.drawn` takes them.
     """
 
-    def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
-        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
-        self._rng = np.random.default_rng(seed)
+    def __init__(self, sampling: SamplingSettings) -> None:
+        self.sampling = sampling
+        self._rng = np.random.default_rng(sampling.seed)
         # An infinite top_k keeps the whole vocabulary; a top_p of 1 keeps all tokens that change the float32 sum. What
         # float32 would round to 0 or infinity is kept within its range.
-        kept = np.inf if top_k is None else min(top_k, _LARGEST_TOP_K)
-        share = 1.0 if top_p is None else max(top_p, float(_FLOAT32.tiny))
-        self.settings = np.array((np.clip(temperature, _FLOAT32.tiny, _FLOAT32.max), kept, share), np.float32)
+        top_k = np.inf if sampling.top_k is None else min(sampling.top_k, _LARGEST_TOP_K)
+        top_p = 1.0 if sampling.top_p is None else max(sampling.top_p, float(_FLOAT32.tiny))
+        temperature = np.clip(sampling.temperature, _FLOAT32.tiny, _FLOAT32.max)
+        self.settings = np.array((temperature, top_k, top_p), np.float32)
 
     def __call__(self, logits: Logits) -> int:
-        uniform = float(self._rng.random(dtype=np.float32))
-        return choose(logits, uniform, self._temperature, top_k=self._top_k, top_p=self._top_p)
+        uniform, sampling = float(self._rng.random(dtype=np.float32)), self.sampling
+        return choose(logits, uniform, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
 
-    def upcoming(self, count: int) -> NDArray[np.float32]:
-        """The uniform numbers that the next `count` calls will use; the generator does not advance."""
-        return copy.deepcopy(self._rng).random(count, dtype=np.float32)
+    def generator(self) -> np.random.Generator:
+        """A copy of the generator: it returns the uniform numbers that the next calls will use."""
+        return copy.deepcopy(self._rng)
 
     def skip(self) -> None:
         """Advance the generator by one number, which the device has used."""
@@ -102,7 +120,7 @@ def make_sampler(
     _check(temperature, top_k, top_p)
     if seed is not None and seed < 0:
         raise InputError(f"seed must be at least 0, not {seed}")
-    return greedy if temperature == 0 else Drawing(temperature, top_k, top_p, seed)
+    return greedy if temperature == 0 else Drawing(SamplingSettings(temperature, top_k, top_p, seed))
 
 
 def choose(
@@ -136,6 +154,26 @@ def choose(
             place = int(np.searchsorted(reached, goal, side="right"))
             return int(order[min(place, len(reached) - 1)])
         count *= _FIRST_SORTED
+
+
+def choose_by(logits: Logits, settings: NDArray[np.float32], uniforms: NDArray[np.float32]) -> NDArray[np.int32]:
+    """[R]: the token of each row of logits [R, vocab]; -1 where one is NaN or infinite.
+
+    Args:
+        settings: [R, 3], temperature (0: greedy), top_k (infinity: all) and top_p.
+        uniforms: [R], random numbers from [0, 1).
+    """
+    tokens = np.full(len(logits), -1, np.int32)
+    for index, (row, uniform) in enumerate(zip(logits, uniforms, strict=True)):
+        temperature, top_k, top_p = map(float, settings[index])
+        if np.isfinite(row).all():
+            limits = None if np.isinf(top_k) else int(top_k), None if top_p == 1 else top_p
+            tokens[index] = (
+                row.argmax()
+                if temperature == 0
+                else choose(row, float(uniform), temperature, top_k=limits[0], top_p=limits[1])
+            )
+    return tokens
 
 
 def _total(logits: Logits, temperature: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from npu_compiler.errors import InputError
-from npu_sim.serving.batch import Batch, BatchModel
+from npu_sim.llm.engine.batch import Batch, BatchModel
 
 
 def check_batch(batch: Batch, model: BatchModel, chosen: int) -> None:

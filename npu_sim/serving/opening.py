@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from npu_sim.llm.speculation.draft_model import ModelDrafter
 from npu_sim.parallel.group import LocalWorker, StartWorker
-from npu_sim.serving.drafting import ModelDrafter
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import MAX_TOKENS, PagedModel
 

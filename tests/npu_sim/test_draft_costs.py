@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from recited_texts import Times, seconds
 
-from npu_sim.serving.draft_control import DraftControl
-from npu_sim.serving.handle import Handle
-from npu_sim.serving.request import Request
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import PromptLookup
-from npu_sim.serving.text import TextOutput
+from npu_sim.llm.engine.sequence import Sequence
+from npu_sim.llm.speculation.control import DraftControl
+from npu_sim.llm.speculation.lookup import PromptLookup
 
 PROMPT = 200
 TIMES = [Times(), Times(several=0.44), Times(host=0.05, begin=0.02, end=0.02), Times(several=0.9, host=0.2)]
@@ -86,10 +83,7 @@ def test_a_slow_step_does_not_end_drafts_for_good(rng: np.random.Generator, monk
 @pytest.mark.parametrize(("known", "evidence", "sure"), [(13, 8, True), (13, 9, True), (13, 10, False), (5, 8, False)])
 def test_evidence_counts_only_tokens_that_there_are(known: int, evidence: int, sure: bool) -> None:
     tokens = [*range(10, 19), 1, *range(10, 19)][-known - 6 :] if known == 13 else [1, 2, 9, 1, 2]
-    request = Request(tuple(tokens))
-    sequence = Sequence(
-        Handle(request, lambda: None), 0, tokens, 100, frozenset(), None, TextOutput(None), DraftControl(), 0.0
-    )
+    sequence = Sequence(0, tokens, 100, frozenset(), control=DraftControl())
     assert PromptLookup().is_sure(sequence, evidence) == sure
 
 

@@ -45,6 +45,7 @@ from npu_sim.llm import (
     probabilities,
 )
 from npu_sim.llm.chat import chat_text
+from npu_sim.llm.contiguous_model import DECODE
 from npu_sim.llm.graph import meta_model
 from npu_sim.llm.modules import drawn
 from npu_sim.llm.sampling import choose, draw
@@ -168,12 +169,12 @@ def test_a_llama3_rotary_scaling_is_kept(tmp_path: Path, device: str) -> None:
 @EVERY_DEVICE
 def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint, device: str) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
-    assert set(model._kv) == {"k_0", "v_0", "k_1", "v_1"}
-    before = {name: buffer.native_handle for name, buffer in model._kv.items()}
+    assert set(model.model.state) == {"k_0", "v_0", "k_1", "v_1", "history"}
+    before = {name: buffer.native_handle for name, buffer in model.model.state.items() if name != "history"}
     ids = list(range(10, 23))
     model.prefill(ids)
     model.decode(99)
-    for step in (model._prefill_steps[CHUNK], model._decode_step):
+    for step in map(model.model.program, (CHUNK, DECODE)):
         outputs = step._bound.outputs
         donations = step.executor.program.plan.donations
         caches = {out: donor for out, donor in donations.items() if donor in before}
@@ -184,18 +185,19 @@ def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint, dev
     with torch.no_grad():
         layers = module(torch.tensor([[*ids, 99]]), use_cache=True).past_key_values.layers
     for index, layer in enumerate(layers):
-        np.testing.assert_allclose(model._kv[f"k_{index}"].to_numpy()[:, :, :14], layer.keys.numpy(), atol=1e-4)
-        np.testing.assert_allclose(model._kv[f"v_{index}"].to_numpy()[:, :, :14], layer.values.numpy(), atol=1e-4)
+        for name, expected in ((f"k_{index}", layer.keys), (f"v_{index}", layer.values)):
+            ours = model.model.state[name].to_numpy()[:, :, :14]
+            np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
 
 
 def test_steady_decoding_allocates_and_prepares_nothing(llama: Checkpoint) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
     model.prefill([1, 2, 3])
     model.decode(4)
-    before = dict(model._decode_step.executor.counters)
+    before = dict(model.model.program(DECODE).executor.counters)
     for token in range(5):
         model.decode(token)
-    after = dict(model._decode_step.executor.counters)
+    after = dict(model.model.program(DECODE).executor.counters)
     assert after.pop("runs") == before.pop("runs") + 5 and after == before
 
 
@@ -262,7 +264,7 @@ def chosen_by_the_host(sampler: Sampler) -> Sampler:
 def ahead(request: pytest.FixtureRequest, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     """A model on each device, all of which sample for themselves, some steps before the host looks."""
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=request.param)
-    monkeypatch.setattr(model.device.backend, "runs_ahead", 3)
+    monkeypatch.setattr(model.model, "runs_ahead", 2)
     return model
 
 
@@ -289,7 +291,7 @@ def test_the_likeliest_of_one_is_what_greedy_takes(ahead: LanguageModel) -> None
 
 @pytest.mark.parametrize("make", [lambda: greedy, lambda: make_sampler(1.0, seed=3)], ids=["greedy", "drawn"])
 def test_generations_that_take_turns_do_not_mix_up(ahead: LanguageModel, make: Callable[[], Sampler]) -> None:
-    """Each takes what the cache holds by then as its past, be several steps of the other under way or not."""
+    """Each continues its own text, be several steps of the other under way or not."""
 
     def turns(first: Sampler, second: Sampler) -> list[int]:
         ahead.reset()
@@ -312,7 +314,7 @@ def test_logits_that_are_not_finite_end_a_generation(
     state["lm_head.weight"][9] = torch.inf
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device=device)
-    monkeypatch.setattr(model.device.backend, "runs_ahead", 3)
+    monkeypatch.setattr(model.model, "runs_ahead", 2)
     with pytest.raises(NPUError, match="not finite"):
         list(model.follow(3, 1, sampler))
 
@@ -382,7 +384,8 @@ def test_tokens_are_drawn_as_often_as_they_should_be(device: str) -> None:
     ):
         sampler = make_sampler(1.0, seed=17, **settings)  # type: ignore[arg-type]
         assert isinstance(sampler, Drawing)
-        on_device = np.bincount([draw_one(logits, sampler, u) for u in sampler.upcoming(1000)], minlength=5)
+        uniforms = sampler.generator().random(1000, dtype=np.float32)
+        on_device = np.bincount([draw_one(logits, sampler, u) for u in uniforms], minlength=5)
         on_host = np.bincount([sampler(logits) for _ in range(1000)], minlength=5)
         assert on_device.tolist() == on_host.tolist()
         expected = 1000 * np.array(shares)
@@ -460,7 +463,7 @@ def test_building_a_model_does_not_change_where_its_programs_are_cached() -> Non
 @EVERY_DEVICE
 def test_both_programs_share_their_weights(llama: Checkpoint, device: str) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
-    executors = [step.executor for step in (model._prefill_steps[CHUNK], model._decode_step)]
+    executors = [model.model.program(name).executor for name in (CHUNK, DECODE)]
     memory = [{id(x._shared.memory[name].native_handle) for name in x.program.plan.weights} for x in executors]
     assert memory[0] == memory[1]
 
@@ -515,7 +518,9 @@ def test_generation_ends_at_a_stop_token_the_limit_or_a_full_cache(llama: Checkp
     tokens = list(full)
     assert len(tokens) == CACHE - 3 + 1 and full.stats.finish_reason == "length"
     assert full.stats.decode_steps == CACHE - 3 and full.stats.decode_tokens_per_second > 0
-    assert len(full.stats.token_seconds) == CACHE - 3 and full.stats.first_token_seconds > full.stats.prefill_seconds
+    assert (
+        len(full.stats.token_seconds) == CACHE - 3 and full.stats.first_token_seconds == full.stats.prefill_seconds > 0
+    )
     few = model.generate([4, 5, 6], 4, stop=frozenset())
     assert list(few) == tokens[:4] and few.stats.finish_reason == "length" and few.stats.reused_tokens == 2
     cut = model.generate([4, 5, 6], stop=frozenset({tokens[3]}))

@@ -19,8 +19,8 @@ from tiny_llms import VOCAB, save_tiny
 
 from npu_compiler.errors import DeviceError, InputError
 from npu_sim.llm import Checkpoint, LanguageModel, greedy, load_checkpoint
+from npu_sim.llm.engine.batch import Batch, StepResult
 from npu_sim.llm.sampling import draw, probabilities
-from npu_sim.serving.batch import Batch, StepResult
 from npu_sim.serving.paged_model import PagedModel
 
 transformers = pytest.importorskip("transformers")

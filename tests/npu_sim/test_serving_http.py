@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from npu_sim.cli import app
 from npu_sim.llm import LanguageModel, chat, load_checkpoint
-from npu_sim.serving.drafting import ModelDrafter
+from npu_sim.llm.speculation.draft_model import ModelDrafter
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
 from npu_sim.serving.request import Request

@@ -10,8 +10,8 @@ from fake_engine import FakeEngine, Script
 
 from npu_compiler import InputError
 from npu_sim.commands.serve_ray import RayOptions
+from npu_sim.llm.engine.stats import SECONDS, EngineStats, Histogram, merged
 from npu_sim.serving.request import Request
-from npu_sim.serving.stats import SECONDS, EngineStats, Histogram, merged
 
 pytest.importorskip("ray", exc_type=ImportError)
 

@@ -14,18 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy_batches import VOCAB, EvenTimes, ToyModel, ToyResult, alone
 
-from npu_sim.serving.batch import Batch
-from npu_sim.serving.blocks import BlockPool, next_digest, tenant_digest
-from npu_sim.serving.core import Core
-from npu_sim.serving.draft_control import MAX_DRAFT, DraftControl, worthwhile
-from npu_sim.serving.drafting import ModelDrafter
-from npu_sim.serving.handle import Handle
-from npu_sim.serving.pace import FIRST_TOKENS, LEAST_TOKENS, SLOWER, StepTimes
+from npu_sim.llm.engine.batch import Batch
+from npu_sim.llm.engine.blocks import BlockPool, next_digest, tenant_digest
+from npu_sim.llm.engine.core import EngineCore, SequenceOutput
+from npu_sim.llm.engine.sequence import Sequence
+from npu_sim.llm.engine.step_times import FIRST_TOKENS, LEAST_TOKENS, SLOWER, StepTimes
+from npu_sim.llm.speculation.control import MAX_DRAFT, DraftControl, worthwhile
+from npu_sim.llm.speculation.draft_model import ModelDrafter
+from npu_sim.llm.speculation.lookup import Drafter, PromptLookup
 from npu_sim.serving.request import Request, SamplingSettings
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import Drafter, PromptLookup
-from npu_sim.serving.text import TextOutput
-from npu_sim.serving.writer import News
 
 STOPS = frozenset({7})
 
@@ -35,32 +32,40 @@ class Bench:
 
     def __init__(self, model: ToyModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
         self.model, self._drafts = model, drafter is not None
-        self.core = Core(model, prefill_tokens, drafter, self._tell)
+        self.core = EngineCore(model, prefill_tokens, drafter, self._receive)
         self.core.scheduler.times = EvenTimes()
         self.limit = self.core.scheduler.max_rows + 1
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
-        self.errors: dict[int, str | None] = {}
+        self.errors: dict[int, str] = {}
         self._arrivals = count()
 
-    def _tell(self, news: list[News]) -> None:
-        for entry in news:
-            arrival = entry.sequence.arrival
-            assert arrival not in self.reasons, "told of a sequence that has ended"
-            self.tokens[arrival] += entry.tokens
-            if entry.reason is not None:
-                self.reasons[arrival], self.errors[arrival] = entry.reason, entry.error
+    def _receive(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            arrival = output.sequence.arrival
+            assert arrival not in self.reasons, "an output of a sequence that has ended"
+            self.tokens[arrival] += output.tokens
+            if output.reason is not None:
+                self.reasons[arrival], self.errors[arrival] = output.reason, str(output.error)
 
     def submit(self, request: Request) -> int:
         arrival = next(self._arrivals)
         self.requests[arrival], self.tokens[arrival] = request, []
         limit = self.limit if request.max_new_tokens is None else len(request.prompt) + request.max_new_tokens
         control = DraftControl() if self._drafts else None
-        handle = Handle(request, lambda: self.core.cancel(arrival))
-        ends = min(limit, self.limit)
         self.core.add(
-            Sequence(handle, arrival, list(request.prompt), ends, STOPS, None, TextOutput(None), control, 0.0)
+            Sequence(
+                arrival,
+                list(request.prompt),
+                min(limit, self.limit),
+                STOPS,
+                sampling=request.sampling,
+                token_filter=request.token_filter,
+                logprobs=request.logprobs,
+                tenant=request.tenant,
+                control=control,
+            )
         )
         return arrival
 
@@ -365,7 +370,7 @@ def test_logits_that_are_not_finite_end_only_their_request() -> None:
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_tokens_are_told_while_the_device_is_busy(runs_ahead: bool) -> None:
+def test_tokens_are_delivered_while_the_device_is_busy(runs_ahead: bool) -> None:
     events: list[str] = []
 
     class Model(ToyModel):
@@ -374,19 +379,19 @@ def test_tokens_are_told_while_the_device_is_busy(runs_ahead: bool) -> None:
             return super().step(batch)
 
     bench = Bench(Model(runs_ahead=runs_ahead))
-    tell = bench.core._tell
+    deliver = bench.core._deliver
 
-    def telling(news: list[News]) -> None:
-        events.append("tell")
-        tell(news)
+    def delivering(outputs: list[SequenceOutput]) -> None:
+        events.append("deliver")
+        deliver(outputs)
 
-    bench.core._tell = telling
+    bench.core._deliver = delivering
     possible = (greedy(token, new=6) for token in range(VOCAB))
     arrival = bench.submit(next(each for each in possible if len(alone(each, bench.limit, STOPS)) == 6))
     bench.finish()
     bench.check(arrival)
     ahead = 3 if runs_ahead else 1  # the step that chose the tokens, one under way, and the one just launched
-    assert events == [*["launch"] * ahead, *["tell", "launch"] * (6 - ahead), *["tell"] * ahead]
+    assert events == [*["launch"] * ahead, *["deliver", "launch"] * (6 - ahead), *["deliver"] * ahead]
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
@@ -598,9 +603,7 @@ def test_stops_for_log_probabilities_are_not_counted_as_those_for_drafts(logprob
 
 def test_prompt_lookup_continues_what_came_before() -> None:
     request = greedy(1, 2, 3, 4, 5, 9, 1, 2, 3)
-    sequence = Sequence(
-        Handle(request, lambda: None), 0, list(request.prompt), 40, STOPS, None, TextOutput(None), None, 0.0
-    )
+    sequence = Sequence(0, list(request.prompt), 40, STOPS)
     lookup = PromptLookup()
     assert lookup.drafts({sequence: 2}) == {sequence: [4, 5]}
     assert lookup.may_draft(sequence), "2, 3 may be followed by 4 again"

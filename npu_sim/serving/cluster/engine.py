@@ -19,10 +19,10 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from npu_compiler.errors import InputError
+from npu_sim.llm.engine.stats import EngineStats, merged
 from npu_sim.serving.cluster.messages import Output, RemoteRequest, ReplicaStats
 from npu_sim.serving.engine import EngineClosedError, QueueFullError
 from npu_sim.serving.request import Request, RequestHandle, Update, Usage
-from npu_sim.serving.stats import EngineStats, merged
 
 _REFRESH = 1.0  # seconds between questions for the replicas' counts
 _PATIENCE = 5.0  # seconds that a replica has to answer one

@@ -9,9 +9,9 @@ from dataclasses import replace
 from npu_compiler.errors import DeviceError, NPUError
 from npu_runtime import Device
 from npu_sim.llm import load_checkpoint
+from npu_sim.llm.speculation.draft_model import check_same_tokens
 from npu_sim.serving.cluster.messages import Output, RemoteRequest, ReplicaFacts, ReplicaStats
 from npu_sim.serving.cluster.ranks import BundleWorker
-from npu_sim.serving.drafting import check_same_tokens
 from npu_sim.serving.http.text import ModelText
 from npu_sim.serving.opening import (
     ReplicaSettings,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from npu_sim.llm.engine.stats import EngineStats
 from npu_sim.serving.request import Request, RequestHandle
-from npu_sim.serving.stats import EngineStats
 
 
 class EngineLike(Protocol):

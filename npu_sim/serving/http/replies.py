@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from npu_sim.serving.http.body import wait_for_disconnect
+from npu_sim.serving.http.choices import Generation
 from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.gate import Call
-from npu_sim.serving.http.generation import Generation
 from npu_sim.serving.request import Update, Usage
 
 _DONE = b"data: [DONE]\n\n"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from npu_compiler.errors import InputError
+from npu_sim.serving.http.choices import Generation
 from npu_sim.serving.http.errors import APIError
-from npu_sim.serving.http.generation import Generation
 from npu_sim.serving.http.interface import EngineLike
 from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics

@@ -7,11 +7,11 @@ looking are charged to the sequences that they were for (see `DraftControl`).
 
 import time
 
-from npu_sim.serving.draft_control import worthwhile
-from npu_sim.serving.pace import StepTimes
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import Drafter
-from npu_sim.serving.step import Step, StepBuilder
+from npu_sim.llm.engine.planned_step import PlannedStep, StepBuilder
+from npu_sim.llm.engine.sequence import Sequence
+from npu_sim.llm.engine.step_times import StepTimes
+from npu_sim.llm.speculation.control import worthwhile
+from npu_sim.llm.speculation.lookup import Drafter
 
 
 class DraftPlanner:
@@ -21,7 +21,7 @@ class DraftPlanner:
         runs_ahead: Whether the device runs ahead of the host.
     """
 
-    def __init__(self, drafter: Drafter, runs_ahead: bool) -> None:
+    def __init__(self, drafter: Drafter, runs_ahead: int) -> None:
         self._drafter, self._runs_ahead = drafter, runs_ahead
         self._last: list[Sequence] = []  # with a draft in the latest launched step
 
@@ -37,7 +37,7 @@ class DraftPlanner:
     def length(self, sequence: Sequence) -> int:
         """How many tokens to draft."""
         control, tokens = sequence.control, len(sequence.tokens)
-        if control is None or sequence.handle.request.token_filter is not None:
+        if control is None or sequence.token_filter is not None:
             return 0
         return control.length(tokens) or control.length(tokens, self._is_sure(sequence))
 
@@ -46,7 +46,7 @@ class DraftPlanner:
         if self._runs_ahead:
             step.payers = dict.fromkeys(self._last, 1)
 
-    def launched(self, step: Step) -> None:
+    def launched(self, step: PlannedStep) -> None:
         """The step has been launched."""
         self._last = [choice.sequence for choice in step.drafts]
 
@@ -93,7 +93,7 @@ class DraftPlanner:
         if sequence.control is not None:
             sequence.control.pause(len(sequence.tokens), self._is_sure(sequence))
 
-    def charge(self, step: Step, times: StepTimes, since_idle: float | None) -> None:
+    def charge(self, step: PlannedStep, times: StepTimes, since_idle: float | None) -> None:
         """Charge the sequences for whose drafts a step took longer than it would have without.
 
         Args:

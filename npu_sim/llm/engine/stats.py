@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_sim.serving.request import FinishReason
+from npu_sim.llm.engine.sequence import FinishReason
 
 SECONDS = tuple(mantissa * 10.0**exponent for exponent in range(-4, 3) for mantissa in (1.0, 2.0, 5.0))
 

@@ -1,12 +1,13 @@
-"""`Step`: what the scheduler wants computed next, and `StepBuilder`, which puts it together."""
+"""`PlannedStep`: the next step by the scheduler, and `StepBuilder`, which puts it together."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from npu_sim.serving.batch import Batch
-from npu_sim.serving.sequence import Sequence
+from npu_sim.llm.engine.batch import Batch
+from npu_sim.llm.engine.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Step:
+class PlannedStep:
     """A planned step.
 
     Attributes:
@@ -112,17 +113,20 @@ class StepBuilder:
                 self._uniforms.append(sequence.next_uniform())
                 sequence.pending += 1
 
-    def step(self, tables: NDArray[np.int32], settings: NDArray[np.float32]) -> Step:
+    def step(self, tables: NDArray[np.int32], settings: NDArray[np.float32]) -> PlannedStep:
         """The step.
 
         Args:
             tables: [slots, T], each slot's table of blocks.
             settings: [slots, 3], as in `Batch`.
         """
-        one_each = list(range(len(self.singles)))
+        one_each, upcoming = list(range(len(self.singles))), None
         slots = [sequence.slot for sequence in self.singles]
         sequences = self.singles + self.others
         width = max(len(sequence.table) for sequence in sequences)
+        if self.tokens == 1 and sequences[0].draws and (one_each or self.choices):
+            (sequence,) = sequences
+            upcoming = partial(sequence.uniforms, len(sequence.tokens) + sequence.pending - 1 - sequence.prompt_length)
         batch = Batch(
             np.array(self._fed + self._tokens, np.int32),
             np.array(self._starts + self._positions, np.int32),
@@ -131,8 +135,9 @@ class StepBuilder:
             np.array(one_each + self._outputs, np.int32),
             settings[slots + self._choosers],
             np.array(self._drawn + self._uniforms, np.float32),
+            upcoming,
         )
         prompts = len(self._tokens) - self._draft_tokens
-        return Step(
+        return PlannedStep(
             batch, self.copies, self.singles, self.others, self.choices, prompts, self.payers, self.drafting_seconds
         )

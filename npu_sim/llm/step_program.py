@@ -1,4 +1,4 @@
-"""`Step`: a compiled program of the language model, bound to its buffers once and run many times."""
+"""`StepProgram`: a compiled program of a language model, bound to its buffers once and run many times."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,19 +13,18 @@ if TYPE_CHECKING:
     from npu_runtime import Device, DeviceBuffer, Executor
 
 
-StepName: TypeAlias = Hashable
-"""What a model knows a step by, such as `DECODE`, `SAMPLING`, or the tokens of a prefill step; can be pickled."""
-DECODE, SAMPLING = "decode", "sampling"
+ProgramName: TypeAlias = Hashable
+"""A model's name for one of its programs, such as "decode" or the number of tokens of a prefill; can be pickled."""
 
 
-class Step:
+class StepProgram:
     """A program with its executor and the input buffers that every run uses.
 
     After `write` or `fill`, the next run uploads all inputs that are not shared. A run without these takes what is on
     the device, such as a token that the run before chose there.
 
     Args:
-        kept: Input buffers that are shared with other steps, by name; the others are allocated here.
+        shared: Input buffers that are shared with other programs, by name; the others are allocated here.
     """
 
     def __init__(
@@ -33,13 +32,13 @@ class Step:
         program: "CompiledProgram",
         executor: "Executor",
         weights: "dict[str, DeviceBuffer]",
-        kept: "dict[str, DeviceBuffer]",
+        shared: "dict[str, DeviceBuffer]",
         device: "Device",
     ) -> None:
         self.executor = executor
-        self._specs = {spec.name: spec for spec in program.input_specs if spec.name not in kept}
+        self._specs = {spec.name: spec for spec in program.input_specs if spec.name not in shared}
         self._staged = device.backend.allocate_staged(self._specs.values())
-        self._bound = executor.bound(weights, {**kept, **self._staged.buffers})
+        self._bound = executor.bound(weights, {**shared, **self._staged.buffers})
         self._logits = program.output_specs[0].name
         self._is_filled = False
 
@@ -67,20 +66,20 @@ class Step:
         self._is_filled = True
 
     def uploads(self) -> Mapping[str, NDArray[Any]]:
-        """What the next run uploads, by name; nothing if it takes what is on the device."""
+        """Inputs that the next run uploads, by name; none if it takes what is on the device."""
         return self._staged.arrays if self._is_filled else {}
 
     def run(self) -> None:
+        """Launch the program."""
         if self._is_filled:
             self._staged.upload()
             self._is_filled = False
         self._bound.run()
 
-    def logits(self) -> Logits:
-        """The logits of the last run, in float32: [vocab], or row after row."""
-        return self.reader()()
-
     def reader(self) -> Callable[[], Logits]:
-        """A function that returns what `logits` does now; it raises `DeviceError` once a later run has replaced it."""
+        """A function that returns the logits of the last run, [vocab] or row after row, in float32.
+
+        It raises `DeviceError` once a later run has replaced them.
+        """
         output = self._bound.result(self._logits)
         return lambda: np.asarray(output.to_numpy(), np.float32).reshape(-1)

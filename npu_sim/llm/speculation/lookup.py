@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from npu_sim.serving.sequence import Sequence
+from npu_sim.llm.engine.sequence import Sequence
 
 
 class Drafter(Protocol):

@@ -12,9 +12,9 @@ import numpy as np
 
 from npu_compiler.errors import InputError
 from npu_sim.llm import Checkpoint
-from npu_sim.serving.batch import Batch, BatchModel, StepResult
-from npu_sim.serving.blocks import BlockPool
-from npu_sim.serving.sequence import Sequence
+from npu_sim.llm.engine.batch import Batch, BatchModel, StepResult
+from npu_sim.llm.engine.blocks import BlockPool
+from npu_sim.llm.engine.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 

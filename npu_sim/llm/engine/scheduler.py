@@ -22,13 +22,13 @@ from collections import Counter
 
 import numpy as np
 
-from npu_sim.serving.batch import BatchModel
-from npu_sim.serving.blocks import BlockPool
-from npu_sim.serving.draft_planner import DraftPlanner
-from npu_sim.serving.pace import StepTimes
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import Drafter
-from npu_sim.serving.step import Choice, Step, StepBuilder
+from npu_sim.llm.engine.batch import BatchModel
+from npu_sim.llm.engine.blocks import BlockPool
+from npu_sim.llm.engine.planned_step import Choice, PlannedStep, StepBuilder
+from npu_sim.llm.engine.sequence import Sequence
+from npu_sim.llm.engine.step_times import StepTimes
+from npu_sim.llm.speculation.lookup import Drafter
+from npu_sim.llm.speculation.planner import DraftPlanner
 
 
 class Scheduler:
@@ -48,6 +48,7 @@ class Scheduler:
     """
 
     def __init__(self, model: BatchModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
+        self._model = model
         self._block_size = model.block_size
         self._max_tokens, self._max_outputs = model.max_tokens, model.max_outputs
         self._prefill_tokens = prefill_tokens
@@ -66,27 +67,35 @@ class Scheduler:
         self.admitted: list[Sequence] = []
         self.preemptions = 0
 
-    def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for admission."""
+    def add(self, sequence: Sequence, computed: int = 0) -> None:
+        """Let a sequence wait for admission.
+
+        Args:
+            computed: Number of its first tokens that the block of a pool with a single one still holds.
+        """
+        sequence.computed = computed
         heapq.heappush(self._waiting.setdefault(sequence.tenant, []), (sequence.arrival, sequence))
         self.waiting += 1
 
     def end(self, sequence: Sequence) -> None:
-        """Give back what a sequence holds, running or waiting."""
-        if sequence.ended:
-            return
-        sequence.ended = True
+        """Release what a sequence holds, running or waiting."""
+        if not sequence.ended:
+            sequence.ended = True
+            self.remove(sequence)
+            if self._planner is not None:
+                self._planner.forget(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence, running or waiting, which may be added again."""
         if sequence.slot >= 0:
             self._stop_running(sequence)
-        else:
-            self.waiting -= 1
-            heap = self._waiting[sequence.tenant]
-            heap.remove((sequence.arrival, sequence))
-            heapq.heapify(heap)
-            if not heap:
-                del self._waiting[sequence.tenant]
-        if self._planner is not None:
-            self._planner.forget(sequence)
+            return
+        self.waiting -= 1
+        heap = self._waiting[sequence.tenant]
+        heap.remove((sequence.arrival, sequence))
+        heapq.heapify(heap)
+        if not heap:
+            del self._waiting[sequence.tenant]
 
     def must_know(self) -> bool:
         """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
@@ -103,7 +112,7 @@ class Scheduler:
         """Outputs of a step that neither running nor waiting sequences need."""
         return min(self._max_outputs, self._max_tokens) - min(self.max_running, len(self.running) + self.waiting)
 
-    def learn_duration(self, step: Step, seconds: float, since_idle: float | None) -> None:
+    def learn_duration(self, step: PlannedStep, seconds: float, since_idle: float | None) -> None:
         """Learn how long a step took, and charge the sequences for whose drafts it took longer.
 
         Args:
@@ -126,7 +135,7 @@ class Scheduler:
         """Whether each step needs the results before it, drafts or not."""
         return any(sequence.reads_logits for sequence in self.running)
 
-    def plan(self) -> Step | None:
+    def plan(self) -> PlannedStep | None:
         """The next step; None if nothing can be computed before the launched ones are read."""
         step = StepBuilder()
         if self._planner is not None:
@@ -136,7 +145,7 @@ class Scheduler:
         self.pool.release([source for source, _ in step.copies])
         return step.step(self._tables, self._settings) if step.tokens else None
 
-    def launched(self, step: Step) -> None:
+    def launched(self, step: PlannedStep) -> None:
         """The step has been launched: blocks that it fills with known tokens can be shared from now on."""
         if self._planner is not None:
             self._planner.launched(step)
@@ -159,7 +168,7 @@ class Scheduler:
     def register(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full of known tokens; no sequence writes to these any more."""
         full = min(sequence.computed, len(sequence.tokens)) // self._block_size
-        while sequence.registered < full:
+        while sequence.registered < full and self._model.shares_prefixes:
             block = sequence.registered
             self.pool.register(sequence.table[block], sequence.digest(block, self._block_size))
             sequence.registered += 1
@@ -217,7 +226,9 @@ class Scheduler:
 
     def _must_know(self, sequence: Sequence, drafts: bool) -> bool:
         """The same for one sequence, where steps may have drafts."""
-        if sequence.reads_logits or sequence.pending > 1:  # how much of a draft is right decides what comes next
+        if sequence.reads_logits:
+            return True
+        if sequence.pending > 1 and self._planner is not None:  # how much of a draft is right decides what comes next
             return True
         return drafts and self._planner is not None and self._planner.may_draft(sequence)
 
@@ -248,6 +259,7 @@ class Scheduler:
         length = len(sequence.tokens)
         if sequence.computed < sequence.rows or self._make_room(sequence, step):
             end = self._extend(sequence, min(length, sequence.computed + tokens))
+            sequence.computed, end = self._model.piece(sequence.computed, end)
             step.add(sequence, sequence.tokens[sequence.computed : end], 1 if end == length else 0)
 
     def _admit(self, step: StepBuilder) -> Sequence | None:
@@ -258,9 +270,11 @@ class Scheduler:
         sequence = self._waiting[tenant][0][1]
         if sequence.pending:
             return None
+        computed = sequence.computed
         self._share(sequence, step, copy=False)
         if self._blocks_for(len(sequence.tokens)) - len(sequence.table) + self._reserved() > self.pool.available:
             self._give_back(sequence)
+            sequence.computed = computed
             return None
         heapq.heappop(self._waiting[tenant])
         if not self._waiting[tenant]:
@@ -268,7 +282,7 @@ class Scheduler:
         self.waiting -= 1
         sequence.slot = self._slots.pop()
         if not sequence.preempted:
-            sequence.handle.cached_tokens = sequence.computed
+            sequence.cached_tokens = sequence.computed
             self.admitted.append(sequence)
         self._settings[sequence.slot] = sequence.settings
         self._tables[sequence.slot, : len(sequence.table)] = sequence.table
@@ -288,7 +302,7 @@ class Scheduler:
         """Take blocks from the cache that continue the sequence. The last token is always computed, for its logits:
         where the cache has its block too, the sequence gets a copy of that."""
         size, length = self._block_size, len(sequence.tokens)
-        while sequence.computed == sequence.rows and sequence.computed + size <= length:
+        while self._model.shares_prefixes and sequence.computed == sequence.rows and sequence.computed + size <= length:
             index = len(sequence.table)
             last = sequence.computed + size == length
             if last and not copy:
@@ -353,7 +367,7 @@ class Scheduler:
         """Release a sequence's blocks; what it shared stays in the cache."""
         self.pool.release(sequence.table)
         sequence.table = []
-        sequence.computed = sequence.registered = sequence.rows = 0
+        sequence.registered = sequence.rows = 0
 
 
 def divided(budget: int, rests: dict[Sequence, int]) -> dict[Sequence, int]:
