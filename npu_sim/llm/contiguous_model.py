@@ -131,9 +131,12 @@ class ContiguousModel(CompiledModel):
         draws = len(batch.outputs) > 0 and bool(batch.settings[0, 0] > 0)
         samples = draws and self.runs_ahead > 0
         program = self.program(SAMPLING if samples else DECODE)
-        if token < 0 and self._last is not None and self._last.on_host:
-            token = int(self._last.tokens()[0])
-        if token >= 0:  # else the program takes the token that its last run has left on the device
+        last = self._last
+        if token < 0 and last is not None and last.on_host:
+            token = int(last.tokens()[0])
+        # The program's last run has left its token and the next position on the device.
+        follows = last is not None and last.leaves(token, program, position)
+        if token >= 0 and not (follows and not samples):
             program.write(token=[token], position=[position])
             if samples:
                 assert batch.upcoming is not None
@@ -168,10 +171,19 @@ class _Result:
 
     def __init__(self, model: ContiguousModel, program: StepProgram, batch: Batch, position: int | None) -> None:
         self.on_host = position is None
-        self._model, self._batch, self._position = model, batch, position
+        self._model, self._program, self._batch, self._position = model, program, batch, position
         self._wait = model.marker()
         self._read_logits = program.reader()
         self._tokens: NDArray[np.int32] | None = None
+
+    def leaves(self, token: int, program: StepProgram, position: int) -> bool:
+        """Whether this step has left that token, for that position, in the inputs of that program."""
+        return (
+            program is self._program
+            and self._position == position - 1
+            and self._tokens is not None
+            and self._tokens.tolist() == [token]
+        )
 
     def tokens(self) -> NDArray[np.int32]:
         """[R]: the chosen token of each output, of which there is one or none; -1 where its logits are not finite."""
