@@ -183,7 +183,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     from npu_compiler.files import write_atomically
     from npu_sim.llm import load_checkpoint
-    from npu_sim.serving.opening import prepare_steps
+    from npu_sim.serving.engine_setup import prepare_steps
     from npu_sim.serving.paged_model import PagedModel
 
     arguments, console = make_parser().parse_args(), Console()

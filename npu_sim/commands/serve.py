@@ -192,7 +192,16 @@ def serve(
     from npu_sim.llm import load_checkpoint
     from npu_sim.llm.checkpoint import check_ranks
     from npu_sim.llm.loading import SHORTHANDS
-    from npu_sim.llm.speculation.draft_model import check_same_tokens
+    from npu_sim.serving.engine_setup import (
+        EngineSettings,
+        ReplicaSettings,
+        check_same_tokens,
+        most_tokens,
+        open_drafts,
+        open_model,
+        prepare_steps,
+        start_engine,
+    )
     from npu_sim.serving.http import (
         Limits,
         ModelText,
@@ -204,15 +213,6 @@ def serve(
         run_server,
     )
     from npu_sim.serving.http.logs import start_logging
-    from npu_sim.serving.opening import (
-        EngineSettings,
-        ReplicaSettings,
-        most_tokens,
-        open_drafts,
-        open_model,
-        prepare_steps,
-        start_engine,
-    )
 
     limits = Limits(
         body_bytes=max_body_bytes,

@@ -14,7 +14,7 @@ from npu_sim.commands.console import note, step
 if TYPE_CHECKING:
     from npu_sim.serving.cluster.engine import RemoteEngine
     from npu_sim.serving.cluster.messages import ReplicaFacts
-    from npu_sim.serving.opening import ReplicaSettings
+    from npu_sim.serving.engine_setup import ReplicaSettings
 
 
 @dataclass(frozen=True)

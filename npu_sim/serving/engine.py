@@ -23,7 +23,6 @@ from npu_sim.llm.engine.batch import BatchModel
 from npu_sim.llm.engine.core import EngineCore
 from npu_sim.llm.engine.stats import EngineStats
 from npu_sim.llm.sampling import check_penalty
-from npu_sim.llm.speculation.control import DraftControl
 from npu_sim.llm.speculation.lookup import Drafter, PromptLookup
 from npu_sim.serving.handle import Handle
 from npu_sim.serving.request import Request, Update
@@ -75,7 +74,6 @@ class Engine:
         self._stop_ids = frozenset[int]() if checkpoint is None else checkpoint.end_ids()
         self._penalty = 1.0 if checkpoint is None else checkpoint.repetition_penalty
         self._max_waiting = max_waiting
-        self._speculates = speculate is not None
         drafter = PromptLookup() if speculate == "ngram" else speculate
         self._arrivals = count()
         self._lock = threading.Lock()
@@ -195,7 +193,6 @@ class Engine:
             tenant=request.tenant,
             deadline=None if request.timeout is None else now + request.timeout,
             timeout=request.timeout,
-            control=DraftControl(len(prompt)) if self._speculates else None,
             last_time=now,
             handle=Handle(request, partial(self._cancel, arrival)),
             text=TextOutput(self._tokenizer, request.stop),

@@ -29,6 +29,7 @@ from npu_compiler.errors import InputError
 from npu_sim.cli import app
 from npu_sim.commands import serve
 from npu_sim.llm import Checkpoint
+from npu_sim.serving.engine_setup import prepare_steps
 from npu_sim.serving.http.body import parse_json
 from npu_sim.serving.http.chat import ChatWriter
 from npu_sim.serving.http.errors import APIError
@@ -38,7 +39,6 @@ from npu_sim.serving.http.logs import JSONLines
 from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
 from npu_sim.serving.http.server import allow_connections
 from npu_sim.serving.http.text import ModelText
-from npu_sim.serving.opening import prepare_steps
 from npu_sim.serving.request import GRAMMAR_FAILED
 
 CHAT = "/v1/chat/completions"

@@ -14,7 +14,6 @@ from npu_sim.llm.engine.batch import Batch
 from npu_sim.llm.engine.core import EngineCore, SequenceOutput
 from npu_sim.llm.engine.sequence import Sequence
 from npu_sim.llm.speculation import planner
-from npu_sim.llm.speculation.control import DraftControl
 from npu_sim.llm.speculation.lookup import Drafter
 
 
@@ -111,8 +110,7 @@ def seconds(
             known.append(clock.now)
 
     runner = EngineCore(RecitingModel(text, times or Times(), clock, max_outputs), None, drafter, receive)
-    control = None if drafter is None else DraftControl(prompt)
-    runner.add(Sequence(0, text[:prompt], len(text), frozenset(), control=control, last_time=clock.now))
+    runner.add(Sequence(0, text[:prompt], len(text), frozenset(), last_time=clock.now))
     while runner.busy:
         runner.advance()
     assert told == text[prompt:]

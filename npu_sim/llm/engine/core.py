@@ -242,7 +242,7 @@ class EngineCore:
             self._observe(choice, len(output.tokens), now)
             if output.reason is not None:
                 if output.reason == "error":
-                    self.scheduler.distrust(sequence)
+                    self.scheduler.stop_sharing(sequence)
                 self._forget(sequence, output.reason)
             outputs.append(output)
         self._outputs += outputs

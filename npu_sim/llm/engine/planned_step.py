@@ -34,8 +34,8 @@ class PlannedStep:
         others: All other sequences of the step.
         choices: The outputs after those of `singles`.
         prompt_tokens: Tokens of the batch that belong to pieces of prompts.
-        payers: The sequences for whose drafts this step takes longer than it would without, and their shares of that.
-        drafting_seconds: How long looking for drafts took.
+        cost_shares: For the sequences whose drafts make this step longer, the share of that time that each pays.
+        drafting_seconds: Time that drafting took.
     """
 
     batch: Batch
@@ -44,7 +44,7 @@ class PlannedStep:
     others: list[Sequence]
     choices: list[Choice]
     prompt_tokens: int
-    payers: dict[Sequence, int]
+    cost_shares: dict[Sequence, int]
     drafting_seconds: float
 
     @property
@@ -65,7 +65,7 @@ class StepBuilder:
     singles: list[Sequence] = field(default_factory=list)
     others: list[Sequence] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
-    payers: dict[Sequence, int] = field(default_factory=dict)
+    cost_shares: dict[Sequence, int] = field(default_factory=dict)
     drafting_seconds: float = 0.0
     _draft_tokens: int = 0
     _fed: list[int] = field(default_factory=list)
@@ -139,5 +139,12 @@ class StepBuilder:
         )
         prompts = len(self._tokens) - self._draft_tokens
         return PlannedStep(
-            batch, self.copies, self.singles, self.others, self.choices, prompts, self.payers, self.drafting_seconds
+            batch,
+            self.copies,
+            self.singles,
+            self.others,
+            self.choices,
+            prompts,
+            self.cost_shares,
+            self.drafting_seconds,
         )

@@ -28,7 +28,7 @@ from npu_sim.llm.engine.planned_step import Choice, PlannedStep, StepBuilder
 from npu_sim.llm.engine.sequence import Sequence
 from npu_sim.llm.engine.step_times import StepTimes
 from npu_sim.llm.speculation.lookup import Drafter
-from npu_sim.llm.speculation.planner import DraftPlanner
+from npu_sim.llm.speculation.planner import Speculation
 
 
 class Scheduler:
@@ -53,7 +53,7 @@ class Scheduler:
         self._max_tokens, self._max_outputs = model.max_tokens, model.max_outputs
         self._prefill_tokens = prefill_tokens
         self.times = StepTimes()
-        self._planner = None if drafter is None else DraftPlanner(drafter, model.runs_ahead)
+        self._speculation = None if drafter is None else Speculation(drafter, model.runs_ahead)
         self.max_running = min(model.max_sequences, model.max_outputs, model.max_tokens)
         self.max_rows = min(model.context_length, model.blocks * model.block_size)
         self.pool = BlockPool(model.blocks)
@@ -82,8 +82,8 @@ class Scheduler:
         if not sequence.ended:
             sequence.ended = True
             self.remove(sequence)
-            if self._planner is not None:
-                self._planner.forget(sequence)
+            if self._speculation is not None:
+                self._speculation.forget(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence, running or waiting, which may be added again."""
@@ -99,7 +99,7 @@ class Scheduler:
 
     def must_know(self) -> bool:
         """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
-        drafts = self._planner is not None and self._spare_outputs > 0 and self.times.knows(self._decoding)
+        drafts = self._speculation is not None and self._spare_outputs > 0 and self.times.knows(self._decoding)
         return any(self._must_know(sequence, drafts) for sequence in self.running)
 
     @property
@@ -123,12 +123,12 @@ class Scheduler:
             since_idle = None
         times = self.times
         # A step of one token each after a stop is longer than one that follows another at once.
-        if since_idle is None or step.drafts or not step.payers:
+        if since_idle is None or step.drafts or not step.cost_shares:
             times.learn(len(step.batch.tokens), seconds, step.prompt_tokens)
         if since_idle is not None:
             times.learn_stop(since_idle - seconds)
-        if self._planner is not None:
-            self._planner.charge(step, times, since_idle)
+        if self._speculation is not None:
+            self._speculation.pay(step, times, since_idle)
 
     @property
     def _stops_anyway(self) -> bool:
@@ -138,8 +138,8 @@ class Scheduler:
     def plan(self) -> PlannedStep | None:
         """The next step; None if nothing can be computed before the launched ones are read."""
         step = StepBuilder()
-        if self._planner is not None:
-            self._planner.begin(step)
+        if self._speculation is not None:
+            self._speculation.begin(step)
         self._plan_decodes(step)
         self._plan_prompts(step)
         self.pool.release([source for source, _ in step.copies])
@@ -147,8 +147,8 @@ class Scheduler:
 
     def launched(self, step: PlannedStep) -> None:
         """The step has been launched: blocks that it fills with known tokens can be shared from now on."""
-        if self._planner is not None:
-            self._planner.launched(step)
+        if self._speculation is not None:
+            self._speculation.launched(step)
         for sequence in step.others:
             self.register(sequence)
 
@@ -161,8 +161,8 @@ class Scheduler:
         sequence.tokens += tokens
         if choice.draft:
             sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
-            if sequence.control is not None and tokens:
-                sequence.control.learn(len(choice.draft), len(tokens) - 1)
+            if tokens:
+                sequence.budget.record(len(choice.draft), len(tokens) - 1)
         self.register(sequence)
 
     def register(self, sequence: Sequence) -> None:
@@ -173,7 +173,7 @@ class Scheduler:
             self.pool.register(sequence.table[block], sequence.digest(block, self._block_size))
             sequence.registered += 1
 
-    def distrust(self, sequence: Sequence) -> None:
+    def stop_sharing(self, sequence: Sequence) -> None:
         """Share none of a sequence's blocks any more: its numbers are wrong."""
         self.pool.forget(sequence.table)
 
@@ -202,35 +202,36 @@ class Scheduler:
     def _drafts(self, ready: list[Sequence], step: StepBuilder) -> dict[Sequence, list[int]]:
         """A draft for sequences that want one, no longer than what they may still say before their last token.
         Drafts take only outputs of the step that neither running nor waiting sequences need."""
-        spare, planner = self._spare_outputs, self._planner
-        if planner is None or spare <= 0:
+        spare, speculation = self._spare_outputs, self._speculation
+        if speculation is None or spare <= 0:
             return {}
         wanted = {}
         for sequence in ready:
             if not sequence.pending:  # invariant 3
                 room = min(sequence.limit, self.max_rows) - len(sequence.tokens)
-                length = min(planner.length(sequence), sequence.limit - len(sequence.tokens) - 1, room)
+                length = min(speculation.length(sequence), sequence.limit - len(sequence.tokens) - 1, room)
                 if length > 0:
                     wanted[sequence] = length
         drafts: dict[Sequence, list[int]] = {}
-        found = planner.drafts(wanted, len(ready), self.times, self._stops_anyway, step)
-        for sequence, draft in found.items():
+        worthwhile = speculation.drafts(wanted, len(ready), self.times, self._stops_anyway, step)
+        for sequence, draft in worthwhile.items():
             own = sequence.computed + 1
             fitting = draft[: self._extend(sequence, own + min(len(draft), spare)) - own]
             if fitting:
                 drafts[sequence] = fitting
                 spare -= len(fitting)
             elif draft:
-                planner.pause(sequence)
+                speculation.pause(sequence)
         return drafts
 
     def _must_know(self, sequence: Sequence, drafts: bool) -> bool:
         """The same for one sequence, where steps may have drafts."""
         if sequence.reads_logits:
             return True
-        if sequence.pending > 1 and self._planner is not None:  # how much of a draft is right decides what comes next
-            return True
-        return drafts and self._planner is not None and self._planner.may_draft(sequence)
+        if self._speculation is None:
+            return False
+        # How much of a draft is right decides what comes next.
+        return sequence.pending > 1 or (drafts and self._speculation.may_draft(sequence))
 
     def _plan_prompts(self, step: StepBuilder) -> None:
         """Add pieces of prompts: half of the tokens go to the shortest rests, which are soon done, the others to the

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from npu_sim.llm.engine.blocks import next_digest, tenant_digest
 from npu_sim.llm.sampling import Drawing, Sampler, SamplingSettings, make_sampler
-from npu_sim.llm.speculation.control import DraftControl
+from npu_sim.llm.speculation.budget import DraftBudget
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 GREEDY = (0.0, float("inf"), 1.0)
@@ -51,7 +51,7 @@ class Sequence:
         tenant: Blocks are shared within a tenant only.
         deadline: Time by `time.monotonic` at which the sequence ends with an error.
         timeout: Seconds from submission to the deadline.
-        control: How many tokens to draft; None: none.
+        budget: How many tokens to draft.
         generator: Source of the random numbers. Default: one with the seed of `sampling`.
         draws: Whether tokens are sampled.
         settings: Temperature, top_k and top_p, as `Batch.settings` has them.
@@ -83,7 +83,6 @@ class Sequence:
     tenant: str = ""
     deadline: float | None = None
     timeout: float | None = None
-    control: DraftControl | None = None
     last_time: float = 0.0
     generator: np.random.Generator | None = None
     settings: tuple[float, float, float] = GREEDY
@@ -101,10 +100,12 @@ class Sequence:
     prompt_length: int = 0
     reads_logits: bool = False
     draws: bool = False
+    budget: DraftBudget = field(init=False)
     _uniforms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        self.budget = DraftBudget(self.prompt_length)
         by_host = self.sampler is not None or self.token_filter is not None or self.penalty != 1
         self.reads_logits = by_host or self.logprobs is not None
         how = self.sampling

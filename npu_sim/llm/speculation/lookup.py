@@ -1,62 +1,41 @@
-"""Speculation: several tokens are guessed, computed in one step, and kept as far as the model chooses the same.
+"""`PromptLookup`: drafts tokens from a sequence's own text (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-Every position is sampled with its own random number, so a kept token is the one that the model would have chosen by
-itself: drafts change how many steps a text takes, never the text, greedy or sampled.
-
-Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) takes what followed the same tokens before.
+Speculative decoding computes drafted tokens in one step and keeps them as far as the model chooses the same. Every
+position is sampled with its own random number, so a kept token is the one that the model would have chosen by itself:
+drafts change how many steps a text takes, never the text, greedy or sampled.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from npu_sim.llm.engine.sequence import Sequence
 
 
 class Drafter(Protocol):
-    """Guesses tokens."""
+    """Drafts tokens."""
 
     def drafts(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, list[int]]:
         """For each sequence up to that many tokens that may follow its own.
 
-        A sequence for which there are none is left out. One whose tokens have not all been read yet has an empty draft:
-        they are read further with the next call.
+        A sequence without a draft is left out. One whose tokens have not all been read yet has an empty draft: they are
+        read further with the next call.
         """
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Whether there may be a draft once the token after the sequence's own is known.
 
-        A device that runs ahead must stop for that token, so this spares it the stop where there is none.
+        A device that runs ahead must stop for that token; False spares it the stop.
         """
 
-    def is_sure(self, sequence: Sequence, evidence: int) -> bool:
-        """Whether a draft is so probably right that it does not matter how earlier ones were.
-
-        Args:
-            evidence: For a draft out of the text, how many tokens at its place must be the same as the last ones.
-        """
+    def has_match(self, sequence: Sequence, length: int) -> bool:
+        """Whether that many last tokens, or more, are the same as those before the place that a draft is taken from."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept of a sequence that has ended."""
-
-
-@dataclass(slots=True)
-class _Index:
-    """Where the tokens of a sequence occur in it.
-
-    Attributes:
-        places: By each run of tokens, where the token after its last occurrence is.
-        beginnings: The same of these runs without their last token.
-        end: All runs that end before that place are in.
-    """
-
-    places: dict[tuple[int, ...], int] = field(default_factory=dict)
-    beginnings: dict[tuple[int, ...], int] = field(default_factory=dict)
-    end: int = 0
+        """Drop all that is kept of a sequence that has ended."""
 
 
 class PromptLookup:
-    """Drafts from the sequence itself: what followed the latest place with the same last tokens.
+    """Drafts the tokens that followed the latest place with the same last tokens.
 
     Args:
         match: Number of last tokens that must be the same, at least 2.
@@ -64,43 +43,41 @@ class PromptLookup:
 
     def __init__(self, match: int = 3) -> None:
         self._match = match
-        self._indices: dict[Sequence, _Index] = {}
+        # The place after the latest occurrence of each run of `match` tokens, and of these without their last one; and
+        # the place up to which runs are in.
+        self._places: dict[Sequence, dict[tuple[int, ...], int]] = {}
+        self._ends: dict[Sequence, int] = {}
 
     def drafts(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        found = ((sequence, self._draft(sequence, count)) for sequence, count in wanted.items())
-        return {sequence: draft for sequence, draft in found if draft}
+        drafts = {sequence: self._draft(sequence, count) for sequence, count in wanted.items()}
+        return {sequence: draft for sequence, draft in drafts.items() if draft}
 
     def may_draft(self, sequence: Sequence) -> bool:
-        return tuple(sequence.tokens[1 - self._match :]) in self._index(sequence).beginnings
+        return tuple(sequence.tokens[1 - self._match :]) in self._index(sequence)
 
-    def is_sure(self, sequence: Sequence, evidence: int) -> bool:
-        tokens, index, match, unknown = sequence.tokens, self._index(sequence), self._match, sequence.pending
-        runs = index.beginnings if unknown else index.places
-        place = runs.get(tuple(tokens[unknown - match :]))
-        if place is None:
-            return False
-        length = evidence - unknown  # of the tokens that are known
-        return length <= place and tokens[place - length : place] == tokens[len(tokens) - length :]
+    def has_match(self, sequence: Sequence, length: int) -> bool:
+        tokens, unknown = sequence.tokens, sequence.pending
+        place = self._index(sequence).get(tuple(tokens[unknown - self._match :]))
+        length -= unknown
+        return place is not None and length <= place and tokens[place - length : place] == tokens[-length:]
 
     def forget(self, sequence: Sequence) -> None:
-        self._indices.pop(sequence, None)
+        self._places.pop(sequence, None)
+        self._ends.pop(sequence, None)
 
-    def _index(self, sequence: Sequence) -> _Index:
-        """The index of a sequence, up to its last token but one."""
-        index, tokens, match = self._indices.setdefault(sequence, _Index()), sequence.tokens, self._match
-        for end in range(max(index.end, match), len(tokens)):
+    def _index(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
+        """The places of a sequence's runs, up to its last token but one."""
+        places, tokens, match = self._places.setdefault(sequence, {}), sequence.tokens, self._match
+        for end in range(max(self._ends.get(sequence, 0), match), len(tokens)):
             run = tuple(tokens[end - match : end])
-            index.places[run] = end
-            index.beginnings[run[:-1]] = end - 1
-        index.end = len(tokens)
-        return index
+            places[run], places[run[:-1]] = end, end - 1
+        self._ends[sequence] = len(tokens)
+        return places
 
     def _draft(self, sequence: Sequence, count: int) -> list[int]:
         tokens = sequence.tokens
-        place = self._index(sequence).places.get(tuple(tokens[-self._match :]))
-        if place is None:
-            return []
-        draft = tokens[place : place + count]
-        while len(draft) < count:  # the sequence repeats itself: so does the draft
+        place = self._index(sequence).get(tuple(tokens[-self._match :]))
+        draft = [] if place is None else tokens[place : place + count]
+        while place is not None and len(draft) < count:  # the sequence repeats itself: so does the draft
             draft.append(draft[len(draft) - (len(tokens) - place)])
         return draft

@@ -20,7 +20,7 @@ from npu_compiler.version import __version__
 from npu_sim.serving.cluster.messages import ReplicaFacts
 from npu_sim.serving.cluster.replica import Replica
 from npu_sim.serving.cluster.routing import PrefixRouter
-from npu_sim.serving.opening import ReplicaSettings
+from npu_sim.serving.engine_setup import ReplicaSettings
 
 DEPLOYMENT = "Model"
 _HEALTH_PERIOD = 1.0  # seconds; a replica is replaced when three checks have failed

@@ -8,8 +8,8 @@ from functools import cached_property
 from npu_compiler.errors import InputError
 from npu_sim.llm.engine.blocks import next_digest, tenant_digest
 from npu_sim.llm.engine.stats import EngineStats
+from npu_sim.serving.engine_setup import BLOCK
 from npu_sim.serving.http.grammar import GrammarFilter
-from npu_sim.serving.opening import BLOCK
 from npu_sim.serving.request import Request, Update, Usage
 
 

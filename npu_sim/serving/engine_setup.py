@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npu_sim.llm.speculation.draft_model import ModelDrafter
+from npu_compiler.errors import InputError
+from npu_sim.llm.speculation.model import ModelDrafter
 from npu_sim.parallel.group import LocalWorker, StartWorker
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import MAX_TOKENS, PagedModel
 
 if TYPE_CHECKING:
     from npu_runtime import Device
-    from npu_sim.llm import Checkpoint
+    from npu_sim.llm.checkpoint import Checkpoint
 
 Report = Callable[[int, int], None]
 BLOCK = 16  # tokens
@@ -107,6 +108,23 @@ def open_drafts(small: Checkpoint, large: PagedModel, report: Report | None = No
         max_sequences=large.max_sequences,
         progress=report,
     )
+
+
+def check_same_tokens(small: Checkpoint, large: Checkpoint) -> None:
+    """Refuse a draft model whose token ids mean others than the large model's. Raises InputError."""
+    ours, theirs = large.tokenizer.get_vocab(), small.tokenizer.get_vocab()
+    wrong = next((token for token, number in theirs.items() if ours.get(token) != number), None)
+    if wrong is not None:
+        there = f"is {ours[wrong]}" if wrong in ours else "does not exist"
+        raise InputError(
+            f"{small.name} cannot draft for {large.name}, whose tokens are others: {wrong!r} is token {theirs[wrong]} "
+            f"of the first and {there} in the second; choose a smaller model of the same family"
+        )
+    sizes = [int(checkpoint.config.vocab_size) for checkpoint in (small, large)]
+    if sizes[0] > sizes[1]:
+        raise InputError(
+            f"{small.name} cannot draft for {large.name}: it has {sizes[0]} token ids, the other only {sizes[1]}"
+        )
 
 
 def prepare_steps(model: PagedModel, report: Report) -> None:
