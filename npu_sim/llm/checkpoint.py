@@ -88,13 +88,13 @@ class Checkpoint:
         dtype: The compute dtype: `bfloat16`, `float16` or `float32`.
         load_tokenizer: Opens the tokenizer; raises if there is none.
         eos_ids: End-of-sequence token ids from the model's config and generation config.
-        repetition_penalty: Of the generation config: divides the positive logits of tokens that have occurred, and
-            multiplies the negative ones. 1 changes nothing.
-        unsupported: What else the generation config asks for that changes the chosen tokens, such as
+        repetition_penalty: Setting of the generation config: it divides the positive logits of tokens that have
+            occurred, and multiplies the negative ones. 1 changes nothing.
+        unsupported: Other settings of the generation config that change the chosen tokens, such as
             `no_repeat_ngram_size=3`.
         inv_freq_divisors: [head dim / 2], divides the rotary frequencies: Llama 3's RoPE scaling as GGUF stores it.
             None without such scaling.
-        quantization: How the programs store weights: parameter name → format, for those that the checkpoint stores so
+        quantization: Formats of weights in programs: parameter name → format, for those that the checkpoint stores so
             itself; or a name that `named_format` knows, to which the checkpoint's weights are rounded when they are
             loaded. None: in the compute dtype.
         kv_cache: `int8` or `fp8`, what the KV cache is rounded to by token and head. None: it is in the compute dtype.

@@ -1,4 +1,4 @@
-"""How many tokens the context of a language model may have."""
+"""The length of a language model's context: its default and its limits."""
 
 from npu_compiler.errors import InputError
 from npu_sim.llm.checkpoint import Checkpoint

@@ -33,7 +33,7 @@ class StoredTensor:
     """A tensor of a GGUF file.
 
     Attributes:
-        shape: In PyTorch's order.
+        shape: Shape in PyTorch's order.
         encoding: The name of its ggml type, such as `F32` or `Q4_1`.
         rows: [product of all dimensions but the last, bytes of a row], uint8, mapped.
     """
@@ -45,7 +45,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """What a GGUF file holds.
+    """The contents of a GGUF file.
 
     Attributes:
         metadata: Key → value; arrays are left out.
@@ -84,9 +84,9 @@ class _Cursor:
         self.place = 0
 
     def unpack(self, form: str) -> tuple[Scalar, ...]:
-        found = struct.unpack_from(form, self.content, self.place)
+        values = struct.unpack_from(form, self.content, self.place)
         self.place += struct.calcsize(form)
-        return found
+        return values
 
     def integer(self, form: str) -> int:
         return int(self.unpack(form)[0])

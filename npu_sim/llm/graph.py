@@ -217,7 +217,7 @@ def extract_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int, divisio
 
 
 def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[list["torch.Tensor"]]:
-    """For each tensor of the layers' state a list with that of each layer: `rows` rows.
+    """Tensors of `rows` rows for the layers' state: a list of each kind, with one for each layer.
 
     Args:
         division: Devices that divide the rows.
@@ -240,7 +240,7 @@ def _loop_state(cache_length: int) -> tuple["torch.Tensor", ...]:
 
 
 def _empty_caches(checkpoint: Checkpoint, cache_length: int) -> list[list["torch.Tensor"]]:
-    """For each tensor of the layers' state a list with that of each layer, [1, KV heads, cache length, head dim]."""
+    """Tensors [1, KV heads, cache length, head dim] for the layers' state: a list of each kind, one for each layer."""
 
     def shape(kind: StateKind) -> tuple[int, ...]:
         heads, *width = kind.row(checkpoint.config)
@@ -367,7 +367,7 @@ def _model_key(checkpoint: Checkpoint) -> list[Any]:
 
 
 def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
-    """How the checkpoint's weights are stored by the module's names, tied parameters under both of theirs."""
+    """Storage formats of the checkpoint's weights by the module's names, tied parameters under both of theirs."""
     formats = checkpoint.quantization
     if not isinstance(formats, Mapping):
         return formats
@@ -378,8 +378,8 @@ def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     name = f"{checkpoint.config.model_type}-module"
-    found: dict[str, Any] = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
-    return found
+    facts: dict[str, Any] = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
+    return facts
 
 
 def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -529,5 +529,5 @@ def _unsupported(checkpoint: Checkpoint, error: BaseException) -> InputError:
     if isinstance(error, KeyError):
         lines = [f"transformers knows no {error}"]
     kind = checkpoint.config.model_type
-    known = "" if kind in SUPPORTED else f" (model type '{kind}')"
-    return InputError(f"cannot compile {checkpoint.name}{known}: {lines[0] if lines else type(error).__name__}")
+    kind_note = "" if kind in SUPPORTED else f" (model type '{kind}')"
+    return InputError(f"cannot compile {checkpoint.name}{kind_note}: {lines[0] if lines else type(error).__name__}")

@@ -172,15 +172,15 @@ def _fed_back(
     history: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The chosen token, position + 1, and history with the token in it, each as an in-place update of its input."""
-    found = torch.where(logits.flatten().index_select(0, best).abs() < torch.inf, chosen, -1)
+    token_or_error = torch.where(logits.flatten().index_select(0, best).abs() < torch.inf, chosen, -1)
     only = torch.zeros(1, dtype=torch.long, device=token.device)
-    history = torch.index_copy(history, 0, position, found)
-    return torch.index_copy(token, 0, only, found), torch.index_copy(position, 0, only, position + 1), history
+    history = torch.index_copy(history, 0, position, token_or_error)
+    return torch.index_copy(token, 0, only, token_or_error), torch.index_copy(position, 0, only, position + 1), history
 
 
 @dataclass(frozen=True)
 class Paging:
-    """Where the tokens of a batch have their keys and values, as `serving.Batch` describes it.
+    """The places of a batch's keys and values, as in `engine.batch.Batch`.
 
     Attributes:
         positions: [N], each token's position in its sequence.
@@ -347,7 +347,7 @@ class PagedCausalLM(nn.Module):
     of the one before is known.
 
     Args:
-        causal: With `attend_to_pages` as its attention function.
+        causal: A module with `attend_to_pages` as its attention function.
         block_size: Rows per block of the pools.
     """
 

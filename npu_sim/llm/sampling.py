@@ -38,7 +38,7 @@ def greedy(logits: Logits) -> int:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are chosen; the arguments of `make_sampler`.
+    """The rule by which tokens are chosen: arguments of `make_sampler`.
 
     Attributes:
         repetition_penalty: See `penalized`. Default: that of the checkpoint.
@@ -86,7 +86,7 @@ def penalized(logits: Logits, tokens: Sequence[int], penalty: float) -> Logits:
     """Logits [vocab] after a repetition penalty (Keskar et al., https://arxiv.org/abs/1909.05858).
 
     Args:
-        tokens: Those that have occurred, in the prompt too.
+        tokens: Tokens that have occurred, in the prompt too.
         penalty: Divides their positive logits and multiplies the negative ones; 1 changes nothing.
     """
     if penalty == 1:
@@ -112,7 +112,7 @@ def make_sampler(
         temperature: Divides the logits; 0 means greedy decoding.
         top_k: Sample from this many of the most probable tokens. Default: all.
         top_p: Sample from the smallest set of tokens with this total probability. Default: all.
-        seed: Of the generator. Default: a random one.
+        seed: Seed of the generator. Default: a random one.
 
     Raises:
         InputError: temperature is negative or not finite, top_k is below 1, top_p is outside (0, 1], or seed below 0.

@@ -38,7 +38,7 @@ class GenerationStats:
         prefill_seconds, decode_seconds: Time until the first token, and for the others, without the caller's code. All
             times are by the device's clock.
         first_token_seconds: Time from the beginning of the prefill until the first new token was known.
-        token_seconds: For each token after it, a stop token included, how long the caller waited.
+        token_seconds: Time that the caller waited for each token after it, a stop token included.
         finish_reason: `stop` after a stop token, `length` after the requested number of tokens or when the cache is
             full, None before the end.
     """
@@ -73,8 +73,8 @@ class LanguageModel:
     Attributes:
         model: Runs the steps.
         cache_length: Capacity of the KV cache in tokens, a multiple of `chunk`.
-        repetition_penalty: That of the checkpoint; see `sampling.penalized`. Other values than 1 make the host choose
-            the tokens.
+        repetition_penalty: The checkpoint's repetition penalty; see `sampling.penalized`. Other values than 1 make the
+            host choose the tokens.
     """
 
     def __init__(

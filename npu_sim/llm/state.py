@@ -23,8 +23,8 @@ class StateKind:
     old rows are no longer read, after how many tokens a block may be freed.
 
     Attributes:
-        tensors: For each tensor the argument of the traced modules, which is a list with one tensor for each layer.
-            The program's inputs are named after it: `k_0` is the first layer's.
+        tensors: Arguments of the traced modules, each a list with one tensor for each layer. The program's inputs are
+            named after them: `k_0` is the first layer's.
         row: Function from a config to the shape of a row.
         dtype: Element type. None: the compute dtype.
         sharded_axis: Axis of a row that the devices of a group divide. None: each device has whole rows.

@@ -77,7 +77,7 @@ class RankGroup:
         return value
 
     def call(self, name: str, *args: Any) -> None:
-        """Have every worker call a method of its object; do not wait for it.
+        """Call a method of every worker's object, without waiting for it.
 
         Raises:
             NPUError: the group has ended; the message says why.
@@ -112,7 +112,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """For this process's part of what all do: an error here that comes of a lost worker becomes that reason."""
+        """Run this process's part of a common action: an error that comes of a lost worker becomes that reason."""
         with _uninterrupted():
             try:
                 yield
@@ -187,8 +187,8 @@ class Worker(ABC):
     """A rank's process and the connection to it.
 
     Attributes:
-        heard: When it last said that it is alive, by `time.monotonic`.
-        connection: To a process that runs `npu_sim.parallel.worker`.
+        heard: Time at which it last said that it is alive, by `time.monotonic`.
+        connection: Connection to a process that runs `npu_sim.parallel.worker`.
     """
 
     connection: Connection
@@ -212,7 +212,7 @@ class Worker(ABC):
 
     @abstractmethod
     def ended(self) -> DeviceError:
-        """What to say of a worker that is gone."""
+        """The error for a worker that is gone."""
 
 
 class LocalWorker(Worker):

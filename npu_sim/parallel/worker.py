@@ -24,7 +24,7 @@ class Rank:
     """A worker's place in its group.
 
     Attributes:
-        rank: From 1; rank 0 is the process that started the group.
+        rank: Place in the group, from 1; rank 0 is the process that started the group.
         size: The number of ranks.
         receive: The next message of rank 0.
     """
@@ -42,7 +42,7 @@ class Rank:
 
 
 def named(text: str) -> Any:
-    """What `module:name` stands for."""
+    """The object of `module:name`."""
     module, _, name = text.partition(":")
     return getattr(import_module(module), name)
 

@@ -1,4 +1,4 @@
-"""What a model checks of a batch before it runs it."""
+"""Checks of a batch before a model runs it."""
 
 import math
 from collections.abc import Sequence

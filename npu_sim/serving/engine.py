@@ -44,16 +44,17 @@ class Engine:
     """Serves requests until it is closed.
 
     Args:
-        model: What computes steps; nobody else may use it meanwhile.
-        checkpoint: Its tokenizer makes the text, its end-of-sequence ids end sequences. None: no text, no such ids.
+        model: The model that computes steps; nobody else may use it meanwhile.
+        checkpoint: Source of the tokenizer, which makes the text, and of the end-of-sequence ids. None: there are none.
         max_waiting: Maximum number of requests that wait for admission. Default: no limit.
-        prefill_tokens: Maximum number of prompt tokens of a step. Default: so many that requests that wait for a token
-            hardly notice (`StepTimes`), and as many as the model takes where none does.
+        prefill_tokens: Maximum number of prompt tokens of a step. Default: learned from times of steps, so that requests
+            that wait for a token hardly notice; the model's maximum where none waits.
         speculate: Guess tokens and verify several in one step: `ngram` from the request's own text, a `Drafter` as it
             likes. Default: do not.
 
     Attributes:
-        failed: Why the engine has ended by itself: its own thread has failed, or its device is lost. None: it has not.
+        failed: The reason why the engine has ended by itself: its own thread has failed, or its device is lost. None
+            while it runs.
     """
 
     def __init__(

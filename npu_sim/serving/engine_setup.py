@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine: the same steps for `npu-sim serve` and for each replica of a Ray cluster."""
+"""Setting up an engine for a checkpoint: the same steps for `npu-sim serve` and for each replica of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK = 16  # tokens
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is made with, besides checkpoint and device.
+    """Settings of an engine, besides checkpoint and device.
 
     Attributes:
         context_length: Maximum tokens of a prompt and its reply. Default: 2048, or the model's if less.
@@ -46,13 +46,13 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """What each replica opens.
+    """Model, device and settings of each replica.
 
     Attributes:
-        model: What `load_checkpoint` takes, as it is called on the replica's machine; so are the next three.
+        model: Source for `load_checkpoint`, as it is named on the replica's machine; so are the next three.
         device: The device's name there. Default: the best one.
-        tune: On the CPU, use the kernels that measurements find the fastest.
-        draft: What `load_checkpoint` takes for the model that guesses tokens, if any.
+        tune: Use the kernels that measurements find the fastest, on the CPU.
+        draft: Source for `load_checkpoint` of the model that guesses tokens, if any.
         cpu_level: Instruction set of the CPU kernels. Default: the best one there.
     """
 

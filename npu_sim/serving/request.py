@@ -54,7 +54,7 @@ class Update:
     Attributes:
         tokens: New token ids, without those that ended the sequence.
         text: New text: only whole characters, and none that could still become part of a stop string.
-        error: What went wrong, where the finish reason is "error".
+        error: The problem, where the finish reason is "error".
     """
 
     tokens: tuple[int, ...] = ()

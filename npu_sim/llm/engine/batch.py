@@ -26,8 +26,8 @@ class Batch:
         outputs: [R], int32, increasing: indices into `tokens` of those after which a token is to be chosen.
         settings: [R, 3], float32: temperature (0: greedy), top_k (infinity: all) and top_p of each output.
         uniforms: [R], float32: a random number from [0, 1) for each output.
-        upcoming: In a step of one token: returns the random number of its output and those of the next tokens of the
-            sequence, as many as asked for, so that a model can upload those of many steps at once.
+        upcoming: Function from a count to the random numbers of the sequence's next tokens, so that a model can upload
+            those of many steps at once. None but in a step of one token.
     """
 
     tokens: NDArray[np.int32]

@@ -28,13 +28,13 @@ class PlannedStep:
     """A planned step.
 
     Attributes:
-        batch: For the model.
+        batch: Input of the model.
         copies: Blocks to copy before it: (from, to); none is in two pairs but as the source of both.
         singles: The sequences that compute one token and choose one; output i is that of the i-th of them.
         others: All other sequences of the step.
         choices: The outputs after those of `singles`.
         prompt_tokens: Tokens of the batch that belong to pieces of prompts.
-        cost_shares: For the sequences whose drafts make this step longer, the share of that time that each pays.
+        cost_shares: Shares of the time that drafts add to this step, by the sequences that pay it.
         drafting_seconds: Time that drafting took.
     """
 

@@ -40,11 +40,11 @@ class Scheduler:
         drafter: Guesses tokens of sequences that want drafts.
 
     Attributes:
-        running: In order of arrival.
+        running: Running sequences, in order of arrival.
         waiting: Number of sequences that wait.
-        times: How long steps take.
-        admitted: Those that were admitted for the first time; the caller empties it.
-        preemptions: How often a sequence lost its blocks.
+        times: Durations of steps.
+        admitted: Sequences that were admitted for the first time; the caller empties it.
+        preemptions: Number of times that a sequence lost its blocks.
     """
 
     def __init__(self, model: BatchModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
@@ -104,7 +104,7 @@ class Scheduler:
 
     @property
     def _decoding(self) -> int:
-        """How many sequences take one token in a step."""
+        """The number of sequences that take one token in a step."""
         return sum(sequence.computed + 1 >= len(sequence.tokens) + sequence.pending for sequence in self.running)
 
     @property
@@ -116,8 +116,8 @@ class Scheduler:
         """Learn how long a step took, and charge the sequences for whose drafts it took longer.
 
         Args:
-            seconds: From its launch, or from the end of the one before, to its end.
-            since_idle: From when a device that runs ahead had nothing to do, if planning needed the results before it.
+            seconds: Time from its launch, or from the end of the one before, to its end.
+            since_idle: Time from when a device that runs ahead had nothing to do, if planning needed results.
         """
         if self._stops_anyway:
             since_idle = None
@@ -146,7 +146,7 @@ class Scheduler:
         return step.step(self._tables, self._settings) if step.tokens else None
 
     def launched(self, step: PlannedStep) -> None:
-        """The step has been launched: blocks that it fills with known tokens can be shared from now on."""
+        """Note that a step has been launched: blocks that it fills with known tokens can be shared from now on."""
         if self._speculation is not None:
             self._speculation.launched(step)
         for sequence in step.others:
@@ -178,7 +178,7 @@ class Scheduler:
         self.pool.forget(sequence.table)
 
     def start_over(self) -> None:
-        """What the pool holds is lost: let all running sequences wait again."""
+        """Let all running sequences wait again: the contents of the pool are lost."""
         for sequence in reversed(self.running.copy()):
             self._preempt(sequence)
         self.pool.forget(range(self.pool.blocks))
@@ -200,7 +200,7 @@ class Scheduler:
             step.add(sequence, [sequence.tokens[-1], *draft], 1 + len(draft), tuple(draft))
 
     def _drafts(self, ready: list[Sequence], step: StepBuilder) -> dict[Sequence, list[int]]:
-        """A draft for sequences that want one, no longer than what they may still say before their last token.
+        """A draft for each sequence that wants one, within its remaining token budget but for the last token.
         Drafts take only outputs of the step that neither running nor waiting sequences need."""
         spare, speculation = self._spare_outputs, self._speculation
         if speculation is None or spare <= 0:
@@ -225,7 +225,7 @@ class Scheduler:
         return drafts
 
     def _must_know(self, sequence: Sequence, drafts: bool) -> bool:
-        """The same for one sequence, where steps may have drafts."""
+        """Whether planning needs the results of a sequence's launched steps, where steps may have drafts."""
         if sequence.reads_logits:
             return True
         if self._speculation is None:
@@ -365,15 +365,15 @@ class Scheduler:
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Release a sequence's blocks; what it shared stays in the cache."""
+        """Release a sequence's blocks; shared ones stay in the cache."""
         self.pool.release(sequence.table)
         sequence.table = []
         sequence.registered = sequence.rows = 0
 
 
 def divided(budget: int, rests: dict[Sequence, int]) -> dict[Sequence, int]:
-    """How many tokens each prompt gets, by what is left of it: half of the budget goes to the shortest rests, all that
-    remains to the earliest prompts. In order of arrival."""
+    """The number of tokens that each prompt gets, in order of arrival: half of the budget goes to the shortest rests,
+    all that remains to the earliest prompts."""
     earliest = sorted(rests, key=lambda sequence: sequence.arrival)
     shares = dict.fromkeys(earliest, 0)
     half = budget // 2

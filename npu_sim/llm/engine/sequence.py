@@ -43,7 +43,7 @@ class Sequence:
         tokens: The prompt and the new tokens that are known.
         limit: Maximum length of `tokens`.
         stop_ids: Token ids that end the sequence.
-        sampling: How tokens are chosen.
+        sampling: Rule by which tokens are chosen.
         sampler: Chooses each token on the host instead, from the logits.
         penalty: Repetition penalty; see `npu_sim.llm.sampling.penalized`.
         token_filter: Grammar that the tokens follow.
@@ -51,7 +51,7 @@ class Sequence:
         tenant: Blocks are shared within a tenant only.
         deadline: Time by `time.monotonic` at which the sequence ends with an error.
         timeout: Seconds from submission to the deadline.
-        budget: How many tokens to draft.
+        budget: Length and budget of drafts.
         generator: Source of the random numbers. Default: one with the seed of `sampling`.
         draws: Whether tokens are sampled.
         settings: Temperature, top_k and top_p, as `Batch.settings` has them.
@@ -68,7 +68,7 @@ class Sequence:
         ended: No more tokens are wanted.
         prompt_length: Number of tokens of the prompt.
         reads_logits: Whether the host needs the logits of each output.
-        last_time: When the latest token was known, or the request submitted.
+        last_time: Time at which the latest token was known, or the request submitted.
     """
 
     arrival: int

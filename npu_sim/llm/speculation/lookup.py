@@ -15,7 +15,7 @@ class Drafter(Protocol):
     """Drafts tokens."""
 
     def drafts(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, list[int]]:
-        """For each sequence up to that many tokens that may follow its own.
+        """Tokens that may follow those of each sequence, at most as many as are wanted.
 
         A sequence without a draft is left out. One whose tokens have not all been read yet has an empty draft: they are
         read further with the next call.

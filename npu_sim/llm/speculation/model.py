@@ -22,7 +22,7 @@ class _Rows:
     """The rows of a sequence in the draft model's pool.
 
     Attributes:
-        table: Its blocks.
+        table: Blocks of the sequence.
         computed: Number of the sequence's own tokens whose keys and values are there.
         guesses: Tokens after these whose keys and values are there too.
     """

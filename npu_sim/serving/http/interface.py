@@ -1,4 +1,4 @@
-"""What the server asks of an engine; `npu_sim.serving.engine.Engine` does it."""
+"""The interface of an engine to the server; `npu_sim.serving.engine.Engine` has it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class EngineLike(Protocol):
     """Takes requests from any thread and generates their tokens.
 
     Attributes:
-        failed: Why it has ended by itself; None: it has not.
+        failed: The reason why it has ended by itself. None: it has not.
     """
 
     failed: str | None
