@@ -34,7 +34,7 @@ EDITED = (
     "npu_sim.serving.handle",
     "npu_sim.llm.engine.step_times",
     "npu_sim.serving.text",
-    "npu_sim.serving.writer",
+    "npu_sim.serving.text_thread",
     "npu_sim.llm.step_program",
     "npu_sim.llm.prefill_plan",
 )

@@ -128,18 +128,10 @@ class CompiledModel(ABC):
         """The inputs of a program that are among `state`."""
         return {spec.name: self.state[spec.name] for spec in program.input_specs if spec.name in self.state}
 
-    def marker(self) -> Callable[[], None]:
-        """A function that waits until all that is launched by now has finished.
-
-        It raises `NPUError` where a process of the group is lost.
-        """
-        wait = self.device.backend.marker()
-
-        def finish() -> None:
-            with self.group.together() if self.group else nullcontext():
-                wait()
-
-        return finish
+    def wait_for(self, marker: Callable[[], None]) -> None:
+        """Wait at a marker of the backend. Raises `NPUError` where a process of the group is lost."""
+        with self.group.together() if self.group else nullcontext():
+            marker()
 
     def check(self) -> None:
         """Raise the reason (`NPUError`) if a process of this model's group is lost."""

@@ -12,7 +12,7 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.compiled_model import CompiledModel, Report
 from npu_sim.llm.context import context_length
 from npu_sim.llm.engine.batch import Batch, StepResult
-from npu_sim.llm.graph import compile_decode_loop, compile_prefill, compile_sampling_loop, has_prefill
+from npu_sim.llm.graph import compile_decode_loop, compile_prefill, has_prefill
 from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
 from npu_sim.llm.sampling import Logits, choose_by
 from npu_sim.llm.step_program import ProgramName, StepProgram
@@ -74,11 +74,8 @@ class ContiguousModel(CompiledModel):
 
     def compile(self, name: ProgramName) -> "CompiledProgram":
         length, target = self.context_length, self.device.backend.target
-        if name == DECODE:
-            return compile_decode_loop(self.checkpoint, length, target, self._mesh)
-        if name == SAMPLING:
-            return compile_sampling_loop(self.checkpoint, length, target, self._mesh)
-        assert isinstance(name, int)
+        if not isinstance(name, int):
+            return compile_decode_loop(self.checkpoint, length, target, self._mesh, sampling=name == SAMPLING)
         return compile_prefill(self.checkpoint, name, length, target, self._mesh)
 
     def prepare(self, tokens: int, *, sampling: bool = False) -> None:
@@ -172,7 +169,7 @@ class _Result:
     def __init__(self, model: ContiguousModel, program: StepProgram, batch: Batch, position: int | None) -> None:
         self.on_host = position is None
         self._model, self._program, self._batch, self._position = model, program, batch, position
-        self._wait = model.marker()
+        self._marker = model.device.backend.marker()
         self._read_logits = program.reader()
         self._tokens: NDArray[np.int32] | None = None
 
@@ -194,7 +191,7 @@ class _Result:
     def _chosen(self) -> NDArray[np.int32]:
         if self._position is None:
             return choose_by(self.logits(), self._batch.settings, self._batch.uniforms)
-        self._wait()
+        self._model.wait_for(self._marker)
         return np.array(self._model._look()[self._position : self._position + 1])
 
     def logits(self) -> Logits:

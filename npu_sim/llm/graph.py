@@ -99,27 +99,18 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
     return _trace(checkpoint, model, inputs, "decode" if tokens == 1 else "prefill")
 
 
-def extract_decode_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
-    """The IR of `SelfFeedingDecode`. Raises InputError if the model cannot be traced."""
-    require_torch("tracing a model")
-    from npu_sim.llm.modules import SelfFeedingDecode, attend_to_rows
-
-    model = SelfFeedingDecode(meta_model(checkpoint, attend_to_rows))
-    inputs = (*_loop_state(cache_length), *_empty_caches(checkpoint, cache_length))
-    return _trace(checkpoint, model, inputs, "decode")
-
-
-def extract_sampling_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
-    """The IR of `SamplingDecode`. Raises InputError if the model cannot be traced."""
+def extract_decode_loop(checkpoint: Checkpoint, cache_length: int, *, sampling: bool = False) -> dict[str, Any]:
+    """The IR of `SelfFeedingDecode` or, with `sampling`, `SamplingDecode`. Raises InputError if it cannot be traced."""
     require_torch("tracing a model")
     import torch
 
-    from npu_sim.llm.modules import SamplingDecode, attend_to_rows
+    from npu_sim.llm.modules import SamplingDecode, SelfFeedingDecode, attend_to_rows
 
-    model = SamplingDecode(meta_model(checkpoint, attend_to_rows))
-    settings, uniforms = (torch.empty(size, dtype=torch.float32, device="meta") for size in (3, cache_length))
-    inputs = (*_loop_state(cache_length), settings, uniforms, *_empty_caches(checkpoint, cache_length))
-    return _trace(checkpoint, model, inputs, "sampling")
+    model = (SamplingDecode if sampling else SelfFeedingDecode)(meta_model(checkpoint, attend_to_rows))
+    token, position, history = (torch.empty(size, dtype=torch.long, device="meta") for size in (1, 1, cache_length))
+    drawing = [torch.empty(size, dtype=torch.float32, device="meta") for size in (3, cache_length) if sampling]
+    inputs = (token, position, history, *drawing, *_empty_caches(checkpoint, cache_length))
+    return _trace(checkpoint, model, inputs, "sampling" if sampling else "decode")
 
 
 @dataclass(frozen=True)
@@ -232,13 +223,6 @@ def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[l
     return _empty_state(checkpoint, shape)
 
 
-def _loop_state(cache_length: int) -> tuple["torch.Tensor", ...]:
-    """Token, position and history: the inputs of `SelfFeedingDecode` that each step replaces."""
-    import torch
-
-    return tuple(torch.empty(size, dtype=torch.long, device="meta") for size in (1, 1, cache_length))
-
-
 def _empty_caches(checkpoint: Checkpoint, cache_length: int) -> list[list["torch.Tensor"]]:
     """Tensors [1, KV heads, cache length, head dim] for the layers' state: a list of each kind, one for each layer."""
 
@@ -254,7 +238,7 @@ def _empty_state(checkpoint: Checkpoint, shape: Callable[[StateKind], tuple[int,
 
     layers: dict[str, list[torch.Tensor]] = {}
     for kind in layer_states(checkpoint.config):
-        dtype = getattr(torch, kind.element_type(checkpoint))
+        dtype = getattr(torch, kind.dtype or checkpoint.dtype)
         for tensor in kind.tensors:
             layers.setdefault(tensor, []).append(torch.empty(shape(kind), dtype=dtype, device="meta"))
     return list(layers.values())
@@ -296,20 +280,17 @@ def has_prefill(
 
 
 def compile_decode_loop(
-    checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
+    checkpoint: Checkpoint,
+    cache_length: int,
+    target: "CodegenTarget",
+    mesh: "Mesh | None" = None,
+    *,
+    sampling: bool = False,
 ) -> "CompiledProgram":
-    """The compiled program of `SelfFeedingDecode`; caching and errors as in `compile_prefill`."""
+    """The compiled program of `extract_decode_loop`; caching and errors as in `compile_prefill`."""
+    kind, sizes = "sampling" if sampling else "decode", [cache_length]
     return _compiled(
-        checkpoint, "decode", lambda: extract_decode_loop(checkpoint, cache_length), [cache_length], target, mesh
-    )
-
-
-def compile_sampling_loop(
-    checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
-) -> "CompiledProgram":
-    """The compiled program of `SamplingDecode`; caching and errors as in `compile_prefill`."""
-    return _compiled(
-        checkpoint, "sampling", lambda: extract_sampling_loop(checkpoint, cache_length), [cache_length], target, mesh
+        checkpoint, kind, lambda: extract_decode_loop(checkpoint, cache_length, sampling=sampling), sizes, target, mesh
     )
 
 

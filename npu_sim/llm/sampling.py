@@ -17,10 +17,6 @@ from npu_compiler.errors import InputError, NPUError
 Logits = NDArray[np.float32]
 Sampler = Callable[[Logits], int]
 
-# Tokens whose logit, divided by the temperature, is this far below the greatest one are left out early: exp(-50) is
-# 2e-22, below the rounding error of the sum. They are most of a large vocabulary, and sorting them would take longer
-# than a step of the model.
-_NEGLIGIBLE = 50.0
 _FLOAT32 = np.finfo(np.float32)
 _LARGEST_TOP_K = 1 << 24  # integers up to here are exact in float32
 _FIRST_SORTED = 64  # this many tokens are sorted first, which nearly always include the sampled one
@@ -126,9 +122,12 @@ def make_sampler(
 def choose(
     logits: Logits, uniform: float, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None
 ) -> int:
-    """The token that `draw(probabilities(...), uniform)` samples, from the most probable ones instead of all.
+    """A token sampled by inverse transform: the first in descending order at which the cumulative probability exceeds
+    `uniform`.
 
-    Where only all of them together have their total, it is summed in float32's precision.
+    The probabilities are softmax(logits / temperature), restricted to the `top_k` most probable tokens, then to the
+    smallest set of those whose share reaches `top_p`. On ties, lower ids are kept. Only as many tokens are sorted as it
+    takes; the total of all is summed in float32's precision.
 
     Args:
         logits: [vocab].
@@ -183,35 +182,6 @@ def _total(logits: Logits, temperature: float) -> float:
         return float(np.exp((logits - logits.max()) / divisor).sum(dtype=np.float64))
 
 
-def probabilities(
-    logits: Logits, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None
-) -> NDArray[np.float64]:
-    """The probabilities [vocab] to sample from: softmax(logits / temperature), restricted and normalized to sum to 1.
-
-    The restriction is first to the `top_k` most probable tokens, then to the smallest set of those whose share of their
-    sum reaches `top_p`. On ties, lower ids are kept.
-
-    Raises:
-        NPUError: a logit is NaN or infinite.
-        InputError: a setting is out of range, or the temperature is 0.
-    """
-    _check(temperature, top_k, top_p)
-    if temperature == 0:
-        raise InputError("temperature 0 means greedy decoding, which has no probabilities; use greedy()")
-    with np.errstate(over="ignore"):  # an extreme temperature leaves the most probable token, or all of them
-        kept = np.flatnonzero(_finite(logits) >= logits.max() - np.float32(_NEGLIGIBLE * temperature))
-        scores = (logits[kept].astype(np.float64) - float(logits.max())) / temperature
-    weights = np.exp(scores)
-    order = np.arange(len(kept)) if top_k is None else _most_probable(scores, top_k)
-    if top_p is not None:
-        order = order[np.argsort(-scores[order], kind="stable")]
-        share = weights[order] / weights[order].sum()
-        order = order[np.cumsum(share) - share < top_p]
-    result = np.zeros(len(logits))
-    result[kept[order]] = weights[order] / weights[order].sum()
-    return result
-
-
 def _most_probable(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.intp]:
     """The indices of the `count` highest scores in descending order; on ties, lower indices are kept and come first."""
     if count < len(scores):
@@ -219,26 +189,6 @@ def _most_probable(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.
     else:
         candidates = np.arange(len(scores))
     return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
-
-
-def draw(weights: NDArray[np.float64], uniform: float) -> int:
-    """Sample an index by inverse transform: the first at which the cumulative sum of the weights, in descending order,
-    exceeds `uniform` times their total.
-
-    Args:
-        weights: [vocab], not negative.
-        uniform: A random number from [0, 1).
-    """
-    possible = np.flatnonzero(weights)
-    weights = weights[possible]
-    goal, count = uniform * weights.sum(), _FIRST_SORTED
-    while True:
-        order = _most_probable(weights, count)
-        reached = np.cumsum(weights[order])
-        if reached[-1] > goal or len(order) == len(weights):
-            place = np.searchsorted(reached, goal, side="right")
-            return int(possible[order[min(place, len(order) - 1)]])
-        count *= _FIRST_SORTED
 
 
 def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:

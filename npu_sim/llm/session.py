@@ -238,21 +238,6 @@ class LanguageModel:
             if not 0 <= token < self.vocab_size:
                 raise InputError(f"token id {token} is outside the vocabulary, 0 to {self.vocab_size - 1}")
 
-    def follow(self, token: int, steps: int, sampler: Sampler = greedy) -> Iterator[int]:
-        """Continue the sequence with `token` and yield up to `steps` tokens that the sampler chooses.
-
-        The iteration ends early when the cache is full. A yielded token is appended to the sequence when the next one
-        is requested.
-
-        Raises:
-            InputError: the token is outside the vocabulary.
-            NPUError: the logits are not finite.
-        """
-        self._check_ids(token)
-        if steps == 0 or len(self.tokens) == self.cache_length:
-            return iter(())
-        return self.generate([*self.tokens, token], steps, sampler, frozenset())
-
     def generate(
         self,
         prompt_ids: Sequence[int],

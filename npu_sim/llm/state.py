@@ -2,14 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from npu_compiler.graph.dtypes import itemsize
-
-if TYPE_CHECKING:
-    from npu_sim.llm.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -37,10 +34,6 @@ class StateKind:
     sharded_axis: int | None = None
     shares_prefixes: bool = True
 
-    def element_type(self, checkpoint: "Checkpoint") -> str:
-        """The dtype of the tensors."""
-        return self.dtype or checkpoint.dtype
-
 
 def key_value_row(config: Any) -> tuple[int, int]:
     """The shape of a token's keys in a layer, and of its values: [KV heads, head dim]."""
@@ -62,9 +55,9 @@ def state_inputs(config: Any) -> frozenset[str]:
     return frozenset(f"{tensor}_{layer}" for layer, kind in enumerate(layer_states(config)) for tensor in kind.tensors)
 
 
-def row_bytes(checkpoint: "Checkpoint") -> int:
-    """Memory of one token's rows in all layers."""
-    kinds, config = layer_states(checkpoint.config), checkpoint.config
+def row_bytes(config: Any, dtype: str) -> int:
+    """Memory of one token's rows in all layers, in a compute dtype."""
     return sum(
-        len(kind.tensors) * int(np.prod(kind.row(config))) * itemsize(kind.element_type(checkpoint)) for kind in kinds
+        len(kind.tensors) * int(np.prod(kind.row(config))) * itemsize(kind.dtype or dtype)
+        for kind in layer_states(config)
     )

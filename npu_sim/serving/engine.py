@@ -47,7 +47,7 @@ class Engine:
         model: The model that computes steps; nobody else may use it meanwhile.
         checkpoint: Source of the tokenizer, which makes the text, and of the end-of-sequence ids. None: there are none.
         max_waiting: Maximum number of requests that wait for admission. Default: no limit.
-        prefill_tokens: Maximum number of prompt tokens of a step. Default: learned from times of steps, so that requests
+        prefill_tokens: Maximum number of prompt tokens of a step. Default: learned from times of steps, so that those
             that wait for a token hardly notice; the model's maximum where none waits.
         speculate: Guess tokens and verify several in one step: `ngram` from the request's own text, a `Drafter` as it
             likes. Default: do not.

@@ -103,7 +103,7 @@ class PagedModel(CompiledModel):
         super().__init__(checkpoint, device, settings, **group, start_worker=start_worker)
         self.runs_ahead = int(self.device.backend.runs_ahead > 1)
         self.shares_prefixes = all(kind.shares_prefixes for kind in layer_states(checkpoint.config))
-        self.block_bytes = block_size * row_bytes(checkpoint)
+        self.block_bytes = block_size * row_bytes(checkpoint.config, checkpoint.dtype)
         self._smallest = PagedShape(
             1, 1, 1, per_sequence, self.blocks + 1, block_size, history=KEPT_STEPS * self.max_outputs
         )
@@ -235,7 +235,7 @@ class _Result:
     def __init__(self, model: PagedModel, program: StepProgram, first: int, count: int) -> None:
         self.count = count
         self._model, self._first = model, first
-        self._wait = model.marker()
+        self._marker = model.device.backend.marker()
         self._read_logits = program.reader()
         self._tokens: NDArray[np.int32] | None = None
         self._host_chose = False
@@ -243,7 +243,7 @@ class _Result:
     def tokens(self) -> NDArray[np.int32]:
         """[R]: the chosen token of each output; -1 where its logits are not finite."""
         if self._tokens is None:
-            self._wait()
+            self._model.wait_for(self._marker)
             self._tokens = np.array(self._model._look()[self._first : self._first + self.count])
         return self._tokens
 

@@ -17,6 +17,7 @@ from cuda_toolchain import compile_in_turn
 from metal_harness import METAL_DEVICE
 from numerics import MIN_DRAWS, assert_design6
 from safetensors.torch import load_file, save_file
+from sampling_rule import draw, probabilities
 from tiny_llms import TEMPLATE, VOCAB, assert_same_tokens, save_tiny, save_tokenizer, tensors, tiny_config
 from torch_ir import extract_ir
 
@@ -38,17 +39,15 @@ from npu_sim.llm import (
     complete,
     extract_decode_loop,
     extract_graph,
-    extract_sampling_loop,
     greedy,
     load_checkpoint,
     make_sampler,
-    probabilities,
 )
 from npu_sim.llm.chat import chat_text
 from npu_sim.llm.contiguous_model import DECODE
 from npu_sim.llm.graph import meta_model
 from npu_sim.llm.modules import drawn
-from npu_sim.llm.sampling import choose, draw
+from npu_sim.llm.sampling import choose
 from npu_sim.llm.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -252,7 +251,7 @@ def test_what_the_device_chooses_is_what_the_host_would_have_chosen(llama: Check
     assert list(model.generate([4, 5, 6], sampler=lambda logits: int(logits.argmax()), stop=frozenset())) == chosen
     assert model.tokens == kept == [4, 5, 6, *chosen[:-1]]
     model.rewind([4, 5, 6, *chosen[:5]])
-    assert list(model.follow(chosen[4], 6)) == chosen[5:11]
+    assert list(model.generate([*model.tokens, chosen[4]], 6, stop=frozenset())) == chosen[5:11]
 
 
 def chosen_by_the_host(sampler: Sampler) -> Sampler:
@@ -296,7 +295,7 @@ def test_generations_that_take_turns_do_not_mix_up(ahead: LanguageModel, make: C
     def turns(first: Sampler, second: Sampler) -> list[int]:
         ahead.reset()
         ahead.prefill([4, 5, 6])
-        one, two = ahead.follow(7, 10, first), ahead.follow(8, 10, second)
+        one, two = (ahead.generate([4, 5, 6, token], 10, x, frozenset()) for token, x in ((7, first), (8, second)))
         return [next(tokens) for tokens in (one, one, two, one, two, two, one)] + [next(one), *ahead.tokens]
 
     shared, same = make(), make()
@@ -316,7 +315,7 @@ def test_logits_that_are_not_finite_end_a_generation(
     model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device=device)
     monkeypatch.setattr(model.model, "runs_ahead", 2)
     with pytest.raises(NPUError, match="not finite"):
-        list(model.follow(3, 1, sampler))
+        list(model.generate([3], 1, sampler, frozenset()))
 
 
 class DrawnToken(torch.nn.Module):
@@ -411,8 +410,8 @@ def test_a_cuda_step_that_samples_is_the_greedy_one_up_to_the_logits_and_compile
     config = tiny_config("llama", hidden_size=256, intermediate_size=512, vocab_size=20_000)
     checkpoint = Checkpoint("tiny", config, {}, "bfloat16", lambda: None)
     greedily, sampling = (
-        npu_compile(extract(checkpoint, CACHE), CUDACodegenTarget()).plan
-        for extract in (extract_decode_loop, extract_sampling_loop)
+        npu_compile(extract_decode_loop(checkpoint, CACHE, sampling=samples), CUDACodegenTarget()).plan
+        for samples in (False, True)
     )
     ours, theirs = ([(call.kernel, call.source) for call in plan.calls] for plan in (sampling, greedily))
     logits = [kernel for kernel, _ in theirs].index(RESIDENT)
@@ -420,15 +419,6 @@ def test_a_cuda_step_that_samples_is_the_greedy_one_up_to_the_logits_and_compile
     assert len(ours) - logits <= 26 and RESIDENT not in dict(ours[logits + 1 :])
     behind = {source: sampling.sources[source] for _, source in ours[logits + 1 :]}
     compile_in_turn(behind.values())
-
-
-def test_drawing_takes_the_likeliest_first_however_many_there_are(rng: np.random.Generator) -> None:
-    weights = rng.random(5000) * (rng.random(5000) < 0.7)
-    weights[[7, 70]] = 1.0
-    order = np.argsort(-weights, kind="stable")
-    reached = np.cumsum(weights[order]) / weights.sum()
-    for uniform in (0.0, 1e-4, *rng.random(50), 1 - 2.0**-24):
-        assert draw(weights, uniform) == order[np.searchsorted(reached, uniform, side="right")]
 
 
 def test_a_second_start_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
@@ -578,22 +568,6 @@ def test_sampling_keeps_what_it_should() -> None:
     draws = [first(logits) for _ in range(400)]
     assert draws == [second(logits) for _ in range(400)]
     assert abs(np.mean(np.array(draws) == 1) - 0.4) < 0.1
-
-
-@pytest.mark.parametrize("top_k", [None, 1, 7, 400, 5000])
-@pytest.mark.parametrize("top_p", [None, 1e-6, 0.5, 0.99, 1.0])
-def test_sampling_keeps_what_sorting_everything_would_keep(
-    rng: np.random.Generator, top_k: int | None, top_p: float | None
-) -> None:
-    for spread in (0.01, 1, 30):
-        logits = (np.round(4 * rng.standard_normal(3000)) * spread).astype(np.float32)  # with many equals
-        order = np.argsort(-logits, kind="stable")[:top_k]
-        weights = np.exp(logits[order].astype(np.float64) / 0.7 - logits.max().astype(np.float64) / 0.7)
-        weights /= weights.sum()
-        kept = np.cumsum(weights) - weights < (2 if top_p is None else top_p)
-        expected = np.zeros(3000)
-        expected[order[kept]] = weights[kept] / weights[kept].sum()
-        np.testing.assert_allclose(probabilities(logits, 0.7, top_k=top_k, top_p=top_p), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+from sampling_rule import draw, probabilities
 
 from npu_compiler.errors import DeviceError, InputError
 from npu_sim.llm import make_sampler
@@ -162,9 +163,6 @@ class EvenTimes(StepTimes):
 
 def chosen(logits: NDArray[np.float32], settings: NDArray[np.float32], uniform: float) -> int:
     """The token that settings and a random number choose."""
-    from npu_sim.llm import probabilities
-    from npu_sim.llm.sampling import draw
-
     temperature, top_k, top_p = (float(value) for value in settings)
     if temperature == 0:
         return int(logits.argmax())

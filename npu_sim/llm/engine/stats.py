@@ -31,15 +31,6 @@ class Histogram:
     def count(self) -> int:
         return sum(self.counts)
 
-    def quantile(self, share: float) -> float:
-        """The bound below which that share of the observations lies; 0 without observations."""
-        below, goal = 0, share * self.count
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            below += count
-            if below >= goal and below:
-                return bound
-        return 0.0
-
 
 _FEW = 16  # values, which are counted faster one by one
 
