@@ -65,7 +65,7 @@ class ContiguousModel(CompiledModel):
         self.runs_ahead = self.device.backend.runs_ahead - 1
         self.chunks = tuple(size for size in CHUNKS if size <= length) if chunk is None else (self._fixed_chunk,)
         self._has_fixed_chunk = chunk is not None
-        self._last: _Result | None = None
+        self._last: _TokenResult | None = None
         self._begin(DECODE, length, progress)
         target = self.device.backend.target
         self._compiled = {x for x in self.chunks if has_prefill(checkpoint, x, length, target, self._mesh)}
@@ -123,7 +123,7 @@ class ContiguousModel(CompiledModel):
         if pairs:
             raise InputError("a contiguous cache has one block")
 
-    def _decode(self, batch: Batch) -> "_Result":
+    def _decode(self, batch: Batch) -> "_TokenResult":
         token, position = int(batch.tokens[0]), int(batch.positions[0])
         draws = len(batch.outputs) > 0 and bool(batch.settings[0, 0] > 0)
         samples = draws and self.runs_ahead > 0
@@ -140,9 +140,9 @@ class ContiguousModel(CompiledModel):
                 upcoming = batch.upcoming(self.context_length - position)
                 program.write(settings=batch.settings[0], uniforms=np.pad(upcoming, (position, 0)))
         program.run()
-        return _Result(self, program, batch, None if draws and not samples else position)
+        return _TokenResult(self, program, batch, None if draws and not samples else position)
 
-    def _prefill(self, batch: Batch) -> "_Result":
+    def _prefill(self, batch: Batch) -> "_TokenResult":
         """Run the smallest prefill program that holds the batch, padded.
 
         The padding writes keys and values beyond the end of the sequence. No query reads them: each attends to rows up
@@ -156,10 +156,10 @@ class ContiguousModel(CompiledModel):
         program.fill("positions", np.arange(start, start + size))
         program.fill("last", np.array([count - 1]))
         program.run()
-        return _Result(self, program, batch, None)
+        return _TokenResult(self, program, batch, None)
 
 
-class _Result:
+class _TokenResult:
     """The token that a step chose.
 
     Args:

@@ -20,7 +20,7 @@ from npu_sim.cache import cached_facts, source_digest
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, stored_fields
 from npu_sim.llm.families import GGUF_ARCHITECTURES
 from npu_sim.llm.gguf_blocks import quantized_format, quantized_rows
-from npu_sim.llm.gguf_reader import GGUFFile, Scalar, StoredTensor, read_gguf
+from npu_sim.llm.gguf_reader import GGUFFile, GGUFTensor, Scalar, read_gguf
 from npu_sim.llm.tokenizer import load_gguf_tokenizer
 
 _ROOT_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -272,7 +272,7 @@ def _dequantized_rows(rows: NDArray[np.uint8], encoding: str) -> NDArray[np.floa
         raise InputError(f"tensors of type {encoding} are not supported in GGUF files") from None
 
 
-def _dequantized(tensor: StoredTensor, dtype: str) -> NDArray[Any]:
+def _dequantized(tensor: GGUFTensor, dtype: str) -> NDArray[Any]:
     """A tensor in a named dtype, computed by several threads a piece at a time."""
     target = numpy_dtype(dtype)
     result = np.empty((len(tensor.rows), tensor.shape[-1]), target)
@@ -295,7 +295,7 @@ class _GGUFTensors(Mapping[str, NDArray[Any] | QuantizedArray]):
         formats: Name → format, of those in few bits.
     """
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], dtype: str) -> None:
+    def __init__(self, tensors: Mapping[str, GGUFTensor], settings: Mapping[str, Any], dtype: str) -> None:
         self._tensors = {_hugging_face_name(name): tensor for name, tensor in tensors.items()}
         self._interleaved = {}
         if settings["model_type"] == "llama":

@@ -29,7 +29,7 @@ _MOST_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class GGUFTensor:
     """A tensor of a GGUF file.
 
     Attributes:
@@ -56,7 +56,7 @@ class GGUFFile:
 
     metadata: Mapping[str, Scalar]
     arrays: frozenset[str]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, GGUFTensor]
     digest: str
 
 
@@ -169,7 +169,7 @@ def _read_tensor_table(cursor: _Cursor, count: int) -> dict[str, tuple[tuple[int
     return places
 
 
-def _tensor(whole: NDArray[np.uint8], start: int, name: str, shape: tuple[int, ...], kind: int) -> StoredTensor:
+def _tensor(whole: NDArray[np.uint8], start: int, name: str, shape: tuple[int, ...], kind: int) -> GGUFTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     encoding = next((known for known in GGML_QUANT_SIZES if known == kind), None)
@@ -184,4 +184,4 @@ def _tensor(whole: NDArray[np.uint8], start: int, name: str, shape: tuple[int, .
     if start + row_count * row_bytes > len(whole):
         raise ValueError(f"the tensor {name!r:.80} of shape {list(shape)} extends beyond the end of the file")
     rows = whole[start : start + row_count * row_bytes].reshape(row_count, row_bytes)
-    return StoredTensor(shape, encoding.name, rows)
+    return GGUFTensor(shape, encoding.name, rows)

@@ -202,18 +202,13 @@ class LanguageModel:
 
     def _append(self, tokens: NDArray[np.int64], start: int) -> Logits:
         """Run a step of these tokens, at positions from `start` on; the logits after the last one."""
-        length = len(tokens)
-        positions, table = np.arange(start, start + length, dtype=np.int32), np.zeros((1, 1), np.int32)
-        last, settings, uniforms = np.array([length - 1], np.int32), np.array([GREEDY], np.float32), np.zeros(1)
-        batch = Batch(
-            tokens.astype(np.int32),
-            positions,
-            np.zeros(length, np.int32),
-            table,
-            last,
-            settings,
-            uniforms.astype(np.float32),
+        ids, positions = tokens.astype(np.int32), np.arange(start, start + len(tokens), dtype=np.int32)
+        table, last, uniform = (
+            np.zeros((1, 1), np.int32),
+            np.array([len(tokens) - 1], np.int32),
+            np.zeros(1, np.float32),
         )
+        batch = Batch(ids, positions, np.zeros_like(ids), table, last, np.array([GREEDY], np.float32), uniform)
         logits: Logits = self.model.step(batch).logits()[0]
         return logits
 

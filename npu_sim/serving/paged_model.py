@@ -110,7 +110,7 @@ class PagedModel(CompiledModel):
         columns = np.minimum(np.arange(_power_of_two(self.max_outputs), dtype=np.int32), self.max_outputs - 1)
         self._places = np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * self.max_outputs + columns  # in the history
         self._launched = 0
-        self._kept: list[_Result | None] = [None] * KEPT_STEPS
+        self._kept: list[_BatchResult | None] = [None] * KEPT_STEPS
         self._begin((self._smallest, False), self._smallest.history, progress)
 
     def compile(self, name: ProgramName) -> "CompiledProgram":
@@ -202,7 +202,7 @@ class PagedModel(CompiledModel):
             program.fill("settings", batch.settings)
             program.fill("uniforms", batch.uniforms)
         program.run()
-        result = _Result(self, program, first, len(batch.outputs))
+        result = _BatchResult(self, program, first, len(batch.outputs))
         if drawing and not samples:
             result.choose(batch)
         self._kept[place] = result
@@ -227,7 +227,7 @@ class PagedModel(CompiledModel):
             copier.run()
 
 
-class _Result:
+class _BatchResult:
     """The tokens that a step chose, in the model's history from `first` on, and its logits until the next step."""
 
     on_host = False

@@ -11,7 +11,7 @@ from npu_sim.serving.http.grammar import json_rules
 from npu_sim.serving.http.schemas import ChatRequest
 from npu_sim.serving.http.service import Service
 from npu_sim.serving.http.text import ModelText
-from npu_sim.serving.http.tools import CallParser, ToolCall, template_messages
+from npu_sim.serving.http.tools import CallParser, ParsedCall, template_messages
 from npu_sim.serving.request import Request, TokenFilter, TokenLogprobs, Update
 
 
@@ -73,7 +73,7 @@ class ChatWriter:
         form, forced = self._text.tool_format, body.must_call
         self._parsers = [CallParser(form, names, only_calls=forced) for _ in range(body.choices)]
         self._contents: list[list[str]] = [[] for _ in self._parsers]
-        self._calls: list[list[ToolCall]] = [[] for _ in self._parsers]
+        self._calls: list[list[ParsedCall]] = [[] for _ in self._parsers]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in self._parsers]
         self._reasons: list[str | None] = [None for _ in self._parsers]
         self._wants_logprobs = bool(body.logprobs)

@@ -34,7 +34,7 @@ For each function call, write a JSON object with the function's name and argumen
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class ParsedCall:
     """A function that the model calls, with its arguments as JSON."""
 
     name: str
@@ -69,7 +69,7 @@ class ToolFormat:
         ]
         return call_rules(calls, separator="\n" if several and self.end else None)
 
-    def read(self, text: str, names: Sequence[str]) -> ToolCall | None:
+    def read(self, text: str, names: Sequence[str]) -> ParsedCall | None:
         """The call that a text is; None if it is none, or none of a function that may be called."""
         try:
             data = json.loads(text)
@@ -78,7 +78,7 @@ class ToolFormat:
         if not isinstance(data, dict) or data.get("name") not in names:
             return None
         arguments = data.get(self.arguments, {})
-        return ToolCall(data["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+        return ParsedCall(data["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def format_of(template: str | None) -> ToolFormat:
@@ -160,7 +160,7 @@ class CallParser:
         self._text_seen = False
         self.calls = 0
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+    def push(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Take new text; return what is certain: text for the user, and calls that are complete."""
         if not self._names:
             return text, []
@@ -168,12 +168,12 @@ class CallParser:
         shown, calls = self._whole_reply() if not self._form.end else self._tagged()
         return "" if self._only_calls else shown, calls
 
-    def flush(self) -> tuple[str, list[ToolCall]]:
+    def flush(self) -> tuple[str, list[ParsedCall]]:
         """Return the rest at the end; an incomplete call is text, unless the reply must consist of calls."""
         shown, calls = self._rest()
         return "" if self._only_calls else shown, calls
 
-    def _rest(self) -> tuple[str, list[ToolCall]]:
+    def _rest(self) -> tuple[str, list[ParsedCall]]:
         held, self._held = self._held, ""
         if not self._names:
             return held, []
@@ -183,7 +183,7 @@ class CallParser:
             return "", [call]
         return ("" if self.calls and not held.strip() else held), []
 
-    def _whole_reply(self) -> tuple[str, list[ToolCall]]:
+    def _whole_reply(self) -> tuple[str, list[ParsedCall]]:
         start = self._held.lstrip()
         if self._text_seen or (start and not start.startswith("{")):
             self._text_seen = True
@@ -191,9 +191,9 @@ class CallParser:
             return text, []
         return "", []
 
-    def _tagged(self) -> tuple[str, list[ToolCall]]:
+    def _tagged(self) -> tuple[str, list[ParsedCall]]:
         shown = ""
-        calls: list[ToolCall] = []
+        calls: list[ParsedCall] = []
         while True:
             before, begin, rest = self._held.partition(_BEGIN)
             if not begin:
