@@ -1,4 +1,4 @@
-"""`Scheduler`: which tokens of which sequences the next step computes, over which blocks.
+"""`Scheduler`: plans the next step: the tokens of the sequences that it computes, and the blocks for them.
 
 A step takes the running sequences' next tokens first, then pieces of prompts, up to a number of tokens: a long prompt
 stalls neither those that decode nor short prompts that come after it. A waiting sequence is admitted when its prompt's
@@ -10,6 +10,7 @@ Invariants:
 1. `computed` tokens of a sequence are in the pool as soon as the launched steps have run; the device runs steps and
    copies in the order of their launches, so a block may be given to another sequence while such steps are under way.
 2. A sequence writes rows from `computed` on only. The blocks there are its own, unregistered (blocks.py, invariant 2).
+   Where a model's `piece` begins earlier, `computed` goes back to there: the rows get the values that they have.
 3. A sequence with an output under way is in the latest launched step, and gets no draft.
 4. As many sequences run as one step can hold, so every running sequence that can take its next token takes it.
 5. Each sequence fits into the pool alone, takes blocks from later ones only, and waits where the later ones are already

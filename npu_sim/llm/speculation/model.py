@@ -7,6 +7,7 @@ choose the same token more often than not.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -33,10 +34,8 @@ class _Rows:
 
     def catch_up(self, tokens: list[int]) -> None:
         """Count the guesses that the sequence's tokens have confirmed."""
-        for guess in self.guesses:
-            if self.computed == len(tokens) or tokens[self.computed] != guess:
-                break
-            self.computed += 1
+        pairs = zip(self.guesses, tokens[self.computed :], strict=False)
+        self.computed += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self.guesses = []
 
 
