@@ -25,7 +25,7 @@ import numpy as np
 
 from npu_sim.llm.engine.batch import BatchModel
 from npu_sim.llm.engine.blocks import BlockPool
-from npu_sim.llm.engine.planned_step import Choice, PlannedStep, StepBuilder
+from npu_sim.llm.engine.planned_step import Choice, PlannedStep
 from npu_sim.llm.engine.sequence import Sequence
 from npu_sim.llm.engine.step_times import StepTimes
 from npu_sim.llm.speculation.lookup import Drafter
@@ -138,13 +138,16 @@ class Scheduler:
 
     def plan(self) -> PlannedStep | None:
         """The next step; None if nothing can be computed before the launched ones are read."""
-        step = StepBuilder()
+        step = PlannedStep()
         if self._speculation is not None:
             self._speculation.begin(step)
         self._plan_decodes(step)
         self._plan_prompts(step)
         self.pool.release([source for source, _ in step.copies])
-        return step.step(self._tables, self._settings) if step.tokens else None
+        if not step.tokens:
+            return None
+        step.finish(self._tables, self._settings)
+        return step
 
     def launched(self, step: PlannedStep) -> None:
         """Note that a step has been launched: blocks that it fills with known tokens can be shared from now on."""
@@ -184,7 +187,7 @@ class Scheduler:
             self._preempt(sequence)
         self.pool.forget(range(self.pool.blocks))
 
-    def _plan_decodes(self, step: StepBuilder) -> None:
+    def _plan_decodes(self, step: PlannedStep) -> None:
         """Add the next token of every sequence that has computed all others."""
         ready = [
             sequence
@@ -200,7 +203,7 @@ class Scheduler:
         for sequence, draft in drafts.items():
             step.add(sequence, [sequence.tokens[-1], *draft], 1 + len(draft), tuple(draft))
 
-    def _drafts(self, ready: list[Sequence], step: StepBuilder) -> dict[Sequence, list[int]]:
+    def _drafts(self, ready: list[Sequence], step: PlannedStep) -> dict[Sequence, list[int]]:
         """A draft for each sequence that wants one, within its remaining token budget but for the last token.
         Drafts take only outputs of the step that neither running nor waiting sequences need."""
         spare, speculation = self._spare_outputs, self._speculation
@@ -234,7 +237,7 @@ class Scheduler:
         # How much of a draft is right decides what comes next.
         return sequence.pending > 1 or (drafts and self._speculation.may_draft(sequence))
 
-    def _plan_prompts(self, step: StepBuilder) -> None:
+    def _plan_prompts(self, step: PlannedStep) -> None:
         """Add pieces of prompts: half of the tokens go to the shortest rests, which are soon done, the others to the
         earliest prompts, which therefore never starve."""
         rests = {
@@ -255,7 +258,7 @@ class Scheduler:
             if tokens and sequence.slot >= 0:
                 self._add_piece(sequence, tokens, step)
 
-    def _add_piece(self, sequence: Sequence, tokens: int, step: StepBuilder) -> None:
+    def _add_piece(self, sequence: Sequence, tokens: int, step: PlannedStep) -> None:
         """Add the next piece of a prompt, of up to that many tokens."""
         self._share(sequence, step)
         length = len(sequence.tokens)
@@ -264,7 +267,7 @@ class Scheduler:
             sequence.computed, end = self._model.piece(sequence.computed, end)
             step.add(sequence, sequence.tokens[sequence.computed : end], 1 if end == length else 0)
 
-    def _admit(self, step: StepBuilder) -> Sequence | None:
+    def _admit(self, step: PlannedStep) -> Sequence | None:
         """Let the next waiting sequence run, if there is room for it."""
         if not self._waiting or not self._slots:
             return None
@@ -300,7 +303,7 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-min(tokens, self.max_rows) // self._block_size)
 
-    def _share(self, sequence: Sequence, step: StepBuilder, copy: bool = True) -> None:
+    def _share(self, sequence: Sequence, step: PlannedStep, copy: bool = True) -> None:
         """Take blocks from the cache that continue the sequence. The last token is always computed, for its logits:
         where the cache has its block too, the sequence gets a copy of that."""
         size, length = self._block_size, len(sequence.tokens)
@@ -340,7 +343,7 @@ class Scheduler:
             self._append(sequence, block)
         return min(rows, sequence.rows)
 
-    def _make_room(self, sequence: Sequence, step: StepBuilder) -> bool:
+    def _make_room(self, sequence: Sequence, step: PlannedStep) -> bool:
         """Allocate a block for the next token, if need be by preempting later sequences that are not in the step."""
         while self._extend(sequence, sequence.computed + 1) <= sequence.computed:
             planned = {*step.singles, *step.others}

@@ -6,7 +6,7 @@ step that verifies it. Both stops, the longer step and the time of drafting are 
 
 import time
 
-from npu_sim.llm.engine.planned_step import PlannedStep, StepBuilder
+from npu_sim.llm.engine.planned_step import PlannedStep
 from npu_sim.llm.engine.sequence import Sequence
 from npu_sim.llm.engine.step_times import StepTimes
 from npu_sim.llm.speculation.budget import draft_lengths
@@ -40,7 +40,7 @@ class Speculation:
         budget, tokens = sequence.budget, len(sequence.tokens)
         return budget.length(tokens) or budget.length(tokens, self._has_long_match(sequence))
 
-    def begin(self, step: StepBuilder) -> None:
+    def begin(self, step: PlannedStep) -> None:
         """Assign the stop before a step to the sequences with drafts in the step before it."""
         if self._runs_ahead:
             step.cost_shares = dict.fromkeys(self._verified, 1)
@@ -50,7 +50,7 @@ class Speculation:
         self._verified = [choice.sequence for choice in step.drafts]
 
     def drafts(
-        self, wanted: dict[Sequence, int], rows: int, times: StepTimes, stops_anyway: bool, step: StepBuilder
+        self, wanted: dict[Sequence, int], rows: int, times: StepTimes, stops_anyway: bool, step: PlannedStep
     ) -> dict[Sequence, list[int]]:
         """Drafts of up to that many tokens, as far as they are worth their time in a step of `rows` tokens.
 
