@@ -13,7 +13,7 @@ from npu_compiler.graph.mesh import Mesh
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.generation_config import check_generation
 from npu_sim.llm.graph import state_with_buffers
-from npu_sim.llm.ranks import RankedProgram, start_group
+from npu_sim.llm.ranks import start_group
 from npu_sim.llm.state import state_inputs
 from npu_sim.llm.step_program import ProgramName, StepProgram
 from npu_sim.parallel.group import LocalWorker, RankGroup, StartWorker
@@ -95,23 +95,23 @@ class CompiledModel(ABC):
             if spec.name in names or spec.name.rpartition(".")[0] in names:
                 self.state[spec.name] = NPUBuffer.zeros(spec.shape, self.device, spec.storage, spec.alloc_shape)
         self.state["history"], self._look = self.device.backend.allocate_visible((history,), "int32")
-        first = self._load(name, program, progress)
-        self._programs[name] = self._on_all_devices(name, lambda: first)
+        self._load(name, program, progress)
+        if self.group is not None:
+            with self.group.asking("prepare", name):  # waits until the others have their parts
+                pass
 
     def program(self, name: ProgramName) -> StepProgram:
         """The program of that name, loaded on all devices of the group if it has not been used before."""
         if name not in self._programs:
-            self._programs[name] = self._on_all_devices(name, lambda: self._load(name, self.compile(name)))
+            with self.group.asking("prepare", name) if self.group else nullcontext():
+                self._load(name, self.compile(name))
         return self._programs[name]
 
     def loaded_programs(self) -> "dict[ProgramName, CompiledProgram]":
         """The programs that were needed so far, by name."""
         return {name: program.executor.program for name, program in self._programs.items()}
 
-    def _on_all_devices(self, name: ProgramName, load: Callable[[], StepProgram]) -> StepProgram:
-        return load() if self.group is None else RankedProgram(self.group, name, load)
-
-    def _load(self, name: ProgramName, program: "CompiledProgram", progress: Report | None = None) -> StepProgram:
+    def _load(self, name: ProgramName, program: "CompiledProgram", progress: Report | None = None) -> None:
         from npu_runtime import Executor, load_weights
 
         weights = (
@@ -122,7 +122,8 @@ class CompiledModel(ABC):
             )
         )
         executor = Executor(program, self.device, arena=self._arena)
-        return StepProgram(program, executor, weights, self._shared_inputs(name, program), self.device)
+        shared = self._shared_inputs(name, program)
+        self._programs[name] = StepProgram(name, executor, weights, shared, self.group)
 
     def _shared_inputs(self, name: ProgramName, program: "CompiledProgram") -> "dict[str, DeviceBuffer]":
         """The inputs of a program that are among `state`."""

@@ -4,7 +4,7 @@ All processes make the same `CompiledModel`, each with its part of the weights a
 the values that are written to a program's inputs, and that it runs; everything else stays where it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import NDArray
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from npu_compiler.errors import DeviceError, InputError
 from npu_runtime.device import Device
 from npu_sim.llm.checkpoint import Checkpoint, check_ranks
-from npu_sim.llm.sampling import Logits
-from npu_sim.llm.step_program import ProgramName, StepProgram
+from npu_sim.llm.step_program import ProgramName
 from npu_sim.parallel.group import LocalWorker, RankGroup, StartWorker
 from npu_sim.parallel.worker import Rank, named
 
@@ -97,36 +96,3 @@ class RankedModel:
         for key, value in values.items():
             program.fill(key, value)
         program.run()
-
-
-class RankedProgram(StepProgram):
-    """A program that is loaded and run on all devices of a group.
-
-    Args:
-        load: Loads this process's own.
-    """
-
-    def __init__(self, group: RankGroup, name: ProgramName, load: Callable[[], StepProgram]) -> None:
-        self._group, self._name = group, name
-        with group.asking("prepare", name):
-            self._own = load()
-        self.executor = self._own.executor
-
-    def write(self, **values: Sequence[Any] | NDArray[Any]) -> None:
-        self._own.write(**values)
-
-    def fill(self, name: str, values: NDArray[Any], rest: int | None = 0) -> None:
-        self._own.fill(name, values, rest)
-
-    def run(self) -> None:
-        with self._group.calling("run", self._name, self._own.uploads()):
-            self._own.run()
-
-    def reader(self) -> Callable[[], Logits]:
-        read = self._own.reader()
-
-        def reading() -> Logits:
-            with self._group.together():
-                return read()
-
-        return reading

@@ -1,16 +1,17 @@
 """`StepProgram`: a compiled program of a language model, bound to its buffers once and run many times."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from npu_sim.llm.sampling import Logits
+from npu_sim.parallel.group import RankGroup
 
 if TYPE_CHECKING:
-    from npu_compiler import CompiledProgram
-    from npu_runtime import Device, DeviceBuffer, Executor
+    from npu_runtime import DeviceBuffer, Executor
 
 
 ProgramName: TypeAlias = Hashable
@@ -24,20 +25,24 @@ class StepProgram:
     the device, such as a token that the run before chose there.
 
     Args:
+        name: The model's name for it.
         shared: Input buffers that are shared with other programs, by name; the others are allocated here.
+        group: Processes for other devices, which run the program of that name too, with the same uploads.
     """
 
     def __init__(
         self,
-        program: "CompiledProgram",
+        name: ProgramName,
         executor: "Executor",
         weights: "dict[str, DeviceBuffer]",
         shared: "dict[str, DeviceBuffer]",
-        device: "Device",
+        group: RankGroup | None = None,
     ) -> None:
         self.executor = executor
+        self._name, self._group = name, group
+        program = executor.program
         self._specs = {spec.name: spec for spec in program.input_specs if spec.name not in shared}
-        self._staged = device.backend.allocate_staged(self._specs.values())
+        self._staged = executor.backend.allocate_staged(self._specs.values())
         self._bound = executor.bound(weights, {**shared, **self._staged.buffers})
         self._logits = program.output_specs[0].name
         self._is_filled = False
@@ -65,12 +70,16 @@ class StepProgram:
         array[tuple(slice(size) for size in values.shape)] = values
         self._is_filled = True
 
-    def uploads(self) -> Mapping[str, NDArray[Any]]:
-        """Inputs that the next run uploads, by name; none if it takes what is on the device."""
-        return self._staged.arrays if self._is_filled else {}
-
     def run(self) -> None:
-        """Launch the program."""
+        """Launch the program, on all devices of the group."""
+        if self._group is None:
+            self._launch()
+            return
+        uploads = self._staged.arrays if self._is_filled else {}
+        with self._group.calling("run", self._name, uploads):
+            self._launch()
+
+    def _launch(self) -> None:
         if self._is_filled:
             self._staged.upload()
             self._is_filled = False
@@ -81,5 +90,10 @@ class StepProgram:
 
         It raises `DeviceError` once a later run has replaced them.
         """
-        output = self._bound.result(self._logits)
-        return lambda: np.asarray(output.to_numpy(), np.float32).reshape(-1)
+        output, group = self._bound.result(self._logits), self._group
+
+        def read() -> Logits:
+            with group.together() if group else nullcontext():
+                return np.asarray(output.to_numpy(), np.float32).reshape(-1)
+
+        return read

@@ -128,14 +128,14 @@ def test_one_stuck_rank_among_others_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_ctrl_c_within_a_step_comes_after_it(pair: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """So all ranks have made the same steps, and the model can go on."""
     expected = list(pair.generate(PROMPT, NEW, stop=frozenset()))
-    own = pair.model.program(DECODE)._own  # type: ignore[attr-defined]
-    run = own.run
+    program = pair.model.program(DECODE)
+    run = program._launch
 
     def pressed() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         run()
 
-    monkeypatch.setattr(own, "run", pressed)
+    monkeypatch.setattr(program, "_launch", pressed)
     tokens = pair.generate(PROMPT, NEW, stop=frozenset())
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
