@@ -369,11 +369,13 @@ class Generation(Iterator[int]):
             self._model._advance()
             if computed < sequence.prompt_length:
                 self._span(f"prefill {sequence.computed - computed} tokens", before, position=computed)
-        if not stats.first_token_seconds:
+        if stats.new_tokens == 0:
             stats.prefill_seconds = self._span("prefill", start, tokens=stats.prompt_tokens - stats.reused_tokens)
             stats.first_token_seconds = stats.prefill_seconds
         else:
-            seconds = self._span(f"token {stats.new_tokens + 1}", start, position=len(self._model.tokens))
+            seconds = self._span(
+                f"token {stats.new_tokens + 1}", start, position=sequence.prompt_length + stats.new_tokens
+            )
             stats.decode_steps += 1
             stats.decode_seconds += seconds
             stats.token_seconds.append(seconds)
