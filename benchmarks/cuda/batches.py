@@ -24,8 +24,8 @@ from benchmarks.peers import ATTENTION, compiled
 from benchmarks.qwen import qwen
 from benchmarks.timing import interleave, wall_time
 from npu_runtime import Device
+from npu_sim.llm.engine.batch import Batch
 from npu_sim.llm.graph import kv_shape
-from npu_sim.serving.batch import Batch
 from npu_sim.serving.paged_model import PagedModel
 
 BLOCK, STEPS, ROUNDS = 16, 40, 5

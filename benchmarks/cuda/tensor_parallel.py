@@ -94,7 +94,7 @@ def measure(checkpoint: Checkpoint, gpus: int, prompt: list[int]) -> Measured:
             prefills.append(time.perf_counter() - start)
             first = int(logits.argmax())
             start = time.perf_counter()
-            tokens = list(model.follow(first, TOKENS))
+            tokens = list(model.generate([*model.tokens, first], TOKENS, stop=frozenset()))
             steps.append((time.perf_counter() - start) / TOKENS)
         return Measured(median(prefills), median(steps), [first, *tokens], logits)
     finally:

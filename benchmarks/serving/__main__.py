@@ -106,7 +106,7 @@ def request_of(job: Job) -> Request:
 
 def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Namespace, console: Console) -> Contender:
     from npu_sim.serving.engine import Engine
-    from npu_sim.serving.opening import prepare_steps
+    from npu_sim.serving.engine_setup import prepare_steps
     from npu_sim.serving.paged_model import PagedModel
 
     context = arguments.context

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 SUMMARIZED = ("argparse", "decimal", "difflib", "heapq", "logging", "random", "statistics", "zipfile")
 EDITED = (
     "npu_sim.serving.handle",
-    "npu_sim.serving.pace",
+    "npu_sim.llm.engine.step_times",
     "npu_sim.serving.text",
-    "npu_sim.serving.writer",
-    "npu_sim.llm.step",
+    "npu_sim.serving.text_thread",
+    "npu_sim.llm.step_program",
     "npu_sim.llm.prefill_plan",
 )
 STORIES = ("a lighthouse", "two brothers", "a lost umbrella", "the first snow", "a clockmaker", "an old map")
@@ -183,7 +183,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     from npu_compiler.files import write_atomically
     from npu_sim.llm import load_checkpoint
-    from npu_sim.serving.opening import prepare_steps
+    from npu_sim.serving.engine_setup import prepare_steps
     from npu_sim.serving.paged_model import PagedModel
 
     arguments, console = make_parser().parse_args(), Console()

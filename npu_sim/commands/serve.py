@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from npu_sim.llm import Checkpoint
     from npu_sim.serving.http import Limits
     from npu_sim.serving.http.interface import EngineLike
-    from npu_sim.serving.opening import EngineSettings, ReplicaSettings
+    from npu_sim.serving.engine_setup import EngineSettings, ReplicaSettings
 
 _PACKAGES = ("fastapi", "httptools", "llguidance", "prometheus_client", "uvicorn")
 
@@ -121,7 +121,7 @@ class BatchSettings:
 
     def engine_settings(self, max_waiting: int, tensor_parallel: int) -> EngineSettings:
         """The settings of the engine."""
-        from npu_sim.serving.opening import EngineSettings
+        from npu_sim.serving.engine_setup import EngineSettings
 
         return EngineSettings(
             context_length=self.context_length,
@@ -281,7 +281,7 @@ def _local_engine(
     stack: ExitStack, checkpoint: Checkpoint, small: Checkpoint | None, device: Device, settings: EngineSettings
 ) -> tuple[EngineLike, int]:
     """An engine in this process, and the most tokens of a request; the stack closes its models."""
-    from npu_sim.serving.opening import most_tokens, open_drafts, open_model, prepare_steps, start_engine
+    from npu_sim.serving.engine_setup import most_tokens, open_drafts, open_model, prepare_steps, start_engine
 
     with concerning("--context-length"), progress(f"preparing {checkpoint.name}") as report:
         network = open_model(checkpoint, device, settings, report)
@@ -306,7 +306,7 @@ def _replica_settings(
     engine: EngineSettings,
 ) -> ReplicaSettings:
     """The settings with which each replica of a cluster opens the model."""
-    from npu_sim.serving.opening import ReplicaSettings
+    from npu_sim.serving.engine_setup import ReplicaSettings
 
     return ReplicaSettings(
         _absolute(model),

@@ -17,7 +17,7 @@ from npu_sim.commands.options import count_option
 if TYPE_CHECKING:
     from npu_sim.serving.cluster.engine import RemoteEngine
     from npu_sim.serving.cluster.messages import ReplicaFacts
-    from npu_sim.serving.opening import ReplicaSettings
+    from npu_sim.serving.engine_setup import ReplicaSettings
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,16 @@ from npu_sim.llm.chat import (
     filled_cache,
 )
 from npu_sim.llm.checkpoint import Checkpoint, check_ranks
+from npu_sim.llm.context import cache_capacity
 from npu_sim.llm.graph import (
     compile_decode_loop,
     compile_prefill,
-    compile_sampling_loop,
     extract_decode_loop,
     extract_graph,
-    extract_sampling_loop,
 )
 from npu_sim.llm.loading import load_architecture, load_checkpoint
-from npu_sim.llm.sampling import Drawing, Sampler, greedy, make_sampler, probabilities
-from npu_sim.llm.session import Generation, GenerationStats, LanguageModel, cache_capacity
+from npu_sim.llm.sampling import Drawing, Sampler, greedy, make_sampler
+from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
 
 __all__ = [
     "Checkpoint",
@@ -41,16 +40,13 @@ __all__ = [
     "check_ranks",
     "compile_decode_loop",
     "compile_prefill",
-    "compile_sampling_loop",
     "complete",
     "encode_chat",
     "extract_decode_loop",
     "extract_graph",
-    "extract_sampling_loop",
     "filled_cache",
     "greedy",
     "load_architecture",
     "load_checkpoint",
     "make_sampler",
-    "probabilities",
 ]

@@ -61,7 +61,7 @@ class TextStream(Iterator[str]):
 
     @property
     def spans(self) -> list[Span]:
-        """What took how long, for a trace; see `Generation`."""
+        """Times for a trace; see `Generation`."""
         return self._tokens.spans
 
     def __next__(self) -> str:
@@ -80,7 +80,7 @@ class Conversation:
 
     Attributes:
         messages: {"role", "content"} messages in order.
-        stats: Of the latest reply.
+        stats: Statistics of the latest reply.
     """
 
     def __init__(
@@ -203,8 +203,8 @@ def chat(
     """Stream the assistant's reply to a conversation.
 
     Args:
-        messages: As for `encode_chat`.
-        max_new_tokens, sampler: As for `LanguageModel.generate`.
+        messages: See `encode_chat`.
+        max_new_tokens, sampler: See `LanguageModel.generate`.
 
     Raises:
         InputError: see `encode_chat` and `LanguageModel.generate`.

@@ -13,6 +13,7 @@ from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.pieces import in_pieces
 from npu_sim.llm.packages import INSTALL
+from npu_sim.llm.state import layer_states
 
 _PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
 
@@ -87,13 +88,13 @@ class Checkpoint:
         dtype: The compute dtype: `bfloat16`, `float16` or `float32`.
         load_tokenizer: Opens the tokenizer; raises if there is none.
         eos_ids: End-of-sequence token ids from the model's config and generation config.
-        repetition_penalty: Of the generation config: divides the positive logits of tokens that have occurred, and
-            multiplies the negative ones. 1 changes nothing.
-        unsupported: What else the generation config asks for that changes the chosen tokens, such as
+        repetition_penalty: Setting of the generation config: it divides the positive logits of tokens that have
+            occurred, and multiplies the negative ones. 1 changes nothing.
+        unsupported: Other settings of the generation config that change the chosen tokens, such as
             `no_repeat_ngram_size=3`.
         inv_freq_divisors: [head dim / 2], divides the rotary frequencies: Llama 3's RoPE scaling as GGUF stores it.
             None without such scaling.
-        quantization: How the programs store weights: parameter name → format, for those that the checkpoint stores so
+        quantization: Formats of weights in programs: parameter name → format, for those that the checkpoint stores so
             itself; or a name that `named_format` knows, to which the checkpoint's weights are rounded when they are
             loaded. None: in the compute dtype.
         kv_cache: `int8` or `fp8`, what the KV cache is rounded to by token and head. None: it is in the compute dtype.
@@ -150,7 +151,7 @@ def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
         return
     config = checkpoint.config
     heads = config.num_attention_heads
-    shared = getattr(config, "num_key_value_heads", None) or heads
+    shared = min(kind.row(config)[kind.sharded_axis] for kind in layer_states(config) if kind.sharded_axis is not None)
     if ranks < 1:
         raise InputError(f"a model is divided among 1 or more devices, not {ranks}")
     if not _shares_heads(heads, shared, ranks):

@@ -127,22 +127,22 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
             if fields.get(name):
                 raise InputError(f"holds a decoder that attends to an encoder ({name}), which is not supported")
         return
-    known = f"model type '{kind:.80}'"
+    title = f"model type '{kind:.80}'"
     if _embeds(folder, named):
-        raise InputError(f"holds an embedding model ({known}), which generates no text; choose a causal language model")
+        raise InputError(f"holds an embedding model ({title}), which generates no text; choose a causal language model")
     if fields.get("is_encoder_decoder") is True:
-        raise InputError(f"holds an encoder with a decoder ({known}); only decoders are supported")
+        raise InputError(f"holds an encoder with a decoder ({title}); only decoders are supported")
     if any(name.startswith(_SENSES) and isinstance(part, dict) for name, part in fields.items()) or kind.endswith(
         "_vl"
     ):
         raise InputError(
-            f"holds a model of text and images or sound ({known}), which is not supported; choose one of text alone"
+            f"holds a model of text and images or sound ({title}), which is not supported; choose one of text alone"
         )
     if _experts(fields) > 1:
-        raise InputError(f"holds a mixture of {_experts(fields)} experts ({known}), which is not supported")
+        raise InputError(f"holds a mixture of {_experts(fields)} experts ({title}), which is not supported")
     others = f"{len(SUPPORTED) - len(GGUF_ARCHITECTURES)} others (docs/language_models.md)"
     raise InputError(
-        f"holds a model of an unsupported type ({known}); supported are {', '.join(GGUF_ARCHITECTURES)} and {others}"
+        f"holds a model of an unsupported type ({title}); supported are {', '.join(GGUF_ARCHITECTURES)} and {others}"
     )
 
 
@@ -192,7 +192,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     """Refuse what transformers computes for some values of a config and our programs do not.
 
     Args:
-        fields: Of the config, as transformers has read it.
+        fields: Fields of the config, as transformers has read it.
 
     Raises:
         InputError: there is such a value.
@@ -224,7 +224,7 @@ def attention_window(fields: Mapping[str, Any]) -> int | None:
     """The fewest tokens that some layer attends to at most, its sliding window or chunk; None: all attend to all.
 
     Args:
-        fields: Of the config, as transformers has read it.
+        fields: Fields of the config, as transformers has read it.
     """
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds and all(kind == "full_attention" for kind in kinds):

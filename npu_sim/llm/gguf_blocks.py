@@ -43,18 +43,18 @@ def quantized_rows(rows: Bytes, encoding: str) -> QuantizedArray:
     kind = _ENCODINGS[encoding]
     n, blocks = rows.shape[0], rows.shape[1] // kind.bytes
     shape = (n, blocks * kind.elements)
-    made = {name: np.empty(size, dtype) for name, (size, dtype) in kind.format.parts(shape).items()}
+    parts = {name: np.empty(size, dtype) for name, (size, dtype) in kind.format.parts(shape).items()}
 
     def convert(piece: slice) -> None:
         codes, scales, minimums = kind.take_apart(rows[piece].reshape(-1, kind.bytes))
         count = rows[piece].shape[0]
-        made["codes"][piece] = kind.format.code_format.pack(codes.reshape(count, -1))
-        made["scales"][piece] = scales.reshape(count, -1)
+        parts["codes"][piece] = kind.format.code_format.pack(codes.reshape(count, -1))
+        parts["scales"][piece] = scales.reshape(count, -1)
         if minimums is not None:
-            made["offsets"][piece] = minimums.reshape(count, -1)
+            parts["offsets"][piece] = minimums.reshape(count, -1)
 
     in_pieces(convert, n, max(1, _PIECE // shape[1]))
-    return QuantizedArray(kind.format, shape, **made)
+    return QuantizedArray(kind.format, shape, **parts)
 
 
 def _halves(block: Bytes, count: int) -> NDArray[np.float16]:

@@ -20,7 +20,7 @@ from npu_sim.cache import cached_facts, source_digest
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, stored_fields
 from npu_sim.llm.families import GGUF_ARCHITECTURES
 from npu_sim.llm.gguf_blocks import quantized_format, quantized_rows
-from npu_sim.llm.gguf_reader import GGUFFile, Scalar, StoredTensor, read_gguf
+from npu_sim.llm.gguf_reader import GGUFFile, GGUFTensor, Scalar, read_gguf
 from npu_sim.llm.tokenizer import load_gguf_tokenizer
 
 _ROOT_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -130,8 +130,8 @@ class _Metadata:
         """A value that is one of these, by default the first. Raises InputError if it is another."""
         name, value = self._value(key, values[0])
         if value not in values:
-            known = " or ".join(map(repr, values))
-            raise InputError(f"the GGUF file has {value!r:.80} for '{name}'; only {known} is supported")
+            supported = " or ".join(map(repr, values))
+            raise InputError(f"the GGUF file has {value!r:.80} for '{name}'; only {supported} is supported")
         return cast(Scalar, value)
 
     def refuse_rest(self) -> None:
@@ -227,11 +227,11 @@ def _check_shapes(file: GGUFFile, fields: Mapping[str, Any]) -> None:
         InputError: a tensor is missing or has another shape.
     """
     for name, shape in _shapes(fields):
-        found = file.tensors[name].shape if name in file.tensors else None
-        if found is None and not name.endswith(_OPTIONAL):
+        actual = file.tensors[name].shape if name in file.tensors else None
+        if actual is None and not name.endswith(_OPTIONAL):
             raise InputError(f"the GGUF file's metadata asks for a tensor '{name}', which it lacks")
-        if found not in (None, shape):
-            raise InputError(f"'{name}' has the shape {list(found)}, but the GGUF file's metadata says {list(shape)}")
+        if actual not in (None, shape):
+            raise InputError(f"'{name}' has the shape {list(actual)}, but the GGUF file's metadata says {list(shape)}")
 
 
 def _shapes(fields: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -266,13 +266,13 @@ def _dequantized_rows(rows: NDArray[np.uint8], encoding: str) -> NDArray[np.floa
         return rows.view(np.float32 if encoding == "F32" else np.float16).astype(np.float32)
     try:
         # `gguf.dequantize` does the same for 16 rows at a time, which takes twice as long.
-        found: NDArray[np.float32] = getattr(quants, encoding).dequantize_rows(rows)
-        return found
+        values: NDArray[np.float32] = getattr(quants, encoding).dequantize_rows(rows)
+        return values
     except (AttributeError, NotImplementedError):
         raise InputError(f"tensors of type {encoding} are not supported in GGUF files") from None
 
 
-def _dequantized(tensor: StoredTensor, dtype: str) -> NDArray[Any]:
+def _dequantized(tensor: GGUFTensor, dtype: str) -> NDArray[Any]:
     """A tensor in a named dtype, computed by several threads a piece at a time."""
     target = numpy_dtype(dtype)
     result = np.empty((len(tensor.rows), tensor.shape[-1]), target)
@@ -295,7 +295,7 @@ class _GGUFTensors(Mapping[str, NDArray[Any] | QuantizedArray]):
         formats: Name → format, of those in few bits.
     """
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], dtype: str) -> None:
+    def __init__(self, tensors: Mapping[str, GGUFTensor], settings: Mapping[str, Any], dtype: str) -> None:
         self._tensors = {_hugging_face_name(name): tensor for name, tensor in tensors.items()}
         self._interleaved = {}
         if settings["model_type"] == "llama":

@@ -29,11 +29,11 @@ _MOST_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class GGUFTensor:
     """A tensor of a GGUF file.
 
     Attributes:
-        shape: In PyTorch's order.
+        shape: Shape in PyTorch's order.
         encoding: The name of its ggml type, such as `F32` or `Q4_1`.
         rows: [product of all dimensions but the last, bytes of a row], uint8, mapped.
     """
@@ -45,7 +45,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """What a GGUF file holds.
+    """The contents of a GGUF file.
 
     Attributes:
         metadata: Key → value; arrays are left out.
@@ -56,7 +56,7 @@ class GGUFFile:
 
     metadata: Mapping[str, Scalar]
     arrays: frozenset[str]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, GGUFTensor]
     digest: str
 
 
@@ -84,9 +84,9 @@ class _Cursor:
         self.place = 0
 
     def unpack(self, form: str) -> tuple[Scalar, ...]:
-        found = struct.unpack_from(form, self.content, self.place)
+        values = struct.unpack_from(form, self.content, self.place)
         self.place += struct.calcsize(form)
-        return found
+        return values
 
     def integer(self, form: str) -> int:
         return int(self.unpack(form)[0])
@@ -169,7 +169,7 @@ def _read_tensor_table(cursor: _Cursor, count: int) -> dict[str, tuple[tuple[int
     return places
 
 
-def _tensor(whole: NDArray[np.uint8], start: int, name: str, shape: tuple[int, ...], kind: int) -> StoredTensor:
+def _tensor(whole: NDArray[np.uint8], start: int, name: str, shape: tuple[int, ...], kind: int) -> GGUFTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     encoding = next((known for known in GGML_QUANT_SIZES if known == kind), None)
@@ -184,4 +184,4 @@ def _tensor(whole: NDArray[np.uint8], start: int, name: str, shape: tuple[int, .
     if start + row_count * row_bytes > len(whole):
         raise ValueError(f"the tensor {name!r:.80} of shape {list(shape)} extends beyond the end of the file")
     rows = whole[start : start + row_count * row_bytes].reshape(row_count, row_bytes)
-    return StoredTensor(shape, encoding.name, rows)
+    return GGUFTensor(shape, encoding.name, rows)

@@ -14,6 +14,7 @@ from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, source_digest
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
 from npu_sim.llm.families import SUPPORTED
+from npu_sim.llm.state import StateKind, key_value_row, layer_states
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +72,8 @@ def dense_model(checkpoint: Checkpoint, device: str) -> Any:
 
 def kv_shape(config: Any, cache_length: int) -> tuple[int, int, int, int]:
     """The shape of one layer's keys, and of its values: [1, KV heads, cache length, head dim]."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 1, getattr(config, "num_key_value_heads", None) or heads, cache_length, head_dim
+    heads, width = key_value_row(config)
+    return 1, heads, cache_length, width
 
 
 def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dict[str, Any]:
@@ -99,27 +99,18 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
     return _trace(checkpoint, model, inputs, "decode" if tokens == 1 else "prefill")
 
 
-def extract_decode_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
-    """The IR of `SelfFeedingDecode`. Raises InputError if the model cannot be traced."""
-    require_torch("tracing a model")
-    from npu_sim.llm.modules import SelfFeedingDecode, attend_to_rows
-
-    model = SelfFeedingDecode(meta_model(checkpoint, attend_to_rows))
-    inputs = (*_loop_state(cache_length), *_empty_caches(checkpoint, cache_length))
-    return _trace(checkpoint, model, inputs, "decode")
-
-
-def extract_sampling_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
-    """The IR of `SamplingDecode`. Raises InputError if the model cannot be traced."""
+def extract_decode_loop(checkpoint: Checkpoint, cache_length: int, *, sampling: bool = False) -> dict[str, Any]:
+    """The IR of `SelfFeedingDecode` or, with `sampling`, `SamplingDecode`. Raises InputError if it cannot be traced."""
     require_torch("tracing a model")
     import torch
 
-    from npu_sim.llm.modules import SamplingDecode, attend_to_rows
+    from npu_sim.llm.modules import SamplingDecode, SelfFeedingDecode, attend_to_rows
 
-    model = SamplingDecode(meta_model(checkpoint, attend_to_rows))
-    settings, uniforms = (torch.empty(size, dtype=torch.float32, device="meta") for size in (3, cache_length))
-    inputs = (*_loop_state(cache_length), settings, uniforms, *_empty_caches(checkpoint, cache_length))
-    return _trace(checkpoint, model, inputs, "sampling")
+    model = (SamplingDecode if sampling else SelfFeedingDecode)(meta_model(checkpoint, attend_to_rows))
+    token, position, history = (torch.empty(size, dtype=torch.long, device="meta") for size in (1, 1, cache_length))
+    drawing = [torch.empty(size, dtype=torch.float32, device="meta") for size in (3, cache_length) if sampling]
+    inputs = (token, position, history, *drawing, *_empty_caches(checkpoint, cache_length))
+    return _trace(checkpoint, model, inputs, "sampling" if sampling else "decode")
 
 
 @dataclass(frozen=True)
@@ -161,12 +152,12 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
         "tables": [shape.sequences, shape.blocks_per_sequence],
         "outputs": [shape.outputs],
         "history": [shape.history],
-        "k_0": [shape.blocks * shape.block_size],
+        f"{layer_states(checkpoint.config)[0].tensors[0]}_0": [shape.blocks * shape.block_size],
     }
     symbols = {x["name"]: [size[KEY] for size in x["shape"] if isinstance(size, dict)] for x in ir["graph_inputs"]}
     sizes = {symbol: size for x, values in given.items() for symbol, size in zip(symbols[x], values, strict=True)}
-    found: dict[str, Any] = specialize(ir, sizes)
-    return found
+    specialized: dict[str, Any] = specialize(ir, sizes)
+    return specialized
 
 
 def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> dict[str, Any]:
@@ -200,47 +191,57 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     return {**ir, "constants": constants} if constants else ir
 
 
-def extract_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int, heads: int) -> dict[str, Any]:
-    """The IR of `CopyRows` for `rows` rows of all of the checkpoint's pools, each with so many KV heads."""
+def extract_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int, division: int = 1) -> dict[str, Any]:
+    """The IR of `CopyRows` for `rows` rows of all pools, each of which has `pool_rows`.
+
+    Args:
+        division: Devices that divide the pools; the program is for one of them.
+    """
     require_torch("tracing a model")
     import torch
 
     from npu_sim.llm.modules import CopyRows
 
-    keys, values = _empty_pools(checkpoint, pool_rows, heads)
+    pools = [pool for layers in _empty_pools(checkpoint, pool_rows, division) for pool in layers]
     places = (torch.empty(rows, dtype=torch.long, device="meta") for _ in range(2))
-    return _trace(checkpoint, CopyRows(), (*places, [*keys, *values]), "copy")
+    return _trace(checkpoint, CopyRows(), (*places, pools), "copy")
 
 
-def _empty_pools(
-    checkpoint: Checkpoint, rows: int, heads: int | None = None
-) -> tuple[list["torch.Tensor"], list["torch.Tensor"]]:
-    """Keys and values of each layer, [rows, KV heads, head dim]; by default, with all of the model's heads."""
+def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[list["torch.Tensor"]]:
+    """Tensors of `rows` rows for the layers' state: a list of each kind, with one for each layer.
+
+    Args:
+        division: Devices that divide the rows.
+    """
+
+    def shape(kind: StateKind) -> tuple[int, ...]:
+        row = list(kind.row(checkpoint.config))
+        if kind.sharded_axis is not None:
+            row[kind.sharded_axis] = max(1, row[kind.sharded_axis] // division)
+        return rows, *row
+
+    return _empty_state(checkpoint, shape)
+
+
+def _empty_caches(checkpoint: Checkpoint, cache_length: int) -> list[list["torch.Tensor"]]:
+    """Tensors [1, KV heads, cache length, head dim] for the layers' state: a list of each kind, one for each layer."""
+
+    def shape(kind: StateKind) -> tuple[int, ...]:
+        heads, *width = kind.row(checkpoint.config)
+        return 1, heads, cache_length, *width
+
+    return _empty_state(checkpoint, shape)
+
+
+def _empty_state(checkpoint: Checkpoint, shape: Callable[[StateKind], tuple[int, ...]]) -> list[list["torch.Tensor"]]:
     import torch
 
-    _, whole, _, width = kv_shape(checkpoint.config, rows)
-    heads = heads or whole
-    dtype, layers = getattr(torch, checkpoint.dtype), range(checkpoint.config.num_hidden_layers)
-    keys, values = ([torch.empty(rows, heads, width, dtype=dtype, device="meta") for _ in layers] for _ in "kv")
-    return keys, values
-
-
-def _loop_state(cache_length: int) -> tuple["torch.Tensor", ...]:
-    """Token, position and history: the inputs of `SelfFeedingDecode` that each step replaces."""
-    import torch
-
-    return tuple(torch.empty(size, dtype=torch.long, device="meta") for size in (1, 1, cache_length))
-
-
-def _empty_caches(checkpoint: Checkpoint, cache_length: int) -> tuple[list["torch.Tensor"], list["torch.Tensor"]]:
-    import torch
-
-    config, dtype = checkpoint.config, getattr(torch, checkpoint.dtype)
-    shape = kv_shape(config, cache_length)
-    keys, values = (
-        [torch.empty(shape, dtype=dtype, device="meta") for _ in range(config.num_hidden_layers)] for _ in "kv"
-    )
-    return keys, values
+    layers: dict[str, list[torch.Tensor]] = {}
+    for kind in layer_states(checkpoint.config):
+        dtype = getattr(torch, kind.dtype or checkpoint.dtype)
+        for tensor in kind.tensors:
+            layers.setdefault(tensor, []).append(torch.empty(shape(kind), dtype=dtype, device="meta"))
+    return list(layers.values())
 
 
 def _trace(checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], name: str) -> dict[str, Any]:
@@ -279,20 +280,17 @@ def has_prefill(
 
 
 def compile_decode_loop(
-    checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
+    checkpoint: Checkpoint,
+    cache_length: int,
+    target: "CodegenTarget",
+    mesh: "Mesh | None" = None,
+    *,
+    sampling: bool = False,
 ) -> "CompiledProgram":
-    """The compiled program of `SelfFeedingDecode`; caching and errors as in `compile_prefill`."""
+    """The compiled program of `extract_decode_loop`; caching and errors as in `compile_prefill`."""
+    kind, sizes = "sampling" if sampling else "decode", [cache_length]
     return _compiled(
-        checkpoint, "decode", lambda: extract_decode_loop(checkpoint, cache_length), [cache_length], target, mesh
-    )
-
-
-def compile_sampling_loop(
-    checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
-) -> "CompiledProgram":
-    """The compiled program of `SamplingDecode`; caching and errors as in `compile_prefill`."""
-    return _compiled(
-        checkpoint, "sampling", lambda: extract_sampling_loop(checkpoint, cache_length), [cache_length], target, mesh
+        checkpoint, kind, lambda: extract_decode_loop(checkpoint, cache_length, sampling=sampling), sizes, target, mesh
     )
 
 
@@ -310,11 +308,13 @@ def compile_paged(
 
 
 def compile_copy_rows(
-    checkpoint: Checkpoint, rows: int, pool_rows: int, heads: int, target: "CodegenTarget"
+    checkpoint: Checkpoint, rows: int, pool_rows: int, target: "CodegenTarget", division: int = 1
 ) -> "CompiledProgram":
     """The compiled program of `extract_copy_rows`; caching and errors as in `compile_prefill`."""
-    sizes = [rows, pool_rows, heads]
-    return _compiled(checkpoint, "copy", lambda: extract_copy_rows(checkpoint, rows, pool_rows, heads), sizes, target)
+    sizes = [rows, pool_rows, division]
+    return _compiled(
+        checkpoint, "copy", lambda: extract_copy_rows(checkpoint, rows, pool_rows, division), sizes, target
+    )
 
 
 def _compiled(
@@ -353,7 +353,7 @@ def _model_key(checkpoint: Checkpoint) -> list[Any]:
 
 
 def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
-    """How the checkpoint's weights are stored by the module's names, tied parameters under both of theirs."""
+    """Storage formats of the checkpoint's weights by the module's names, tied parameters under both of theirs."""
     formats = checkpoint.quantization
     if not isinstance(formats, Mapping):
         return formats
@@ -364,8 +364,8 @@ def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     name = f"{checkpoint.config.model_type}-module"
-    found: dict[str, Any] = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
-    return found
+    facts: dict[str, Any] = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
+    return facts
 
 
 def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -515,5 +515,5 @@ def _unsupported(checkpoint: Checkpoint, error: BaseException) -> InputError:
     if isinstance(error, KeyError):
         lines = [f"transformers knows no {error}"]
     kind = checkpoint.config.model_type
-    known = "" if kind in SUPPORTED else f" (model type '{kind}')"
-    return InputError(f"cannot compile {checkpoint.name}{known}: {lines[0] if lines else type(error).__name__}")
+    kind_note = "" if kind in SUPPORTED else f" (model type '{kind}')"
+    return InputError(f"cannot compile {checkpoint.name}{kind_note}: {lines[0] if lines else type(error).__name__}")

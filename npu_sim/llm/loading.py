@@ -41,8 +41,8 @@ def load_checkpoint(
         quantization: `checkpoint`: weights stay in few bits where the checkpoint stores them so. `none`: all weights
             are widened to the compute dtype. `int4`, `int8` or `fp8`: those of a checkpoint that is not quantized are
             rounded to the nearest when they are loaded.
-        activations: What products with weights in few bits round their inputs to, each row with a scale of its own:
-            `int8`, `fp8` or `none`; `checkpoint` is what the checkpoint's config says.
+        activations: Format to which products with weights in few bits round their inputs, each row with a scale of its
+            own: `int8`, `fp8` or `none`; `checkpoint` is what the checkpoint's config says.
         kv_cache: `int8` or `fp8`: the KV cache has a byte an element, and a scale for each token and head. `none`: it
             is in the compute dtype.
 
@@ -50,13 +50,13 @@ def load_checkpoint(
         InputError: the model is not found, cannot be read, is of an unsupported kind, or is quantized already; or it
             has no weights in few bits, but activations are to be rounded.
     """
-    for what, name, known in (
+    for what, name, choices in (
         ("quantization", quantization, QUANTIZATIONS),
         ("format of activations", activations, ACTIVATIONS),
         ("format of a KV cache", kv_cache, KV_CACHES),
     ):
-        if name not in known:
-            raise InputError(f"unknown {what} '{name}'; choose one of {', '.join(known)}")
+        if name not in choices:
+            raise InputError(f"unknown {what} '{name}'; choose one of {', '.join(choices)}")
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
     path = checkpoint_path(source)

@@ -14,25 +14,36 @@ from npu_compiler.errors import InputError
 from npu_runtime.cpu.torch_kernels import attention
 
 
-class _IndexedCache:
-    """A KV cache for Hugging Face attention that writes new rows at `positions` of buffers of fixed length.
+class _Cache:
+    """A KV cache for Hugging Face attention that writes new rows in place and returns the whole tensors.
 
-    It uses `index_copy`, which the compiler turns into an in-place update of a buffer that the caller donates.
+    `index_copy` is what the compiler turns into an in-place update of a buffer that the caller donates.
+
+    Args:
+        rows: Indices of the new rows. In tensors [1, KV heads, S, head dim] they are positions, in pools [rows, KV
+            heads, head dim] slots.
     """
 
     is_compileable = True
 
-    def __init__(self, positions: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        self.positions = positions
-        self.keys = list(keys)
-        self.values = list(values)
+    def __init__(self, rows: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        self._rows = rows
+        self._tensors = list(keys), list(values)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys[layer_idx] = torch.index_copy(self.keys[layer_idx], 2, self.positions, key)
-        self.values[layer_idx] = torch.index_copy(self.values[layer_idx], 2, self.positions, value)
-        return self.keys[layer_idx], self.values[layer_idx]
+    ) -> tuple[torch.Tensor, ...]:
+        """Take keys and values [1, KV heads, N, head dim]."""
+        for layers, new in zip(self._tensors, (key, value), strict=True):
+            if layers[layer_idx].dim() == 3:
+                layers[layer_idx] = torch.index_copy(layers[layer_idx], 0, self._rows, new[0].transpose(0, 1))
+            else:
+                layers[layer_idx] = torch.index_copy(layers[layer_idx], 2, self._rows, new)
+        return tuple(layers[layer_idx] for layers in self._tensors)
+
+    def updated(self) -> Iterator[torch.Tensor]:
+        """The updated keys and values of each layer in turn."""
+        return (tensor for pair in zip(*self._tensors, strict=True) for tensor in pair)
 
 
 def _placed(causal: Any, positions: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -68,7 +79,7 @@ class CachedCausalLM(nn.Module):
         (causal,) = self._causal
         rows = torch.arange(k[0].shape[2], device=positions.device)
         mask = (rows[None, :] <= positions[:, None])[None, None]
-        cache = _IndexedCache(positions, k, v)
+        cache = _Cache(positions, k, v)
         with _only_row(causal.get_output_embeddings(), last):
             logits = causal(
                 input_ids=input_ids,
@@ -77,7 +88,7 @@ class CachedCausalLM(nn.Module):
                 past_key_values=cache,
                 use_cache=True,
             ).logits
-        return (logits.float(), *(tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair))
+        return (logits.float(), *cache.updated())
 
 
 @contextlib.contextmanager
@@ -172,15 +183,15 @@ def _fed_back(
     history: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The chosen token, position + 1, and history with the token in it, each as an in-place update of its input."""
-    found = torch.where(logits.flatten().index_select(0, best).abs() < torch.inf, chosen, -1)
+    token_or_error = torch.where(logits.flatten().index_select(0, best).abs() < torch.inf, chosen, -1)
     only = torch.zeros(1, dtype=torch.long, device=token.device)
-    history = torch.index_copy(history, 0, position, found)
-    return torch.index_copy(token, 0, only, found), torch.index_copy(position, 0, only, position + 1), history
+    history = torch.index_copy(history, 0, position, token_or_error)
+    return torch.index_copy(token, 0, only, token_or_error), torch.index_copy(position, 0, only, position + 1), history
 
 
 @dataclass(frozen=True)
 class Paging:
-    """Where the tokens of a batch have their keys and values, as `serving.Batch` describes it.
+    """The places of a batch's keys and values, as in `engine.batch.Batch`.
 
     Attributes:
         positions: [N], each token's position in its sequence.
@@ -193,25 +204,6 @@ class Paging:
     sequences: torch.Tensor
     tables: torch.Tensor
     block_size: int
-
-
-class _PagedCache:
-    """A KV cache for Hugging Face attention that writes each token's row to its slot and returns the whole pools."""
-
-    is_compileable = True
-
-    def __init__(self, slots: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        self.slots = slots
-        self.keys = list(keys)
-        self.values = list(values)
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes keys and values [1, KV heads, N, head dim]; returns the pools [rows, KV heads, head dim]."""
-        self.keys[layer_idx] = torch.index_copy(self.keys[layer_idx], 0, self.slots, key[0].transpose(0, 1))
-        self.values[layer_idx] = torch.index_copy(self.values[layer_idx], 0, self.slots, value[0].transpose(0, 1))
-        return self.keys[layer_idx], self.values[layer_idx]
 
 
 @torch.library.custom_op("npu::paged_attention", mutates_args=())
@@ -231,16 +223,7 @@ def paged_attention(
 
 
 @paged_attention.register_fake
-def _(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    sequences: torch.Tensor,
-    positions: torch.Tensor,
-    block_size: int,
-    scale: float,
-) -> torch.Tensor:
+def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> torch.Tensor:
     return query.new_empty(*query.shape[:2], values.shape[2])
 
 
@@ -347,7 +330,7 @@ class PagedCausalLM(nn.Module):
     of the one before is known.
 
     Args:
-        causal: With `attend_to_pages` as its attention function.
+        causal: A module with `attend_to_pages` as its attention function.
         block_size: Rows per block of the pools.
     """
 
@@ -387,7 +370,7 @@ class PagedCausalLM(nn.Module):
         tokens, positions, sequences, slots, tables, outputs = batch
         earlier = history.index_select(0, (-1 - tokens).clamp(min=0))
         tokens = torch.where(tokens < 0, earlier, tokens).clamp(min=0)
-        cache = _PagedCache(slots, k, v)
+        cache = _Cache(slots, k, v)
         with _only_row(causal.get_output_embeddings(), outputs):
             logits = causal(
                 input_ids=tokens[None],
@@ -397,7 +380,7 @@ class PagedCausalLM(nn.Module):
                 paging=Paging(positions, sequences, tables, self._block_size),
             ).logits.float()[0]
         history = torch.index_copy(history, 0, places, choose(logits))
-        return (logits, history, *(tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair))
+        return (logits, history, *cache.updated())
 
 
 class PagedSampling(PagedCausalLM):

@@ -11,7 +11,7 @@ def require_packages(purpose: str, *names: str) -> None:
     """Check that packages are installed; none is imported.
 
     Args:
-        purpose: What needs them, as the message's first words: "opening a GGUF file".
+        purpose: The purpose, as the message's first words: "opening a GGUF file".
 
     Raises:
         InputError: one is not.

@@ -12,26 +12,26 @@ CHUNKS = (16, 128, 512)
 # What a run costs besides its tokens: above all, reading the weights. A GPU waits for its memory and for launches far
 # longer than it computes, so it takes few large runs.
 CPU_RUN, GPU_RUN = 7, 256
-# Making a program takes seconds, thousands of tokens' time, but only once: all later starts find it in the cache.
-_MAKING = 200
+# Compiling a program takes seconds, thousands of tokens' time, but only once: all later starts find it in the cache.
+_COMPILING = 200
 
 
-def divide(tokens: int, made: Collection[int], chunks: Sequence[int], run: int) -> list[int]:
+def divide(tokens: int, compiled: Collection[int], chunks: Sequence[int], run: int) -> list[int]:
     """The sizes of the runs, in order, that prefill `tokens` tokens at the least cost; 1 is a decode step.
 
-    All runs are full but the last, whose size may exceed what is left. At most one size is not among `made`.
+    All runs are full but the last, whose size may exceed what is left. At most one size is not among `compiled`.
 
     Args:
-        made: The sizes whose programs have been made before.
-        chunks: All sizes that could be made.
-        run: What a run costs besides its tokens: `CPU_RUN` or `GPU_RUN`.
+        compiled: The sizes whose programs have been compiled before.
+        chunks: All sizes that could be compiled.
+        run: Cost of a run besides its tokens: `CPU_RUN` or `GPU_RUN`.
     """
-    known = [size for size in chunks if size in made]
-    plans = [(_cost(plan := _divide(tokens, known, run), run), plan)]
+    ready = [size for size in chunks if size in compiled]
+    plans = [(_cost(plan := _divide(tokens, ready, run), run), plan)]
     for new in chunks:
-        if new not in made:
-            plan = _divide(tokens, [*known, new], run)
-            plans.append((_cost(plan, run) + _MAKING, plan))
+        if new not in compiled:
+            plan = _divide(tokens, [*ready, new], run)
+            plans.append((_cost(plan, run) + _COMPILING, plan))
     return min(plans, key=lambda pair: pair[0])[1]
 
 

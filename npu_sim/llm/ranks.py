@@ -1,10 +1,10 @@
 """A language model on several devices: this process leads, and one process for each other device does what it does.
 
-All processes make the same `LanguageModel`, each with its part of the weights and of the KV cache. What is sent to the
-others is what is written to a step's inputs, and that the step runs; everything else stays where it is.
+All processes make the same `CompiledModel`, each with its part of the weights and of the state. Sent to the others are
+the values that are written to a program's inputs, and that it runs; everything else stays where it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import NDArray
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from npu_compiler.errors import DeviceError, InputError
 from npu_runtime.device import Device
 from npu_sim.llm.checkpoint import Checkpoint, check_ranks
-from npu_sim.llm.sampling import Logits
-from npu_sim.llm.step import Step, StepName
+from npu_sim.llm.step_program import ProgramName
 from npu_sim.parallel.group import LocalWorker, RankGroup, StartWorker
 from npu_sim.parallel.worker import Rank, named
 
@@ -29,7 +28,7 @@ def start_group(
     """Start the processes of ranks 1 to ranks - 1 and connect the devices that follow this one with it.
 
     Args:
-        model: `LanguageModel` or `PagedModel`, which every process makes with these settings.
+        model: The `CompiledModel` that every process makes with these settings.
         start_worker: Starts the process of a rank.
 
     Raises:
@@ -61,7 +60,7 @@ def _abort(device: Device) -> None:
 
 
 class RankedModel:
-    """What a process other than the first holds: the model, and methods for the first to call."""
+    """The part of a model that a process other than the first holds, with methods for the first process to call."""
 
     def __init__(
         self,
@@ -77,6 +76,7 @@ class RankedModel:
         self._rank, self._type, self._settings = rank, model, settings
 
     def join(self) -> None:
+        """Connect this rank's device with those of the others."""
         self._device.backend.join(self._rank.rank, self._rank.size, self._rank.share)
 
     def build(self, target: str) -> None:
@@ -86,40 +86,13 @@ class RankedModel:
         place = {"rank": self._rank.rank, "tensor_parallel": self._rank.size}
         self._model = named(self._type)(self._checkpoint, device=self._device, **place, **self._settings)
 
-    def prepare(self, which: StepName) -> None:
-        self._model.named_step(which)
+    def prepare(self, name: ProgramName) -> None:
+        """Load a program."""
+        self._model.program(name)
 
-    def run(self, which: StepName, values: Mapping[str, NDArray[Any]]) -> None:
-        step = self._model.named_step(which)
-        for name, value in values.items():
-            step.fill(name, value)
-        step.run()
-
-
-class LedStep(Step):
-    """A step that runs on all devices of a group."""
-
-    def __init__(self, group: RankGroup, which: StepName, make: Callable[[], Step]) -> None:
-        self._group, self._which = group, which
-        with group.asking("prepare", which):
-            self._own = make()
-        self.executor = self._own.executor
-
-    def write(self, **values: Sequence[Any] | NDArray[Any]) -> None:
-        self._own.write(**values)
-
-    def fill(self, name: str, values: NDArray[Any], rest: int | None = 0) -> None:
-        self._own.fill(name, values, rest)
-
-    def run(self) -> None:
-        with self._group.calling("run", self._which, self._own.uploads()):
-            self._own.run()
-
-    def reader(self) -> Callable[[], Logits]:
-        read = self._own.reader()
-
-        def reading() -> Logits:
-            with self._group.together():
-                return read()
-
-        return reading
+    def run(self, name: ProgramName, values: Mapping[str, NDArray[Any]]) -> None:
+        """Run a program after writing these inputs."""
+        program = self._model.program(name)
+        for key, value in values.items():
+            program.fill(key, value)
+        program.run()

@@ -6,6 +6,7 @@ https://arxiv.org/abs/1904.09751).
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,6 @@ from npu_compiler.errors import InputError, NPUError
 Logits = NDArray[np.float32]
 Sampler = Callable[[Logits], int]
 
-# Tokens whose logit, divided by the temperature, is this far below the greatest one are left out early: exp(-50) is
-# 2e-22, below the rounding error of the sum. They are most of a large vocabulary, and sorting them would take longer
-# than a step of the model.
-_NEGLIGIBLE = 50.0
 _FLOAT32 = np.finfo(np.float32)
 _LARGEST_TOP_K = 1 << 24  # integers up to here are exact in float32
 _FIRST_SORTED = 64  # this many tokens are sorted first, which nearly always include the sampled one
@@ -35,29 +32,46 @@ def greedy(logits: Logits) -> int:
     return int(_finite(logits).argmax())
 
 
+@dataclass(frozen=True)
+class SamplingSettings:
+    """The rule by which tokens are chosen: arguments of `make_sampler`.
+
+    Attributes:
+        repetition_penalty: See `penalized`. Default: that of the checkpoint.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+
+
 class Drawing:
     """A random sampler with its own generator, from which each call takes one uniform number.
 
     Attributes:
+        sampling: Temperature, top_k and top_p.
         settings: (temperature, top_k, top_p) in float32, as `modules.drawn` takes them.
     """
 
-    def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
-        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
-        self._rng = np.random.default_rng(seed)
+    def __init__(self, sampling: SamplingSettings) -> None:
+        self.sampling = sampling
+        self._rng = np.random.default_rng(sampling.seed)
         # An infinite top_k keeps the whole vocabulary; a top_p of 1 keeps all tokens that change the float32 sum. What
         # float32 would round to 0 or infinity is kept within its range.
-        kept = np.inf if top_k is None else min(top_k, _LARGEST_TOP_K)
-        share = 1.0 if top_p is None else max(top_p, float(_FLOAT32.tiny))
-        self.settings = np.array((np.clip(temperature, _FLOAT32.tiny, _FLOAT32.max), kept, share), np.float32)
+        top_k = np.inf if sampling.top_k is None else min(sampling.top_k, _LARGEST_TOP_K)
+        top_p = 1.0 if sampling.top_p is None else max(sampling.top_p, float(_FLOAT32.tiny))
+        temperature = np.clip(sampling.temperature, _FLOAT32.tiny, _FLOAT32.max)
+        self.settings = np.array((temperature, top_k, top_p), np.float32)
 
     def __call__(self, logits: Logits) -> int:
-        uniform = float(self._rng.random(dtype=np.float32))
-        return choose(logits, uniform, self._temperature, top_k=self._top_k, top_p=self._top_p)
+        uniform, sampling = float(self._rng.random(dtype=np.float32)), self.sampling
+        return choose(logits, uniform, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
 
-    def upcoming(self, count: int) -> NDArray[np.float32]:
-        """The uniform numbers that the next `count` calls will use; the generator does not advance."""
-        return copy.deepcopy(self._rng).random(count, dtype=np.float32)
+    def generator(self) -> np.random.Generator:
+        """A copy of the generator: it returns the uniform numbers that the next calls will use."""
+        return copy.deepcopy(self._rng)
 
     def skip(self) -> None:
         """Advance the generator by one number, which the device has used."""
@@ -68,7 +82,7 @@ def penalized(logits: Logits, tokens: Sequence[int], penalty: float) -> Logits:
     """Logits [vocab] after a repetition penalty (Keskar et al., https://arxiv.org/abs/1909.05858).
 
     Args:
-        tokens: Those that have occurred, in the prompt too.
+        tokens: Tokens that have occurred, in the prompt too.
         penalty: Divides their positive logits and multiplies the negative ones; 1 changes nothing.
     """
     if penalty == 1:
@@ -94,7 +108,7 @@ def make_sampler(
         temperature: Divides the logits; 0 means greedy decoding.
         top_k: Sample from this many of the most probable tokens. Default: all.
         top_p: Sample from the smallest set of tokens with this total probability. Default: all.
-        seed: Of the generator. Default: a random one.
+        seed: Seed of the generator. Default: a random one.
 
     Raises:
         InputError: temperature is negative or not finite, top_k is below 1, top_p is outside (0, 1], or seed below 0.
@@ -102,15 +116,18 @@ def make_sampler(
     _check(temperature, top_k, top_p)
     if seed is not None and seed < 0:
         raise InputError(f"seed must be at least 0, not {seed}")
-    return greedy if temperature == 0 else Drawing(temperature, top_k, top_p, seed)
+    return greedy if temperature == 0 else Drawing(SamplingSettings(temperature, top_k, top_p, seed))
 
 
 def choose(
     logits: Logits, uniform: float, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None
 ) -> int:
-    """The token that `draw(probabilities(...), uniform)` samples, from the most probable ones instead of all.
+    """A token sampled by inverse transform: the first in descending order at which the cumulative probability exceeds
+    `uniform`.
 
-    Where only all of them together have their total, it is summed in float32's precision.
+    The probabilities are softmax(logits / temperature), restricted to the `top_k` most probable tokens, then to the
+    smallest set of those whose share reaches `top_p`. On ties, lower ids are kept. Only as many tokens are sorted as it
+    takes; the total of all is summed in float32's precision.
 
     Args:
         logits: [vocab].
@@ -138,40 +155,31 @@ def choose(
         count *= _FIRST_SORTED
 
 
+def choose_by(logits: Logits, settings: NDArray[np.float32], uniforms: NDArray[np.float32]) -> NDArray[np.int32]:
+    """[R]: the token of each row of logits [R, vocab]; -1 where one is NaN or infinite.
+
+    Args:
+        settings: [R, 3], temperature (0: greedy), top_k (infinity: all) and top_p.
+        uniforms: [R], random numbers from [0, 1).
+    """
+    tokens = np.full(len(logits), -1, np.int32)
+    for index, (row, uniform) in enumerate(zip(logits, uniforms, strict=True)):
+        temperature, top_k, top_p = map(float, settings[index])
+        if np.isfinite(row).all():
+            limits = None if np.isinf(top_k) else int(top_k), None if top_p == 1 else top_p
+            tokens[index] = (
+                row.argmax()
+                if temperature == 0
+                else choose(row, float(uniform), temperature, top_k=limits[0], top_p=limits[1])
+            )
+    return tokens
+
+
 def _total(logits: Logits, temperature: float) -> float:
     """The sum of exp((logits - their maximum) / temperature)."""
     divisor = np.float32(np.clip(temperature, _FLOAT32.tiny, _FLOAT32.max))
     with np.errstate(over="ignore"):
         return float(np.exp((logits - logits.max()) / divisor).sum(dtype=np.float64))
-
-
-def probabilities(
-    logits: Logits, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None
-) -> NDArray[np.float64]:
-    """The probabilities [vocab] to sample from: softmax(logits / temperature), restricted and normalized to sum to 1.
-
-    The restriction is first to the `top_k` most probable tokens, then to the smallest set of those whose share of their
-    sum reaches `top_p`. On ties, lower ids are kept.
-
-    Raises:
-        NPUError: a logit is NaN or infinite.
-        InputError: a setting is out of range, or the temperature is 0.
-    """
-    _check(temperature, top_k, top_p)
-    if temperature == 0:
-        raise InputError("temperature 0 means greedy decoding, which has no probabilities; use greedy()")
-    with np.errstate(over="ignore"):  # an extreme temperature leaves the most probable token, or all of them
-        kept = np.flatnonzero(_finite(logits) >= logits.max() - np.float32(_NEGLIGIBLE * temperature))
-        scores = (logits[kept].astype(np.float64) - float(logits.max())) / temperature
-    weights = np.exp(scores)
-    order = np.arange(len(kept)) if top_k is None else _most_probable(scores, top_k)
-    if top_p is not None:
-        order = order[np.argsort(-scores[order], kind="stable")]
-        share = weights[order] / weights[order].sum()
-        order = order[np.cumsum(share) - share < top_p]
-    result = np.zeros(len(logits))
-    result[kept[order]] = weights[order] / weights[order].sum()
-    return result
 
 
 def _most_probable(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.intp]:
@@ -181,26 +189,6 @@ def _most_probable(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.
     else:
         candidates = np.arange(len(scores))
     return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
-
-
-def draw(weights: NDArray[np.float64], uniform: float) -> int:
-    """Sample an index by inverse transform: the first at which the cumulative sum of the weights, in descending order,
-    exceeds `uniform` times their total.
-
-    Args:
-        weights: [vocab], not negative.
-        uniform: A random number from [0, 1).
-    """
-    possible = np.flatnonzero(weights)
-    weights = weights[possible]
-    goal, count = uniform * weights.sum(), _FIRST_SORTED
-    while True:
-        order = _most_probable(weights, count)
-        reached = np.cumsum(weights[order])
-        if reached[-1] > goal or len(order) == len(weights):
-            place = np.searchsorted(reached, goal, side="right")
-            return int(possible[order[min(place, len(order) - 1)]])
-        count *= _FIRST_SORTED
 
 
 def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -36,7 +36,7 @@ def load_gguf_tokenizer(path: Path, digest: str) -> Any:
     """The tokenizer in a GGUF file's metadata; errors as in `load_tokenizer`.
 
     Args:
-        digest: Of the metadata.
+        digest: Key of the metadata.
     """
 
     def load() -> Any:
@@ -52,7 +52,7 @@ def _stored(digests: Mapping[str, str], load: Callable[[], Any]) -> Any:
     """The tokenizer that `load` returns, or a `StoredTokenizer` in its place.
 
     Args:
-        digests: Of all that `load` reads.
+        digests: Digest of all that `load` reads.
     """
     versions = [version("transformers"), version("tokenizers"), source_digest("npu_sim.llm")]
     facts = cached_facts("tokenizer", [digests, versions], lambda: _find_facts(load()))
@@ -72,7 +72,7 @@ def _load_whole(folder: Path) -> Any:
 
 
 def _find_facts(tokenizer: Any) -> dict[str, Any] | None:
-    """What `StoredTokenizer` needs to replace a transformers tokenizer; None if it cannot replace this one."""
+    """Facts by which `StoredTokenizer` replaces a transformers tokenizer; None if it cannot replace this one."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
@@ -91,7 +91,7 @@ class StoredTokenizer:
     """The part of a transformers tokenizer that encodes one text, decodes ids, lists them, and renders chat messages.
 
     Args:
-        facts: From `_find_facts`.
+        facts: Result of `_find_facts`.
         load: Loads the transformers tokenizer.
     """
 
@@ -113,8 +113,8 @@ class StoredTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # Unlike `encode`, this lets other threads run meanwhile.
-        (found,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(found.ids)
+        (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def get_vocab(self) -> dict[str, int]:
         """Token → id."""
@@ -151,14 +151,14 @@ class StoredTokenizer:
         try:
             if tokenize or not conversation or self.chat_template is None:
                 raise ValueError("only transformers can do this")
-            known = {
+            standard = {
                 "messages": [dict(message) for message in conversation],
                 "add_generation_prompt": add_generation_prompt,
                 "tools": tools,
                 "documents": None,
                 **self._special_tokens,
             }
-            return render(self.chat_template, {**values, **known})
+            return render(self.chat_template, {**values, **standard})
         except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError):
             options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
             return str(self.whole.apply_chat_template(list(conversation), **options, **values))

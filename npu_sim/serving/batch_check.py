@@ -1,4 +1,4 @@
-"""What a model checks of a batch before it runs it."""
+"""Checks of a batch before a model runs it."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from npu_compiler.errors import InputError
-from npu_sim.serving.batch import Batch, BatchModel
+from npu_sim.llm.engine.batch import Batch, BatchModel
 
 
 def check_batch(batch: Batch, model: BatchModel, chosen: int) -> None:

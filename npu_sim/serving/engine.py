@@ -1,12 +1,12 @@
 """`Engine`: many requests at once over one model, by continuous batching.
 
-One thread drives the device: it does what others have asked for (`_inbox`), then lets `Core` advance by a step. Another
-thread makes text (writer.py).
+One thread drives the device: it does what others have asked for (`_inbox`), then lets `EngineCore` advance by a step.
+Another thread makes text (`text_thread`).
 
 Invariants:
-1. The core is used by the engine's thread only; other threads put functions into `_inbox`. `Core.stats` only reads.
+1. The core is used by the engine's thread only; other threads put functions into `_inbox`. Its `stats` only reads.
 2. Every sequence that `submit` puts there ends with exactly one last update. `_accepting` and `_closed` change under
-   `_door`, so nothing is put there after the engine's thread has looked for the last time.
+   `_lock`, so nothing is put there after the engine's thread has looked for the last time.
 """
 
 import queue
@@ -19,17 +19,15 @@ from typing import Literal
 
 from npu_compiler.errors import DeviceError, InputError, NPUError
 from npu_sim.llm import Checkpoint
+from npu_sim.llm.engine.batch import BatchModel
+from npu_sim.llm.engine.core import EngineCore
+from npu_sim.llm.engine.stats import EngineStats
 from npu_sim.llm.sampling import check_penalty
-from npu_sim.serving.batch import BatchModel
-from npu_sim.serving.core import Core
-from npu_sim.serving.draft_control import DraftControl
+from npu_sim.llm.speculation.lookup import Drafter, PromptLookup
 from npu_sim.serving.handle import Handle
 from npu_sim.serving.request import Request, Update
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import Drafter, PromptLookup
-from npu_sim.serving.stats import EngineStats
 from npu_sim.serving.text import TextOutput
-from npu_sim.serving.writer import Writer
+from npu_sim.serving.text_thread import ServedSequence, TextThread
 
 MOST_FAILURES = 8  # steps that fail one after the other, after which the device counts as lost
 
@@ -46,16 +44,17 @@ class Engine:
     """Serves requests until it is closed.
 
     Args:
-        model: What computes steps; nobody else may use it meanwhile.
-        checkpoint: Its tokenizer makes the text, its end-of-sequence ids end sequences. None: no text, no such ids.
+        model: The model that computes steps; nobody else may use it meanwhile.
+        checkpoint: Source of the tokenizer, which makes the text, and of the end-of-sequence ids. None: there are none.
         max_waiting: Maximum number of requests that wait for admission. Default: no limit.
-        prefill_tokens: Maximum number of prompt tokens of a step. Default: so many that requests that wait for a token
-            hardly notice (`StepTimes`), and as many as the model takes where none does.
+        prefill_tokens: Maximum number of prompt tokens of a step. Default: learned from times of steps, so that those
+            that wait for a token hardly notice; the model's maximum where none waits.
         speculate: Guess tokens and verify several in one step: `ngram` from the request's own text, a `Drafter` as it
             likes. Default: do not.
 
     Attributes:
-        failed: Why the engine has ended by itself: its own thread has failed, or its device is lost. None: it has not.
+        failed: The reason why the engine has ended by itself: its own thread has failed, or its device is lost. None
+            while it runs.
     """
 
     def __init__(
@@ -76,17 +75,16 @@ class Engine:
         self._stop_ids = frozenset[int]() if checkpoint is None else checkpoint.end_ids()
         self._penalty = 1.0 if checkpoint is None else checkpoint.repetition_penalty
         self._max_waiting = max_waiting
-        self._speculates = speculate is not None
         drafter = PromptLookup() if speculate == "ngram" else speculate
         self._arrivals = count()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._accepting = True
         self.failed: str | None = None
         self._closing = self._closed = False
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._when_empty: list[Callable[[], None]] = []
-        self._writer = Writer(lambda sequence: self._inbox.put(partial(self._core.end, sequence, "stop")))
-        self._core = Core(model, prefill_tokens, drafter, self._writer.put)
+        self._text = TextThread(lambda sequence: self._inbox.put(partial(self._core.end, sequence, "stop")))
+        self._core = EngineCore(model, prefill_tokens, drafter, self._text.put)
         self._thread = threading.Thread(target=self._run, name="npu-sim-engine", daemon=True)
         self._thread.start()
 
@@ -105,7 +103,7 @@ class Engine:
             EngineClosedError: the engine has been drained or closed, or has failed.
         """
         sequence = self._sequence(request)
-        with self._door:  # invariant 2
+        with self._lock:  # invariant 2
             if not self._accepting:
                 raise EngineClosedError(self.failed or "the engine takes no more requests")
             if self._max_waiting is not None and self._core.scheduler.waiting + self._inbox.qsize() > self._max_waiting:
@@ -143,7 +141,7 @@ class Engine:
             Whether all have ended.
         """
         empty = threading.Event()
-        with self._door:
+        with self._lock:
             self._accepting = False
             if self._closed:
                 return True
@@ -152,13 +150,13 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests and end the threads. Any number of times, from any thread but the engine's own."""
-        with self._door:
+        with self._lock:
             self._accepting = False
         self._inbox.put(self._close)
         self._thread.join()
-        self._writer.close()
+        self._text.close()
 
-    def _sequence(self, request: Request) -> Sequence:
+    def _sequence(self, request: Request) -> ServedSequence:
         """A request as a sequence, once it has been checked."""
         prompt, rows, vocabulary = request.prompt, self._core.scheduler.max_rows, self._model.vocab_size
         if not prompt:
@@ -184,17 +182,21 @@ class Engine:
         # The last token needs no row of its own: nothing attends to it.
         limit = rows + 1 if request.max_new_tokens is None else min(len(prompt) + request.max_new_tokens, rows + 1)
         now, arrival = time.monotonic(), next(self._arrivals)
-        return Sequence(
-            Handle(request, partial(self._cancel, arrival)),
-            arrival,
-            [int(token) for token in prompt],
-            limit,
-            self._stop_ids if request.stop_ids is None else request.stop_ids,
-            None if request.timeout is None else now + request.timeout,
-            TextOutput(self._tokenizer, request.stop),
-            DraftControl(len(prompt)) if self._speculates else None,
-            now,
-            penalty,
+        return ServedSequence(
+            arrival=arrival,
+            tokens=[int(token) for token in prompt],
+            limit=limit,
+            stop_ids=self._stop_ids if request.stop_ids is None else request.stop_ids,
+            sampling=request.sampling,
+            penalty=penalty,
+            token_filter=request.token_filter,
+            logprobs=request.logprobs,
+            tenant=request.tenant,
+            deadline=None if request.timeout is None else now + request.timeout,
+            timeout=request.timeout,
+            last_time=now,
+            handle=Handle(request, partial(self._cancel, arrival)),
+            text=TextOutput(self._tokenizer, request.stop),
         )
 
     def _cancel(self, arrival: int) -> None:
@@ -213,14 +215,14 @@ class Engine:
                     raise DeviceError(f"{MOST_FAILURES} steps have failed one after the other")
         except BaseException as error:
             self.failed = f"the engine has failed: {error!r}"
-            self._core.abandon("error", self.failed)
+            self._core.abandon("error", NPUError(self.failed))
             raise
         finally:
-            with self._door:  # invariant 2
+            with self._lock:  # invariant 2
                 self._accepting, self._closed = False, True
             while not self._inbox.empty():
                 self._inbox.get_nowait()()
-            self._core.abandon("error" if self.failed else "cancelled", self.failed)
+            self._core.abandon("error" if self.failed else "cancelled", NPUError(self.failed) if self.failed else None)
             self._call_when_empty()
 
     def _take_messages(self) -> None:
@@ -233,7 +235,7 @@ class Engine:
 
     def _call_when_empty(self) -> None:
         while self._when_empty:
-            self._writer.put(self._when_empty.pop())
+            self._text.put(self._when_empty.pop())
 
     def _close(self) -> None:
         self._closing = True

@@ -1,39 +1,24 @@
-"""What a user asks of the engine, and what comes back."""
+"""Requests to the engine, and the updates that come back."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from npu_sim.llm.engine.choosing import GRAMMAR_FAILED
+from npu_sim.llm.engine.sequence import FinishReason, TokenFilter, TokenLogprobs
+from npu_sim.llm.sampling import SamplingSettings
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-GRAMMAR_FAILED = "the output cannot follow its grammar"  # begins the error of a request whose grammar is to blame
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How tokens are chosen, as in `npu_sim.llm.make_sampler`.
-
-    Attributes:
-        repetition_penalty: See `npu_sim.llm.sampling.penalized`. Default: that of the engine's checkpoint.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-
-
-class TokenFilter(Protocol):
-    """A grammar: which tokens may come next. One object per request."""
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """[vocab]: whether each token may come next."""
-
-    def advance(self, token: int) -> None:
-        """Take a chosen token."""
+__all__ = [
+    "GRAMMAR_FAILED",
+    "FinishReason",
+    "Request",
+    "RequestHandle",
+    "SamplingSettings",
+    "TokenFilter",
+    "TokenLogprobs",
+    "Update",
+    "Usage",
+]
 
 
 @dataclass(frozen=True)
@@ -63,22 +48,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class TokenLogprobs:
-    """The log probability (natural) of a chosen token before temperature, top-k and top-p, and of the best others."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
 class Update:
     """New output of a request. The last one has a finish reason.
 
     Attributes:
         tokens: New token ids, without those that ended the sequence.
         text: New text: only whole characters, and none that could still become part of a stop string.
-        error: What went wrong, where the finish reason is "error".
+        error: The problem, where the finish reason is "error".
     """
 
     tokens: tuple[int, ...] = ()

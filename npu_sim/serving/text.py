@@ -35,7 +35,7 @@ class TextOutput:
         return self._returned(self._safe_length())
 
     def finish(self) -> tuple[tuple[int, ...], str]:
-        """What was held back, at the end of the sequence; an incomplete character becomes U+FFFD."""
+        """The tokens and the text that were held back at the end; an incomplete character becomes U+FFFD."""
         if self.stopped:
             return (), ""
         if self._decoder is not None:
@@ -44,11 +44,11 @@ class TextOutput:
         return self._returned(end if self.stopped else len(self._held))
 
     def _safe_length(self) -> int:
-        """How much of the held text can be returned: all before a stop string, or before what may become one."""
-        found = [place for place in map(self._held.find, self._stop) if place >= 0]
-        if found:
+        """Length of the held text that can be returned: all before a stop string, or before what may become one."""
+        places = [place for place in map(self._held.find, self._stop) if place >= 0]
+        if places:
             self.stopped = True
-            return min(found)
+            return min(places)
         return len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0)
 
     def _returned(self, length: int) -> tuple[tuple[int, ...], str]:

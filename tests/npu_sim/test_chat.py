@@ -295,15 +295,15 @@ def test_generate_says_and_traces_how_long_each_token_took(folder: Path, tmp_pat
     result = generate(folder, "-p", "hello", "-n", "4", "--json", "--trace", str(path))
     facts = json.loads(result.stdout)
     assert facts["trace"] == str(path) and facts["new_tokens"] == 4 == len(facts["token_seconds"]) + 1
-    assert facts["prefill_seconds"] < facts["first_token_seconds"]
+    assert facts["prefill_seconds"] == facts["first_token_seconds"] > 0
     assert sum(facts["token_seconds"]) <= facts["decode_seconds"]
     assert facts["decode_tokens_per_second"] == pytest.approx(3 / facts["decode_seconds"])
     trace = PerfettoTrace(path)
     assert trace.problems() == []
     found = [name for (name,) in trace.rows("select name from slice order by ts, dur desc")]
     assert found[:2] == [f"open {folder}", "prepare the programs and weights"] and found[2] == "prefill"
-    assert all(name.startswith("prefill ") for name in found[3:-4])
-    assert found[-4:] == ["choose the first token", "token 2", "token 3", "token 4"]
+    assert found[3:-3] and all(name.startswith("prefill ") for name in found[3:-3])
+    assert found[-3:] == ["token 2", "token 3", "token 4"]
 
 
 class Terminal:

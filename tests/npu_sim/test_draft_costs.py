@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from recited_texts import Times, seconds
 
-from npu_sim.serving.draft_control import DraftControl
-from npu_sim.serving.handle import Handle
-from npu_sim.serving.request import Request
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import PromptLookup
-from npu_sim.serving.text import TextOutput
+from npu_sim.llm.engine.sequence import Sequence
+from npu_sim.llm.speculation.budget import DraftBudget
+from npu_sim.llm.speculation.lookup import PromptLookup
 
 PROMPT = 200
 TIMES = [Times(), Times(several=0.44), Times(host=0.05, begin=0.02, end=0.02), Times(several=0.9, host=0.2)]
@@ -56,7 +53,7 @@ def test_repeated_text_is_faster(times: Times, rng: np.random.Generator, monkeyp
     assert gain([*start, *start], monkeypatch, times) > 1.5
 
 
-def test_drafts_come_back_where_there_is_evidence(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_come_back_after_a_long_match(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     failing, copied = noise(rng, 4, PROMPT), noise(rng, 1000, 300)
     text = [*copied, *failing, *failing[::-1], *copied]
     length = len(copied) + len(failing)
@@ -75,7 +72,7 @@ def test_a_model_without_outputs_for_drafts_never_stops_for_them(
 
 
 def test_a_slow_step_does_not_end_drafts_for_good(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = [noise(rng, 1000, 6) for _ in range(30)]  # too short to be evidence
+    pieces = [noise(rng, 1000, 6) for _ in range(30)]  # too short for a long match
     text = noise(rng, 1000, PROMPT)
     for _ in range(250):
         text += pieces[int(rng.integers(len(pieces)))]
@@ -83,14 +80,11 @@ def test_a_slow_step_does_not_end_drafts_for_good(rng: np.random.Generator, monk
     assert seconds(text, PROMPT, None, monkeypatch) / slow > 1.05
 
 
-@pytest.mark.parametrize(("known", "evidence", "sure"), [(13, 8, True), (13, 9, True), (13, 10, False), (5, 8, False)])
-def test_evidence_counts_only_tokens_that_there_are(known: int, evidence: int, sure: bool) -> None:
-    tokens = [*range(10, 19), 1, *range(10, 19)][-known - 6 :] if known == 13 else [1, 2, 9, 1, 2]
-    request = Request(tuple(tokens))
-    sequence = Sequence(
-        Handle(request, lambda: None), 0, tokens, 100, frozenset(), None, TextOutput(None), DraftControl(), 0.0
-    )
-    assert PromptLookup().is_sure(sequence, evidence) == sure
+@pytest.mark.parametrize(("count", "length", "matches"), [(13, 8, True), (13, 9, True), (13, 10, False), (5, 8, False)])
+def test_a_match_has_only_tokens_that_there_are(count: int, length: int, matches: bool) -> None:
+    tokens = [*range(10, 19), 1, *range(10, 19)][-count - 6 :] if count == 13 else [1, 2, 9, 1, 2]
+    sequence = Sequence(0, tokens, 100, frozenset())
+    assert PromptLookup().has_match(sequence, length) == matches
 
 
 class Hopeful(PromptLookup):
@@ -115,24 +109,24 @@ def test_a_device_that_stops_for_long_is_stopped_rarely(
     assert fewest <= drafter.asked <= most
 
 
-def test_drafts_without_any_right_token_ask_for_more_evidence() -> None:
-    control = DraftControl()
-    first = control.evidence(0)
+def test_drafts_without_any_right_token_ask_for_longer_matches() -> None:
+    budget = DraftBudget()
+    first = budget.long_match(0)
     assert first is not None
-    control.learn(4, 0)
-    control.wait(0)
-    assert control.evidence(0) == 4 * first
-    control.learn(4, 1)
-    assert control.evidence(0) == 4 * first
+    budget.record(4, 0)
+    budget.back_off(0)
+    assert budget.long_match(0) == 4 * first
+    budget.record(4, 1)
+    assert budget.long_match(0) == 4 * first
     for _ in range(5):
-        control.learn(7, 7)
-    assert control.evidence(0) == first
+        budget.record(7, 7)
+    assert budget.long_match(0) == first
 
 
-def test_where_even_right_drafts_are_not_worth_it_evidence_does_not_count_for_a_while() -> None:
-    control = DraftControl()
-    control.pause(10)
-    assert control.evidence(10) is not None
-    control.pause(10, sure=True)
-    waiting = next(tokens for tokens in range(10, 100) if control.evidence(tokens) is not None)
+def test_where_even_right_drafts_are_not_worth_it_matches_do_not_count_for_a_while() -> None:
+    budget = DraftBudget()
+    budget.pause(10)
+    assert budget.long_match(10) is not None
+    budget.pause(10, long_match=True)
+    waiting = next(tokens for tokens in range(10, 100) if budget.long_match(tokens) is not None)
     assert waiting > 20

@@ -78,7 +78,7 @@ def test_two_gpus_find_what_one_finds(alone: LanguageModel, pair: LanguageModel,
     check_same(alone, pair, times=20)
     pair.reset()
     first = int(pair.prefill(PROMPT).argmax())
-    tokens = [first, *pair.follow(first, NEW)]
+    tokens = [first, *pair.generate([*pair.tokens, first], NEW, stop=frozenset())]
     pair.reset()
     pair.prefill(PROMPT)
     for token, following in pairwise(tokens):  # which the GPUs chose themselves

@@ -15,12 +15,12 @@ from cuda_gpu import DEVICES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numerics import MIN_DRAWS, assert_design6
+from sampling_rule import draw, probabilities
 from tiny_llms import VOCAB, save_tiny
 
 from npu_compiler.errors import DeviceError, InputError
 from npu_sim.llm import Checkpoint, LanguageModel, greedy, load_checkpoint
-from npu_sim.llm.sampling import draw, probabilities
-from npu_sim.serving.batch import Batch, StepResult
+from npu_sim.llm.engine.batch import Batch, StepResult
 from npu_sim.serving.paged_model import PagedModel
 
 transformers = pytest.importorskip("transformers")

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_llms import VOCAB, save_tiny
 
-from npu_sim.llm import Checkpoint, LanguageModel, greedy, load_checkpoint, session
+from npu_compiler import CompiledProgram
+from npu_sim.llm import Checkpoint, LanguageModel, contiguous_model, greedy, load_checkpoint
 from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
+from npu_sim.llm.step_program import ProgramName
 
 CACHE = 24
 
@@ -62,14 +64,14 @@ def test_the_division_does_not_change_the_logits(
 ) -> None:
     """The cases include a last run that would pass the end of the cache, and tokens that are cached already."""
     ids = np.random.default_rng(3).integers(0, VOCAB, CACHE).tolist()
-    monkeypatch.setattr(session, "CHUNKS", (4, 16))
+    monkeypatch.setattr(contiguous_model, "CHUNKS", (4, 16))
     model = LanguageModel(llama, cache_length=CACHE, device=device)
     reference = LanguageModel(llama, cache_length=CACHE, chunk=CACHE, device=device)
 
     def logits(of: LanguageModel, count: int, sizes: list[int] | None = None) -> np.ndarray:
         of.reset()
         if sizes is not None:
-            monkeypatch.setattr(of, "_sizes", lambda _: sizes)
+            monkeypatch.setattr(of.model, "sizes", lambda _, left=[*sizes]: [left.pop(0)])
         return of.prefill(ids[:count])
 
     for count, sizes in (
@@ -87,8 +89,8 @@ def test_the_division_does_not_change_the_logits(
 
 
 def test_programs_are_made_when_a_prompt_needs_them(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "CHUNKS", (4, 8, 16, 512))
-    monkeypatch.setattr(session, "has_prefill", lambda *_: True)
+    monkeypatch.setattr(contiguous_model, "CHUNKS", (4, 8, 16, 512))
+    monkeypatch.setattr(contiguous_model, "has_prefill", lambda *_: True)
     model = LanguageModel(llama, cache_length=CACHE, device="cpu")
     assert not model.prefill_programs
     model.prefill([5])
@@ -107,32 +109,32 @@ def test_a_size_that_the_cache_lacks_is_made_only_where_it_pays(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NPU_SIM_CACHE", os.environ["NPU_SIM_CACHE"] + "-of-its-own")
-    monkeypatch.setattr(session, "CHUNKS", (4, 8))
+    monkeypatch.setattr(contiguous_model, "CHUNKS", (4, 8))
     model = LanguageModel(llama, cache_length=CACHE, device="cpu")
     model.prefill(list(range(10, 30)))
     assert not model.prefill_programs
-    model._prefill_step(8)
+    model.model.prefill_program(8)
     model.prefill([7, 8, 9])
     assert set(model.prefill_programs) == {8}
-    monkeypatch.setattr(session, "CHUNKS", (8,))
-    assert LanguageModel(llama, cache_length=CACHE, device="cpu")._made == {8}
+    monkeypatch.setattr(contiguous_model, "CHUNKS", (8,))
+    assert LanguageModel(llama, cache_length=CACHE, device="cpu").model._compiled == {8}
 
 
 def test_compiling_is_no_part_of_the_prefill_speed(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "CHUNKS", (8,))
-    monkeypatch.setattr(session, "has_prefill", lambda *_: True)
+    monkeypatch.setattr(contiguous_model, "CHUNKS", (8,))
+    monkeypatch.setattr(contiguous_model, "has_prefill", lambda *_: True)
     model = LanguageModel(llama, cache_length=CACHE, device="cpu")
-    make, clock = model._make_prefill_step, [0.0]
+    compile, clock = model.model.compile, [0.0]
 
-    def slowly(size: int) -> session.Step:
+    def slowly(name: ProgramName) -> CompiledProgram:
         clock[0] += 1000
-        return make(size)
+        return compile(name)
 
     def tick() -> float:
         clock[0] += 1
         return clock[0]
 
-    monkeypatch.setattr(model, "_make_prefill_step", slowly)
+    monkeypatch.setattr(model.model, "compile", slowly)
     monkeypatch.setattr(model.device.backend, "clock", tick)
     reply = model.generate([5, 6, 7, 8, 9], 2, stop=frozenset())
     assert len(list(reply)) == 2 and clock[0] > 1000

@@ -51,8 +51,9 @@ def test_a_cache_in_int8_takes_a_byte_an_element_and_four_a_row(llama: Checkpoin
     sizes = {}
     for kv_cache in (None, "int8"):
         model = LanguageModel(replace(llama, kv_cache=kv_cache), cache_length=CACHE, chunk=CHUNK, device="cpu")
-        sizes[kv_cache] = sum(buffer.size_bytes for buffer in model._kv.values())
-        stored = [spec for spec in model.decode_program.input_specs if spec.name.startswith(("k_", "v_"))]
+        caches = {name: buffer for name, buffer in model.model.state.items() if name != "history"}
+        sizes[kv_cache] = sum(buffer.size_bytes for buffer in caches.values())
+        stored = [spec for spec in model.decode_program.input_specs if spec.name in caches]
         assert sum(spec.numel * itemsize(spec.storage) for spec in stored) == sizes[kv_cache]
     *_, head_dim = kv_shape(llama.config, CACHE)
     assert sizes["int8"] * itemsize("float32") * head_dim == sizes[None] * (head_dim + 4)

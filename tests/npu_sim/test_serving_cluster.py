@@ -21,7 +21,7 @@ from fake_engine import HERMES, NAME, served
 from tiny_llms import save_tiny, save_tokenizer
 
 from npu_sim.llm import LanguageModel, chat, load_checkpoint
-from npu_sim.serving.opening import EngineSettings, ReplicaSettings
+from npu_sim.serving.engine_setup import EngineSettings, ReplicaSettings
 
 pytest.importorskip("ray", exc_type=ImportError)
 

@@ -165,7 +165,7 @@ def test_an_engine_that_breaks_ends_all_requests(monkeypatch: pytest.MonkeyPatch
     wait_until(lambda: engine.stats().running == 1)
     monkeypatch.setattr(engine._core, "_learn", lambda *_: 1 / 0)
     (sequence,) = engine._core.sequences.values()
-    engine._writer._stopped(sequence)  # a stop string was found meanwhile
+    engine._text._stopped(sequence)  # a stop string was found meanwhile
     late = engine.submit(Request((2,), 20))
     model.open.set()
     for end in (late.result(), handle.result()):

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from npu_sim.cli import app
 from npu_sim.llm import LanguageModel, chat, load_checkpoint
-from npu_sim.serving.drafting import ModelDrafter
+from npu_sim.llm.speculation.model import ModelDrafter
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
 from npu_sim.serving.request import Request
@@ -101,8 +101,8 @@ def test_the_command_serves_a_shorthand_by_its_own_name(
     service = served[0].service
     assert service.model.name == called
     with service.engine as engine:
-        planner = engine._core.scheduler._planner
-        assert isinstance(planner and planner._drafter, ModelDrafter) == ("--draft" in options)
+        speculation = engine._core.scheduler._speculation
+        assert isinstance(speculation and speculation._drafter, ModelDrafter) == ("--draft" in options)
         assert len(engine.generate([Request((5, 6, 7) * 5, 20, stop_ids=frozenset())])[0].tokens) == 20
 
 

@@ -15,8 +15,9 @@ from toy_batches import EvenTimes
 
 from npu_compiler.errors import InputError
 from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint, make_sampler
-from npu_sim.serving.drafting import ModelDrafter, check_same_tokens
+from npu_sim.llm.speculation.model import ModelDrafter
 from npu_sim.serving.engine import Engine
+from npu_sim.serving.engine_setup import check_same_tokens
 from npu_sim.serving.paged_model import PagedModel
 from npu_sim.serving.request import Request, SamplingSettings
 

@@ -10,8 +10,8 @@ from fake_engine import FakeEngine, Script
 
 from npu_compiler import InputError
 from npu_sim.commands.serve_ray import RaySettings
+from npu_sim.llm.engine.stats import SECONDS, EngineStats, Histogram, merged
 from npu_sim.serving.request import Request
-from npu_sim.serving.stats import SECONDS, EngineStats, Histogram, merged
 
 pytest.importorskip("ray", exc_type=ImportError)
 
@@ -80,7 +80,7 @@ def test_cancelling_a_stream_that_is_lost_forgets_it() -> None:
 
 def test_servers_with_other_limits_share_replicas_which_have_the_cpu_level_that_was_asked_for() -> None:
     from npu_sim.serving.cluster.application import Scale, model_application, replicas_key
-    from npu_sim.serving.opening import EngineSettings, ReplicaSettings
+    from npu_sim.serving.engine_setup import EngineSettings, ReplicaSettings
 
     asked = ReplicaSettings("model", engine=EngineSettings(max_waiting=3), cpu_level="x86-64-v3")
     key = replicas_key(asked, Scale(drain_seconds=1))

@@ -14,18 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy_batches import VOCAB, EvenTimes, ToyModel, ToyResult, alone
 
-from npu_sim.serving.batch import Batch
-from npu_sim.serving.blocks import BlockPool, next_digest, tenant_digest
-from npu_sim.serving.core import Core
-from npu_sim.serving.draft_control import MAX_DRAFT, DraftControl, worthwhile
-from npu_sim.serving.drafting import ModelDrafter
-from npu_sim.serving.handle import Handle
-from npu_sim.serving.pace import FIRST_TOKENS, LEAST_TOKENS, SLOWER, StepTimes
+from npu_sim.llm.engine.batch import Batch
+from npu_sim.llm.engine.blocks import BlockPool, next_digest, tenant_digest
+from npu_sim.llm.engine.core import EngineCore, SequenceOutput
+from npu_sim.llm.engine.sequence import Sequence
+from npu_sim.llm.engine.step_times import FIRST_TOKENS, LEAST_TOKENS, SLOWER, StepTimes
+from npu_sim.llm.speculation.budget import MAX_DRAFT, DraftBudget, draft_lengths
+from npu_sim.llm.speculation.lookup import Drafter, PromptLookup
+from npu_sim.llm.speculation.model import ModelDrafter
 from npu_sim.serving.request import Request, SamplingSettings
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import Drafter, PromptLookup
-from npu_sim.serving.text import TextOutput
-from npu_sim.serving.writer import News
 
 STOPS = frozenset({7})
 
@@ -34,33 +31,39 @@ class Bench:
     """A core, the requests that it got and what it has told of them."""
 
     def __init__(self, model: ToyModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
-        self.model, self._drafts = model, drafter is not None
-        self.core = Core(model, prefill_tokens, drafter, self._tell)
+        self.model = model
+        self.core = EngineCore(model, prefill_tokens, drafter, self._receive)
         self.core.scheduler.times = EvenTimes()
         self.limit = self.core.scheduler.max_rows + 1
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
-        self.errors: dict[int, str | None] = {}
+        self.errors: dict[int, str] = {}
         self._arrivals = count()
 
-    def _tell(self, news: list[News]) -> None:
-        for entry in news:
-            arrival = entry.sequence.arrival
-            assert arrival not in self.reasons, "told of a sequence that has ended"
-            self.tokens[arrival] += entry.tokens
-            if entry.reason is not None:
-                self.reasons[arrival], self.errors[arrival] = entry.reason, entry.error
+    def _receive(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            arrival = output.sequence.arrival
+            assert arrival not in self.reasons, "an output of a sequence that has ended"
+            self.tokens[arrival] += output.tokens
+            if output.reason is not None:
+                self.reasons[arrival], self.errors[arrival] = output.reason, str(output.error)
 
     def submit(self, request: Request) -> int:
         arrival = next(self._arrivals)
         self.requests[arrival], self.tokens[arrival] = request, []
         limit = self.limit if request.max_new_tokens is None else len(request.prompt) + request.max_new_tokens
-        control = DraftControl() if self._drafts else None
-        handle = Handle(request, lambda: self.core.cancel(arrival))
-        ends = min(limit, self.limit)
         self.core.add(
-            Sequence(handle, arrival, list(request.prompt), ends, STOPS, None, TextOutput(None), control, 0.0)
+            Sequence(
+                arrival,
+                list(request.prompt),
+                min(limit, self.limit),
+                STOPS,
+                sampling=request.sampling,
+                token_filter=request.token_filter,
+                logprobs=request.logprobs,
+                tenant=request.tenant,
+            )
         )
         return arrival
 
@@ -365,7 +368,7 @@ def test_logits_that_are_not_finite_end_only_their_request() -> None:
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_tokens_are_told_while_the_device_is_busy(runs_ahead: bool) -> None:
+def test_tokens_are_delivered_while_the_device_is_busy(runs_ahead: bool) -> None:
     events: list[str] = []
 
     class Model(ToyModel):
@@ -374,19 +377,19 @@ def test_tokens_are_told_while_the_device_is_busy(runs_ahead: bool) -> None:
             return super().step(batch)
 
     bench = Bench(Model(runs_ahead=runs_ahead))
-    tell = bench.core._tell
+    deliver = bench.core._deliver
 
-    def telling(news: list[News]) -> None:
-        events.append("tell")
-        tell(news)
+    def delivering(outputs: list[SequenceOutput]) -> None:
+        events.append("deliver")
+        deliver(outputs)
 
-    bench.core._tell = telling
+    bench.core._deliver = delivering
     possible = (greedy(token, new=6) for token in range(VOCAB))
     arrival = bench.submit(next(each for each in possible if len(alone(each, bench.limit, STOPS)) == 6))
     bench.finish()
     bench.check(arrival)
     ahead = 3 if runs_ahead else 1  # the step that chose the tokens, one under way, and the one just launched
-    assert events == [*["launch"] * ahead, *["tell", "launch"] * (6 - ahead), *["tell"] * ahead]
+    assert events == [*["launch"] * ahead, *["deliver", "launch"] * (6 - ahead), *["deliver"] * ahead]
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
@@ -438,7 +441,7 @@ def test_a_draft_model_that_equals_the_large_one_is_always_right() -> None:
     stats = bench.core.stats()
     stopped = sum(reason == "stop" for reason in bench.reasons.values())  # whose last draft said more
     assert stats.drafted_tokens - MAX_DRAFT * stopped <= stats.accepted_tokens > 20
-    assert drafter._pool.available == 60 and not drafter._drafted
+    assert drafter._pool.available == 60 and not drafter._rows
 
 
 def test_a_draft_model_reads_prompts_in_several_steps_before_it_drafts() -> None:
@@ -462,14 +465,14 @@ def test_a_draft_model_that_fails_only_ends_the_drafts(caplog: pytest.LogCapture
 
 
 def test_drafting_pauses_longer_each_time_that_it_is_not_worth_it() -> None:
-    control, tokens, drafted = DraftControl(), 0, []
+    budget, tokens, drafted = DraftBudget(), 0, []
     while tokens < 2000:
-        if length := control.length(tokens):
-            if any(worthwhile(1, [(control.probability(), length)], lambda rows: 1 + 0.1 * rows, 0.0)):
+        if length := budget.length(tokens):
+            if any(draft_lengths(1, [(budget.acceptance_rate(), length)], lambda rows: 1 + 0.1 * rows, 0.0)):
                 drafted.append(tokens)
-                control.learn(length, 0)
+                budget.record(length, 0)
             else:
-                control.pause(tokens)
+                budget.pause(tokens)
         tokens += 1
     pauses = np.diff([place for place in drafted if place - 1 not in drafted])
     assert len(drafted) < 40 and (np.diff(pauses) >= 0).all() and pauses[-1] > 500
@@ -477,30 +480,30 @@ def test_drafting_pauses_longer_each_time_that_it_is_not_worth_it() -> None:
 
 @pytest.mark.parametrize("cost", [0.1, 0.4, 1.0])
 def test_drafts_that_fail_cost_a_text_next_to_nothing(cost: float) -> None:
-    control, spent, lost = DraftControl(start=50), 0.0, []
+    budget, spent, lost = DraftBudget(start=50), 0.0, []
     for tokens in range(50, 2050):
-        if control.length(tokens):
-            control.spend(tokens, cost)
+        if budget.length(tokens):
+            budget.spend(tokens, cost)
             spent += cost
         lost.append(spent / (tokens - 49))
     assert spent > 12 and all(share < 0.0075 + (0.6 + cost) / tokens for tokens, share in enumerate(lost, 1))
 
 
 def test_drafts_that_are_right_are_not_held_back_by_what_they_cost() -> None:
-    control = DraftControl(start=50)
+    budget = DraftBudget(start=50)
     for tokens in range(50, 2050, 3):
-        assert control.length(tokens) > 0
-        control.spend(tokens, 1.9)
-        control.learn(2, 2)
+        assert budget.length(tokens) > 0
+        budget.spend(tokens, 1.9)
+        budget.record(2, 2)
 
 
 def test_drafts_grow_while_they_are_right() -> None:
-    control, lengths = DraftControl(), []
+    budget, lengths = DraftBudget(), []
     for tokens in range(4):
-        lengths.append(control.length(tokens))
-        control.learn(lengths[-1], lengths[-1])
+        lengths.append(budget.length(tokens))
+        budget.record(lengths[-1], lengths[-1])
     assert lengths == [4, 7, 7, 7]
-    assert control.probability() > 0.95
+    assert budget.acceptance_rate() > 0.95
 
 
 @pytest.mark.parametrize(
@@ -521,8 +524,8 @@ def test_a_step_drafts_what_brings_most_tokens_a_second(
     def seconds(tokens: int) -> float:
         return 1 + per_row * (1 << (tokens - 1).bit_length())
 
-    assert worthwhile(rows, drafts, seconds, 0.0) == expected
-    assert not any(worthwhile(rows, drafts, seconds, 100.0))  # where drafting itself takes too long
+    assert draft_lengths(rows, drafts, seconds, 0.0) == expected
+    assert not any(draft_lengths(rows, drafts, seconds, 100.0))  # where drafting itself takes too long
 
 
 def test_times_of_steps_are_known_after_two_and_forgotten_after_many() -> None:
@@ -564,7 +567,7 @@ class Clueless:
         self.asked += 1
         return {}
 
-    def is_sure(self, sequence: Sequence, evidence: int) -> bool:
+    def has_match(self, sequence: Sequence, length: int) -> bool:
         return False
 
     def forget(self, sequence: Sequence) -> None: ...
@@ -598,9 +601,7 @@ def test_stops_for_log_probabilities_are_not_counted_as_those_for_drafts(logprob
 
 def test_prompt_lookup_continues_what_came_before() -> None:
     request = greedy(1, 2, 3, 4, 5, 9, 1, 2, 3)
-    sequence = Sequence(
-        Handle(request, lambda: None), 0, list(request.prompt), 40, STOPS, None, TextOutput(None), None, 0.0
-    )
+    sequence = Sequence(0, list(request.prompt), 40, STOPS)
     lookup = PromptLookup()
     assert lookup.drafts({sequence: 2}) == {sequence: [4, 5]}
     assert lookup.may_draft(sequence), "2, 3 may be followed by 4 again"

@@ -16,11 +16,13 @@ from tiny_llms import save_tiny
 
 from npu_compiler import DeviceError, InputError
 from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
+from npu_sim.llm.compiled_model import CompiledModel
+from npu_sim.llm.contiguous_model import DECODE, ContiguousModel
 from npu_sim.llm.ranks import RankedModel
 from npu_sim.parallel import group as groups
 from npu_sim.parallel.worker import Rank
 from npu_sim.serving.engine import Engine
-from npu_sim.serving.paged_model import PagedModel
+from npu_sim.serving.paged_model import COPY, PagedModel
 from npu_sim.serving.request import Request
 
 PROMPT, NEW = [5, 7, 9, 11, 3, 20, 33], 12
@@ -33,6 +35,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def model(checkpoint: Checkpoint, ranks: int) -> LanguageModel:
     return LanguageModel(checkpoint, device="cpu", cache_length=32, chunk=4, tensor_parallel=ranks)
+
+
+def state_bytes(network: CompiledModel) -> int:
+    return sum(buffer.size_bytes for name, buffer in network.state.items() if name != "history")
 
 
 def workers(network: LanguageModel) -> list[Any]:
@@ -61,7 +67,7 @@ def test_processes_together_find_the_tokens_that_one_finds(llama: Checkpoint, ra
             network.reset()
         logits = [network.prefill(PROMPT) for network in (alone, together)]
         np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-4)
-        sizes = [sum(buffer.size_bytes for buffer in network._kv.values()) for network in (alone, together)]
+        sizes = [state_bytes(network.model) for network in (alone, together)]
         assert sizes[0] == min(ranks, 2) * sizes[1]
     finally:
         together.close()
@@ -122,14 +128,14 @@ def test_one_stuck_rank_among_others_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_ctrl_c_within_a_step_comes_after_it(pair: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is delayed until all ranks have made the same steps, so the model can go on."""
     expected = list(pair.generate(PROMPT, NEW, stop=frozenset()))
-    own = pair._decode_step._own  # type: ignore[attr-defined]
-    run = own.run
+    program = pair.model.program(DECODE)
+    run = program._launch
 
     def pressed() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         run()
 
-    monkeypatch.setattr(own, "run", pressed)
+    monkeypatch.setattr(program, "_launch", pressed)
     tokens = pair.generate(PROMPT, NEW, stop=frozenset())
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
@@ -157,7 +163,7 @@ def test_a_rank_that_cannot_begin_is_reported(llama: Checkpoint, tmp_path: Path)
 def test_a_rank_whose_device_takes_other_programs_is_refused(llama: Checkpoint) -> None:
     """Ranks with different programs never run together, as on a GPU that cannot reach the others' memory."""
     assert llama.opened_by is not None
-    name = f"{LanguageModel.__module__}:{LanguageModel.__qualname__}"
+    name = f"{ContiguousModel.__module__}:{ContiguousModel.__qualname__}"
     ranked = RankedModel(Rank(1, 2, tuple), llama.opened_by, ["cpu", "cpu"], name, {"cache_length": 32, "chunk": 4})
     with pytest.raises(DeviceError, match="but rank 0 has them for 'another'"):
         ranked.build("another")
@@ -191,9 +197,9 @@ def test_an_engine_on_two_processes_answers_as_on_one(llama: Checkpoint) -> None
             with Engine(model) as engine:
                 first = engine.generate(requests)
                 found.append([answer.tokens for answer in (*first, *engine.generate(requests))])
-                assert engine.stats().cached_tokens > 0 and model._copier is not None
+                assert engine.stats().cached_tokens > 0 and COPY in model.loaded_programs()
         assert found[0] == found[1]
-        pools = [sum(pool.size_bytes for pool in model._pools.values()) for model in (alone, together)]
+        pools = [state_bytes(model) for model in (alone, together)]
         assert pools[0] == 2 * pools[1]
     finally:
         together.close()

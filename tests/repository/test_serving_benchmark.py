@@ -21,7 +21,7 @@ from benchmarks.serving.__main__ import (
     make_parser,
     table,
 )
-from npu_sim.serving.batch import Batch
+from npu_sim.llm.engine.batch import Batch
 from npu_sim.serving.engine import Engine
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from npu_compiler.errors import NPUError
 from npu_sim.llm import Checkpoint, StreamDecoder
+from npu_sim.llm.engine.stats import EngineStats, Observations
 from npu_sim.llm.tokenizer import load_tokenizer
 from npu_sim.serving.engine import EngineClosedError, QueueFullError
 from npu_sim.serving.http.app import Application, make_application
@@ -25,7 +26,6 @@ from npu_sim.serving.http.server import Server, listen
 from npu_sim.serving.http.service import ServedModel
 from npu_sim.serving.http.text import ModelText
 from npu_sim.serving.request import Request, TokenLogprobs, Update, Usage
-from npu_sim.serving.stats import EngineStats, Observations
 
 NAME = "tiny"
 CONTEXT = 2048

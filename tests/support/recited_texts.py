@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from npu_sim.serving import core, draft_planner
-from npu_sim.serving.batch import Batch
-from npu_sim.serving.core import Core
-from npu_sim.serving.draft_control import DraftControl
-from npu_sim.serving.handle import Handle
-from npu_sim.serving.request import Request
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import Drafter
-from npu_sim.serving.text import TextOutput
-from npu_sim.serving.writer import News
+from npu_sim.llm.engine import core
+from npu_sim.llm.engine.batch import Batch
+from npu_sim.llm.engine.core import EngineCore, SequenceOutput
+from npu_sim.llm.engine.sequence import Sequence
+from npu_sim.llm.speculation import planner
+from npu_sim.llm.speculation.lookup import Drafter
 
 
 @dataclass
@@ -60,6 +56,7 @@ class _Result:
     model: RecitingModel
     chosen: NDArray[np.int32]
     done: float
+    on_host = False
 
     def tokens(self) -> NDArray[np.int32]:
         clock = self.model.clock
@@ -74,7 +71,7 @@ class RecitingModel:
     """A `BatchModel` for one sequence, whose every token is the next one of the text."""
 
     block_size, blocks, context_length, vocab_size = 16, 128, 2048, 1 << 20
-    max_tokens, max_sequences, runs_ahead = 2048, 8, True
+    max_tokens, max_sequences, runs_ahead, shares_prefixes = 2048, 8, True, True
 
     def __init__(self, text: list[int], times: Times, clock: Clock, max_outputs: int = 64) -> None:
         self._text, self.times, self.clock, self.max_outputs = [*text, 0], times, clock, max_outputs
@@ -90,6 +87,9 @@ class RecitingModel:
         self._free = max(self._free, self.clock.now + self.times.begin / 1000) + taken / 1000
         places = batch.positions[batch.outputs] + 1
         return _Result(self, np.array([self._text[place] for place in places], np.int32), self._free)
+
+    def piece(self, start: int, end: int) -> tuple[int, int]:
+        return start, end
 
     def check(self) -> None: ...
 
@@ -107,20 +107,17 @@ def seconds(
     """Return the virtual seconds of reciting a text after its first `prompt` tokens, from the first new token on."""
     clock = Clock()
     monkeypatch.setattr(core, "time", clock)
-    monkeypatch.setattr(draft_planner, "time", clock)
+    monkeypatch.setattr(planner, "time", clock)
     known: list[float] = []
     told: list[int] = []
 
-    def tell(news: list[News]) -> None:
-        for entry in news:
-            told.extend(entry.tokens)
+    def receive(outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            told.extend(output.tokens)
             known.append(clock.now)
 
-    runner = Core(RecitingModel(text, times or Times(), clock, max_outputs), None, drafter, tell)
-    request = Request(tuple(text[:prompt]), len(text) - prompt)
-    control = None if drafter is None else DraftControl(prompt)
-    handle = Handle(request, lambda: None)
-    runner.add(Sequence(handle, 0, text[:prompt], len(text), frozenset(), None, TextOutput(None), control, clock.now))
+    runner = EngineCore(RecitingModel(text, times or Times(), clock, max_outputs), None, drafter, receive)
+    runner.add(Sequence(0, text[:prompt], len(text), frozenset(), last_time=clock.now))
     while runner.busy:
         runner.advance()
     assert told == text[prompt:]

@@ -12,11 +12,12 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+from sampling_rule import draw, probabilities
 
 from npu_compiler.errors import DeviceError, InputError
 from npu_sim.llm import make_sampler
-from npu_sim.serving.batch import Batch
-from npu_sim.serving.pace import StepTimes
+from npu_sim.llm.engine.batch import Batch
+from npu_sim.llm.engine.step_times import StepTimes
 from npu_sim.serving.request import Request, SamplingSettings
 
 VOCAB = 24
@@ -44,6 +45,8 @@ def logits_of(rows: NDArray[np.uint64], last: int) -> NDArray[np.float32]:
 
 
 class ToyResult:
+    on_host = False
+
     def __init__(self, model: ToyModel, tokens: NDArray[np.int32], logits: NDArray[np.float32]) -> None:
         self._model, self._tokens, self._logits = model, tokens, logits
         self._step = model.steps
@@ -67,6 +70,8 @@ class ToyModel:
         fail_launching, fail_reading: Numbers of steps that fail.
         not_finite: Last tokens after which logits are not finite.
     """
+
+    shares_prefixes = True
 
     def __init__(
         self,
@@ -121,6 +126,9 @@ class ToyModel:
         )
         return ToyResult(self, self._chosen, logits)
 
+    def piece(self, start: int, end: int) -> tuple[int, int]:
+        return start, end
+
     def check(self) -> None: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -155,9 +163,6 @@ class EvenTimes(StepTimes):
 
 def chosen(logits: NDArray[np.float32], settings: NDArray[np.float32], uniform: float) -> int:
     """The token that settings and a random number choose."""
-    from npu_sim.llm import probabilities
-    from npu_sim.llm.sampling import draw
-
     temperature, top_k, top_p = (float(value) for value in settings)
     if temperature == 0:
         return int(logits.argmax())

@@ -20,7 +20,7 @@ from npu_compiler.version import __version__
 from npu_sim.serving.cluster.messages import ReplicaFacts
 from npu_sim.serving.cluster.replica import Replica
 from npu_sim.serving.cluster.routing import PrefixRouter
-from npu_sim.serving.opening import ReplicaSettings
+from npu_sim.serving.engine_setup import ReplicaSettings
 
 DEPLOYMENT = "Model"
 _HEALTH_PERIOD = 1.0  # seconds; a replica is replaced when three checks have failed
@@ -29,12 +29,12 @@ _ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 
 @dataclass(frozen=True)
 class Scale:
-    """How many replicas there are, and what each rank of one takes.
+    """The number of replicas, and the resources of each rank.
 
     Attributes:
         least, most: Number of replicas. Where they differ, it follows the number of requests under way and waiting.
         cpus, gpus: Of each rank.
-        drain_seconds: For the requests of a replica to end before it is stopped.
+        drain_seconds: Time for the requests of a replica to end before it is stopped.
     """
 
     least: int = 1
@@ -54,11 +54,11 @@ class Deployment:
     If replicas of that name run with the same settings, they are used; if with others, they are replaced in turn.
 
     Args:
-        name: Of the Serve application.
+        name: Name of the Serve application.
 
     Attributes:
-        handle: For requests to any replica.
-        facts: Of the model that they run.
+        handle: Handle for requests to any replica.
+        facts: Facts of the model that they run.
 
     Raises:
         DeviceError: the replicas do not start; the message says why.
@@ -81,7 +81,7 @@ class Deployment:
     def _start(self, name: str, settings: ReplicaSettings, scale: Scale) -> None:
         """Find the replicas, or start them."""
         key = replicas_key(settings, scale)
-        while (before := _found(name)) is not None and before.status == ApplicationStatus.DEPLOYING:
+        while (before := _status_of(name)) is not None and before.status == ApplicationStatus.DEPLOYING:
             time.sleep(0.5)  # another server is at it, perhaps with the same settings
         if before is not None and before.status in (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY):
             self.handle = serve.get_app_handle(name)
@@ -101,21 +101,21 @@ class _User:
     """An actor that lives as long as a process that uses a deployment, and is named after it."""
 
 
-def _found(name: str) -> Any:
+def _status_of(name: str) -> Any:
     """The state of an application, an `ApplicationStatusOverview`; None if there is none of that name."""
     return serve.status().applications.get(name)
 
 
 def _reason(name: str) -> str | None:
-    """What the error at the bottom of the replicas' tracebacks says."""
-    found = _found(name)
-    messages = [] if found is None else [one.message for one in found.deployments.values()]
+    """The message of the error at the bottom of the replicas' tracebacks."""
+    application = _status_of(name)
+    messages = [] if application is None else [one.message for one in application.deployments.values()]
     lines = [line.strip() for message in messages for line in message.splitlines()]
     return next((line.partition(": ")[2] for line in reversed(lines) if _ERROR.match(line)), None)
 
 
 def replicas_key(settings: ReplicaSettings, scale: Scale) -> str:
-    """What replicas are told apart by. A server's limits are its own, so servers with others may share replicas."""
+    """The key that tells replicas apart. A server's limits are its own, so servers with others may share replicas."""
     engine = replace(settings.engine, max_waiting=None)
     return repr((replace(settings, engine=engine), replace(scale, drain_seconds=0.0), __version__))
 
@@ -124,7 +124,7 @@ def model_application(settings: ReplicaSettings, scale: Scale, key: str = "") ->
     """The application that runs replicas. Deployed under the name of another one, it replaces its replicas in turn.
 
     Args:
-        key: What the replicas answer as `ReplicaFacts.key`.
+        key: The replicas' `ReplicaFacts.key`.
     """
     batch = settings.engine.max_batch
     environment = {"NPU_SIM_THREADS": str(scale.cpus)}

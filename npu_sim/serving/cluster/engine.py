@@ -19,10 +19,10 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from npu_compiler.errors import InputError
+from npu_sim.llm.engine.stats import EngineStats, merged
 from npu_sim.serving.cluster.messages import Output, RemoteRequest, ReplicaStats
 from npu_sim.serving.engine import EngineClosedError, QueueFullError
 from npu_sim.serving.request import Request, RequestHandle, Update, Usage
-from npu_sim.serving.stats import EngineStats, merged
 
 _REFRESH = 1.0  # seconds between questions for the replicas' counts
 _PATIENCE = 5.0  # seconds that a replica has to answer one
@@ -49,7 +49,7 @@ class RemoteEngine:
         self._changed = threading.Condition()
         self._open: set[RemoteHandle] = set()
         self._accepting = True
-        self._known: dict[str, ReplicaStats] = {}  # what each replica has answered last, former ones included
+        self._latest: dict[str, ReplicaStats] = {}  # what each replica has answered last, former ones included
         self._present: set[str] = set()
         self._ended = threading.Event()
         self.refresh()
@@ -69,15 +69,15 @@ class RemoteEngine:
         return handle
 
     def replicas(self) -> list[ReplicaStats]:
-        """Those that answered when they were last asked."""
+        """The replicas that answered when they were last asked."""
         with self._changed:
-            return [self._known[replica] for replica in self._present]
+            return [self._latest[replica] for replica in self._present]
 
     def stats(self) -> EngineStats:
-        """Of all replicas together, as they were when they were last asked; counts of former replicas are kept."""
+        """Counts of all replicas together, as they were when last asked; those of former replicas are kept."""
         with self._changed:
-            there = {name: one.stats for name, one in self._known.items() if name in self._present}
-            return merged(there.values(), [one.stats for name, one in self._known.items() if name not in there])
+            there = {name: one.stats for name, one in self._latest.items() if name in self._present}
+            return merged(there.values(), [one.stats for name, one in self._latest.items() if name not in there])
 
     def refresh(self) -> None:
         """Ask all replicas for their counts now. Not in an event loop."""
@@ -85,10 +85,10 @@ class RemoteEngine:
             answers = self._replicas.broadcast("stats").results(timeout_s=_PATIENCE, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError):
             answers = []  # no replica is there at the moment
-        found = {one.replica: one for one in answers if isinstance(one, ReplicaStats)}
+        current = {one.replica: one for one in answers if isinstance(one, ReplicaStats)}
         with self._changed:
-            self._known |= found
-            self._present = set(found)
+            self._latest |= current
+            self._present = set(current)
 
     def drain(self, timeout: float | None = None) -> bool:
         with self._changed:
@@ -118,7 +118,7 @@ class RemoteHandle(RequestHandle):
     """A request on some replica. It has one reader.
 
     Args:
-        stream: Of `Output`s.
+        stream: Queue of `Output`s.
         ended: Called once when nothing more comes.
     """
 

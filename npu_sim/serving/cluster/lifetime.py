@@ -27,7 +27,7 @@ def cluster(address: str | None, cpus: int) -> Iterator[None]:
     """Join the cluster at an address, or start one on this machine, which ends with the context.
 
     Args:
-        cpus: What a cluster that is started counts as its CPU cores.
+        cpus: Number of CPU cores of a cluster that is started.
 
     Raises:
         DeviceError: there is no cluster at that address, or none can be started.

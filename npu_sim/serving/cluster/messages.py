@@ -1,4 +1,4 @@
-"""What a front and the replicas of a model send each other."""
+"""Messages between a front and the replicas of a model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from npu_compiler.errors import InputError
-from npu_sim.serving.blocks import next_digest, tenant_digest
+from npu_sim.llm.engine.blocks import next_digest, tenant_digest
+from npu_sim.llm.engine.stats import EngineStats
+from npu_sim.serving.engine_setup import BLOCK
 from npu_sim.serving.http.grammar import GrammarFilter
-from npu_sim.serving.opening import BLOCK
 from npu_sim.serving.request import Request, Update, Usage
-from npu_sim.serving.stats import EngineStats
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class RemoteRequest:
     """A request on its way to a replica.
 
     Attributes:
-        request: Without its token filter, which belongs to this process.
+        request: The request without its token filter, which belongs to this process.
         rules: The grammar of that filter.
     """
 
@@ -35,13 +35,13 @@ class RemoteRequest:
 
     @cached_property
     def digests(self) -> tuple[bytes, ...]:
-        """Of the prompt's full blocks, as the replica's prefix cache names them."""
-        digest, found = tenant_digest(self.request.tenant), []
+        """Digests of the prompt's full blocks, as the replica's prefix cache names them."""
+        digest, digests = tenant_digest(self.request.tenant), []
         prompt = self.request.prompt
         for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
             digest = next_digest(digest, prompt[start : start + BLOCK])
-            found.append(digest)
-        return tuple(found)
+            digests.append(digest)
+        return tuple(digests)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Output:
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """What a front needs to know of the model that replicas run.
+    """Facts that a front needs of the model that replicas run.
 
     Attributes:
         context_length: Maximum number of tokens of a prompt and its reply.
@@ -72,8 +72,8 @@ class ReplicaStats:
     """The counts of one replica.
 
     Attributes:
-        replica: Its id.
-        pid: Its process, on its machine.
+        replica: Id of the replica.
+        pid: Process id on its machine.
     """
 
     replica: str

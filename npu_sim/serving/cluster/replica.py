@@ -11,16 +11,16 @@ from npu_runtime import Device
 from npu_sim.llm import load_checkpoint
 from npu_sim.serving.cluster.messages import Output, RemoteRequest, ReplicaFacts, ReplicaStats
 from npu_sim.serving.cluster.ranks import BundleWorker
-from npu_sim.serving.drafting import check_same_tokens
-from npu_sim.serving.http.text import ModelText
-from npu_sim.serving.opening import (
+from npu_sim.serving.engine_setup import (
     ReplicaSettings,
+    check_same_tokens,
     most_tokens,
     open_drafts,
     open_model,
     prepare_steps,
     start_engine,
 )
+from npu_sim.serving.http.text import ModelText
 from npu_sim.serving.request import Update, Usage
 
 

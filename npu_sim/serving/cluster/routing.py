@@ -42,7 +42,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
             self._places.popitem(last=False)
 
     def _longest(self, digests: tuple[bytes, ...], candidates: dict[ReplicaID, RunningReplica]) -> ReplicaID | None:
-        """Where the longest known beginning went, of those that went to a candidate."""
+        """The candidate to which the longest known beginning went."""
         return next((place for x in reversed(digests) if (place := self._places.get(x)) in candidates), None)
 
     def _is_overloaded(self, place: ReplicaID, candidates: dict[ReplicaID, RunningReplica]) -> bool:
@@ -51,6 +51,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
 
 
 def _digests(pending: PendingRequest | None) -> tuple[bytes, ...]:
-    """Of the blocks of a request's prompt; empty for other calls."""
+    """Digests of the blocks of a request's prompt; empty for other calls."""
     asked = pending.args[0] if pending is not None and pending.args else None
     return asked.digests if isinstance(asked, RemoteRequest) else ()

@@ -17,11 +17,11 @@ from npu_sim.serving.http.body import parse_json, read_body
 from npu_sim.serving.http.chat import ChatWriter, chat_requests
 from npu_sim.serving.http.completions import CompletionWriter, completion_requests
 from npu_sim.serving.http.errors import APIError
-from npu_sim.serving.http.gate import Gate
 from npu_sim.serving.http.interface import EngineLike
 from npu_sim.serving.http.keys import APIKeys
 from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics
+from npu_sim.serving.http.middleware import GuardMiddleware
 from npu_sim.serving.http.replies import Writer, reply
 from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
 from npu_sim.serving.http.service import ServedModel, Service
@@ -40,10 +40,10 @@ class Application:
     """The application, to be run by an ASGI server.
 
     Attributes:
-        gate: The ASGI application, and what it lets in.
+        guard: The ASGI application, and what it lets in.
     """
 
-    gate: Gate
+    guard: GuardMiddleware
     service: Service
     metrics: Metrics
 
@@ -59,15 +59,15 @@ def make_application(
     metrics = Metrics(engine)
     service = Service(model, engine, limits, metrics)
     app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
-    gate = Gate(app, keys, limits, metrics, only_loopback=only_loopback)
+    guard = GuardMiddleware(app, keys, limits, metrics, only_loopback=only_loopback)
     _add_generation(app, service)
     _add_models(app, model)
-    _add_health(app, gate, service)
+    _add_health(app, guard, service)
     _add_page(app)
     app.add_exception_handler(APIError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
-    return Application(gate, service, metrics)
+    return Application(guard, service, metrics)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -99,7 +99,8 @@ async def _generate(
     """The response to a POST request.
 
     Args:
-        prepare: From the body's JSON and the tenant: the body, its sequences for the engine, and what writes the reply.
+        prepare: Function from the body's JSON and the tenant to the body, its sequences for the engine, and the writer
+            of the reply.
     """
     data, tenant = await read_body(request, service.limits), request.state.call.key
     body, sequences, writer = await service.in_thread(lambda: prepare(parse_json(data), tenant))
@@ -133,12 +134,12 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
         return facts
 
 
-def _add_health(app: FastAPI, gate: Gate, service: Service) -> None:
+def _add_health(app: FastAPI, guard: GuardMiddleware, service: Service) -> None:
     @app.get("/health")
     @app.get("/health/ready")
     async def ready() -> JSONResponse:
         failed = service.engine.failed
-        status = "failed" if failed else "draining" if gate.draining else "ready"
+        status = "failed" if failed else "draining" if guard.draining else "ready"
         content = {"status": status, "model": service.model.name, **({"reason": failed} if failed else {})}
         return JSONResponse(content, 200 if status == "ready" else 503)
 

@@ -11,7 +11,7 @@ from npu_sim.serving.http.grammar import json_rules
 from npu_sim.serving.http.schemas import ChatRequest
 from npu_sim.serving.http.service import Service
 from npu_sim.serving.http.text import ModelText
-from npu_sim.serving.http.tools import Call, CallParser, template_messages
+from npu_sim.serving.http.tools import CallParser, ParsedCall, template_messages
 from npu_sim.serving.request import Request, TokenFilter, TokenLogprobs, Update
 
 
@@ -44,7 +44,7 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str) -> list[Requ
 
 
 def _filter(text: ModelText, body: ChatRequest) -> TokenFilter | None:
-    """What the reply must be, if anything is asked of it. Where tools may be called, calls are allowed beside JSON."""
+    """The grammar that the reply must follow, if any. Where tools may be called, calls are allowed beside JSON."""
     if body.must_call:
         rules = text.tool_format.rules(body.offered, several=_several(body))
         return text.grammars.filter(rules)
@@ -73,7 +73,7 @@ class ChatWriter:
         form, forced = self._text.tool_format, body.must_call
         self._parsers = [CallParser(form, names, only_calls=forced) for _ in range(body.choices)]
         self._contents: list[list[str]] = [[] for _ in self._parsers]
-        self._calls: list[list[Call]] = [[] for _ in self._parsers]
+        self._calls: list[list[ParsedCall]] = [[] for _ in self._parsers]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in self._parsers]
         self._reasons: list[str | None] = [None for _ in self._parsers]
         self._wants_logprobs = bool(body.logprobs)

@@ -51,15 +51,15 @@ def _prompts(service: Service, body: CompletionRequest) -> list[Sequence[int]]:
     if not 1 <= len(several) <= _MOST_PROMPTS:
         raise APIError(400, f"give 1 to {_MOST_PROMPTS} prompts, not {len(several)}", param="prompt")
     vocab = service.model.text.vocab_size
-    found: list[Sequence[int]] = []
+    prompts: list[Sequence[int]] = []
     for item in several:
         if isinstance(item, str):
             service.check_text(item, "prompt")
         ids = service.model.text.encode(item) if isinstance(item, str) else item
         if wrong := [token for token in ids if not 0 <= token < vocab]:
             raise APIError(400, f"the model has no token {wrong[0]}; ids are 0 to {vocab - 1}", param="prompt")
-        found.append(ids)
-    return found
+        prompts.append(ids)
+    return prompts
 
 
 class CompletionWriter:
@@ -87,14 +87,14 @@ class CompletionWriter:
 
     def chunks(self, choice: int, update: Update) -> Iterator[dict[str, Any]]:
         self._reasons[choice] = update.finish_reason
-        logprobs = self._found(choice, update.logprobs) if update.logprobs else None
+        logprobs = self._logprobs_chunk(choice, update.logprobs) if update.logprobs else None
         if not self._is_stream:
             self._texts[choice].append(update.text)
             self._logprobs[choice] += [] if logprobs is None else [logprobs]
         if update.text or logprobs or update.finish_reason:
             yield self._chunk(choice, update.text, logprobs, update.finish_reason)
 
-    def _found(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs_chunk(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Log probabilities in the form of completions. A token's offset counts the characters of those before it."""
         tokens = [self._shown(entry.token) for entry in entries]
         offsets = []

@@ -34,10 +34,10 @@ class APIError(Exception):
 
     Args:
         status: The HTTP status.
-        message: What was wrong, and what to do. Long ones, which repeat what the client sent, are cut.
+        message: The problem, and what to do. Long ones, which repeat what the client sent, are cut.
         param: The parameter that was wrong, as a path such as `messages.0.role`.
         code: A word for programs, such as `invalid_api_key`.
-        headers: Of the response.
+        headers: Headers of the response.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Grammars:
     """Makes filters for one tokenizer.
 
     Args:
-        tokenizer: As a tokenizer.json.
+        tokenizer: Contents of a tokenizer.json.
         vocab_size: Token ids of the model; those beyond the tokenizer's are never allowed.
         eos_ids: Tokens that end a sequence.
     """
@@ -67,12 +67,12 @@ class Grammars:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """Made when it is first needed, which takes about half a second."""
+        """The tokenizer of llguidance, built when it is first needed, in about half a second."""
         tokenizer, vocab_size, eos_ids = self._source
         return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for, which need not be whole characters."""
+        """The bytes of a token, which need not be whole characters."""
         return bytes(self.tokenizer.decode_bytes([token]))
 
     def filter(self, rules: str) -> GrammarFilter:
@@ -100,8 +100,8 @@ def call_rules(calls: Sequence[tuple[str, Mapping[str, Any] | None, str]], *, se
     """The grammar of tool calls.
 
     Args:
-        calls: For each function, the text before its arguments, their JSON schema, and the text after them.
-        separator: Between calls; None for a single call.
+        calls: Text before the arguments of each function, their JSON schema, and the text after them.
+        separator: Text between calls; None for a single call.
     """
     names = [f"call_{index}" for index in range(len(calls))]
     rules = [

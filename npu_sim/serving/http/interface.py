@@ -1,18 +1,18 @@
-"""What the server asks of an engine; `npu_sim.serving.engine.Engine` does it."""
+"""The interface of an engine to the server; `npu_sim.serving.engine.Engine` has it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from npu_sim.llm.engine.stats import EngineStats
 from npu_sim.serving.request import Request, RequestHandle
-from npu_sim.serving.stats import EngineStats
 
 
 class EngineLike(Protocol):
     """Takes requests from any thread and generates their tokens.
 
     Attributes:
-        failed: Why it has ended by itself; None: it has not.
+        failed: The reason why it has ended by itself. None: it has not.
     """
 
     failed: str | None

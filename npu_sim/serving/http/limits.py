@@ -1,4 +1,4 @@
-"""How much the server lets in: sizes, times, and how many requests at once and per minute."""
+"""Limits of the server: sizes, times, and how many requests at once and per minute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_sim.serving.http.errors import APIError
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server lets in.
+    """Limits of sizes, times and numbers of requests.
 
     Attributes:
         body_bytes: Size of a request's body.
@@ -21,13 +21,13 @@ class Limits:
         connections: Open connections.
         requests: Requests at once.
         requests_per_key: Requests at once with one key. Default: as many as in all.
-        requests_per_minute: Per key. Default: any number.
+        requests_per_minute: Maximum per key. Default: any number.
         prompt_tokens: Tokens of a prompt. Default: what the context holds.
         new_tokens: New tokens of a choice. Default: what the context holds.
-        header_seconds: For a request's head to arrive, and for the next request on an idle connection.
-        body_seconds: For a request's body to arrive.
-        write_seconds: For a client to take output that it asked for.
-        request_seconds: From a request's arrival to its end. Default: any time.
+        header_seconds: Time for a request's head to arrive, and for the next request on an idle connection.
+        body_seconds: Time for a request's body to arrive.
+        write_seconds: Time for a client to take output that it asked for.
+        request_seconds: Time from a request's arrival to its end. Default: any time.
     """
 
     body_bytes: int = 4 << 20

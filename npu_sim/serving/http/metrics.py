@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the server counts itself, and what the engine says when it is asked."""
+"""Prometheus metrics: counts of the server itself, and those of the engine when they are collected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from npu_sim.serving import stats
+from npu_sim.llm.engine.stats import Histogram as EngineHistogram
 from npu_sim.serving.http.interface import EngineLike
 
 _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -52,42 +52,42 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        found = self._engine.stats()
+        stats = self._engine.stats()
         for name, text, value in (
-            ("requests_waiting", "Requests without KV blocks: the queue.", found.waiting),
-            ("requests_running", "Requests with KV blocks.", found.running),
-            ("batch_size", "Sequences of the latest step.", found.batch_size),
-            ("cache_rows_empty", "Rows of used KV blocks that hold no token.", found.rows_empty),
+            ("requests_waiting", "Requests without KV blocks: the queue.", stats.waiting),
+            ("requests_running", "Requests with KV blocks.", stats.running),
+            ("batch_size", "Sequences of the latest step.", stats.batch_size),
+            ("cache_rows_empty", "Rows of used KV blocks that hold no token.", stats.rows_empty),
         ):
             yield GaugeMetricFamily(f"npu_sim_{name}", text, value)
         blocks = GaugeMetricFamily("npu_sim_cache_blocks", "Blocks of the KV cache, by state.", labels=["state"])
-        for state, count in (("free", found.blocks_free), ("used", found.blocks_used), ("cached", found.blocks_cached)):
+        for state, count in (("free", stats.blocks_free), ("used", stats.blocks_used), ("cached", stats.blocks_cached)):
             blocks.add_metric([state], count)
         yield blocks
         for name, text, value in (
-            ("steps", "Steps of the engine.", found.steps),
-            ("prompt_tokens", "Tokens of prompts.", found.prompt_tokens),
-            ("cached_tokens", "Tokens of prompts that were found in the prefix cache.", found.cached_tokens),
-            ("new_tokens", "Tokens generated.", found.new_tokens),
-            ("drafted_tokens", "Tokens guessed by speculation.", found.drafted_tokens),
-            ("accepted_tokens", "Guessed tokens that were right.", found.accepted_tokens),
-            ("preemptions", "Times that a request lost its KV blocks to an earlier one.", found.preemptions),
+            ("steps", "Steps of the engine.", stats.steps),
+            ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
+            ("cached_tokens", "Tokens of prompts that were found in the prefix cache.", stats.cached_tokens),
+            ("new_tokens", "Tokens generated.", stats.new_tokens),
+            ("drafted_tokens", "Tokens guessed by speculation.", stats.drafted_tokens),
+            ("accepted_tokens", "Guessed tokens that were right.", stats.accepted_tokens),
+            ("preemptions", "Times that a request lost its KV blocks to an earlier one.", stats.preemptions),
         ):
             yield CounterMetricFamily(f"npu_sim_{name}", text, value)
         finished = CounterMetricFamily("npu_sim_sequences_finished", "Sequences ended, by reason.", labels=["reason"])
-        for reason, count in found.finished.items():
+        for reason, count in stats.finished.items():
             finished.add_metric([reason], count)
         yield finished
         for name, text, histogram in (
-            ("queue_seconds", "From a request's submission to its admission.", found.queue_seconds),
-            ("time_to_first_token_seconds", "From submission to the first token.", found.first_token_seconds),
-            ("time_between_tokens_seconds", "From each token to the next.", found.between_tokens_seconds),
-            ("step_seconds", "Time of a step.", found.step_seconds),
+            ("queue_seconds", "From a request's submission to its admission.", stats.queue_seconds),
+            ("time_to_first_token_seconds", "From submission to the first token.", stats.first_token_seconds),
+            ("time_between_tokens_seconds", "From each token to the next.", stats.between_tokens_seconds),
+            ("step_seconds", "Time of a step.", stats.step_seconds),
         ):
             yield _histogram(f"npu_sim_{name}", text, histogram)
 
 
-def _histogram(name: str, text: str, found: stats.Histogram) -> HistogramMetricFamily:
-    bounds = [*map(str, found.bounds), "+Inf"]
-    buckets = list(zip(bounds, accumulate(found.counts), strict=True))
-    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
+def _histogram(name: str, text: str, histogram: EngineHistogram) -> HistogramMetricFamily:
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=histogram.total)

@@ -1,4 +1,4 @@
-"""How a generation becomes an HTTP response: whole, or as server-sent events."""
+"""HTTP responses of generations: whole, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from npu_sim.serving.http.body import wait_for_disconnect
+from npu_sim.serving.http.choices import Choices
 from npu_sim.serving.http.errors import APIError
-from npu_sim.serving.http.gate import Call
-from npu_sim.serving.http.generation import Generation
+from npu_sim.serving.http.middleware import CallRecord
 from npu_sim.serving.request import Update, Usage
 
 _DONE = b"data: [DONE]\n\n"
@@ -28,13 +28,13 @@ class Writer(Protocol):
         """The first choice of each prompt, since a prompt's tokens count once."""
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """What a stream begins with."""
+        """The first chunks of a stream."""
 
     def chunks(self, choice: int, update: Update) -> Iterable[dict[str, Any]]:
-        """What a stream says of an update; also called for a whole reply, which `whole` then returns."""
+        """The chunks of an update; also called for a whole reply, which `whole` then returns."""
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """What a stream ends with, if the client asked for it."""
+        """The last chunk of a stream, if the client asked for it."""
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The reply, from all chunks so far."""
@@ -53,7 +53,7 @@ def usage_of(usages: Sequence[Usage], prompts: Sequence[int]) -> dict[str, Any]:
 
 
 async def reply(
-    request: Request, start: Callable[[], Generation], writer: Writer, *, stream: bool, with_usage: bool
+    request: Request, start: Callable[[], Choices], writer: Writer, *, stream: bool, with_usage: bool
 ) -> Response:
     """The response to a request.
 
@@ -63,20 +63,20 @@ async def reply(
     Raises:
         APIError: the generation failed before its response began.
     """
-    call: Call = request.scope["state"]["call"]
-    generation = start()
+    call: CallRecord = request.scope["state"]["call"]
+    choices = start()
     if stream:
-        return _EventStream(generation, writer, call, with_usage)
+        return _EventStream(choices, writer, call, with_usage)
     try:
-        await _until_disconnect(request, _collect(generation, writer))
-        return JSONResponse(writer.whole(usage_of(generation.usages, writer.prompts)))
+        await _until_disconnect(request, _collect(choices, writer))
+        return JSONResponse(writer.whole(usage_of(choices.usages, writer.prompts)))
     finally:
-        generation.close()
-        _note(call, generation)
+        choices.close()
+        _note(call, choices)
 
 
-async def _collect(generation: Generation, writer: Writer) -> None:
-    async for choice, update in generation.updates():
+async def _collect(choices: Choices, writer: Writer) -> None:
+    async for choice, update in choices.updates():
         for _ in writer.chunks(choice, update):
             pass
 
@@ -100,25 +100,25 @@ class _EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, writer: Writer, call: Call, with_usage: bool) -> None:
-        self._generation, self._call = generation, call
+    def __init__(self, choices: Choices, writer: Writer, call: CallRecord, with_usage: bool) -> None:
+        self._choices, self._call = choices, call
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(generation, writer, call, with_usage), headers=headers)
+        super().__init__(_events(choices, writer, call, with_usage), headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Also where the client is gone before the first event, so that the events' own `finally` would never run.
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._generation.close()
-            _note(self._call, self._generation)
+            self._choices.close()
+            _note(self._call, self._choices)
 
 
-async def _events(generation: Generation, writer: Writer, call: Call, with_usage: bool) -> AsyncIterator[bytes]:
+async def _events(choices: Choices, writer: Writer, call: CallRecord, with_usage: bool) -> AsyncIterator[bytes]:
     for chunk in writer.begin():
         yield _event(chunk)
     try:
-        async for choice, update in generation.updates():
+        async for choice, update in choices.updates():
             for chunk in writer.chunks(choice, update):
                 yield _event(chunk)
     except APIError as error:
@@ -126,7 +126,7 @@ async def _events(generation: Generation, writer: Writer, call: Call, with_usage
         yield _event(error.content)
         return
     if with_usage:
-        yield _event(writer.usage_chunk(usage_of(generation.usages, writer.prompts)))
+        yield _event(writer.usage_chunk(usage_of(choices.usages, writer.prompts)))
     yield _DONE
 
 
@@ -134,9 +134,9 @@ def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _note(call: Call, generation: Generation) -> None:
+def _note(call: CallRecord, choices: Choices) -> None:
     """Token counts for the log."""
-    usages = generation.usages
+    usages = choices.usages
     call.fields["prompt_tokens"] = max((usage.prompt_tokens for usage in usages), default=0)
     call.fields["cached_tokens"] = max((usage.cached_tokens for usage in usages), default=0)
     call.fields["new_tokens"] = sum(usage.new_tokens for usage in usages)

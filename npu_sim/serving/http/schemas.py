@@ -39,7 +39,7 @@ class StreamOptions(_Body):
 
 
 class _Sampled(_Body):
-    """What both kinds of requests have in common."""
+    """Fields of both kinds of requests."""
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None

@@ -65,12 +65,12 @@ class Server(uvicorn.Server):
     """uvicorn's server, whose signals begin a drain.
 
     Args:
-        drain_seconds: For requests under way to end after the first signal.
+        drain_seconds: Time for requests under way to end after the first signal.
     """
 
     def __init__(self, application: Application, limits: Limits, drain_seconds: float) -> None:
         config = uvicorn.Config(
-            application.gate,
+            application.guard,
             http=limited_protocol(limits, application.metrics),
             ws="none",
             lifespan="off",
@@ -102,20 +102,20 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Begin the drain; called again, end at once. In the event loop."""
         if self._draining is None:
-            self._application.gate.draining = True
-            log("draining", active=self._application.gate.active)
+            self._application.guard.draining = True
+            log("draining", active=self._application.guard.active)
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         elif self._ending is None:
-            log("stopping at once", active=self._application.gate.active)
+            log("stopping at once", active=self._application.guard.active)
             self._ending = asyncio.get_running_loop().create_task(self._end())
 
     async def _drain(self) -> None:
-        engine, gate = self._application.service.engine, self._application.gate
+        engine, guard = self._application.service.engine, self._application.guard
         end = time.monotonic() + self._drain_seconds
         await asyncio.to_thread(engine.drain, self._drain_seconds)
-        while gate.active and time.monotonic() < end:  # replies that are still being sent
+        while guard.active and time.monotonic() < end:  # replies that are still being sent
             await asyncio.sleep(0.02)
-        log("drain timed out" if gate.active else "drained", active=gate.active)
+        log("drain timed out" if guard.active else "drained", active=guard.active)
         await self._end()
 
     async def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""`Service`: what the routes share: the model, the engine, and the steps from a body to sequences of the engine."""
+"""`Service`: shared by the routes: the model, the engine, and the steps from a body to sequences of the engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from npu_compiler.errors import InputError
+from npu_sim.serving.http.choices import Choices
 from npu_sim.serving.http.errors import APIError
-from npu_sim.serving.http.generation import Generation
 from npu_sim.serving.http.interface import EngineLike
 from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics
@@ -26,9 +26,9 @@ class ServedModel:
     """A model that is served.
 
     Attributes:
-        name: What clients call it.
+        name: Name that clients use.
         context_length: Maximum number of tokens of a prompt and its reply.
-        created: When it was opened, in seconds since 1970.
+        created: Time at which it was opened, in seconds since 1970.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ServedModel:
 
 
 class Service:
-    """What the routes share. For one event loop.
+    """The model, the engine and the limits, for all routes of one event loop.
 
     Args:
         engine: Runs the model.
@@ -53,7 +53,7 @@ class Service:
         self._workers = ThreadPoolExecutor(2, "http-worker")
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns, from another thread. Its `InputError` becomes an `APIError` (400)."""
+        """The result of `work`, from another thread. Its `InputError` becomes an `APIError` (400)."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._workers, work)
         except InputError as error:
@@ -111,12 +111,12 @@ class Service:
             raise APIError(400, message, param="max_tokens")
         return new_tokens
 
-    def generate(self, requests: Sequence[Request]) -> Generation:
+    def generate(self, requests: Sequence[Request]) -> Choices:
         """Hand requests to the engine. Raises `APIError` if it does not take one of them."""
         if len(requests) > self.limits.requests:
             message = f"this asks for {len(requests)} replies, but the server handles {self.limits.requests} at once"
             raise APIError(400, message, param="n")
-        return Generation(self.engine, requests)
+        return Choices(self.engine, requests)
 
     def close(self) -> None:
         """End the threads."""

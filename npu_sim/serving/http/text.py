@@ -78,5 +78,5 @@ class ModelText:
         _ = self.grammars.tokenizer
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for, which need not be whole characters."""
+        """The bytes of a token, which need not be whole characters."""
         return self.grammars.token_bytes(token)

@@ -34,7 +34,7 @@ For each function call, write a JSON object with the function's name and argumen
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedCall:
     """A function that the model calls, with its arguments as JSON."""
 
     name: str
@@ -47,7 +47,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """The format in which a model writes calls.
 
     Attributes:
         begin: Text before a call; "" where a call is the whole reply.
@@ -69,16 +69,16 @@ class ToolFormat:
         ]
         return call_rules(calls, separator="\n" if several and self.end else None)
 
-    def read(self, text: str, known: Sequence[str]) -> Call | None:
-        """The call that a text is; None if it is none, or none of a known function."""
+    def read(self, text: str, names: Sequence[str]) -> ParsedCall | None:
+        """The call that a text is; None if it is none, or none of a function that may be called."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(data, dict) or data.get("name") not in known:
+        if not isinstance(data, dict) or data.get("name") not in names:
             return None
         arguments = data.get(self.arguments, {})
-        return Call(data["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+        return ParsedCall(data["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def format_of(template: str | None) -> ToolFormat:
@@ -147,43 +147,43 @@ class CallParser:
     """Separates the calls in a streamed reply from its text.
 
     Args:
-        form: How the model writes calls.
-        known: The names of the functions that it may call. Without any, all is text.
+        form: Format of the model's calls.
+        names: The names of the functions that it may call. Without any, all is text.
         only_calls: Whether the reply must consist of calls; then what a limit has cut off is no text either.
     """
 
-    def __init__(self, form: ToolFormat, known: Sequence[str], *, only_calls: bool = False) -> None:
+    def __init__(self, form: ToolFormat, names: Sequence[str], *, only_calls: bool = False) -> None:
         self._form = form
-        self._known = known
+        self._names = names
         self._only_calls = only_calls
         self._held = ""
         self._text_seen = False
         self.calls = 0
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
+    def push(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Take new text; return what is certain: text for the user, and calls that are complete."""
-        if not self._known:
+        if not self._names:
             return text, []
         self._held += text
         shown, calls = self._whole_reply() if not self._form.end else self._tagged()
         return "" if self._only_calls else shown, calls
 
-    def flush(self) -> tuple[str, list[Call]]:
+    def flush(self) -> tuple[str, list[ParsedCall]]:
         """Return the rest at the end; an incomplete call is text, unless the reply must consist of calls."""
         shown, calls = self._rest()
         return "" if self._only_calls else shown, calls
 
-    def _rest(self) -> tuple[str, list[Call]]:
+    def _rest(self) -> tuple[str, list[ParsedCall]]:
         held, self._held = self._held, ""
-        if not self._known:
+        if not self._names:
             return held, []
         body = held.strip().removeprefix(_BEGIN).removesuffix(_END)
-        if (not self._form.end or held.lstrip().startswith(_BEGIN)) and (call := self._form.read(body, self._known)):
+        if (not self._form.end or held.lstrip().startswith(_BEGIN)) and (call := self._form.read(body, self._names)):
             self.calls += 1
             return "", [call]
         return ("" if self.calls and not held.strip() else held), []
 
-    def _whole_reply(self) -> tuple[str, list[Call]]:
+    def _whole_reply(self) -> tuple[str, list[ParsedCall]]:
         start = self._held.lstrip()
         if self._text_seen or (start and not start.startswith("{")):
             self._text_seen = True
@@ -191,9 +191,9 @@ class CallParser:
             return text, []
         return "", []
 
-    def _tagged(self) -> tuple[str, list[Call]]:
+    def _tagged(self) -> tuple[str, list[ParsedCall]]:
         shown = ""
-        calls: list[Call] = []
+        calls: list[ParsedCall] = []
         while True:
             before, begin, rest = self._held.partition(_BEGIN)
             if not begin:
@@ -206,7 +206,7 @@ class CallParser:
             if not end:
                 shown, self._held = shown + before.rstrip(), begin + rest
                 return shown, calls
-            call = self._form.read(body, self._known)
+            call = self._form.read(body, self._names)
             if call is None:
                 shown += f"{before}{begin}{body}{end}"
             else:

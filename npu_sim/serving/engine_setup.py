@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine: the same steps for `npu-sim serve` and for each replica of a Ray cluster."""
+"""Setting up an engine for a checkpoint: the same steps for `npu-sim serve` and for each replica of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from npu_compiler.errors import InputError
+from npu_sim.llm.speculation.model import ModelDrafter
 from npu_sim.parallel.group import LocalWorker, StartWorker
-from npu_sim.serving.drafting import ModelDrafter
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import MAX_TOKENS, PagedModel
 
 if TYPE_CHECKING:
     from npu_runtime import Device
-    from npu_sim.llm import Checkpoint
+    from npu_sim.llm.checkpoint import Checkpoint
 
 Report = Callable[[int, int], None]
 BLOCK = 16  # tokens
@@ -22,7 +23,7 @@ BLOCK = 16  # tokens
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is made with, besides checkpoint and device.
+    """Settings of an engine, besides checkpoint and device.
 
     Attributes:
         context_length: Maximum tokens of a prompt and its reply. Default: 2048, or the model's if less.
@@ -45,13 +46,13 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """What each replica opens.
+    """Model, device and settings of each replica.
 
     Attributes:
-        model: What `load_checkpoint` takes, as it is called on the replica's machine; so are the next three.
+        model: Source for `load_checkpoint`, as it is named on the replica's machine; so are the next three.
         device: The device's name there. Default: the best one.
-        tune: On the CPU, use the kernels that measurements find the fastest.
-        draft: What `load_checkpoint` takes for the model that guesses tokens, if any.
+        tune: Use the kernels that measurements find the fastest, on the CPU.
+        draft: Source for `load_checkpoint` of the model that guesses tokens, if any.
         cpu_level: Instruction set of the CPU kernels. Default: the best one there.
     """
 
@@ -107,6 +108,23 @@ def open_drafts(small: Checkpoint, large: PagedModel, report: Report | None = No
         max_sequences=large.max_sequences,
         progress=report,
     )
+
+
+def check_same_tokens(small: Checkpoint, large: Checkpoint) -> None:
+    """Refuse a draft model whose token ids mean others than the large model's. Raises InputError."""
+    ours, theirs = large.tokenizer.get_vocab(), small.tokenizer.get_vocab()
+    wrong = next((token for token, number in theirs.items() if ours.get(token) != number), None)
+    if wrong is not None:
+        there = f"is {ours[wrong]}" if wrong in ours else "does not exist"
+        raise InputError(
+            f"{small.name} cannot draft for {large.name}, whose tokens are others: {wrong!r} is token {theirs[wrong]} "
+            f"of the first and {there} in the second; choose a smaller model of the same family"
+        )
+    sizes = [int(checkpoint.config.vocab_size) for checkpoint in (small, large)]
+    if sizes[0] > sizes[1]:
+        raise InputError(
+            f"{small.name} cannot draft for {large.name}: it has {sizes[0]} token ids, the other only {sizes[1]}"
+        )
 
 
 def prepare_steps(model: PagedModel, report: Report) -> None:

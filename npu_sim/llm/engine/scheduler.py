@@ -1,4 +1,4 @@
-"""`Scheduler`: which tokens of which sequences the next step computes, over which blocks.
+"""`Scheduler`: plans the next step: the tokens of the sequences that it computes, and the blocks for them.
 
 A step takes the running sequences' next tokens first, then pieces of prompts, up to a number of tokens: a long prompt
 stalls neither those that decode nor short prompts that come after it. A waiting sequence is admitted when its prompt's
@@ -10,6 +10,7 @@ Invariants:
 1. `computed` tokens of a sequence are in the pool as soon as the launched steps have run; the device runs steps and
    copies in the order of their launches, so a block may be given to another sequence while such steps are under way.
 2. A sequence writes rows from `computed` on only. The blocks there are its own, unregistered (blocks.py, invariant 2).
+   Where a model's `piece` begins earlier, `computed` goes back to there: the rows get the values that they have.
 3. A sequence with an output under way is in the latest launched step, and gets no draft.
 4. As many sequences run as one step can hold, so every running sequence that can take its next token takes it.
 5. Each sequence fits into the pool alone, takes blocks from later ones only, and waits where the later ones are already
@@ -22,13 +23,13 @@ from collections import Counter
 
 import numpy as np
 
-from npu_sim.serving.batch import BatchModel
-from npu_sim.serving.blocks import BlockPool
-from npu_sim.serving.draft_planner import DraftPlanner
-from npu_sim.serving.pace import StepTimes
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import Drafter
-from npu_sim.serving.step import Choice, Step, StepBuilder
+from npu_sim.llm.engine.batch import BatchModel
+from npu_sim.llm.engine.blocks import BlockPool
+from npu_sim.llm.engine.planned_step import Choice, PlannedStep
+from npu_sim.llm.engine.sequence import Sequence
+from npu_sim.llm.engine.step_times import StepTimes
+from npu_sim.llm.speculation.lookup import Drafter
+from npu_sim.llm.speculation.planner import Speculation
 
 
 class Scheduler:
@@ -40,19 +41,20 @@ class Scheduler:
         drafter: Guesses tokens of sequences that want drafts.
 
     Attributes:
-        running: In order of arrival.
+        running: Running sequences, in order of arrival.
         waiting: Number of sequences that wait.
-        times: How long steps take.
-        admitted: Those that were admitted for the first time; the caller empties it.
-        preemptions: How often a sequence lost its blocks.
+        times: Durations of steps.
+        admitted: Sequences that were admitted for the first time; the caller empties it.
+        preemptions: Number of times that a sequence lost its blocks.
     """
 
     def __init__(self, model: BatchModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
+        self._model = model
         self._block_size = model.block_size
         self._max_tokens, self._max_outputs = model.max_tokens, model.max_outputs
         self._prefill_tokens = prefill_tokens
         self.times = StepTimes()
-        self._planner = None if drafter is None else DraftPlanner(drafter, model.runs_ahead)
+        self._speculation = None if drafter is None else Speculation(drafter, model.runs_ahead)
         self.max_running = min(model.max_sequences, model.max_outputs, model.max_tokens)
         self.max_rows = min(model.context_length, model.blocks * model.block_size)
         self.pool = BlockPool(model.blocks)
@@ -66,36 +68,44 @@ class Scheduler:
         self.admitted: list[Sequence] = []
         self.preemptions = 0
 
-    def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for admission."""
+    def add(self, sequence: Sequence, computed: int = 0) -> None:
+        """Let a sequence wait for admission.
+
+        Args:
+            computed: Number of its first tokens that the block of a pool with a single one still holds.
+        """
+        sequence.computed = computed
         heapq.heappush(self._waiting.setdefault(sequence.tenant, []), (sequence.arrival, sequence))
         self.waiting += 1
 
     def end(self, sequence: Sequence) -> None:
-        """Give back what a sequence holds, running or waiting."""
-        if sequence.ended:
-            return
-        sequence.ended = True
+        """Release what a sequence holds, running or waiting."""
+        if not sequence.ended:
+            sequence.ended = True
+            self.remove(sequence)
+            if self._speculation is not None:
+                self._speculation.forget(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence, running or waiting, which may be added again."""
         if sequence.slot >= 0:
             self._stop_running(sequence)
-        else:
-            self.waiting -= 1
-            heap = self._waiting[sequence.tenant]
-            heap.remove((sequence.arrival, sequence))
-            heapq.heapify(heap)
-            if not heap:
-                del self._waiting[sequence.tenant]
-        if self._planner is not None:
-            self._planner.forget(sequence)
+            return
+        self.waiting -= 1
+        heap = self._waiting[sequence.tenant]
+        heap.remove((sequence.arrival, sequence))
+        heapq.heapify(heap)
+        if not heap:
+            del self._waiting[sequence.tenant]
 
     def must_know(self) -> bool:
         """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
-        drafts = self._planner is not None and self._spare_outputs > 0 and self.times.knows(self._decoding)
+        drafts = self._speculation is not None and self._spare_outputs > 0 and self.times.knows(self._decoding)
         return any(self._must_know(sequence, drafts) for sequence in self.running)
 
     @property
     def _decoding(self) -> int:
-        """How many sequences take one token in a step."""
+        """The number of sequences that take one token in a step."""
         return sum(sequence.computed + 1 >= len(sequence.tokens) + sequence.pending for sequence in self.running)
 
     @property
@@ -103,43 +113,46 @@ class Scheduler:
         """Outputs of a step that neither running nor waiting sequences need."""
         return min(self._max_outputs, self._max_tokens) - min(self.max_running, len(self.running) + self.waiting)
 
-    def learn_duration(self, step: Step, seconds: float, since_idle: float | None) -> None:
+    def learn_duration(self, step: PlannedStep, seconds: float, since_idle: float | None) -> None:
         """Learn how long a step took, and charge the sequences for whose drafts it took longer.
 
         Args:
-            seconds: From its launch, or from the end of the one before, to its end.
-            since_idle: From when a device that runs ahead had nothing to do, if planning needed the results before it.
+            seconds: Time from its launch, or from the end of the one before, to its end.
+            since_idle: Time from when a device that runs ahead had nothing to do, if planning needed results.
         """
         if self._stops_anyway:
             since_idle = None
         times = self.times
         # A step of one token each after a stop is longer than one that follows another at once.
-        if since_idle is None or step.drafts or not step.payers:
+        if since_idle is None or step.drafts or not step.cost_shares:
             times.learn(len(step.batch.tokens), seconds, step.prompt_tokens)
         if since_idle is not None:
             times.learn_stop(since_idle - seconds)
-        if self._planner is not None:
-            self._planner.charge(step, times, since_idle)
+        if self._speculation is not None:
+            self._speculation.pay(step, times, since_idle)
 
     @property
     def _stops_anyway(self) -> bool:
         """Whether each step needs the results before it, drafts or not."""
         return any(sequence.reads_logits for sequence in self.running)
 
-    def plan(self) -> Step | None:
+    def plan(self) -> PlannedStep | None:
         """The next step; None if nothing can be computed before the launched ones are read."""
-        step = StepBuilder()
-        if self._planner is not None:
-            self._planner.begin(step)
+        step = PlannedStep()
+        if self._speculation is not None:
+            self._speculation.begin(step)
         self._plan_decodes(step)
         self._plan_prompts(step)
         self.pool.release([source for source, _ in step.copies])
-        return step.step(self._tables, self._settings) if step.tokens else None
+        if not step.tokens:
+            return None
+        step.finish(self._tables, self._settings)
+        return step
 
-    def launched(self, step: Step) -> None:
-        """The step has been launched: blocks that it fills with known tokens can be shared from now on."""
-        if self._planner is not None:
-            self._planner.launched(step)
+    def launched(self, step: PlannedStep) -> None:
+        """Note that a step has been launched: blocks that it fills with known tokens can be shared from now on."""
+        if self._speculation is not None:
+            self._speculation.launched(step)
         for sequence in step.others:
             self.register(sequence)
 
@@ -152,29 +165,29 @@ class Scheduler:
         sequence.tokens += tokens
         if choice.draft:
             sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
-            if sequence.control is not None and tokens:
-                sequence.control.learn(len(choice.draft), len(tokens) - 1)
+            if tokens:
+                sequence.budget.record(len(choice.draft), len(tokens) - 1)
         self.register(sequence)
 
     def register(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full of known tokens; no sequence writes to these any more."""
         full = min(sequence.computed, len(sequence.tokens)) // self._block_size
-        while sequence.registered < full:
+        while sequence.registered < full and self._model.shares_prefixes:
             block = sequence.registered
             self.pool.register(sequence.table[block], sequence.digest(block, self._block_size))
             sequence.registered += 1
 
-    def distrust(self, sequence: Sequence) -> None:
+    def stop_sharing(self, sequence: Sequence) -> None:
         """Share none of a sequence's blocks any more: its numbers are wrong."""
         self.pool.forget(sequence.table)
 
     def start_over(self) -> None:
-        """What the pool holds is lost: let all running sequences wait again."""
+        """Let all running sequences wait again: the contents of the pool are lost."""
         for sequence in reversed(self.running.copy()):
             self._preempt(sequence)
         self.pool.forget(range(self.pool.blocks))
 
-    def _plan_decodes(self, step: StepBuilder) -> None:
+    def _plan_decodes(self, step: PlannedStep) -> None:
         """Add the next token of every sequence that has computed all others."""
         ready = [
             sequence
@@ -190,38 +203,41 @@ class Scheduler:
         for sequence, draft in drafts.items():
             step.add(sequence, [sequence.tokens[-1], *draft], 1 + len(draft), tuple(draft))
 
-    def _drafts(self, ready: list[Sequence], step: StepBuilder) -> dict[Sequence, list[int]]:
-        """A draft for sequences that want one, no longer than what they may still say before their last token.
+    def _drafts(self, ready: list[Sequence], step: PlannedStep) -> dict[Sequence, list[int]]:
+        """A draft for each sequence that wants one, within its remaining token budget but for the last token.
         Drafts take only outputs of the step that neither running nor waiting sequences need."""
-        spare, planner = self._spare_outputs, self._planner
-        if planner is None or spare <= 0:
+        spare, speculation = self._spare_outputs, self._speculation
+        if speculation is None or spare <= 0:
             return {}
         wanted = {}
         for sequence in ready:
             if not sequence.pending:  # invariant 3
                 room = min(sequence.limit, self.max_rows) - len(sequence.tokens)
-                length = min(planner.length(sequence), sequence.limit - len(sequence.tokens) - 1, room)
+                length = min(speculation.length(sequence), sequence.limit - len(sequence.tokens) - 1, room)
                 if length > 0:
                     wanted[sequence] = length
         drafts: dict[Sequence, list[int]] = {}
-        found = planner.drafts(wanted, len(ready), self.times, self._stops_anyway, step)
-        for sequence, draft in found.items():
+        worthwhile = speculation.drafts(wanted, len(ready), self.times, self._stops_anyway, step)
+        for sequence, draft in worthwhile.items():
             own = sequence.computed + 1
             fitting = draft[: self._extend(sequence, own + min(len(draft), spare)) - own]
             if fitting:
                 drafts[sequence] = fitting
                 spare -= len(fitting)
             elif draft:
-                planner.pause(sequence)
+                speculation.pause(sequence)
         return drafts
 
     def _must_know(self, sequence: Sequence, drafts: bool) -> bool:
-        """The same for one sequence, where steps may have drafts."""
-        if sequence.reads_logits or sequence.pending > 1:  # how much of a draft is right decides what comes next
+        """Whether planning needs the results of a sequence's launched steps, where steps may have drafts."""
+        if sequence.reads_logits:
             return True
-        return drafts and self._planner is not None and self._planner.may_draft(sequence)
+        if self._speculation is None:
+            return False
+        # How much of a draft is right decides what comes next.
+        return sequence.pending > 1 or (drafts and self._speculation.may_draft(sequence))
 
-    def _plan_prompts(self, step: StepBuilder) -> None:
+    def _plan_prompts(self, step: PlannedStep) -> None:
         """Add pieces of prompts: half of the tokens go to the shortest rests, which are soon done, the others to the
         earliest prompts, which therefore never starve."""
         rests = {
@@ -242,15 +258,16 @@ class Scheduler:
             if tokens and sequence.slot >= 0:
                 self._add_piece(sequence, tokens, step)
 
-    def _add_piece(self, sequence: Sequence, tokens: int, step: StepBuilder) -> None:
+    def _add_piece(self, sequence: Sequence, tokens: int, step: PlannedStep) -> None:
         """Add the next piece of a prompt, of up to that many tokens."""
         self._share(sequence, step)
         length = len(sequence.tokens)
         if sequence.computed < sequence.rows or self._make_room(sequence, step):
             end = self._extend(sequence, min(length, sequence.computed + tokens))
+            sequence.computed, end = self._model.piece(sequence.computed, end)
             step.add(sequence, sequence.tokens[sequence.computed : end], 1 if end == length else 0)
 
-    def _admit(self, step: StepBuilder) -> Sequence | None:
+    def _admit(self, step: PlannedStep) -> Sequence | None:
         """Let the next waiting sequence run, if there is room for it."""
         if not self._waiting or not self._slots:
             return None
@@ -258,9 +275,11 @@ class Scheduler:
         sequence = self._waiting[tenant][0][1]
         if sequence.pending:
             return None
+        computed = sequence.computed
         self._share(sequence, step, copy=False)
         if self._blocks_for(len(sequence.tokens)) - len(sequence.table) + self._reserved() > self.pool.available:
             self._give_back(sequence)
+            sequence.computed = computed
             return None
         heapq.heappop(self._waiting[tenant])
         if not self._waiting[tenant]:
@@ -268,7 +287,7 @@ class Scheduler:
         self.waiting -= 1
         sequence.slot = self._slots.pop()
         if not sequence.preempted:
-            sequence.handle.cached_tokens = sequence.computed
+            sequence.cached_tokens = sequence.computed
             self.admitted.append(sequence)
         self._settings[sequence.slot] = sequence.settings
         self._tables[sequence.slot, : len(sequence.table)] = sequence.table
@@ -284,11 +303,11 @@ class Scheduler:
     def _blocks_for(self, tokens: int) -> int:
         return -(-min(tokens, self.max_rows) // self._block_size)
 
-    def _share(self, sequence: Sequence, step: StepBuilder, copy: bool = True) -> None:
+    def _share(self, sequence: Sequence, step: PlannedStep, copy: bool = True) -> None:
         """Take blocks from the cache that continue the sequence. The last token is always computed, for its logits:
         where the cache has its block too, the sequence gets a copy of that."""
         size, length = self._block_size, len(sequence.tokens)
-        while sequence.computed == sequence.rows and sequence.computed + size <= length:
+        while self._model.shares_prefixes and sequence.computed == sequence.rows and sequence.computed + size <= length:
             index = len(sequence.table)
             last = sequence.computed + size == length
             if last and not copy:
@@ -324,7 +343,7 @@ class Scheduler:
             self._append(sequence, block)
         return min(rows, sequence.rows)
 
-    def _make_room(self, sequence: Sequence, step: StepBuilder) -> bool:
+    def _make_room(self, sequence: Sequence, step: PlannedStep) -> bool:
         """Allocate a block for the next token, if need be by preempting later sequences that are not in the step."""
         while self._extend(sequence, sequence.computed + 1) <= sequence.computed:
             planned = {*step.singles, *step.others}
@@ -350,15 +369,15 @@ class Scheduler:
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Release a sequence's blocks; what it shared stays in the cache."""
+        """Release a sequence's blocks; shared ones stay in the cache."""
         self.pool.release(sequence.table)
         sequence.table = []
-        sequence.computed = sequence.registered = sequence.rows = 0
+        sequence.registered = sequence.rows = 0
 
 
 def divided(budget: int, rests: dict[Sequence, int]) -> dict[Sequence, int]:
-    """How many tokens each prompt gets, by what is left of it: half of the budget goes to the shortest rests, all that
-    remains to the earliest prompts. In order of arrival."""
+    """The number of tokens that each prompt gets, in order of arrival: half of the budget goes to the shortest rests,
+    all that remains to the earliest prompts."""
     earliest = sorted(rests, key=lambda sequence: sequence.arrival)
     shares = dict.fromkeys(earliest, 0)
     half = budget // 2

@@ -15,7 +15,7 @@ from npu_sim.serving.request import GRAMMAR_FAILED, Request, RequestHandle, Upda
 _WAITING_UPDATES = 64  # of all choices of a request; beyond it, their handles keep them
 
 
-class Generation:
+class Choices:
     """Sequences that are under way. `close` must be called, whatever happens.
 
     Raises:

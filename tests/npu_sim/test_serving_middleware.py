@@ -29,6 +29,7 @@ from npu_compiler.errors import InputError
 from npu_sim.cli import app
 from npu_sim.commands import serve
 from npu_sim.llm import Checkpoint
+from npu_sim.serving.engine_setup import prepare_steps
 from npu_sim.serving.http.body import parse_json
 from npu_sim.serving.http.chat import ChatWriter
 from npu_sim.serving.http.errors import APIError
@@ -38,7 +39,6 @@ from npu_sim.serving.http.logs import JSONLines
 from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
 from npu_sim.serving.http.server import allow_connections
 from npu_sim.serving.http.text import ModelText
-from npu_sim.serving.opening import prepare_steps
 from npu_sim.serving.request import GRAMMAR_FAILED
 
 CHAT = "/v1/chat/completions"
@@ -226,7 +226,7 @@ def test_a_key_is_needed_where_keys_are_used(checkpoint: Checkpoint) -> None:
         for name, key in keys.items():
             assert ask(running, post(HELLO, f"authorization: bearer {key}"))[0] == 200
             assert running.engine.requests[-1].tenant == name  # prefixes are shared within a key only
-        assert "a" * 20 not in repr(vars(running.application.gate._keys))
+        assert "a" * 20 not in repr(vars(running.application.guard._keys))
 
 
 def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +437,7 @@ def test_endless_trailers_are_refused(checkpoint: Checkpoint) -> None:
         connection.sendall(CHUNKED + b"%x\r\n%s\r\n0\r\n" % (len(body), body))
         assert sent_until_refused(connection, b"X-Trailer: " + b"y" * 4000 + b"\r\n", 2**24) < 2**23
         running.wait_until(lambda: running.metric('npu_sim_connections_dropped_total{reason="large_head"}') == 1)
-        running.wait_until(lambda: running.application.gate.active == 0)
+        running.wait_until(lambda: running.application.guard.active == 0)
 
 
 @pytest.mark.parametrize("more", [post(HELLO), b"X: y\r\n", b"\r\n"], ids=["requests", "a head", "empty lines"])
@@ -571,7 +571,7 @@ def test_a_client_that_leaves_takes_its_request_along(
             time.sleep(seconds * (1 + number))
             connection.close()
         running.wait_until(lambda: running.metric("npu_sim_connections") == 0)
-        running.wait_until(lambda: not running.engine.active and running.application.gate.active == 0)
+        running.wait_until(lambda: not running.engine.active and running.application.guard.active == 0)
 
 
 def test_a_reader_that_does_not_read_is_dropped(checkpoint: Checkpoint) -> None:
@@ -582,7 +582,7 @@ def test_a_reader_that_does_not_read_is_dropped(checkpoint: Checkpoint) -> None:
         running.wait_until(
             lambda: running.metric('npu_sim_connections_dropped_total{reason="slow_reader"}') >= 1, seconds=60
         )
-        running.wait_until(lambda: not running.engine.active and running.application.gate.active == 0)
+        running.wait_until(lambda: not running.engine.active and running.application.guard.active == 0)
 
 
 def test_one_connection_serves_requests_one_after_the_other(server: Served) -> None:
@@ -619,7 +619,7 @@ def test_many_connections_at_once_leave_nothing_behind(checkpoint: Checkpoint) -
         with ThreadPoolExecutor(32) as pool:
             list(pool.map(misbehave, range(400)))
         running.wait_until(lambda: running.metric("npu_sim_connections") == 0)
-        running.wait_until(lambda: not running.engine.active and running.application.gate.active == 0)
+        running.wait_until(lambda: not running.engine.active and running.application.guard.active == 0)
         assert ask(running, post(HELLO))[0] == 200
 
 
@@ -665,7 +665,7 @@ def test_a_reply_that_the_server_breaks_off_is_its_failure_and_not_the_clients(
             assert is_closed(connection)
         failed = f'npu_sim_requests_total{{path="{CHAT}",status="500"}}'
         running.wait_until(lambda: running.metric(failed) == 1)
-        assert running.engine.active == set() and running.application.gate.active == 0
+        assert running.engine.active == set() and running.application.guard.active == 0
 
 
 def test_a_request_that_takes_too_long_is_a_timeout(checkpoint: Checkpoint) -> None:
@@ -710,7 +710,7 @@ def test_a_drain_lets_requests_end_and_takes_no_new_ones(checkpoint: Checkpoint)
         under_way = pool.submit(ask, running, post(HELLO))
         running.wait_until(lambda: bool(running.engine.active))
         running.stop()
-        running.wait_until(lambda: running.application.gate.draining)
+        running.wait_until(lambda: running.application.guard.draining)
         status, headers, body = ask(running, post(HELLO))
         assert (status, body["error"]["code"]) == (503, "draining") and "retry-after" in headers
         assert get(running, "/health")[0] == 503 and get(running, "/health/live")[0] == 200

@@ -1,4 +1,4 @@
-"""`Gate`: the ASGI middleware that every request passes before the application and until its response has ended.
+"""`GuardMiddleware`: every request passes it before the application, and until its response has ended.
 
 It lets in or refuses by key, by the limits and while the server drains; it ends clients that do not take their output;
 it counts and logs. So what it does happens in whatever state a request ends.
@@ -38,12 +38,12 @@ _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 
 
 @dataclass
-class Call:
+class CallRecord:
     """One HTTP request: who asked, and what is worth a word in the log.
 
     Attributes:
         key: The name of the caller's API key; "" if no keys are used.
-        fields: For the log.
+        fields: Fields of the log entry.
     """
 
     key: str = ""
@@ -51,7 +51,7 @@ class Call:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-class Gate:
+class GuardMiddleware:
     """Wraps the application.
 
     Args:
@@ -83,7 +83,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call, response = Call(), _Response(send, scope, self._limits.write_seconds, self._metrics)
+        call, response = CallRecord(), _Response(send, scope, self._limits.write_seconds, self._metrics)
         scope.setdefault("state", {})["call"] = call
         response.headers = [(b"x-request-id", call.id.encode())]
         begun = perf_counter()
@@ -97,7 +97,7 @@ class Gate:
         finally:
             self._record(scope, call, response, perf_counter() - begun)
 
-    async def _admit(self, scope: Scope, receive: Receive, response: _Response, call: Call) -> None:
+    async def _admit(self, scope: Scope, receive: Receive, response: _Response, call: CallRecord) -> None:
         headers = dict(scope["headers"])
         path, limited = scope["path"], scope["method"] == "POST"
         try:
@@ -131,7 +131,7 @@ class Gate:
             )
         return name
 
-    def _record(self, scope: Scope, call: Call, response: _Response, seconds: float) -> None:
+    def _record(self, scope: Scope, call: CallRecord, response: _Response, seconds: float) -> None:
         path = scope["path"] if scope["path"] in _PATHS else "other"
         # A response that has not ended was broken off by the server's own failure, or by the client.
         status = response.status if response.ended else 500 if response.failed else 499
@@ -175,7 +175,7 @@ class _Response:
             self.status = message["status"]
             message = {**message, "headers": [*message.get("headers", []), *self.headers]}
         if self._scope["state"]["is_closed"]():
-            # uvicorn takes what is sent to nobody without a word; whoever makes it should rather stop.
+            # uvicorn silently discards writes to a closed connection; the sender should stop.
             raise ClientDisconnect
         try:
             async with asyncio.timeout(self._seconds):

@@ -1,4 +1,4 @@
-"""What the engine counts and measures."""
+"""Counts and measurements of the engine."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_sim.serving.request import FinishReason
+from npu_sim.llm.engine.sequence import FinishReason
 
 SECONDS = tuple(mantissa * 10.0**exponent for exponent in range(-4, 3) for mantissa in (1.0, 2.0, 5.0))
 
@@ -30,15 +30,6 @@ class Histogram:
     @property
     def count(self) -> int:
         return sum(self.counts)
-
-    def quantile(self, share: float) -> float:
-        """The bound below which that share of the observations lies; 0 without observations."""
-        below, goal = 0, share * self.count
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            below += count
-            if below >= goal and below:
-                return bound
-        return 0.0
 
 
 _FEW = 16  # values, which are counted faster one by one
@@ -85,9 +76,9 @@ class EngineStats:
         rows_empty: Rows of the used blocks that hold no token yet.
         preemptions: Times that a request lost its blocks to an earlier one.
         finished: Requests that have ended, by reason.
-        queue_seconds: From a request's submission to its admission.
-        first_token_seconds: From a request's submission to its first token.
-        between_tokens_seconds: From each token of a request to the next.
+        queue_seconds: Time from a request's submission to its admission.
+        first_token_seconds: Time from a request's submission to its first token.
+        between_tokens_seconds: Time from each token of a request to the next.
         step_seconds: Time for each step between its launch, or the end of the step before, and its result.
     """
 
@@ -127,7 +118,7 @@ def merged(living: Iterable[EngineStats], gone: Iterable[EngineStats]) -> Engine
 
 def _added(histograms: list[Histogram]) -> Histogram:
     """All observations in one histogram; all have the bounds `SECONDS`."""
-    counts = [sum(found) for found in zip(*(histogram.counts for histogram in histograms), strict=True)]
+    counts = [sum(counts) for counts in zip(*(histogram.counts for histogram in histograms), strict=True)]
     return Histogram(
         SECONDS, tuple(counts or [0] * (len(SECONDS) + 1)), sum(histogram.total for histogram in histograms)
     )

@@ -1,4 +1,4 @@
-"""How long steps take, and what follows for prompts: how many of their tokens fit beside tokens that others wait for.
+"""`StepTimes`: durations of steps, and the number of prompt tokens that fit beside tokens that others wait for.
 
 A model pads a step to the next power of two of its tokens, so a step is as long as one of that many.
 """
@@ -18,23 +18,23 @@ _FORGOTTEN = 256  # steps after which a time no longer counts
 
 
 class _Durations:
-    """Of steps by their size, the logarithm of the power of two of tokens that they are padded to."""
+    """Durations of steps by size: the logarithm of the power of two of tokens that they are padded to."""
 
     def __init__(self) -> None:
-        self._found: dict[int, deque[tuple[int, float]]] = {}
+        self._times: dict[int, deque[tuple[int, float]]] = {}
         self._medians: dict[int, float | None] = {}  # of all steps of a size that are kept
 
     def add(self, size: int, step: int, seconds: float) -> None:
-        found = self._found.setdefault(size, deque(maxlen=_KEPT))
-        found.append((step, seconds))
-        self._medians[size] = _median([seconds for _, seconds in found])
+        times = self._times.setdefault(size, deque(maxlen=_KEPT))
+        times.append((step, seconds))
+        self._medians[size] = _median([seconds for _, seconds in times])
 
     def median(self, size: int, since: int = 0) -> float | None:
-        """Of steps with that number and later ones. None if there is just one, which may have compiled a program."""
-        found = self._found.get(size)
-        if not found or found[0][0] >= since:
+        """The median of steps with that number and later ones. None if there is just one, which may have compiled."""
+        times = self._times.get(size)
+        if not times or times[0][0] >= since:
             return self._medians.get(size)
-        return _median([seconds for step, seconds in found if step >= since])
+        return _median([seconds for step, seconds in times if step >= since])
 
     def up_to(self, size: int, since: int = 0) -> float | None:
         """The median of the largest steps up to a size for which there is one."""
@@ -47,7 +47,7 @@ def _median(values: list[float]) -> float | None:
 
 
 class StepTimes:
-    """How long steps take, without prompts and with them.
+    """Durations of steps, without prompts and with them.
 
     Times that are older than `_FORGOTTEN` steps are forgotten, since they grow with the sequences.
     """
@@ -77,12 +77,12 @@ class StepTimes:
 
     @property
     def stop(self) -> float:
-        """How long a device that runs ahead has nothing to do when a draft needs the tokens before it; else 0."""
+        """Seconds that a device that runs ahead has nothing to do when a draft needs the tokens before it; else 0."""
         return statistics.median_low(self._stops)
 
     @property
     def drafting(self) -> float:
-        """How long it takes to draft for a step."""
+        """Seconds that drafting for a step takes."""
         return statistics.median_low(self._drafting)
 
     def knows(self, tokens: int) -> bool:
@@ -94,7 +94,7 @@ class StepTimes:
         return self._plain.up_to(_size(tokens), self._since) or 0.0
 
     def prompt_tokens(self, decoded: int, most: int) -> int:
-        """How many prompt tokens to compute in a step besides those that others wait for.
+        """The number of prompt tokens to compute in a step besides those that others wait for.
 
         They fill a step that takes no more than `SLOWER` times as long as one without: so the time between two tokens
         stays even while long prompts arrive, on slow and on fast devices. Where no step is that fast, they fill one
@@ -110,11 +110,11 @@ class StepTimes:
         sizes = range(_size(min(decoded + LEAST_TOKENS, most)), _size(most) + 1)
         # Of any age: where prompts never cease to arrive, there is no step without.
         plain = self._plain.up_to(_size(decoded))
-        known = {size: seconds for size in sizes if (seconds := self._mixed.median(size, self._since)) is not None}
-        if plain is None or not known:
+        measured = {size: seconds for size in sizes if (seconds := self._mixed.median(size, self._since)) is not None}
+        if plain is None or not measured:
             chosen = max(sizes[0], (decoded + FIRST_TOKENS).bit_length() - 1)  # up to `FIRST_TOKENS` of prompts
         else:
-            estimates = {size: _estimate(size, decoded, plain, known) for size in sizes}
+            estimates = {size: _estimate(size, decoded, plain, measured) for size in sizes}
             fastest = min(estimates.values())
             limit = SLOWER * plain if fastest <= SLOWER * plain else _ALIKE * fastest
             rates = {
@@ -130,10 +130,10 @@ class StepTimes:
         return self._steps - _FORGOTTEN + 1
 
 
-def _estimate(size: int, decoded: int, plain: float, known: Mapping[int, float]) -> float:
+def _estimate(size: int, decoded: int, plain: float, measured: Mapping[int, float]) -> float:
     """The time of a step of a size: on the line through those of the two nearest smaller sizes that are known, of which
     that without prompts is one, or through that and the smallest."""
-    points = [(0, plain), *(((1 << other) - decoded, known[other]) for other in sorted(known))]
+    points = [(0, plain), *(((1 << other) - decoded, measured[other]) for other in sorted(measured))]
     smaller = [point for point in points if point[0] <= (1 << size) - decoded]
     (low, first), (high, second) = smaller[-2:] if len(smaller) > 1 else points[:2]
     return second + max(0.0, second - first) * ((1 << size) - decoded - high) / (high - low)

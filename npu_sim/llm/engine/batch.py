@@ -1,6 +1,6 @@
-"""What the engine asks of a model: one step over a batch of tokens, whose keys and values live in blocks of a pool."""
+"""The interface between engine and model: a step over a batch of tokens, whose state lives in blocks of a pool."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ class Batch:
 
     Attributes:
         tokens: [N], int32, token ids. Where the model runs ahead, -1 - k is the token that output k of the step
-            launched before this one chose.
+            launched before this one chooses.
         positions: [N], int32, each token's position in its sequence.
         sequences: [N], int32, the row of `tables` that a token belongs to.
         tables: [S, T], int32: the blocks of each sequence, in order; entries beyond its last block are ignored. T is
@@ -26,6 +26,8 @@ class Batch:
         outputs: [R], int32, increasing: indices into `tokens` of those after which a token is to be chosen.
         settings: [R, 3], float32: temperature (0: greedy), top_k (infinity: all) and top_p of each output.
         uniforms: [R], float32: a random number from [0, 1) for each output.
+        upcoming: Function from a count to the random numbers of the sequence's next tokens, so that a model can upload
+            those of many steps at once. None but in a step of one token.
     """
 
     tokens: NDArray[np.int32]
@@ -35,10 +37,17 @@ class Batch:
     outputs: NDArray[np.int32]
     settings: NDArray[np.float32]
     uniforms: NDArray[np.float32]
+    upcoming: Callable[[int], NDArray[np.float32]] | None = None
 
 
 class StepResult(Protocol):
-    """What a step found; reading it waits for the device."""
+    """The tokens that a step chose; reading them waits for the device.
+
+    Attributes:
+        on_host: Whether the host chooses them, so that they are to be read before the next step is planned.
+    """
+
+    on_host: bool
 
     def tokens(self) -> NDArray[np.int32]:
         """[R]: the chosen token of each output; -1 where its logits are not finite."""
@@ -58,7 +67,9 @@ class BatchModel(Protocol):
         max_tokens: Maximum number of tokens of a step.
         max_outputs: Maximum number of outputs of a step.
         max_sequences: Maximum number of sequences of a step.
-        runs_ahead: Whether `step` returns before the device has finished, and takes tokens that are still to be chosen.
+        runs_ahead: Number of steps that may be under way when another one is launched, which then takes tokens that are
+            still to be chosen. 0: `step` returns when the device has finished.
+        shares_prefixes: Whether sequences that begin with the same tokens may share blocks that are full of these.
     """
 
     block_size: int
@@ -68,13 +79,21 @@ class BatchModel(Protocol):
     max_tokens: int
     max_outputs: int
     max_sequences: int
-    runs_ahead: bool
+    runs_ahead: int
+    shares_prefixes: bool
 
     def step(self, batch: Batch) -> StepResult:
         """Run one step. It is launched, not waited for; the next step may be launched before this one's result is read.
 
         Raises:
             InputError: the batch exceeds the model's limits or refers to blocks outside the pool.
+        """
+
+    def piece(self, start: int, end: int) -> tuple[int, int]:
+        """The piece of a prompt that one step should compute, where tokens `start` to `end` are to be computed.
+
+        Returns:
+            (first, last + 1) of its tokens. It may begin before `start`, and computes these again.
         """
 
     def check(self) -> None:

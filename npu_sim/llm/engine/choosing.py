@@ -3,9 +3,10 @@
 import numpy as np
 
 from npu_compiler.errors import NPUError
-from npu_sim.llm import greedy
-from npu_sim.llm.sampling import Logits, choose
-from npu_sim.serving.request import GRAMMAR_FAILED, SamplingSettings, TokenFilter, TokenLogprobs
+from npu_sim.llm.engine.sequence import TokenFilter, TokenLogprobs
+from npu_sim.llm.sampling import Logits, SamplingSettings, choose, greedy
+
+GRAMMAR_FAILED = "the output cannot follow its grammar"  # begins the error of a sequence whose grammar is to blame
 
 
 def choose_token(logits: Logits, filter: TokenFilter | None, sampling: SamplingSettings, uniform: float) -> int:

@@ -1,4 +1,4 @@
-"""Which sequence holds which block of the KV pool, and which blocks hold a prefix that later prompts can reuse.
+"""`BlockPool`: the blocks of a KV pool, their holders, and the prefixes in them that later prompts can reuse.
 
 A block that is full of known tokens gets a digest, chained over the tenant and all tokens up to its end. A prompt with
 the same beginning shares the block instead of computing it again. A block that nobody holds stays cached until the pool

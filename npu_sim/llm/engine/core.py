@@ -1,48 +1,59 @@
-"""`Core`: the engine without its threads: launches the scheduler's steps and learns what they chose.
+"""`EngineCore`: the engine without its threads: launches the scheduler's steps and reads the tokens that they chose.
 
 Where the device runs ahead of the host, a step is launched before the result of the one before is read; its
 tokens are taken on the device.
 
 Invariants:
 1. After step k + 1 has been launched, only the tokens of step k are read, never its logits.
-2. A sequence that was added ends once, with one last `News`: by a token, `end`, its deadline, or a device error.
-3. News are told in the order in which they became known. Where the device runs ahead, those of a step are kept until
-   the next one has been launched: whoever is told competes with this thread, which then waits for the device.
+2. A sequence that was added ends once, with one last output: by a token, `end`, its deadline, or a device error.
+3. Outputs are delivered in the order of the steps. Where the device runs ahead, those of a step are kept until the next
+   one has been launched: their receiver competes with this thread, which then waits for the device.
 """
 
 import heapq
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from npu_compiler.errors import NPUError
+from npu_sim.llm.engine.batch import BatchModel, StepResult
+from npu_sim.llm.engine.choosing import choose_token, token_logprobs
+from npu_sim.llm.engine.planned_step import Choice, PlannedStep
+from npu_sim.llm.engine.scheduler import Scheduler
+from npu_sim.llm.engine.sequence import FinishReason, Sequence, TokenLogprobs
+from npu_sim.llm.engine.stats import EngineStats, Observations
 from npu_sim.llm.sampling import NOT_FINITE, Logits, penalized
-from npu_sim.serving.batch import BatchModel, StepResult
-from npu_sim.serving.choosing import choose_token, token_logprobs
-from npu_sim.serving.request import FinishReason, TokenLogprobs
-from npu_sim.serving.scheduler import Scheduler
-from npu_sim.serving.sequence import Sequence
-from npu_sim.serving.speculation import Drafter
-from npu_sim.serving.stats import EngineStats, Observations
-from npu_sim.serving.step import Choice, Step
-from npu_sim.serving.writer import News
+from npu_sim.llm.speculation.lookup import Drafter
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """New tokens of a sequence. The last output has a reason, and an error if that is "error"."""
+
+    sequence: Sequence
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    step: Step
+    """A step under way."""
+
+    step: PlannedStep
     result: StepResult
     time: float
     idle_since: float | None  # when the device had nothing to do, if planning needed results
 
 
-class Core:
+class EngineCore:
     """Runs sequences on a model; for one thread.
 
     Args:
         model, prefill_tokens, drafter: As for `Scheduler`.
-        tell: Called with what becomes known of sequences.
+        deliver: Called with new outputs of sequences.
 
     Attributes:
         sequences: All that have not ended, by arrival.
@@ -54,14 +65,14 @@ class Core:
         model: BatchModel,
         prefill_tokens: int | None,
         drafter: Drafter | None,
-        tell: Callable[[list[News]], None],
+        deliver: Callable[[list[SequenceOutput]], None],
     ) -> None:
         self.scheduler = Scheduler(model, prefill_tokens, drafter)
         self.sequences: dict[int, Sequence] = {}
         self.failures = 0
         self._model = model
-        self._tell = tell
-        self._news: list[News] = []  # that are still to be told
+        self._deliver = deliver
+        self._outputs: list[SequenceOutput] = []  # that are not delivered yet
         self._launched: deque[_Launched] = deque()
         self._read_time = 0.0
         self._deadlines: list[tuple[float, int]] = []
@@ -101,35 +112,55 @@ class Core:
             step_seconds=self._steps.histogram(),
         )
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, computed: int = 0) -> None:
+        """Run a sequence from now on.
+
+        Args:
+            computed: See `Scheduler.add`.
+        """
         self.sequences[sequence.arrival] = sequence
         self._counts["prompt_tokens"] += sequence.prompt_length
         if sequence.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.arrival))
-        self.scheduler.add(sequence)
+        self.scheduler.add(sequence, computed)
 
-    def end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """End a sequence that has not ended yet, and say so."""
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that may be added again. Tokens that are not chosen or delivered yet are dropped, unless
+        it has ended."""
+        if self.sequences.pop(sequence.arrival, None) is not None:
+            sequence.ended = True
+            self._read(0)
+            sequence.ended = False
+            self.scheduler.remove(sequence)
+            kept = [output for output in self._outputs if output.sequence is not sequence]
+            dropped = sum(len(output.tokens) for output in self._outputs) - sum(len(output.tokens) for output in kept)
+            del sequence.tokens[len(sequence.tokens) - dropped :]
+            self._outputs = kept
+        self._deliver_outputs()
+
+    def end(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a sequence that has not ended yet, with a last output."""
         if sequence.arrival in self.sequences:
             self._forget(sequence, reason)
-            self._news.append(News(sequence, [], [], reason, error))
-            self._tell_news()
+            self._outputs.append(SequenceOutput(sequence, reason=reason, error=error))
+            self._deliver_outputs()
 
     def cancel(self, arrival: int) -> None:
+        """End the sequence with that number, if it has not ended."""
         if sequence := self.sequences.get(arrival):
             self.end(sequence, "cancelled")
 
-    def abandon(self, reason: FinishReason, error: str | None = None) -> None:
-        """Say to all sequences that they have ended, without the scheduler, which may have failed."""
-        self._news += [News(sequence, [], [], reason, error) for sequence in self.sequences.values()]
-        self._tell_news()
+    def abandon(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End all sequences with a last output, without the scheduler, which may have failed."""
+        self._outputs += [SequenceOutput(x, reason=reason, error=error) for x in self.sequences.values()]
+        self._deliver_outputs()
         self._finished[reason] += len(self.sequences)
         self.sequences.clear()
 
     def advance(self) -> None:
-        """End what is too late, launch the next step, and read all before it or, if it is not to run ahead, it too."""
+        """End sequences whose time is over, launch the next step, and read all steps but those that may run ahead."""
         self._expire()
-        stops = self.scheduler.must_know() and bool(self._launched)
+        stops = bool(self._launched) and (self._launched[-1].result.on_host or self.scheduler.must_know())
         if stops:
             self._read(0)
         step = self.scheduler.plan()
@@ -138,25 +169,25 @@ class Core:
             self._launch(step, self._read_time if stops else None)
         elif not self._launched and self.sequences:
             raise NPUError("no request can go on")
-        self._tell_news()
-        self._read(1 if step is not None and self._model.runs_ahead else 0)
+        self._deliver_outputs()
+        self._read(int(self._model.runs_ahead) if step is not None else 0)
         if not self._launched:
-            self._tell_news()
+            self._deliver_outputs()
 
-    def _tell_news(self) -> None:
-        """Tell all that were kept (invariant 3)."""
-        news, self._news = self._news, []
-        if news:
-            self._tell(news)
+    def _deliver_outputs(self) -> None:
+        """Deliver all outputs that were kept (invariant 3)."""
+        outputs, self._outputs = self._outputs, []
+        if outputs:
+            self._deliver(outputs)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, arrival = heapq.heappop(self._deadlines)
             if sequence := self.sequences.get(arrival):
-                seconds = sequence.handle.request.timeout
-                self.end(sequence, "error", f"the request took longer than its {seconds} seconds")
+                late = NPUError(f"the request took longer than its {sequence.timeout} seconds")
+                self.end(sequence, "error", late)
 
-    def _launch(self, step: Step, idle_since: float | None) -> None:
+    def _launch(self, step: PlannedStep, idle_since: float | None) -> None:
         """Launch a step; if that fails, end its sequences."""
         try:
             if step.copies:
@@ -171,7 +202,7 @@ class Core:
         self._batch_size = len(step.sequences)
 
     def _read(self, left: int) -> None:
-        """Learn what steps chose, in order, until `left` are under way. One that fails ends them all."""
+        """Read the tokens of steps, in order, until `left` are under way. One that fails ends them all."""
         while len(self._launched) > left:
             launched = self._launched.popleft()
             step = launched.step
@@ -192,12 +223,12 @@ class Core:
             self.scheduler.learn_duration(step, seconds, None if since is None else now - since)
             self._learn(step, chosen, logits)
 
-    def _learn(self, step: Step, chosen: list[int], logits: Logits | None) -> None:
-        now, news, waited = time.monotonic(), list[News](), list[float]()
+    def _learn(self, step: PlannedStep, chosen: list[int], logits: Logits | None) -> None:
+        now, outputs, waited = time.monotonic(), list[SequenceOutput](), list[float]()
         choices = [
             Choice(sequence, output)
             for output, sequence in enumerate(step.singles)
-            if not self._simple(sequence, chosen[output], now, news, waited)
+            if not self._append_plain(sequence, chosen[output], now, outputs, waited)
         ]
         self._counts["new_tokens"] += len(waited)
         self._between.add_all(waited)
@@ -206,18 +237,20 @@ class Core:
             if sequence.ended:
                 self.scheduler.learn(choice, [])
                 continue
-            found = self._found(choice, chosen, logits)
-            self.scheduler.learn(choice, found.tokens)
-            self._observe(choice, len(found.tokens), now)
-            if found.reason is not None:
-                if found.reason == "error":
-                    self.scheduler.distrust(sequence)
-                self._forget(sequence, found.reason)
-            news.append(found)
-        self._news += news
+            output = self._output(choice, chosen, logits)
+            self.scheduler.learn(choice, output.tokens)
+            self._observe(choice, len(output.tokens), now)
+            if output.reason is not None:
+                if output.reason == "error":
+                    self.scheduler.stop_sharing(sequence)
+                self._forget(sequence, output.reason)
+            outputs.append(output)
+        self._outputs += outputs
 
-    def _simple(self, sequence: Sequence, token: int, now: float, news: list[News], waited: list[float]) -> bool:
-        """Append a token of which there is nothing to consider, which nearly all are; False of others."""
+    def _append_plain(
+        self, sequence: Sequence, token: int, now: float, outputs: list[SequenceOutput], waited: list[float]
+    ) -> bool:
+        """Append a token that neither ends its sequence nor is chosen by the host, as nearly all are; else False."""
         tokens = sequence.tokens
         length = len(tokens) + 1
         if (
@@ -235,55 +268,61 @@ class Core:
             self.scheduler.register(sequence)
         waited.append(now - sequence.last_time)
         sequence.last_time = now
-        news.append(News(sequence, [token]))
+        outputs.append(SequenceOutput(sequence, [token]))
         return True
 
-    def _found(self, choice: Choice, chosen: list[int], logits: Logits | None) -> News:
-        """What the outputs of a sequence say: its next token, and one more for each draft that was right before it."""
+    def _output(self, choice: Choice, chosen: list[int], logits: Logits | None) -> SequenceOutput:
+        """The output of a sequence in a step: its next token, and one more for each draft that was right before it."""
         sequence = choice.sequence
         room = sequence.limit - len(sequence.tokens)
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs] = []
+        output = SequenceOutput(sequence)
+        tokens = output.tokens
         for index, guess in enumerate((*choice.draft, None)):
             token = chosen[choice.first + index]
             try:
                 if token < 0:
                     raise NPUError(NOT_FINITE)
                 if logits is not None and sequence.reads_logits:
-                    token = self._consider(sequence, tokens, token, logits[choice.first + index], logprobs)
-            except Exception as error:  # grammars are not ours
-                return News(sequence, tokens, logprobs, "error", str(error))
+                    token = self._choose(output, token, logits[choice.first + index])
+            except Exception as error:  # grammars and samplers are not ours
+                output.reason, output.error = "error", error
+                return output
             if token in sequence.stop_ids:
-                return News(sequence, tokens, logprobs[: len(tokens)], "stop")
+                output.reason = "stop"
+                del output.logprobs[len(tokens) :]
+                return output
             tokens.append(token)
             if len(tokens) == room:
-                return News(sequence, tokens, logprobs, "length")
+                output.reason = "length"
+                return output
             if token != guess:
                 break
-        return News(sequence, tokens, logprobs)
+        return output
 
-    def _consider(
-        self, sequence: Sequence, new: list[int], token: int, logits: Logits, logprobs: list[TokenLogprobs]
-    ) -> int:
-        """The token after the sequence and some new ones, as the request's grammar and penalty want it; its log
-        probability is added to the list."""
-        request, penalty = sequence.handle.request, sequence.penalty
-        filter = request.token_filter
-        if filter is not None or penalty != 1:
-            uniform = sequence.uniform(len(sequence.tokens) + len(new) - sequence.prompt_length)
-            scores = penalized(logits, sequence.tokens + new, penalty)
-            token = choose_token(scores, filter, request.sampling, uniform)
+    def _choose(self, output: SequenceOutput, token: int, logits: Logits) -> int:
+        """The token after a sequence and an output's tokens as its grammar, penalty or sampler chooses it, or the one
+        that the device has chosen; its log probability is added to the output."""
+        sequence = output.sequence
+        filter, penalty = sequence.token_filter, sequence.penalty
+        if filter is not None or penalty != 1 or sequence.sampler is not None:
+            tokens = sequence.tokens + output.tokens
+            scores = penalized(logits, tokens, penalty)
+            if sequence.sampler is not None:
+                token = sequence.sampler(scores)
+            else:
+                uniform = sequence.uniform(len(tokens) - sequence.prompt_length)
+                token = choose_token(scores, filter, sequence.sampling, uniform)
             if filter is not None and token not in sequence.stop_ids:
                 filter.advance(token)
-        if request.logprobs is not None:
-            logprobs.append(token_logprobs(logits, token, request.logprobs))
+        if sequence.logprobs is not None:
+            output.logprobs.append(token_logprobs(logits, token, sequence.logprobs))
         return token
 
     def _observe_admitted(self) -> None:
         admitted, self.scheduler.admitted = self.scheduler.admitted, []
         for sequence in admitted:
             self._queueing.add(time.monotonic() - sequence.last_time)
-            self._counts["cached_tokens"] += sequence.handle.cached_tokens
+            self._counts["cached_tokens"] += sequence.cached_tokens
 
     def _observe(self, choice: Choice, tokens: int, now: float) -> None:
         sequence, counts = choice.sequence, self._counts
@@ -299,11 +338,11 @@ class Core:
                 self._between.add(seconds / tokens)
         sequence.last_time = now
 
-    def _fail(self, error: Exception, steps: list[Step]) -> None:
+    def _fail(self, error: Exception, steps: list[PlannedStep]) -> None:
         """Steps have failed: end their sequences. What the pool holds cannot be trusted, so the others start over."""
         self.failures += 1
         for sequence in {sequence: None for step in steps for sequence in step.sequences}:
-            self.end(sequence, "error", str(error) or type(error).__name__)
+            self.end(sequence, "error", error)
         self.scheduler.start_over()
 
     def _forget(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -1,0 +1,46 @@
+"""The length of a language model's context: its default and its limits."""
+
+from npu_compiler.errors import InputError
+from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.families import attention_window
+
+DEFAULT_LENGTH = 2048  # tokens
+_CHUNK = 128  # tokens, of which the default length is a multiple
+
+
+def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tuple[int, int]:
+    """The chunk, and the cache length rounded up to a multiple of it.
+
+    Args:
+        cache_length: Default: 2048, or the model's maximum context length if that is less.
+        chunk: Tokens per run of a prefill program; reduced to the length of a smaller cache.
+
+    Raises:
+        InputError: they do not fit the model.
+    """
+    trained = getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_LENGTH
+    length = min(DEFAULT_LENGTH, trained) if cache_length is None else cache_length
+    if length < 1 or chunk < 1:
+        raise InputError(f"cache length and chunk must be at least 1, not {length} and {chunk}")
+    if length > trained:
+        raise InputError(
+            f"a cache of {length} tokens exceeds the context length that {checkpoint.name} was trained for, {trained}"
+        )
+    window = attention_window(checkpoint.config.to_dict())
+    chunk = min(chunk, length)
+    length = -(-length // chunk) * chunk
+    if window and length > window:
+        raise InputError(
+            f"{checkpoint.name} uses a sliding attention window of {window} tokens; choose a cache no longer than that "
+            "(--cache-length, or --context-length of a server)"
+        )
+    return chunk, length
+
+
+def cache_capacity(checkpoint: Checkpoint, cache_length: int | None = None) -> int:
+    """Number of tokens that the KV cache of a `LanguageModel` with these arguments holds.
+
+    Raises:
+        InputError: the length does not fit the model.
+    """
+    return context_length(checkpoint, cache_length, _CHUNK)[1]

@@ -1,0 +1,124 @@
+"""`PlannedStep`: the next step, as the scheduler puts it together."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from npu_sim.llm.engine.batch import Batch
+from npu_sim.llm.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Choice:
+    """The outputs of one sequence in a step: its next token, and one for each draft after it.
+
+    Attributes:
+        first: Index of the first one among the step's outputs.
+    """
+
+    sequence: Sequence
+    first: int
+    draft: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """The next step: first its singles, then sequences with other numbers of tokens and outputs.
+
+    Attributes:
+        copies: Blocks to copy before it: (from, to); none is in two pairs but as the source of both.
+        singles: The sequences that compute one token and choose one; output i is that of the i-th of them.
+        others: All other sequences of the step.
+        choices: The outputs after those of `singles`.
+        prompt_tokens: Tokens that belong to pieces of prompts.
+        cost_shares: Shares of the time that drafts add to this step, by the sequences that pay it.
+        drafting_seconds: Time that drafting took.
+        batch: Input of the model, once `finish` has made it.
+    """
+
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    singles: list[Sequence] = field(default_factory=list)
+    others: list[Sequence] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cost_shares: dict[Sequence, int] = field(default_factory=dict)
+    drafting_seconds: float = 0.0
+    batch: Batch = field(init=False)
+    _tokens: list[int] = field(default_factory=list)
+    _positions: list[int] = field(default_factory=list)
+    _rows: list[int] = field(default_factory=list)
+    _outputs: list[int] = field(default_factory=list)
+    _choosers: list[int] = field(default_factory=list)
+    _uniforms: list[float] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return len(self._tokens)
+
+    @property
+    def drafts(self) -> list[Choice]:
+        """The outputs of sequences that have a draft in it."""
+        return [choice for choice in self.choices if choice.draft]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All sequences, in the order of the batch's tables."""
+        return self.singles + self.others
+
+    def add_singles(self, sequences: list[Sequence]) -> None:
+        """Compute the last token of each of these; to be called once, before `add`."""
+        self.singles = sequences
+        self._tokens = [-1 - sequence.output if sequence.pending else sequence.tokens[-1] for sequence in sequences]
+        self._positions = [sequence.computed for sequence in sequences]
+        self._uniforms = [sequence.next_uniform() if sequence.draws else 0.0 for sequence in sequences]
+        self._choosers = [sequence.slot for sequence in sequences]
+        self._rows, self._outputs = list(range(len(sequences))), list(range(len(sequences)))
+        for index, sequence in enumerate(sequences):
+            sequence.computed += 1
+            sequence.pending += 1
+            sequence.output = index
+
+    def add(self, sequence: Sequence, tokens: list[int], outputs: int, draft: tuple[int, ...] = ()) -> None:
+        """Compute these tokens of a sequence; the last `outputs` of them are followed by a choice."""
+        start = sequence.computed
+        self._rows += [len(self.singles) + len(self.others)] * len(tokens)
+        self.others.append(sequence)
+        self._tokens += tokens
+        self._positions += range(start, start + len(tokens))
+        sequence.computed = start + len(tokens)
+        if not draft:
+            self.prompt_tokens += len(tokens)
+        if outputs:
+            sequence.output = len(self._outputs)
+            self.choices.append(Choice(sequence, sequence.output, draft))
+            self._outputs += range(len(self._tokens) - outputs, len(self._tokens))
+            self._choosers += [sequence.slot] * outputs
+            for _ in range(outputs):
+                self._uniforms.append(sequence.next_uniform())
+                sequence.pending += 1
+
+    def finish(self, tables: NDArray[np.int32], settings: NDArray[np.float32]) -> None:
+        """Make the batch.
+
+        Args:
+            tables: [slots, T], each slot's table of blocks.
+            settings: [slots, 3], as in `Batch`.
+        """
+        sequences, upcoming = self.sequences, None
+        width = max(len(sequence.table) for sequence in sequences)
+        if len(self._tokens) == len(self._outputs) == 1 and sequences[0].draws:
+            (sequence,) = sequences
+            upcoming = partial(sequence.uniforms, len(sequence.tokens) + sequence.pending - 1 - sequence.prompt_length)
+        self.batch = Batch(
+            np.array(self._tokens, np.int32),
+            np.array(self._positions, np.int32),
+            np.array(self._rows, np.int32),
+            tables[[sequence.slot for sequence in sequences], :width],
+            np.array(self._outputs, np.int32),
+            settings[self._choosers],
+            np.array(self._uniforms, np.float32),
+            upcoming,
+        )

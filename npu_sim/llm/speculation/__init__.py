@@ -1,0 +1,1 @@
+"""Speculative decoding: guesses at the next tokens, and how many of them are worth a step."""

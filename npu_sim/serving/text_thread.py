@@ -1,0 +1,96 @@
+"""`TextThread`: turns chosen tokens into updates, so that the thread that drives the device need not.
+
+Invariant: what belongs to a sequence's text (`text`, `held_logprobs` and `written` of `ServedSequence`) is used by this
+thread only.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from npu_sim.llm.engine.core import SequenceOutput
+from npu_sim.llm.engine.sequence import Sequence as EngineSequence
+from npu_sim.llm.engine.sequence import TokenLogprobs
+from npu_sim.serving.handle import Handle, deliver
+from npu_sim.serving.request import Update
+from npu_sim.serving.text import TextOutput
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ServedSequence(EngineSequence):
+    """A request in the engine.
+
+    Attributes:
+        handle: The reading end of the request.
+        text: Text of the tokens.
+        held_logprobs: Log probabilities of tokens whose text is held back.
+        written: Whether the last update is out.
+    """
+
+    handle: Handle
+    text: TextOutput
+    held_logprobs: deque[TokenLogprobs] = field(default_factory=deque)
+    written: bool = False
+
+
+class TextThread:
+    """Makes updates in a thread of its own.
+
+    Args:
+        stopped: Called with a sequence whose text has come to a stop string, before its tokens ended it, or whose text
+            cannot be made.
+    """
+
+    def __init__(self, stopped: Callable[[EngineSequence], None]) -> None:
+        self._stopped = stopped
+        self._queue: queue.SimpleQueue[Sequence[SequenceOutput] | Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="npu-sim-text", daemon=True)
+        self._thread.start()
+
+    def put(self, entry: Sequence[SequenceOutput] | Callable[[], None]) -> None:
+        """Deliver outputs, or call a function after all that was put before."""
+        self._queue.put(entry)
+
+    def close(self) -> None:
+        """Deliver all outputs that were put, and end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            if callable(entry):
+                entry()
+            else:
+                deliver(update for output in entry for update in self._updates(output))
+
+    def _updates(self, output: SequenceOutput) -> list[tuple[Handle, Update]]:
+        sequence = output.sequence
+        assert isinstance(sequence, ServedSequence)
+        if sequence.written:
+            return []
+        sequence.handle.cached_tokens = sequence.cached_tokens
+        try:
+            update = _update(sequence, output)
+        except Exception as error:  # the tokenizer is not ours
+            update = Update(finish_reason="error", error=f"the text of the tokens cannot be made: {error}")
+        if update.finish_reason is not None:
+            sequence.written = True
+            if output.reason is None:
+                self._stopped(sequence)
+        return [(sequence.handle, update)] if update.tokens or update.text or update.finish_reason is not None else []
+
+
+def _update(sequence: ServedSequence, output: SequenceOutput) -> Update:
+    pieces = [sequence.text.push(token) for token in output.tokens]
+    if output.reason is not None:
+        pieces.append(sequence.text.finish())
+    tokens = tuple(token for ready, _ in pieces for token in ready)
+    text = "".join(piece for _, piece in pieces)
+    sequence.held_logprobs.extend(output.logprobs)
+    logprobs = tuple(sequence.held_logprobs.popleft() for _ in tokens) if sequence.held_logprobs else ()
+    if sequence.text.stopped and output.reason != "error":
+        return Update(tokens, text, logprobs, "stop")
+    error = None if output.error is None else str(output.error) or type(output.error).__name__
+    return Update(tokens, text, logprobs, output.reason, error)
