@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from npu_runtime import Device
     from npu_sim.llm import Checkpoint
+    from npu_sim.serving.engine_setup import EngineSettings, ReplicaSettings
     from npu_sim.serving.http import Limits
     from npu_sim.serving.http.interface import EngineLike
-    from npu_sim.serving.engine_setup import EngineSettings, ReplicaSettings
 
 _PACKAGES = ("fastapi", "httptools", "llguidance", "prometheus_client", "uvicorn")
 
@@ -264,7 +264,7 @@ def _checkpoints(model: str, settings: ModelSettings, draft: str | None) -> tupl
         InputError: one cannot be opened, the model does not divide among the ranks, or the tokenizers differ.
     """
     from npu_sim.llm import check_ranks, load_checkpoint
-    from npu_sim.serving.drafting import check_same_tokens
+    from npu_sim.serving.engine_setup import check_same_tokens
 
     with step(f"opening {model}"):
         checkpoint = load_checkpoint(model, settings.dtype, settings.quantization, settings.activations)

@@ -1,5 +1,6 @@
 """The rule of sampling with temperature, top-k and top-p, by sorting everything: what `npu_sim.llm.sampling` computes
-faster."""
+faster.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def probabilities(
 
 def draw(weights: NDArray[np.float64], uniform: float) -> int:
     """The first index at which the cumulative sum of the weights, in descending order, exceeds `uniform` times their
-    total."""
+    total.
+    """
     order = np.argsort(-weights, kind="stable")
     reached = np.cumsum(weights[order])
     place = np.searchsorted(reached, uniform * weights.sum(), side="right")

@@ -126,7 +126,8 @@ class EngineCore:
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that may be added again. Tokens that are not chosen or delivered yet are dropped, unless
-        it has ended."""
+        it has ended.
+        """
         if self.sequences.pop(sequence.arrival, None) is not None:
             sequence.ended = True
             self._read(0)
@@ -301,7 +302,8 @@ class EngineCore:
 
     def _choose(self, output: SequenceOutput, token: int, logits: Logits) -> int:
         """The token after a sequence and an output's tokens as its grammar, penalty or sampler chooses it, or the one
-        that the device has chosen; its log probability is added to the output."""
+        that the device has chosen; its log probability is added to the output.
+        """
         sequence = output.sequence
         filter, penalty = sequence.token_filter, sequence.penalty
         if filter is not None or penalty != 1 or sequence.sampler is not None:

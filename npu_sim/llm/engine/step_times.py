@@ -132,7 +132,8 @@ class StepTimes:
 
 def _estimate(size: int, decoded: int, plain: float, measured: Mapping[int, float]) -> float:
     """The time of a step of a size: on the line through those of the two nearest smaller sizes that are known, of which
-    that without prompts is one, or through that and the smallest."""
+    that without prompts is one, or through that and the smallest.
+    """
     points = [(0, plain), *(((1 << other) - decoded, measured[other]) for other in sorted(measured))]
     smaller = [point for point in points if point[0] <= (1 << size) - decoded]
     (low, first), (high, second) = smaller[-2:] if len(smaller) > 1 else points[:2]
