@@ -153,7 +153,7 @@ def compile(
             graph = stage(graph)
     with reading(partial(_contradictory, "for code generation")):
         plan = target.finish(generate_execution_plan(graph, target, source_shapes))
-        plan = plan_memory(plan, target.config.buffer_alignment)
+        plan = target.assemble(plan_memory(plan, target.config.buffer_alignment))
     plan.unused_weights = tuple(
         sorted(source_shapes.keys() - {key for w in plan.weights.values() for key in w.recipe.keys()})
     )

@@ -263,7 +263,7 @@ class ThreadRun:
     def _make_sequence(self) -> None:
         before, after = self._around
         own = [launch for launch in self._launches if launch is not None]
-        self._sequence = self._backend.sequence([*before, *own, *after])
+        self._sequence = self._backend.sequence([*before, *own, *after], self._plan)
         self._counters["sequences"] += 1
 
     def surround(self, before: Sequence[Launch], after: Sequence[Launch]) -> None:

@@ -62,6 +62,10 @@ class CodegenTarget(ABC):
         """What this target does with the calls before memory is planned: fuse them, generate their sources."""
         return plan
 
+    def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """What this target does with a plan whose memory has been planned: add its machine code."""
+        return plan
+
 
 class OpLevelTarget(CodegenTarget):
     """The kernels of the op table by their own names, for devices that have them built in: calls carry no source."""

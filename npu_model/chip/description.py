@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from npu_compiler.errors import InputError
-from npu_model.measured import KINDS, in_dtype
-from npu_model.systolic import Dataflow
+from npu_model.analysis.measured import KINDS, in_dtype
+from npu_model.chip.systolic import Dataflow
 
 DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
 # A dtype without a rate of its own is computed as the first of these that has one: they hold its values.
@@ -34,6 +34,11 @@ def _above(least: float = 0.0, most: float = _MOST, *, default: Any = dataclasse
     return field(default=default, metadata={"above": least, "most": most})
 
 
+def _one_of(*values: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field that is one of these words."""
+    return field(default=default, metadata={"values": values})
+
+
 def _from(least: float, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
     """A field whose value, or each value of whose table, is at least `least` and at most `most`."""
     return field(default=default, metadata={"from": least, "most": most})
@@ -51,6 +56,9 @@ class Matrix:
             to stream while the last one leaves. Without it every fold waits for the one before, as in SCALE-Sim.
         held_folds: Folds whose sums, or whose operand that stays, an array holds in its registers at a time, so that
             what streams is read from SRAM once for all of them; in SCALE-Sim one.
+        accumulator_bytes: Memory for sums of 4 bytes, of all arrays together.
+        windows: How a convolution is computed: `taps`, one product for each position in the window; or `columns`, one
+            product over all positions, since the arrays are fed with whole windows.
     """
 
     arrays: int = _from(1, 65536)
@@ -60,6 +68,8 @@ class Matrix:
     rates: Mapping[str, float] = _above(0, 4096)
     overlapped_folds: bool = False
     held_folds: int = _from(1, 4096, default=1)
+    accumulator_bytes: int = _from(64, 2**40, default=65536)
+    windows: str = _one_of("taps", "columns", default="taps")
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,17 @@ class Vector:
 
 
 @dataclass(frozen=True)
+class Output:
+    """The output stage, which takes sums from the accumulators: scales, adds, activates and rounds them.
+
+    Attributes:
+        lanes: Results per cycle.
+    """
+
+    lanes: int = _from(1, 2**24)
+
+
+@dataclass(frozen=True)
 class Sram:
     """The memory on the chip: `banks` × `ports` × `bytes_per_cycle` is the most that it moves in a cycle."""
 
@@ -83,6 +104,7 @@ class Sram:
     banks: int = _from(1, 65536)
     ports: int = _from(1, 1024)
     bytes_per_cycle: int = _from(1, 2**20)
+    alignment: int = _from(4, 4096, default=64)
 
     @property
     def bandwidth(self) -> int:
@@ -92,15 +114,22 @@ class Sram:
 
 @dataclass(frozen=True)
 class Dram:
-    """The memory beside the chip: 10^9 bytes per second, and nanoseconds from a request to its first byte."""
+    """The memory beside the chip.
+
+    Attributes:
+        bandwidth_gb_s: 10^9 bytes per second.
+        latency_ns: Nanoseconds from a request to its first byte.
+        burst_bytes: A run of consecutive bytes takes as long as the next multiple of this many.
+    """
 
     bandwidth_gb_s: float = _above(0, 1e9)
     latency_ns: float = _from(0, 1e9)
+    burst_bytes: int = _from(1, 65536, default=1)
 
 
 @dataclass(frozen=True)
 class Dma:
-    """Transfers that may be under way at the same time; they share the bandwidth and hide each other's latency."""
+    """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency."""
 
     channels: int = _from(1, 1024)
 
@@ -164,6 +193,7 @@ class Chip:
     dram: Dram
     dma: Dma
     matrix: Matrix | None = None
+    output: Output | None = None
     launch: Launch = Launch()
     energy: Energy = _NO_ENERGY
     measured: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
@@ -205,7 +235,7 @@ def _rate(rates: Mapping[str, float], dtype: str) -> float | None:
 
 def shipped_chips() -> list[str]:
     """The names of the chips that come with this package."""
-    folder = files("npu_model") / "chips"
+    folder = files("npu_model.chip") / "chips"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
@@ -220,7 +250,7 @@ def load_chip(source: str | Path) -> Chip:
         if text not in shipped_chips():
             listed = ", ".join(shipped_chips())
             raise InputError(f"unknown chip '{text}'; give a .toml file or one of {listed}")
-        return parse_chip((files("npu_model") / "chips" / f"{text}.toml").read_text("utf-8"), text)
+        return parse_chip((files("npu_model.chip") / "chips" / f"{text}.toml").read_text("utf-8"), text)
     try:
         content = Path(source).read_bytes()
     except OSError as error:
@@ -295,6 +325,10 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
     if kind is bool:
         if not isinstance(value, bool):
             raise InputError(f"{where}: '{path}' is {_shown(value)}; write true or false")
+        return value
+    if values := item.metadata.get("values"):
+        if value not in values:
+            raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(values)}")
         return value
     if kind is str:
         if not isinstance(value, str) or not value.strip():

@@ -1,0 +1,5 @@
+"""From an op-level program to the tile program of one chip: a file for each family of kernels."""
+
+from npu_model.lowering import products
+
+__all__ = ["products"]

@@ -1,0 +1,240 @@
+"""What instructions compute, in NumPy: transfers, products and vector programs on the machine's memories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+import npu_compiler.ops  # noqa: F401  (fills the table of element-wise ops)
+from npu_compiler.graph.dtypes import itemsize, numpy_dtype
+from npu_compiler.program.elementwise import ELEMENTWISE, Elementwise, as_float32
+from npu_compiler.program.expression import parse
+from npu_compiler.program.numpy_functions import FLOAT_FUNCTIONS, INTEGER_FUNCTIONS
+from npu_model.isa.instructions import Compute, Instruction, Multiply, Role, Step, Tile, Transfer
+from npu_model.machine.memory import MachineError, Memory
+
+Memories = Callable[[Tile], Memory]
+
+_EXACT_FLOAT32 = 2**24
+_EXACT_FLOAT64 = 2**53
+
+
+def execute(instruction: Instruction, counters: Sequence[int], memories: Memories) -> None:
+    """Do what an instruction says in one round of its loops.
+
+    Raises:
+        MachineError: it reads or writes outside of a memory, reads what was never written, or an index is out of range.
+    """
+    if isinstance(instruction, Transfer):
+        _transfer(instruction, counters, memories)
+    elif isinstance(instruction, Multiply):
+        _multiply(instruction, counters, memories)
+    elif isinstance(instruction, Compute):
+        _compute(instruction, counters, memories)
+
+
+def _box(
+    tile: Tile, ranges: Sequence[tuple[int, int]], counters: Sequence[int], memories: Memories, reads: bool
+) -> np.ndarray:
+    """The existing part of an operand; axes that it does not have are of size 1."""
+    address = tile.place(counters)
+    shape = []
+    for (first, end), stride in zip(ranges, tile.strides, strict=True):
+        address += first * stride
+        shape.append(max(0, end - first) if stride else min(1, max(0, end - first)))
+    memory = memories(tile)
+    if 0 in shape:
+        return np.empty(shape, numpy_dtype(tile.dtype))
+    array = memory.view(address, shape, tile.strides, tile.dtype)
+    if reads:
+        memory.check_written(address, shape, tile.strides, tile.dtype)
+    else:
+        memory.mark_written(address, shape, tile.strides, tile.dtype)
+    return array
+
+
+def _transfer(instruction: Transfer, counters: Sequence[int], memories: Memories) -> None:
+    ranges = [axis.inside(counters) for axis in instruction.box]
+    if instruction.fill is not None:
+        everywhere = [(0, axis.size) for axis in instruction.box]
+        if ranges != everywhere:
+            _box(instruction.target, everywhere, counters, memories, False)[...] = instruction.fill
+    if any(end <= first for first, end in ranges):
+        return
+    if instruction.index is None:
+        target = _box(instruction.target, ranges, counters, memories, False)
+        target[...] = _box(instruction.source, ranges, counters, memories, True)
+        return
+    places = _box(instruction.index, ranges, counters, memories, True).reshape(-1).astype(np.int64)
+    if places.min() < 0 or places.max() >= instruction.index_limit:
+        wrong = places.min() if places.min() < 0 else places.max()
+        raise IndexError(f"index {wrong} is out of range for {instruction.index_limit} rows")
+    outside, is_load = (instruction.source, True) if instruction.source.buffer else (instruction.target, False)
+    inside = instruction.target if is_load else instruction.source
+    rows = _box(inside, ranges, counters, memories, not is_load)
+    reach = [(0, instruction.index_limit), *ranges[1:]]
+    whole = _indexed(outside, reach, counters, memories)
+    if is_load:
+        rows[...] = whole[places]
+    else:
+        whole[places] = rows
+
+
+def _indexed(tile: Tile, ranges: Sequence[tuple[int, int]], counters: Sequence[int], memories: Memories) -> np.ndarray:
+    """The whole operand that an index chooses from. It lies in a buffer, all of which has been written."""
+    address = tile.place(counters) + sum(first * s for (first, _), s in zip(ranges, tile.strides, strict=True))
+    return memories(tile).view(address, [end - first for first, end in ranges], tile.strides, tile.dtype)
+
+
+def _multiply(instruction: Multiply, counters: Sequence[int], memories: Memories) -> None:
+    ranges = [axis.inside(counters) for axis in instruction.box]
+    if any(end <= first for first, end in ranges):
+        return
+    order = sorted(range(len(ranges)), key=lambda i: "bmnwk".index(instruction.roles[i].value))
+    roles = [instruction.roles[i] for i in order]
+    left, right = (
+        _box(tile, ranges, counters, memories, True).transpose(order) for tile in (instruction.left, instruction.right)
+    )
+    sizes = [ranges[i][1] - ranges[i][0] for i in order]
+    integer = instruction.left.dtype in ("int8", "uint8", "int32")
+    k = int(np.prod([size for size, role in zip(sizes, roles, strict=True) if role in (Role.SUM, Role.WINDOW)]))
+    kind: Any = np.float32
+    if integer and k > _EXACT_FLOAT32 >> 17:
+        kind = np.float64
+    left, right = left.astype(kind), right.astype(kind)
+    if instruction.left_zero:
+        left -= kind(instruction.left_zero)
+    if instruction.right_zeros is not None:
+        right = right - _box(instruction.right_zeros, ranges, counters, memories, True).transpose(order).astype(kind)
+    product = _matrices(left, right, roles, sizes)
+    fresh = instruction.starts(counters)
+    sums = _box(instruction.sums, ranges, counters, memories, not fresh)
+    if fresh:
+        _box(instruction.sums, ranges, counters, memories, False)
+    product = product.transpose(np.argsort(order)).reshape(sums.shape)
+    if integer:
+        total = product.astype(np.int64)
+        if not fresh:
+            total += sums
+        if total.size and (total.max() > 2**31 - 1 or total.min() < -(2**31)):
+            raise MachineError("a sum in the accumulators leaves the range of int32")
+        sums[...] = total
+    elif fresh:
+        sums[...] = product
+    else:
+        sums[...] += product
+
+
+def _matrices(left: np.ndarray, right: np.ndarray, roles: Sequence[Role], sizes: Sequence[int]) -> np.ndarray:
+    """The sums of products as one array; the axes, in the order b, m, n, w, k, stay, summed ones with size 1."""
+    def of(*wanted: Role) -> list[int]:
+        return [size for size, role in zip(sizes, roles, strict=True) if role in wanted]
+
+    batch, rows, columns, summed = of(Role.BATCH), of(Role.ROW), of(Role.COLUMN), of(Role.WINDOW, Role.SUM)
+    b, m, n, k = (int(np.prod(each)) for each in (batch, rows, columns, summed))
+    full_left = np.broadcast_to(left, [*batch, *rows, *[1] * len(columns), *summed]).reshape(b, m, k)
+    full_right = np.broadcast_to(right, [*batch, *[1] * len(rows), *columns, *summed]).reshape(b, n, k)
+    product = full_left @ full_right.swapaxes(1, 2)
+    return product.reshape([*batch, *rows, *columns, *[1] * len(summed)])
+
+
+# Vector programs
+
+
+def _to_dtype(dtype: str) -> Callable[..., Any]:
+    return lambda x: np.asarray(x).astype(numpy_dtype(dtype)).astype(np.float32)
+
+
+def _reduced(function: Any) -> Callable[..., Any]:
+    return lambda x, *axes: function(x, axis=tuple(int(axis) for axis in axes), keepdims=True)
+
+
+def _bits(x: Any, shift: float, mask: float) -> Any:
+    return (np.asarray(x).astype(np.int32) >> int(shift)) & int(mask)
+
+
+# Operations besides the element-wise ops: name → function of operands and attributes.
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "sum": _reduced(np.sum),
+    "max": _reduced(np.max),
+    "min": _reduced(np.min),
+    "product": _reduced(np.prod),
+    "to_float16": _to_dtype("float16"),
+    "to_bfloat16": _to_dtype("bfloat16"),
+    "to_float": lambda x: np.asarray(x).astype(np.float32),
+    "to_int": lambda x: np.asarray(x).astype(np.int32),
+    "bits": _bits,
+}
+
+
+def _compute(instruction: Compute, counters: Sequence[int], memories: Memories) -> None:
+    ranges = [axis.inside(counters) for axis in instruction.box]
+    if any(end <= first for first, end in ranges):
+        return
+    first = dict(instruction.carried) if instruction.begin(counters) else {}
+    registers: list[Any] = []
+    for number, tile in enumerate(instruction.inputs):
+        if number in first:
+            registers.append(np.float32(first[number]))
+            continue
+        registers.append(_register(_box(tile, ranges, counters, memories, True)))
+    with np.errstate(all="ignore"):
+        for step in instruction.steps:
+            operands = [registers[x] if isinstance(x, int) else _Constant(x) for x in step.operands]
+            registers.append(_result(step, operands, ranges))
+        for register, tile in instruction.stores:
+            target = _box(tile, ranges, counters, memories, False)
+            _stored(registers[register], target)
+
+
+class _Constant(float):
+    """A constant operand, which is an integer among integers."""
+
+
+def _register(array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind in "iub":
+        return array.astype(np.int32)
+    if array.dtype == np.float32:
+        return array.copy()
+    if array.dtype == numpy_dtype("bfloat16"):
+        return (np.ascontiguousarray(array).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+def _result(step: Step, operands: Sequence[Any], ranges: Sequence[tuple[int, int]]) -> Any:
+    function = OPERATIONS.get(step.op)
+    if function is not None:
+        values = [np.float32(x) if isinstance(x, _Constant) else x for x in operands]
+        return function(*values, *step.attrs)
+    op = ELEMENTWISE[step.op]
+    is_float = any(not isinstance(x, _Constant) and np.asarray(x).dtype.kind == "f" for x in operands)
+    return _evaluated(op, operands, step.attrs, is_float or op.integer is None)
+
+
+def _evaluated(op: Elementwise, operands: Sequence[Any], attrs: Sequence[float], floats: bool) -> Any:
+    if op.name == "copy":
+        return operands[0]
+    scalar: Any = (lambda x: np.float32(as_float32(x))) if floats else np.int32
+    names = dict(_functions(floats))
+    names.update({name: np.float32(value) for name, value in zip(op.attrs, attrs, strict=True)})
+    for name, value in zip("abc", operands, strict=False):
+        if isinstance(value, _Constant):
+            names[name] = scalar(value)
+        else:
+            names[name] = np.asarray(value).astype(np.float32, copy=False) if floats else value
+    return parse(op.expr if floats else op.integer or "")(names)
+
+
+@cache
+def _functions(floats: bool) -> Mapping[str, Any]:
+    return FLOAT_FUNCTIONS if floats else INTEGER_FUNCTIONS
+
+
+def _stored(value: Any, target: np.ndarray) -> None:
+    target[...] = np.asarray(value).reshape(np.asarray(value).shape).astype(target.dtype, copy=False)
+
+
+__all__ = ["OPERATIONS", "execute", "itemsize"]
