@@ -156,6 +156,8 @@ def _bits(x: Any, shift: float, mask: float) -> Any:
     return (np.asarray(x).astype(np.int32) >> int(shift)) & int(mask)
 
 
+REDUCTIONS = ("sum", "max", "min", "product")  # their attributes are the axes that they take away
+
 # Operations besides the element-wise ops: name → function of operands and attributes.
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "sum": _reduced(np.sum),
@@ -178,7 +180,7 @@ def _compute(instruction: Compute, counters: Sequence[int], memories: Memories) 
     registers: list[Any] = []
     for number, tile in enumerate(instruction.inputs):
         if number in first:
-            registers.append(np.float32(first[number]))
+            registers.append(np.full([1] * len(ranges), first[number], np.float32))
             continue
         registers.append(_register(_box(tile, ranges, counters, memories, True)))
     with np.errstate(all="ignore"):
@@ -237,4 +239,4 @@ def _stored(value: Any, target: np.ndarray) -> None:
     target[...] = np.asarray(value).reshape(np.asarray(value).shape).astype(target.dtype, copy=False)
 
 
-__all__ = ["OPERATIONS", "execute", "itemsize"]
+__all__ = ["OPERATIONS", "REDUCTIONS", "execute", "itemsize"]
