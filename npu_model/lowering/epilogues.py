@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from npu_model.isa.instructions import Affine, Axis
+from npu_model.isa.instructions import ZERO, Affine, Axis
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.families import Operands
 from npu_model.lowering.vector_program import VectorProgram
@@ -97,3 +97,21 @@ def quantized(program: VectorProgram, value: int, o: Operands) -> int:
     if o.out_zero_point:
         codes = program.op("add", codes, float(o.out_zero_point))
     return program.op("minimum", program.op("maximum", codes, float(o.low)), float(o.high))
+
+
+def gated_epilogue(e: Emitter, o: Operands, columns: Axis, halves: list[Piece]) -> None:
+    """out = act(gate + bias) · (up + bias), of the sums of both halves."""
+    biases = []
+    if o.bias is not None:
+        biases = [e.load(o.bias, [(columns.start + first, columns.size)], queue=1) for first in (0, o.n)]
+    program = VectorProgram([Axis(1), columns])
+    gate, up = (program.input(half, 0, 1) for half in halves)
+    added = [program.input(bias, None, 0) for bias in biases]
+    if added:
+        gate, up = program.op("add", gate, added[0]), program.op("add", up, added[1])
+    value = program.op("mul", program.activation(gate, o.activation), up)
+    box = [(ZERO, 1), (columns.start, columns.size)]
+    out, is_stored = e.result(o.out, box)
+    program.emit(e, [(value, out, (0, 1))], e.output_engine)
+    if is_stored:
+        e.store(out, o.out, box)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Affine, Axis, Role, Space, Tile
+from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.epilogues import float_epilogue, integer_epilogue
+from npu_model.lowering.epilogues import float_epilogue, gated_epilogue, integer_epilogue
 from npu_model.lowering.families import CannotLower, Operands, Tiling, halvings, lowering, parts
 
 _MOST_TRIED = 6  # sizes along an axis
@@ -93,6 +93,35 @@ def _tiled(e: Emitter, o: Operands, tiling: Tiling) -> None:
                     right_zeros=_zeros(e, o, j * tn, tn),
                 )
             _epilogue(e, o, sums, rows, columns)
+
+
+def _gated_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+    need_matrix(chip, o.x.dtype)
+    return (tiling for tiling in product_tilings(1, o.n, o.k, chip) if not tiling["rows_outer"])
+
+
+@lowering("gated_matmul_vec_kernel", tilings=_gated_tilings)
+def gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out[1, n] = act(gate) · up, where [gate, up] = x[1, k] · weight[2n, k]ᵀ + bias."""
+    tn, tk = tiling["n"], tiling["k"]
+    with e.loop(parts(o.n, tn)) as j:
+        columns = Axis(tn, j * tn, o.n)
+        halves = []
+        for first in (0, o.n):
+            sums = e.room((Axis(1), columns), "float32", Space.ACCUMULATORS)
+            with e.loop(parts(o.k, tk)) as part:
+                begins = None if tk == o.k else (e.depth - 1,)
+                x = e.load(o.x, [(ZERO, 1), (part * tk, tk)], queue=0)
+                w = e.load(o.weight, [(j * tn + first, tn), (part * tk, tk)], queue=1)
+                e.multiply(
+                    [(Role.ROW, Axis(1)), (Role.COLUMN, columns), (Role.SUM, Axis(tk, part * tk, o.k))],
+                    (x, x.tile(0, None, 1)),
+                    (w, w.tile(None, 0, 1)),
+                    (sums, sums.tile(0, 1, None)),
+                    begins=begins,
+                )
+            halves.append(sums)
+        gated_epilogue(e, o, columns, halves)
 
 
 def _zeros(e: Emitter, o: Operands, first: Affine, count: int) -> tuple[Piece, Tile] | None:
