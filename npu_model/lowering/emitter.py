@@ -273,7 +273,9 @@ class Emitter:
         """
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
         source = self.whole(view, axes)
-        if source.space is Space.SCRATCHPAD and (fill is None or not self._leaves(axes)):
+        if fill is not None and not self._leaves(axes):
+            fill = None
+        if source.space is Space.SCRATCHPAD and fill is None:
             return source
         target = self.room(axes, view.dtype)
         self._move(source, target, axes, fill, queue)
@@ -422,6 +424,32 @@ class Emitter:
         item = _Item(instruction, tuple(self._path), len(self._items), touches, outside)
         self._items.append(item)
         self._body.append(item)
+
+    # What was emitted
+
+    @property
+    def used(self) -> int:
+        """Bytes of the scratchpad for pieces."""
+        return self._used[Space.SCRATCHPAD]
+
+    def executions(self) -> Iterator[tuple[Instruction, int, str]]:
+        """Each instruction, how often it is executed, and the buffer in DRAM that it moves from or to."""
+        for item in self._items:
+            names = [place.name for place, *_ in item.outside if place.space is Space.DRAM]
+            yield item.instruction, item.executions(), names[0] if names else ""
+
+    def rooms(self) -> dict[str, int]:
+        """Buffer in DRAM → bytes of the scratchpad for pieces of it, which need none where it lies in the scratchpad.
+
+        A piece with filled surroundings is not among them: it is a copy in any case.
+        """
+        sizes: dict[str, dict[Memory, int]] = {}
+        for item in self._items:
+            for place, *_ in item.outside:
+                moves = isinstance(item.instruction, Transfer) and item.instruction.fill is None
+                for memory in item.touches if moves else ():
+                    sizes.setdefault(place.name, {})[memory] = memory.size * memory.slots
+        return {name: sum(memories.values()) for name, memories in sizes.items() if name}
 
     # Tokens
 

@@ -114,7 +114,8 @@ class Machine:
 
     def preload(self) -> None:
         """Bring weights that stay into the scratchpad; once, and again when weights change."""
-        self._run(self.program.preload, {}, spans=False)
+        if self.program.preload:
+            self._run(self.program.preload, {}, spans=False)
 
     def run(self, *, spans: bool = False) -> Run:
         """Run the program once.
