@@ -99,7 +99,7 @@ class Mapper:
             if cost.dram_read or cost.dram_written:
                 dram += times * cost.cycles
             fill += cost.cycles + (latency if instruction.engine.startswith(Engine.DMA) else 0)
-        return max(*busy.values(), dram) + fill
+        return max([*busy.values(), dram]) + fill
 
 
 def _signature(call: KernelCall, places: Mapping[str, Place], room: int) -> object:
