@@ -1,5 +1,5 @@
 """From an op-level program to the tile program of one chip: a file for each family of kernels."""
 
-from npu_model.lowering import products
+from npu_model.lowering import elementwise, products
 
-__all__ = ["products"]
+__all__ = ["elementwise", "products"]
