@@ -331,18 +331,25 @@ class Emitter:
         queue: int = 0,
         index: Piece | None = None,
         index_limit: int = 0,
+        scatters: bool = False,
     ) -> None:
-        """Move a box between two pieces of these axes; `index` as in `Transfer`, along the first axis."""
-        dims = range(len(axes))
+        """Move a box between two pieces of these axes; `index`, of the first of these axes or all, as in `Transfer`.
+
+        Axes of one element that always exists are left out.
+        """
+        dims = [
+            d for d, axis in enumerate(axes) if axis.size > 1 or self._leaves([axis]) or (d == 0 and index is not None)
+        ]
         self._add(
             Transfer(
                 engine=f"{Engine.DMA}{queue % self._queues}",
-                box=axes,
+                box=tuple(axes[d] for d in dims),
                 source=self._located(source, source.tile(*dims)),
                 target=self._located(target, target.tile(*dims)),
                 fill=fill,
-                index=None if index is None else index.tile(0, *[None] * (len(axes) - 1)),
+                index=None if index is None else index.tile(*(d if d < len(index.axes) else None for d in dims)),
                 index_limit=index_limit,
+                scatters=scatters,
             ),
             reads=[source] if index is None else [source, index],
             writes=[target],
