@@ -1,7 +1,7 @@
 """`Mapper`: the tiling of a call, by a bounded search over its lowering.
 
-A candidate is emitted and its instructions are added up. The estimate is the time of the busiest engine, or of DRAM, and
-what comes before and behind: the first loads and the last stores, which nothing hides. Equal calls are mapped once.
+A candidate is emitted and its instructions are added up. The estimate is the time of an engine, or of DRAM, and what the
+others do once, before and behind, which nothing hides; the largest of these counts. Equal calls are mapped once.
 """
 
 from __future__ import annotations
@@ -90,16 +90,19 @@ class Mapper:
 
     def _estimate(self, draft: Draft) -> float:
         busy: dict[str, float] = {}
-        dram = fill = 0.0
+        once: dict[str, float] = {}
+        dram = 0.0
         latency = self.chip.dram_latency_cycles
         for instruction, counts in instructions(draft.body):
             cost = self._costs.cost(instruction, [axis.size for axis in instruction.axes])
-            times = math.prod(counts)
-            busy[instruction.engine] = busy.get(instruction.engine, 0.0) + times * cost.cycles
+            times, engine = math.prod(counts), instruction.engine
+            busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
             if cost.dram_read or cost.dram_written:
                 dram += times * cost.cycles
-            fill += cost.cycles + (latency if instruction.engine.startswith(Engine.DMA) else 0)
-        return max(*busy.values(), dram) + fill
+            once[engine] = once.get(engine, 0.0) + cost.cycles + (latency if engine.startswith(Engine.DMA) else 0)
+        fill = sum(once.values())
+        moving = sum(cycles for engine, cycles in once.items() if engine.startswith(Engine.DMA))
+        return max(dram + fill - moving, *(cycles + fill - once[engine] for engine, cycles in busy.items()))
 
 
 def _signature(call: KernelCall, places: Mapping[str, Place], room: int) -> object:
