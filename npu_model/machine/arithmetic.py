@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import npu_compiler.ops  # noqa: F401  (fills the table of element-wise ops)
@@ -152,9 +153,19 @@ def _reduced(function: Any) -> Callable[..., Any]:
     return lambda x, *axes: function(x, axis=tuple(int(axis) for axis in axes), keepdims=True)
 
 
+def _to_float8(x: Any) -> Any:
+    return np.asarray(x, np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def _from_float8(x: Any) -> Any:
+    return np.asarray(x).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
 def _bits(x: Any, shift: float, mask: float) -> Any:
     return (np.asarray(x).astype(np.int32) >> int(shift)) & int(mask)
 
+
+COORDINATE = "coordinate"  # the coordinate of an element along an axis
 
 # Operations besides the element-wise ops: name → function of operands and attributes.
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
@@ -167,6 +178,9 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "to_float": lambda x: np.asarray(x).astype(np.float32),
     "to_int": lambda x: np.asarray(x).astype(np.int32),
     "bits": _bits,
+    "signed_byte": lambda x: np.asarray(x).astype(np.uint8).view(np.int8).astype(np.int32),
+    "to_float8": _to_float8,
+    "from_float8": _from_float8,
 }
 
 
@@ -184,10 +198,23 @@ def _compute(instruction: Compute, counters: Sequence[int], memories: Memories) 
     with np.errstate(all="ignore"):
         for step in instruction.steps:
             operands = [registers[x] if isinstance(x, int) else _Constant(x) for x in step.operands]
-            registers.append(_result(step, operands, ranges))
+            if step.op == COORDINATE:
+                registers.append(_coordinate(instruction, int(step.attrs[0]), ranges, counters))
+            else:
+                registers.append(_result(step, operands))
         for register, tile in instruction.stores:
             target = _box(tile, ranges, counters, memories, False)
             _stored(registers[register], target)
+
+
+def _coordinate(
+    instruction: Compute, axis: int, ranges: Sequence[tuple[int, int]], counters: Sequence[int]
+) -> np.ndarray:
+    """The coordinates of the elements along an axis, in the tensor that is tiled."""
+    first, end = ranges[axis]
+    start = instruction.box[axis].start.at(counters)
+    shape = [-1 if other == axis else 1 for other in range(len(ranges))]
+    return np.arange(start + first, start + end, dtype=np.int32).reshape(shape)
 
 
 class _Constant(float):
@@ -204,7 +231,7 @@ def _register(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def _result(step: Step, operands: Sequence[Any], ranges: Sequence[tuple[int, int]]) -> Any:
+def _result(step: Step, operands: Sequence[Any]) -> Any:
     function = OPERATIONS.get(step.op)
     if function is not None:
         values = [np.float32(x) if isinstance(x, _Constant) else x for x in operands]
@@ -237,4 +264,4 @@ def _stored(value: Any, target: np.ndarray) -> None:
     target[...] = np.asarray(value).reshape(np.asarray(value).shape).astype(target.dtype, copy=False)
 
 
-__all__ = ["OPERATIONS", "execute", "itemsize"]
+__all__ = ["COORDINATE", "OPERATIONS", "execute", "itemsize"]

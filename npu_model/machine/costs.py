@@ -106,7 +106,7 @@ class Costs:
         for role, extent in zip(instruction.roles, extents, strict=True):
             sizes[role] *= extent
         left, right = itemsize(instruction.left.dtype), itemsize(instruction.right.dtype)
-        dtype = "int8" if left == 1 else instruction.left.dtype
+        dtype = "int8" if left == 1 else (instruction.left if left >= right else instruction.right).dtype
         key = (*sizes.values(), dtype, left, right)
         if key not in self._products:
             self._products[key] = self._product(sizes, dtype, left, right)
