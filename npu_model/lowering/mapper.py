@@ -29,11 +29,12 @@ class Candidate:
     """A tiling of a call, as it was emitted.
 
     Attributes:
-        busy: Cycles of the busiest engine that computes.
+        busy: Cycles of the engines that compute: of the slowest, what the others do once before and behind included.
         dram: Cycles of DRAM, by position of the operand among the call's views.
         room: Bytes of the scratchpad for pieces, by position of the operand that they are moved from or to.
         scratchpad: Bytes of the scratchpad in all.
-        fill: Cycles of the first round of everything.
+        fill: Cycles of the first transfers and the last ones, latencies included.
+        once: Cycles of one round of the engines that compute.
     """
 
     tiling: Tiling
@@ -42,6 +43,7 @@ class Candidate:
     room: Mapping[int, int]
     scratchpad: int
     fill: float
+    once: float
 
     def needs(self, resident: Collection[int]) -> int:
         """Bytes of the scratchpad, with these operands in it already."""
@@ -51,7 +53,8 @@ class Candidate:
         """Cycles, with these operands in the scratchpad and `room` bytes of it for pieces."""
         moved = sum(cycles for position, cycles in self.dram.items() if position not in resident)
         fits_twice = 2 * self.needs(resident) <= room
-        return max(self.busy, moved) + self.fill * (_HIDDEN if fits_twice else 1.0)
+        hidden = _HIDDEN if fits_twice else 1.0
+        return max(self.busy + self.fill * hidden, moved + self.once * hidden)
 
 
 class Mapper:
@@ -129,20 +132,24 @@ class Mapper:
         except DoesNotFit:
             return None
         busy: dict[str, float] = {}
+        once: dict[str, float] = {}
         dram: dict[int, float] = {}
         fill = 0.0
         latency = self.chip.dram_latency_cycles
         for instruction, times, name in emitter.executions():
             cost = self._costs.cost(instruction, [axis.size for axis in instruction.axes])
-            fill += cost.cycles
-            if instruction.engine.startswith(Engine.DMA):
-                fill += latency
+            engine = instruction.engine
+            if engine.startswith(Engine.DMA):
+                fill += cost.cycles + latency
                 position = positions[name][0] if name else -1
                 dram[position] = dram.get(position, 0.0) + times * cost.cycles
             else:
-                busy[instruction.engine] = busy.get(instruction.engine, 0.0) + times * cost.cycles
+                busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
+                once[engine] = once.get(engine, 0.0) + cost.cycles
+        around = sum(once.values())
+        slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         room = {positions[name][0]: size for name, size in emitter.rooms().items()}
-        return Candidate(tiling, max(busy.values(), default=0.0), dram, room, emitter.used, fill)
+        return Candidate(tiling, slowest, dram, room, emitter.used, fill, around)
 
 
 def new_emitter(

@@ -23,6 +23,7 @@ class Cost:
 
     Attributes:
         cycles: Cycles that its engine is busy with it.
+        port_cycles: Those of them in which it waits for the scratchpad's ports.
         dram_read, dram_written: Bytes moved from and to DRAM.
         sram_bytes: Bytes read from and written to the scratchpad.
         macs, operations: Multiply-accumulates; operations of vector lanes or of the output stage.
@@ -36,6 +37,7 @@ class Cost:
     macs: int = 0
     operations: int = 0
     dtype: str = ""
+    port_cycles: int = 0
 
 
 _NOTHING = Cost()
@@ -49,7 +51,7 @@ class Costs:
 
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
-        self._products: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._products: dict[tuple[object, ...], tuple[int, int, int]] = {}
 
     @cached_property
     def bytes_per_cycle(self) -> float:
@@ -118,10 +120,10 @@ class Costs:
         key = (*sizes.values(), dtype, left, right)
         if key not in self._products:
             self._products[key] = self._product(sizes, dtype, left, right)
-        cycles, accessed = self._products[key]
-        return Cost(cycles, sram_bytes=accessed, macs=math.prod(sizes.values()), dtype=dtype)
+        cycles, accessed, ports = self._products[key]
+        return Cost(cycles, sram_bytes=accessed, macs=math.prod(sizes.values()), dtype=dtype, port_cycles=ports)
 
-    def _product(self, sizes: dict[Role, int], dtype: str, left: int, right: int) -> tuple[int, int]:
+    def _product(self, sizes: dict[Role, int], dtype: str, left: int, right: int) -> tuple[int, int, int]:
         matrix = self.chip.matrix
         assert matrix is not None
         rate = matrix.rates.get(dtype)
@@ -145,7 +147,9 @@ class Costs:
             cycles = elements / self.chip.output.lanes
         else:
             cycles = operations / (self.chip.vector.lanes * self._vector_rate(instruction))
-        return Cost(math.ceil(max(cycles, moved / self.chip.sram.bandwidth)), sram_bytes=moved, operations=operations)
+        least = math.ceil(cycles)
+        cycles = math.ceil(max(cycles, moved / self.chip.sram.bandwidth))
+        return Cost(cycles, sram_bytes=moved, operations=operations, port_cycles=cycles - least)
 
     def _vector_rate(self, instruction: Compute) -> float:
         """Operations of a lane per cycle: of the widest dtype among what the program reads and writes."""
@@ -183,19 +187,21 @@ def _distinct(tile: Tile, extents: Sequence[int]) -> int:
     return math.prod(extent for extent, stride in zip(extents, tile.strides, strict=True) if stride)
 
 
-def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int) -> tuple[int, int]:
-    """(cycles, bytes of the scratchpad) of a product that the arrays share, in the way that is fastest.
+def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int) -> tuple[int, int, int]:
+    """(cycles, bytes of the scratchpad, cycles that wait for its ports) of a product that the arrays share.
 
-    Arrays read the scratchpad side by side: where its ports would hold all of them up, fewer may be as fast.
+    They share it in the way that is fastest. Arrays read the scratchpad side by side: where its ports would hold all of
+    them up, fewer may be as fast.
     """
     matrix = chip.matrix
     assert matrix is not None
-    best: tuple[int, int] | None = None
+    best: tuple[int, int, int] | None = None
     for part, copies in _shares(product, matrix.arrays):
         cycles = fold_cycles(part, chip) / rate
         accesses = sram_accesses(part, matrix.rows, matrix.columns, matrix.dataflow)
         size = copies * (accesses.input_reads * left + accesses.weight_reads * right)
-        found = (math.ceil(max(cycles, size / chip.sram.bandwidth)), size)
+        total = math.ceil(max(cycles, size / chip.sram.bandwidth))
+        found = (total, size, total - math.ceil(cycles))
         best = found if best is None else min(best, found)
     assert best is not None
     return best
