@@ -27,6 +27,12 @@ WIDER = {
     "float32": (),
 }
 _MOST = 1e18  # no number of a chip is larger
+# The functions that a vector unit computes unless its chip says otherwise: C's math library, as far as activations,
+# norms and the arithmetic of element-wise ops call it, and the integer divisions of `program/elementwise.py`.
+VECTOR_FUNCTIONS = tuple(
+    "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf exp exp2 expm1 fabs floor floor_div floor_mod "
+    "fmod int_pow isinf isnan log log10 log1p log2 pow rint sin sinh sqrt tan tanh trunc trunc_div trunc_mod".split()
+)
 
 
 def _above(least: float = 0.0, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
@@ -79,10 +85,13 @@ class Vector:
     Attributes:
         lanes: Operations per cycle of a dtype whose rate is 1.
         rates: Dtype → operations of a lane per cycle; a multiply-accumulate is one operation.
+        functions: The functions that it computes, each in one operation. Default: those of C's math library, without
+            functions that take loops, such as `hurwitz_zeta` (`npu_compiler/program/functions.py`).
     """
 
     lanes: int = _from(1, 2**24)
     rates: Mapping[str, float] = _above(0, 4096)
+    functions: tuple[str, ...] = VECTOR_FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -346,6 +355,8 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
         if not isinstance(value, str) or not value.strip():
             raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
         return value
+    if item.name == "functions":
+        return _functions(value, path, where)
     if typing.get_origin(kind) is Mapping:
         return _calls(value, path, where) if item.name == "measured" else _rates(item, value, path, where)
     return _number(kind is int, item, value, path, where)
@@ -358,6 +369,19 @@ def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> M
     if not table:
         raise InputError(f"{where}: '{path}' is empty; give a number for at least one of {', '.join(DTYPES)}")
     return {name: _number(False, item, x, f"{path}.{name}", where) for name, x in table.items()}
+
+
+def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:
+    from npu_compiler import ops  # fills the table of functions
+    from npu_compiler.program.functions import FUNCTIONS
+
+    assert ops
+    allowed = (*VECTOR_FUNCTIONS, *FUNCTIONS)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; write a list of names in quotes")
+    if unknown := sorted(set(value) - set(allowed)):
+        raise InputError(f"{where}: '{path}' has no function '{unknown[0]}'; there are {', '.join(allowed)}")
+    return tuple(value)
 
 
 def _calls(value: Any, path: str, where: str) -> Mapping[str, tuple[tuple[float, ...], ...]]:

@@ -404,13 +404,20 @@ def _transfer(line: _Line, engine: str, depth: int) -> Transfer:
     source, box = line.tile(depth), line.box(depth)
     sizes = [axis.size for axis in box]
     fill = line.value() if line.accepts("fill") else None
-    index, limit = None, 0
-    if line.accepts("index"):
+    index, limit, scatters = None, 0, line.next == "scatter"
+    if line.accepts("scatter") or line.accepts("index"):
         index = line.tile(depth)(sizes)
         line.expect("below")
         limit = line.integer()
     return Transfer(
-        engine=engine, box=box, source=source(sizes), target=target(sizes), fill=fill, index=index, index_limit=limit
+        engine=engine,
+        box=box,
+        source=source(sizes),
+        target=target(sizes),
+        fill=fill,
+        index=index,
+        index_limit=limit,
+        scatters=scatters,
     )
 
 

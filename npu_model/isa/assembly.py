@@ -113,7 +113,8 @@ def _transfer_words(instruction: Transfer, box: str) -> Iterator[str]:
     if instruction.fill is not None:
         yield f"fill {_number(instruction.fill)}"
     if instruction.index is not None:
-        yield f"index {_tile(instruction.index, sizes)} below {instruction.index_limit}"
+        word = "scatter" if instruction.scatters else "index"
+        yield f"{word} {_tile(instruction.index, sizes)} below {instruction.index_limit}"
 
 
 def _multiply_words(instruction: Multiply) -> Iterator[str]:

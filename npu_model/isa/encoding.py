@@ -79,6 +79,8 @@ def _reader(hint: Any) -> Reader:
         return _float
     if hint == isa.Value or hint == int | float:
         return lambda value, texts, depth: value if isinstance(value, float) else _integer(value, texts, depth)
+    if hint is bool:
+        return _flag
     if hint is str:
         return _text
     if isinstance(hint, type) and issubclass(hint, StrEnum):
@@ -132,6 +134,12 @@ def _node(value: Any, texts: list[str], depth: int) -> Any:
 def _integer(value: Any, texts: list[str], depth: int) -> int:
     if type(value) is not int or abs(value) > _MOST:
         raise ProgramFormatError(f"the tile program has {value!r:.40} in place of an integer")
+    return value
+
+
+def _flag(value: Any, texts: list[str], depth: int) -> bool:
+    if not isinstance(value, bool):
+        raise ProgramFormatError(f"the tile program has {value!r:.40} in place of a flag")
     return value
 
 

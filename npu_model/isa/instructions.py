@@ -190,8 +190,9 @@ class Transfer(Instruction):
     Attributes:
         box: The axes, up to five.
         fill: What is written in place of elements that do not exist; without it, nothing is written there.
-        index: A tile of int32 along the first axis: element i of that axis is taken from, or goes to, the place
-            `index[i]` of the operand in DRAM instead of i. An index outside 0 … `index_limit` − 1 is an error.
+        index: A tile of int32: the element at (i, j, …) is taken from (index[i, j, …], j, …) of the source instead. An
+            index outside 0 … `index_limit` − 1 is an error.
+        scatters: The index chooses places of the target, not of the source.
     """
 
     box: tuple[Axis, ...]
@@ -200,6 +201,7 @@ class Transfer(Instruction):
     fill: float | int | None = None
     index: Tile | None = None
     index_limit: int = 0
+    scatters: bool = False
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -276,7 +278,8 @@ class Step:
     Attributes:
         op: The name of an element-wise op of the op table, or one of `npu_model.machine.arithmetic.OPERATIONS`.
         operands: Registers, by number, and constants.
-        attrs: The op's attributes, in the order of its declaration; for a reduction, the axes.
+        attrs: The op's attributes, in the order of its declaration; for a reduction, a running sum or a coordinate, the
+            axes.
     """
 
     op: str

@@ -42,7 +42,7 @@ from npu_model.isa.instructions import (
     Token,
     Transfer,
 )
-from npu_model.machine.arithmetic import OPERATIONS, REDUCTIONS
+from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, OPERATIONS, REDUCTIONS
 
 MOST_EXECUTIONS = 2**24  # instructions of a run
 MOST_TRANSFER_AXES = 5
@@ -214,10 +214,10 @@ class _Verifier:
         self.need(0 <= low and high <= room, f"bytes {low} to {high} are outside of {name} of {room} bytes")
 
     def _written(self, tile: Tile, box: Sequence[Axis]) -> None:
-        """Check that an operand that is written has no more elements than room."""
+        """Check that an operand has no more elements than room, so that no work on it is out of proportion."""
         room, name = self._room(tile)
         size = math.prod(axis.size for axis, stride in zip(box, tile.strides, strict=True) if stride)
-        self.need(size * itemsize(tile.dtype) <= room, f"it writes {size} elements to {name} of {room} bytes")
+        self.need(size * itemsize(tile.dtype) <= room, f"{size} elements are more than {name} of {room} bytes")
 
     def _transfer(self, instruction: Transfer, counts: Sequence[int]) -> None:
         source, target, box = instruction.source, instruction.target, instruction.box
@@ -228,21 +228,22 @@ class _Verifier:
             self.need(stride != 0 or axis.size == 1, "several elements go to one place")
         for tile in (source, target):
             self.need(tile.space is not Space.ACCUMULATORS, "DMA engines do not reach the accumulators")
-        self._written(target, box)
         self._fill(instruction.fill, target.dtype)
-        index = instruction.index
+        index, limit = instruction.index, instruction.index_limit
         if index is None:
+            self.need(not instruction.scatters, "it scatters without an index")
+            self._written(target, box)
             self._inside(source, box, counts)
             self._inside(target, box, counts)
         else:
-            self.need(bool(source.buffer) != bool(target.buffer), "an index chooses from a buffer in DRAM only")
-            self.need(len(box) >= 1 and 1 <= instruction.index_limit <= _MOST, "an index has no axis or no limit")
+            self.need(len(box) >= 1 and 1 <= limit <= _MOST, "an index has no axis or no limit")
             self.need(index.space is Space.SCRATCHPAD and index.dtype == "int32", "an index is int32 in the scratchpad")
-            self.need(not any(index.strides[1:]), "an index has more than the first axis")
             self._inside(index, box, counts)
-            rows = (Axis(instruction.index_limit), *box[1:])
-            for tile in (source, target):
-                self._inside(tile, rows if tile.buffer else box, counts)
+            rows = (Axis(limit), *box[1:])
+            self._written(target, rows if instruction.scatters else box)
+            self._written(index, box)
+            self._inside(source, box if instruction.scatters else rows, counts)
+            self._inside(target, rows if instruction.scatters else box, counts)
         if instruction.fill is not None:
             self._inside(target, [Axis(axis.size) for axis in box], counts)
 
@@ -326,19 +327,20 @@ class _Verifier:
         name, registers = f"'{step.op:.40}'", [operand for operand in step.operands if isinstance(operand, int)]
         for register in registers:
             self.need(0 <= register < len(has_axes), f"{name} has register {register}, which is not defined")
-        self.need(bool(registers), f"{name} has no register")
-        varies = set().union(*(has_axes[register] for register in registers))
+        self.need(bool(registers) != (step.op == COORDINATE), f"{name} has {len(registers)} registers")
+        varies: set[int] = set().union(*(has_axes[register] for register in registers))
         if (op := ELEMENTWISE.get(step.op)) is not None:
             given, wanted = (len(step.operands), len(step.attrs)), (len(op.operands), len(op.attrs))
             self.need(given == wanted, f"{name} has {given[0]} operands and {given[1]} attributes, not {wanted}")
             return varies
-        self.need(step.op in OPERATIONS, f"there is no operation {name}")
+        self.need(step.op in OPERATIONS or step.op == COORDINATE, f"there is no operation {name}")
         self.need(all(abs(value) < 2**31 for value in step.attrs), f"an attribute of {name} is out of range")
-        if step.op in REDUCTIONS:
+        if step.op in ALONG_AXES or step.op == COORDINATE:
             axes = {int(axis) for axis in step.attrs}
-            fits = len(axes) == len(step.attrs) > 0 and axes <= set(range(rank)) and len(step.operands) == 1
-            self.need(fits, f"{name} has axes {step.attrs} of {rank}")
-            return varies - axes
+            fits = len(axes) == len(step.attrs) > 0 and axes <= set(range(rank)) and sorted(axes) == sorted(step.attrs)
+            self.need(fits and (len(axes) == 1 or step.op in REDUCTIONS), f"{name} has axes {step.attrs} of {rank}")
+            self.need(len(step.operands) == (step.op != COORDINATE), f"{name} has {len(step.operands)} operands")
+            return varies - axes if step.op in REDUCTIONS else varies | axes
         try:
             inspect.signature(OPERATIONS[step.op]).bind(*step.operands, *step.attrs)
         except TypeError as error:

@@ -14,6 +14,7 @@ from npu_compiler.program.products import Product
 from npu_model.chip import Chip, Dataflow
 from npu_model.chip.systolic import mapping, sram_accesses
 from npu_model.isa.instructions import Compute, Engine, Fence, Instruction, Multiply, Role, Space, Tile, Transfer
+from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, REDUCTIONS, RUNNING_SUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Cost:
 
     Attributes:
         cycles: Cycles that its engine is busy with it.
+        port_cycles: Those of them in which it waits for the scratchpad's ports.
         dram_read, dram_written: Bytes moved from and to DRAM.
         sram_bytes: Bytes read from and written to the scratchpad.
         macs, operations: Multiply-accumulates; operations of vector lanes or of the output stage.
@@ -35,6 +37,7 @@ class Cost:
     macs: int = 0
     operations: int = 0
     dtype: str = ""
+    port_cycles: int = 0
 
 
 _NOTHING = Cost()
@@ -48,7 +51,7 @@ class Costs:
 
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
-        self._products: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._products: dict[tuple[object, ...], tuple[int, int, int]] = {}
 
     @cached_property
     def bytes_per_cycle(self) -> float:
@@ -72,24 +75,33 @@ class Costs:
         moved = size * math.prod(extents)
         filled = size * math.prod(axis.size for axis in instruction.box) if instruction.fill is not None else moved
         read, written = (moved if tile.space is Space.DRAM else 0 for tile in (source, target))
+        index = instruction.index
         inside = (moved if source.space is Space.SCRATCHPAD else 0) + (
             filled if target.space is Space.SCRATCHPAD else 0
         )
+        if index is not None:
+            inside += _distinct(index, extents) * itemsize(index.dtype)
         cycles = filled / self.chip.sram.bandwidth
         if read or written:
             outside = source if source.space is Space.DRAM else target
-            cycles = max(cycles, self._bursts(outside, extents, size) / self.bytes_per_cycle)
+            is_chosen = outside is (target if instruction.scatters else source)
+            bursts = self._bursts(outside, extents, size, index if is_chosen else None)
+            cycles = max(cycles, bursts / self.bytes_per_cycle)
         return Cost(math.ceil(cycles), read, written, inside)
 
-    def _bursts(self, tile: Tile, extents: Sequence[int], size: int) -> int:
-        """Bytes that DRAM is busy with: each run of consecutive bytes rounded up to whole bursts."""
+    def _bursts(self, tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> int:
+        """Bytes that DRAM is busy with: each run of consecutive bytes rounded up to whole bursts.
+
+        An index chooses each run by itself.
+        """
         run = size
         runs = 1
         is_run = True
-        for extent, stride in zip(reversed(extents), reversed(tile.strides), strict=True):
+        chosen = (0,) * len(extents) if index is None else index.strides
+        for extent, stride, choice in zip(reversed(extents), reversed(tile.strides), reversed(chosen), strict=True):
             if extent == 1:
                 continue
-            if is_run and stride == run:
+            if is_run and stride == run and not choice:
                 run *= extent
             else:
                 is_run = False
@@ -104,14 +116,14 @@ class Costs:
         for role, extent in zip(instruction.roles, extents, strict=True):
             sizes[role] *= extent
         left, right = itemsize(instruction.left.dtype), itemsize(instruction.right.dtype)
-        dtype = "int8" if left == 1 else instruction.left.dtype
+        dtype = "int8" if left == 1 else (instruction.left if left >= right else instruction.right).dtype
         key = (*sizes.values(), dtype, left, right)
         if key not in self._products:
             self._products[key] = self._product(sizes, dtype, left, right)
-        cycles, accessed = self._products[key]
-        return Cost(cycles, sram_bytes=accessed, macs=math.prod(sizes.values()), dtype=dtype)
+        cycles, accessed, ports = self._products[key]
+        return Cost(cycles, sram_bytes=accessed, macs=math.prod(sizes.values()), dtype=dtype, port_cycles=ports)
 
-    def _product(self, sizes: dict[Role, int], dtype: str, left: int, right: int) -> tuple[int, int]:
+    def _product(self, sizes: dict[Role, int], dtype: str, left: int, right: int) -> tuple[int, int, int]:
         matrix = self.chip.matrix
         assert matrix is not None
         rate = matrix.rates.get(dtype)
@@ -124,8 +136,7 @@ class Costs:
 
     def _compute(self, instruction: Compute, extents: Sequence[int]) -> Cost:
         elements = math.prod(extents)
-        each = sum(step_operations(step.op) for step in instruction.steps)
-        operations = elements * max(1, each)
+        operations = max(elements, _lane_operations(instruction, extents))
         moved = sum(
             _distinct(tile, extents) * itemsize(tile.dtype)
             for tile in (*instruction.inputs, *instruction.writes)
@@ -136,7 +147,9 @@ class Costs:
             cycles = elements / self.chip.output.lanes
         else:
             cycles = operations / (self.chip.vector.lanes * self._vector_rate(instruction))
-        return Cost(math.ceil(max(cycles, moved / self.chip.sram.bandwidth)), sram_bytes=moved, operations=operations)
+        least = math.ceil(cycles)
+        cycles = math.ceil(max(cycles, moved / self.chip.sram.bandwidth))
+        return Cost(cycles, sram_bytes=moved, operations=operations, port_cycles=cycles - least)
 
     def _vector_rate(self, instruction: Compute) -> float:
         """Operations of a lane per cycle: of the widest dtype among what the program reads and writes."""
@@ -152,23 +165,43 @@ def step_operations(op: str) -> int:
     return 1 if known is None else known.operations
 
 
+def _lane_operations(instruction: Compute, extents: Sequence[int]) -> int:
+    """Operations of lanes for all steps: each works on the elements that its operands have, not on their repetitions.
+
+    A running sum takes as many rounds of additions as the axis has binary digits.
+    """
+    axes = [frozenset(axis for axis, stride in enumerate(tile.strides) if stride) for tile in instruction.inputs]
+    total = 0
+    for step in instruction.steps:
+        own = frozenset({int(step.attrs[0])}) if step.op == COORDINATE else frozenset[int]()
+        own = own.union(*(axes[operand] for operand in step.operands if isinstance(operand, int)))
+        own |= frozenset(map(int, step.attrs)) if step.op in ALONG_AXES else frozenset()
+        elements = math.prod(extents[axis] for axis in own)
+        rounds = math.ceil(math.log2(max(2, extents[int(step.attrs[0])]))) if step.op == RUNNING_SUM else 1
+        total += elements * step_operations(step.op) * rounds
+        axes.append(own - frozenset(map(int, step.attrs)) if step.op in REDUCTIONS else own)
+    return total
+
+
 def _distinct(tile: Tile, extents: Sequence[int]) -> int:
     return math.prod(extent for extent, stride in zip(extents, tile.strides, strict=True) if stride)
 
 
-def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int) -> tuple[int, int]:
-    """(cycles, bytes of the scratchpad) of a product that the arrays share, in the way that is fastest.
+def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int) -> tuple[int, int, int]:
+    """(cycles, bytes of the scratchpad, cycles that wait for its ports) of a product that the arrays share.
 
-    Arrays read the scratchpad side by side: where its ports would hold all of them up, fewer may be as fast.
+    They share it in the way that is fastest. Arrays read the scratchpad side by side: where its ports would hold all of
+    them up, fewer may be as fast.
     """
     matrix = chip.matrix
     assert matrix is not None
-    best: tuple[int, int] | None = None
+    best: tuple[int, int, int] | None = None
     for part, copies in _shares(product, matrix.arrays):
         cycles = fold_cycles(part, chip) / rate
         accesses = sram_accesses(part, matrix.rows, matrix.columns, matrix.dataflow)
         size = copies * (accesses.input_reads * left + accesses.weight_reads * right)
-        found = (math.ceil(max(cycles, size / chip.sram.bandwidth)), size)
+        total = math.ceil(max(cycles, size / chip.sram.bandwidth))
+        found = (total, size, total - math.ceil(cycles))
         best = found if best is None else min(best, found)
     assert best is not None
     return best

@@ -8,6 +8,8 @@ Engines work side by side, each on one instruction at a time and in the order of
    free for the next transfer meanwhile. All engines share DRAM.
 3. Any other instruction keeps its engine for its cycles.
 4. At its end an instruction raises its tokens.
+5. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
+   the chip overlaps them; otherwise a launch begins when the section before has ended.
 
 Times are whole cycles. If data are computed, an instruction does all its work when it starts; since what it needs has
 ended by then, the order of starts is one that a chip might have taken.
@@ -21,7 +23,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Instruction, Loop, Node, Section, Space, Tile, TileProgram, Token, Transfer
+from npu_model.isa.instructions import (
+    Engine,
+    Instruction,
+    Loop,
+    Node,
+    Section,
+    Space,
+    Tile,
+    TileProgram,
+    Token,
+    Transfer,
+)
 from npu_model.machine.arithmetic import execute
 from npu_model.machine.costs import Cost, Costs
 from npu_model.machine.memory import MachineError, Memory
@@ -29,12 +42,13 @@ from npu_model.machine.races import Races
 
 
 class Cause(StrEnum):
-    """Why an engine that computes does not."""
+    """Why no engine gets on."""
 
     DRAM_BANDWIDTH = "dram bandwidth"
     DRAM_LATENCY = "dram latency"
     LAUNCH = "launch"
     DEPENDENCY = "dependency"
+    SRAM_PORTS = "sram ports"
 
 
 @dataclass
@@ -43,7 +57,9 @@ class Counts:
 
     Attributes:
         busy: Engine → cycles.
-        waiting: Engine → cause → cycles between its instructions.
+        progress: Cycles by which it moved on the end of all computing; with `stalls`, over all sections, they add up to
+            the cycles of the run. In a section that only moves data, moving is what counts as computing.
+        stalls: Cause → cycles that all engines which compute waited for an instruction of this section.
         macs: Dtype → multiply-accumulates.
         start, end: When its first instruction started and its last one ended, in cycles.
     """
@@ -57,7 +73,8 @@ class Counts:
     operations: int = 0
     macs: dict[str, int] = field(default_factory=dict)
     busy: dict[str, int] = field(default_factory=dict)
-    waiting: dict[str, dict[str, int]] = field(default_factory=dict)
+    progress: int = 0
+    stalls: dict[Cause, int] = field(default_factory=dict)
 
     def add(self, cost: Cost, engine: str, start: int, end: int) -> None:
         self.start = start if self.start < 0 else min(self.start, start)
@@ -70,6 +87,10 @@ class Counts:
         self.busy[engine] = self.busy.get(engine, 0) + cost.cycles
         if cost.macs:
             self.macs[cost.dtype] = self.macs.get(cost.dtype, 0) + cost.macs
+
+    def stall(self, cause: Cause, cycles: int) -> None:
+        if cycles > 0:
+            self.stalls[cause] = self.stalls.get(cause, 0) + cycles
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +133,9 @@ class Machine:
             self._scratchpad = Memory("the scratchpad", chip.sram.size, checked)
             self._accumulators = Memory("the accumulators", matrix.accumulator_bytes if matrix else 0, checked)
 
-    def preload(self) -> None:
+    def preload(self) -> Run:
         """Bring weights that stay into the scratchpad; once, and again when weights change."""
-        self._run(self.program.preload, {}, spans=False)
+        return self._run(self.program.preload, {}, spans=False)
 
     def run(self, *, spans: bool = False) -> Run:
         """Run the program once.
@@ -271,19 +292,41 @@ class _Scheduler:
         self.times: dict[Token, list[int]] = {}
         self.waiting: dict[Token, list[tuple[int, _Queue]]] = {}
         self.heap: list[tuple[int, int, _Queue]] = []
-        prepared = [(i, _prepared(section.body, (), machine.costs)) for i, section in enumerate(sections)]
-        names = sorted(set().union(*(engines_of(section.body) for section in sections)))
-        self.queues = [_Queue(name, _stream(prepared, name)) for name in names]
+        self.prepared = [(i, _prepared(section.body, (), machine.costs)) for i, section in enumerate(sections)]
+        engines = [engines_of(section.body) for section in sections]
+        names = sorted(set().union(*engines))
+        self.queues = [_Queue(name, iter(())) for name in names]
+        computing = {name for name in names if not name.startswith(Engine.DMA)}
+        self.moves_only = [not each & computing for each in engines]
+        self.launched = [0] * len(sections)
+        self.last = self.frontier = self.exposed = 0
         self.dram_free = 0
         self.latency = round(machine.chip.dram_latency_cycles)
         self.races = Races(names) if machine.checked else None
 
     def run(self) -> Run:
-        machine, computes = self.machine, self.machine.memory is not None
-        for number, queue in enumerate(self.queues):
-            self._next(number, queue)
+        launch, clock = self.machine.chip.launch, self.machine.chip.clock_ghz
+        cost = round(1e3 * clock * launch.cost_us)
         numbers = {id(queue): number for number, queue in enumerate(self.queues)}
-        last = 0
+        together = [self.prepared] if launch.overlapped else [[each] for each in self.prepared]
+        for sections in together:
+            for index, _ in sections:
+                self.launched[index] = (index + 1) * cost if launch.overlapped else self.last + cost
+            for number, queue in enumerate(self.queues):
+                queue.stream = _stream(sections, queue.name)
+                self._next(number, queue)
+            self._run_all(numbers)
+            self._check_finished()
+        if self.counts:
+            tail = self.last - self.frontier  # the last results leave
+            latency = min(tail, self.latency)
+            final = max(self.counts, key=lambda counts: counts.end)
+            final.stall(Cause.DRAM_LATENCY, latency)
+            final.stall(Cause.DRAM_BANDWIDTH, tail - latency)
+        return Run(self.last, self.counts, self.spans)
+
+    def _run_all(self, numbers: Mapping[int, int]) -> None:
+        computes = self.machine.memory is not None
         while self.heap:
             ready, number, queue = heapq.heappop(self.heap)
             assert queue.current is not None
@@ -291,33 +334,67 @@ class _Scheduler:
             cost = prepared.cost(counters)
             start = ready
             if prepared.moves and (cost.dram_read or cost.dram_written):
+                self.exposed = min(self.latency, max(0, ready - self.dram_free))
                 start = max(ready, self.dram_free)
                 self.dram_free = queue.free = start + cost.cycles
                 end = queue.free + self.latency
             else:
                 end = queue.free = start + cost.cycles
-            self.counts[index].add(cost, queue.name, start, end)
+            counts = self.counts[index]
+            counts.add(cost, queue.name, start, end)
+            if cost.cycles and (not prepared.moves or self.moves_only[index]):
+                self._advance(counts, index, prepared, counters, start, cost)
             if self.keeps_spans and cost.cycles:
                 name = type(prepared.instruction).__name__.lower()
-                self.spans.append(Span(index, queue.name, name, start, queue.free))
+                self.spans.append(Span(index, queue.name, name, start, start + cost.cycles))
             if computes:
                 self._execute(index, prepared.instruction, counters)
             if self.races is not None:
                 self._check_order(index, number, prepared, counters)
-            last = max(last, end)
+            self.last = max(self.last, end)
             self._signal(prepared.signals, end, numbers)
             self._next(number, queue)
-        self._check_finished()
-        del machine
-        return Run(last, self.counts, self.spans)
+
+    def _advance(
+        self, counts: Counts, index: int, prepared: _Ready, counters: tuple[int, ...], start: int, cost: Cost
+    ) -> None:
+        """Enter the time from the end of all computing so far to an instruction's: what it waited for, and its work."""
+        at, end = self.frontier, start + cost.cycles
+        if end <= at:
+            return
+        self.frontier = end
+        if start > at:
+            launched = min(start, max(at, self.launched[index]))
+            counts.stall(Cause.LAUNCH, launched - at)
+            if launched < start:
+                if self._waited_for_data(prepared, counters, start):
+                    latency = min(start - launched, self.exposed)
+                    counts.stall(Cause.DRAM_LATENCY, latency)
+                    counts.stall(Cause.DRAM_BANDWIDTH, start - launched - latency)
+                else:
+                    counts.stall(Cause.DEPENDENCY, start - launched)
+            at = start
+        ports = min(end - at, cost.port_cycles)
+        counts.stall(Cause.SRAM_PORTS, ports)
+        counts.progress += end - at - ports
+
+    def _waited_for_data(self, prepared: _Ready, counters: tuple[int, ...], start: int) -> bool:
+        """Whether what held an instruction up to its start was a transfer, or DRAM."""
+        for token, base, steps in prepared.waits:
+            count = base - self.raised.get(token, 0)
+            for step, counter in zip(steps, counters, strict=False):
+                count += step * counter
+            if count > 0 and self.times[token][count - 1] == start:
+                return token.engine.startswith(Engine.DMA)
+        return prepared.moves
 
     def _next(self, number: int, queue: _Queue) -> None:
         """Take the queue's next instruction, and have it started when it is ready."""
         queue.current = next(queue.stream, None)
         if queue.current is None:
             return
-        _, prepared, counters = queue.current
-        queue.ready, queue.missing = queue.free, 0
+        index, prepared, counters = queue.current
+        queue.ready, queue.missing = max(queue.free, self.launched[index]), 0
         for token, base, steps in prepared.waits:
             count = base - self.raised.get(token, 0)
             for step, counter in zip(steps, counters, strict=False):
