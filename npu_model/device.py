@@ -10,12 +10,13 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.errors import DeviceError
+from npu_compiler.errors import DeviceError, ProgramFormatError
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
 from npu_model.isa.encoding import decode
 from npu_model.isa.instructions import TileProgram
+from npu_model.isa.verifier import verify
 from npu_model.lowering.program import ARENA, chip_digest
 from npu_model.machine.machine import Machine, Run
 from npu_model.machine.memory import Memory
@@ -93,7 +94,9 @@ class NPUBackend(Backend):
         if not own:
             return super().sequence(launches, plan)
         loaded = self._load(plan)
-        machine = Machine(self.chip, loaded.tiles, _memory(own, plan), self.checked)
+        memory = _memory(own, plan)
+        _check_fits(loaded.tiles, memory, len(own))
+        machine = Machine(self.chip, loaded.tiles, memory, self.checked)
         machine.preload()
         for index, launch in enumerate(own):
             launch.section = lambda index=index: machine.run_section(index)  # type: ignore[misc]
@@ -119,6 +122,7 @@ class NPUBackend(Backend):
                     f"the program was compiled for another chip '{tiles.chip}': its numbers are not those of "
                     f"'{self.chip.name}'; compile it again"
                 )
+            verify(tiles, self.chip)
             loaded = self._loaded[plan.machine_code] = _Loaded(tiles)
         return loaded
 
@@ -145,6 +149,18 @@ class NPUBackend(Backend):
     def ran(self, program: CompiledProgram) -> None:
         if program.kernels:
             self.simulated_seconds += self.chip.seconds(self.timing(program).cycles)
+
+
+def _check_fits(tiles: TileProgram, memory: Mapping[str, Memory], calls: int) -> None:
+    """Raise `ProgramFormatError` where a tile program is not for the calls and buffers of its program."""
+    if len(tiles.sections) != calls:
+        raise ProgramFormatError(f"the tile program has {len(tiles.sections)} sections for {calls} calls")
+    for buffer in tiles.buffers:
+        size = len(memory[buffer.name].data) if buffer.name in memory else 0
+        if buffer.size > size:
+            raise ProgramFormatError(
+                f"the tile program has {buffer.size} bytes of buffer '{buffer.name:.60}', which has {size}"
+            )
 
 
 def _memory(launches: Sequence[TileLaunch], plan: ExecutionPlan) -> dict[str, Memory]:

@@ -144,6 +144,17 @@ class Dma:
 
 
 @dataclass(frozen=True)
+class Control:
+    """What orders the engines.
+
+    Attributes:
+        tokens: Counters of each engine that others may wait for.
+    """
+
+    tokens: int = _from(1, 65536, default=64)
+
+
+@dataclass(frozen=True)
 class Launch:
     """What it costs to start a kernel call.
 
@@ -203,6 +214,7 @@ class Chip:
     dma: Dma
     matrix: Matrix | None = None
     output: Output | None = None
+    control: Control = Control()
     launch: Launch = Launch()
     energy: Energy = _NO_ENERGY
     measured: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)

@@ -111,11 +111,9 @@ def _record(kind: Any) -> Reader:
     def read(value: Any, texts: list[str], depth: int) -> Any:
         if not isinstance(value, list) or len(value) != len(names):
             raise ProgramFormatError(f"the tile program has something else in place of a {kind.__name__}")
-        read_fields = readers()
+        items = zip(names, readers(), value, strict=True)
         try:
-            return kind(
-                **{name: reader(item, texts, depth) for name, reader, item in zip(names, read_fields, value, strict=True)}
-            )
+            return kind(**{name: reader(item, texts, depth) for name, reader, item in items})
         except ValueError as error:
             raise ProgramFormatError(f"the tile program has a {kind.__name__} that cannot be: {error}") from error
 

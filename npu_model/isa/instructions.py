@@ -12,7 +12,7 @@ An instruction works on a box of elements: its `axes`. Each operand is a `Tile`,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -38,10 +38,15 @@ class Space(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """`base` + Σ `steps[d]` × the counter of the loop at depth `d`, the outermost first."""
+    """`base` + Σ `steps[d]` × the counter of the loop at depth `d`, the outermost first; no step of 0 comes last."""
 
     base: int = 0
     steps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.steps and not self.steps[-1]:
+            length = max((depth + 1 for depth, step in enumerate(self.steps) if step), default=0)
+            object.__setattr__(self, "steps", self.steps[:length])
 
     def at(self, counters: Sequence[int]) -> int:
         """The value in a round of the loops; counters of inner loops that do not matter may be absent."""

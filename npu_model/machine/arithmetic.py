@@ -222,7 +222,8 @@ def _compute(instruction: Compute, counters: Sequence[int], memories: Memories) 
     for number, tile in enumerate(instruction.inputs):
         if number in first:
             is_integer = numpy_dtype(tile.dtype).kind in "iub"
-            registers.append(np.int32(first[number]) if is_integer else np.float32(first[number]))
+            kind = np.int32 if is_integer else np.float32
+            registers.append(np.full([1] * len(ranges), first[number], kind))
             continue
         registers.append(_register(_box(tile, ranges, counters, memories, True)))
     with np.errstate(all="ignore"):
