@@ -227,6 +227,11 @@ class Emitter:
         return len(self._path)
 
     @property
+    def rounds(self) -> list[int]:
+        """The counts of the loops that are open, the outermost first."""
+        return [loop.count for loop in self._path]
+
+    @property
     def _body(self) -> list[_Item | _LoopItem]:
         return self._path[-1].items if self._path else self._root.items
 

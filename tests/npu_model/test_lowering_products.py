@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
 from on_chips import assert_close, run_on
@@ -155,3 +155,27 @@ def test_batched_products(name: str) -> None:
         g = IRBuilder()
         g.output(g("aten.bmm.default", g.input("a", b, m, k), g.input("b", b, k, n)))
         assert_close(run_on(name, g, {"a": normal(rng, b, m, k), "b": normal(rng, b, k, n)}), 2e-3)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@DRAWS
+@given(
+    c=convolutions(), extra=st.integers(0, 2), seed=st.integers(0, 2**32), dtype=st.sampled_from(list(TOLERANCE))
+)  # fmt: skip
+def test_a_transposed_convolution(name: str, c: dict[str, int], extra: int, seed: int, dtype: str) -> None:
+    rng = np.random.default_rng(seed)
+    extra = min(extra, max(c["stride"], c["dilation"]) - 1)
+    size = [(c[key] - 1) * c["stride"] - 2 * c["padding"] + (c["kernel"] - 1) * c["dilation"] + extra + 1
+            for key in ("height", "width")]  # fmt: skip
+    assume(min(size) > 0)
+    g = IRBuilder()
+    shape = (c["images"], c["channels"], c["height"], c["width"])
+    weight = (c["channels"], c["outputs"] // c["groups"], c["kernel"], c["kernel"])
+    pairs = [[value] * 2 for value in (c["stride"], c["padding"], extra)]
+    y = g(
+        "aten.conv_transpose2d.input", g.input("x", *shape), g.weight("w", *weight), g.weight("b", c["outputs"]),
+        *pairs, c["groups"], [c["dilation"]] * 2,
+    )  # fmt: skip
+    g.output(y)
+    weights = {"w": normal(rng, *weight) / weight[0] ** 0.5, "b": normal(rng, c["outputs"])}
+    assert_close(run_on(name, g, {"x": normal(rng, *shape)}, weights, dtype), TOLERANCE[dtype])
