@@ -1,7 +1,8 @@
 """`Mapper`: the tiling of a call, by a bounded search over its lowering.
 
-A candidate is emitted and its instructions are added up. The estimate is the time of the busiest engine, or of DRAM, and
-what comes before and behind: the first loads and the last stores, which nothing hides. Equal calls are mapped once.
+A candidate is emitted and its instructions are added up. The estimate is the time of the busiest engine, of DRAM, or
+of the transfers that two places of a piece let be under way at a time, whichever is most; and what comes before and
+behind: the first loads and the last stores, which nothing hides. Equal calls are mapped once.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from itertools import islice
 from npu_compiler.program.kernels import KernelCall
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Engine, Node, instructions
-from npu_model.lowering.emitter import DoesNotFit, Draft, Emitter, Place
+from npu_model.lowering.emitter import DOUBLE, DoesNotFit, Draft, Emitter, Place
 from npu_model.lowering.families import LOWERINGS, CannotLower, Operands, Tiling, operands_of
 from npu_model.machine.costs import Costs
 
 MOST_CANDIDATES = 48
+_ISSUE = 8.0  # cycles that each instruction is taken to cost besides, so that of equal tilings the shortest is taken
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,18 @@ class Mapper:
 
     def _estimate(self, draft: Draft) -> float:
         busy: dict[str, float] = {}
-        dram = fill = 0.0
+        dram = fill = trips = issued = 0.0
         latency = self.chip.dram_latency_cycles
         for instruction, counts in instructions(draft.body):
             cost = self._costs.cost(instruction, [axis.size for axis in instruction.axes])
             times = math.prod(counts)
+            issued += times * _ISSUE
             busy[instruction.engine] = busy.get(instruction.engine, 0.0) + times * cost.cycles
             if cost.dram_read or cost.dram_written:
                 dram += times * cost.cycles
+                trips = max(trips, times * (cost.cycles + latency) / DOUBLE)
             fill += cost.cycles + (latency if instruction.engine.startswith(Engine.DMA) else 0)
-        return max([*busy.values(), dram]) + fill
+        return max([*busy.values(), dram, trips]) + fill + issued
 
 
 def _signature(call: KernelCall, places: Mapping[str, Place], room: int) -> object:

@@ -276,7 +276,7 @@ class _Scheduler:
         self.queues = [_Queue(name, _stream(prepared, name)) for name in names]
         self.dram_free = 0
         self.latency = round(machine.chip.dram_latency_cycles)
-        self.races = Races(names) if machine.checked else None
+        self.races = Races(names, sections) if machine.checked else None
 
     def run(self) -> Run:
         machine, computes = self.machine, self.machine.memory is not None
