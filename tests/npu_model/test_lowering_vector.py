@@ -214,3 +214,58 @@ def test_group_norms_are_those_of_the_cpu(chip: str, pixels: tuple[int, ...]) ->
         weight, bias = (tensor(rng, name, (6,), "float16", packed=0) for name in ("weight", "bias"))
         params = {"groups": groups, "eps": 1e-5, "has_weight": 1, "has_bias": 1}
         assert_same(chip, "groupnorm_kernel", [x, weight, bias], [out], params, tolerance=5)
+
+
+# Movement
+
+
+@both_chips
+@pytest.mark.parametrize("dtype", [*FLOATS, "int32", "bool"])
+def test_made_and_rearranged_elements_are_those_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("movement", chip, dtype)
+    value = 1 if dtype in ("int32", "bool") else 0.75
+    filling = {"value": value, "int_value": int(value)}
+    for shape in ((), (3, 700), some_shape(rng), (0, 2)):
+        out = tensor(rng, "out", shape, dtype, packed=0)
+        assert_same(chip, "fill_kernel", [], [out], filling, exact=True)
+        flags = [int(x) for x in rng.integers(0, 2, len(shape))]
+        x = tensor(rng, "x", shape, dtype, packed=0, repeats=True)
+        dims = [*flags, *[0] * (8 - len(shape))]
+        assert_same(chip, "flip_kernel", [x], [out], {"dims": dims}, exact=True)
+    for shape in ((17, 9), (2, 3, 40, 41), (1, 5), (4, 1)):
+        x, out = (tensor(rng, name, shape, dtype, packed=0) for name in ("x", "out"))
+        triangle = {"upper": int(rng.integers(2)), "diagonal": int(rng.integers(-6, 7))}
+        assert_same(chip, "triangle_kernel", [x], [out], triangle, exact=True)
+    if dtype != "bool":
+        counts = {"start": 3, "step": -2, "int_start": 3, "int_step": -2}
+        for size in (0, 1, 90, 2000):
+            out = tensor(rng, "out", (size,), dtype, packed=0)
+            assert_same(chip, "arange_kernel", [], [out], counts, exact=dtype != "bfloat16")
+
+
+@both_chips
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate", "circular"])
+def test_padding_is_that_of_the_cpu(chip: str, mode: str) -> None:
+    rng = generator("padding", chip, mode)
+    for dtype in ("float16", "float32", "int32", "bool"):
+        shape = tuple(int(n) for n in rng.integers(3, 9, int(rng.integers(1, 5))))
+        pairs = [(int(a), int(b)) if rng.random() < 0.6 else (0, 0) for a, b in rng.integers(0, 3, (len(shape), 2))]
+        padded = tuple(n + a + b for n, (a, b) in zip(shape, pairs, strict=True))
+        pads = [n for pair in reversed(pairs) for n in pair]
+        x, out = tensor(rng, "x", shape, dtype, packed=0), tensor(rng, "out", padded, dtype, packed=0)
+        value = 1 if dtype in ("int32", "bool") else -np.inf
+        params = {"mode": mode, "pads": [*pads, *[0] * (12 - len(pads))], "value": value, "int_value": 1}
+        assert_same(chip, "pad_kernel", [x], [out], params, exact=True)
+    x, out = tensor(rng, "x", (4, 60, 60), "float16"), tensor(rng, "out", (4, 62, 63), "float16")
+    params |= {"pads": [1, 2, 1, 1, *[0] * 8], "value": 0.0}
+    assert_same(chip, "pad_kernel", [x], [out], params, exact=True)
+
+
+@both_chips
+@pytest.mark.parametrize("scale", [0.5, 1 / 3, 0.6, 1.7])
+def test_repeated_pixels_are_those_of_the_cpu(chip: str, scale: float) -> None:
+    rng = generator("nearest", chip, scale)
+    x = tensor(rng, "x", (2, 3, 6, 7), "float16", packed=0)
+    out = tensor(rng, "out", (2, 3, int(6 / scale), int(7 / 0.5)), "float16", packed=0)
+    params = {"scale": [scale, 0.5], "exact": int(rng.integers(2))}
+    assert_same(chip, "upsample_nearest_kernel", [x], [out], params, exact=True)
