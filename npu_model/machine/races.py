@@ -10,14 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from npu_model.isa.instructions import Instruction, Multiply, Tile, Token
+from npu_model.isa.instructions import Instruction, Multiply, Section, Tile, Token, instructions
 
 
 class Races:
-    """The accesses so far of the engines of a run."""
+    """The accesses so far of the engines of a run.
 
-    def __init__(self, engines: Sequence[str]) -> None:
+    An access is forgotten when all engines have it in their clocks, or when its engine touches all of its bytes again
+    and in no lesser way: what is ordered behind that is ordered behind the first. Memory that a single engine touches,
+    or that nobody writes, has no races.
+    """
+
+    def __init__(self, engines: Sequence[str], sections: Sequence[Section]) -> None:
         self._names = list(engines)
+        self._shared = _shared_memory(sections)
         self._clocks = [[0] * len(engines) for _ in engines]
         self._raised: dict[Token, list[tuple[int, ...]]] = {}
         self._accesses: dict[tuple[str, str], list[tuple[int, int, int, int, bool]]] = {}
@@ -66,6 +72,8 @@ class Races:
             end += max(begin * stride, (behind - 1) * stride)
         end += 1
         key = (tile.space.value, tile.buffer)
+        if key not in self._shared:
+            return None
         clock = self._clocks[engine]
         kept = []
         problem = None
@@ -80,7 +88,8 @@ class Races:
                     f"{'written' if writes else 'read'} while {self._names[its_engine]} may still "
                     f"{'write' if it_writes else 'read'} them"
                 )
-            if not (ordered and self._seen_by_all(its_engine, its_time)):
+            covered = its_engine == engine and first <= its_first and its_end <= end and (writes or not it_writes)
+            if not covered and not (ordered and self._seen_by_all(its_engine, its_time)):
                 kept.append(other)
         kept.append((engine, clock[engine], first, end, writes))
         self._accesses[key] = kept
@@ -88,3 +97,15 @@ class Races:
 
     def _seen_by_all(self, engine: int, time: int) -> bool:
         return all(clock[engine] >= time for clock in self._clocks)
+
+
+def _shared_memory(sections: Sequence[Section]) -> set[tuple[str, str]]:
+    """The memories and buffers that several engines touch, and one of them writes."""
+    engines: dict[tuple[str, str], set[str]] = {}
+    written: set[tuple[str, str]] = set()
+    for section in sections:
+        for instruction, _ in instructions(section.body):
+            for tile in (*instruction.reads, *instruction.writes):
+                engines.setdefault((tile.space.value, tile.buffer), set()).add(instruction.engine)
+            written.update((tile.space.value, tile.buffer) for tile in instruction.writes)
+    return {key for key in written if len(engines[key]) > 1}
