@@ -269,3 +269,93 @@ def test_repeated_pixels_are_those_of_the_cpu(chip: str, scale: float) -> None:
     out = tensor(rng, "out", (2, 3, int(6 / scale), int(7 / 0.5)), "float16", packed=0)
     params = {"scale": [scale, 0.5], "exact": int(rng.integers(2))}
     assert_same(chip, "upsample_nearest_kernel", [x], [out], params, exact=True)
+
+
+# Indexing
+
+
+def _places(rng: np.random.Generator, name: str, shape: tuple[int, ...], limit: int, lowest: int = 0) -> Any:
+    places = tensor(rng, name, shape, "int32", packed=0)
+    places.array[...] = rng.integers(lowest, limit, shape)
+    return places
+
+
+@both_chips
+@pytest.mark.parametrize("dtype", ["float16", "int32", "bool"])
+def test_elements_picked_by_indices_are_those_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("picked", chip, dtype)
+    for ids_shape in ((), (5,), (3, 4), (2, 3, 70)):
+        table, ids = tensor(rng, "table", (11, 33), dtype, packed=1), _places(rng, "ids", ids_shape, 11)
+        out = tensor(rng, "out", (*ids_shape, 33), dtype, packed=0)
+        assert_same(chip, "embedding_kernel", [table, ids], [out], {"rows": 11, "width": 33, "checked": 0}, exact=True)
+    for _ in range(4):
+        shape = tuple(int(n) for n in rng.integers(1, 8, int(rng.integers(1, 5))))
+        dim = int(rng.integers(len(shape)))
+        count = int(rng.integers(1, 40))
+        x, places = tensor(rng, "x", shape, dtype, packed=0), _places(rng, "index", (count,), shape[dim])
+        out = tensor(rng, "out", (*shape[:dim], count, *shape[dim + 1 :]), dtype, packed=0)
+        assert_same(chip, "index_select_kernel", [x, places], [out], {"dim": dim}, exact=True)
+        picked = tuple(count if d == dim else int(rng.integers(1, n + 1)) for d, n in enumerate(shape))
+        places, out = _places(rng, "index", picked, shape[dim]), tensor(rng, "out", picked, dtype, packed=0)
+        assert_same(chip, "gather_kernel", [x, places], [out], {"dim": dim}, exact=True)
+
+
+@both_chips
+def test_advanced_indices_are_those_of_the_cpu(chip: str) -> None:
+    rng = generator("advanced", chip)
+    for _ in range(8):
+        shape = tuple(int(n) for n in rng.integers(1, 7, int(rng.integers(1, 5))))
+        first = int(rng.integers(len(shape)))
+        count = int(rng.integers(1, len(shape) - first + 1))
+        spread = tuple(int(n) for n in rng.integers(1, 9, int(rng.integers(0, 3))))
+        indices = [_places(rng, f"index{i}", spread, shape[first + i], -shape[first + i]) for i in range(count)]
+        x = tensor(rng, "x", shape, "float16", packed=0)
+        out = tensor(rng, "out", (*shape[:first], *spread, *shape[first + count :]), "float16", packed=0)
+        assert_same(chip, "index_kernel", [x, *indices], [out], {"first": first, "count": count}, exact=True)
+
+
+@both_chips
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_are_replaced_in_place_as_on_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("replaced", chip, dtype)
+    for shape, dim, count in (((2, 40, 9), 1, 3), ((50,), 0, 20), ((6, 4, 3, 5), 3, 1), ((300, 30), 0, 200)):
+        index = _places(rng, "index", (count,), shape[dim])
+        index.array[...] = rng.permutation(shape[dim])[:count]
+        rows = (*shape[:dim], count, *shape[dim + 1 :])
+        sources = [tensor(rng, name, rows, "float16", packed=0) for name in ("source0", "source1")]
+        outs = [tensor(rng, name, shape, dtype, packed=0) for name in ("out0", "out1")]
+        params = {"dim": dim, "checked": 0}
+        assert_same(chip, "index_copy_kernel", [index, sources[0]], outs[:1], params, exact=True)
+        assert_same(chip, "index_copy_pair_kernel", [index, *sources], outs, params, exact=True)
+
+
+@both_chips
+@pytest.mark.parametrize("wrong", [-1, 7, 2**31 - 1])
+def test_an_index_out_of_range_is_the_error_that_it_is_on_the_cpu(chip: str, wrong: int) -> None:
+    rng = generator("wrong", chip, wrong)
+    table, ids = tensor(rng, "table", (7, 3), "float16"), _places(rng, "ids", (90,), 7)
+    ids.array[17] = wrong
+    wide, rows = tensor(rng, "wide", (90, 3), "float16"), tensor(rng, "out", (90, 3), "float16")
+    picked, both = tensor(rng, "out", (90,), "float16"), tensor(rng, "index", (90, 3), "int32")
+    both.array[...] = ids.array[:, None]
+    calls: list[Any] = [
+        ("embedding_kernel", [table, ids], [rows], {"rows": 7, "width": 3, "checked": 0}),
+        ("index_select_kernel", [table, ids], [rows], {"dim": 0}),
+        ("gather_kernel", [table, both], [rows], {"dim": 0}),
+        ("index_copy_kernel", [ids, wide], [table], {"dim": 0, "checked": 0}),
+    ]
+    for call in calls:
+        with pytest.raises(IndexError, match=f"^index {wrong} is out of range for 7 rows$"):
+            run_on_cpu(*call)
+        with pytest.raises(IndexError, match=f"index {wrong} is out of range for 7 rows"):
+            run_on_chip(CHIPS[chip], *call)
+    ids.array[17] = -8 if wrong < 0 else wrong
+    third = _places(rng, "third", (90,), 3)
+    for advanced in (
+        ("index_kernel", [table, ids], [rows], {"first": 0, "count": 1}),
+        ("index_kernel", [table, ids, third], [picked], {"first": 0, "count": 2}),
+    ):
+        with pytest.raises(IndexError):
+            run_on_cpu(*advanced)  # type: ignore[arg-type]
+        with pytest.raises(IndexError):
+            run_on_chip(CHIPS[chip], *advanced)  # type: ignore[arg-type]
