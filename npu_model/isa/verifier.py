@@ -231,7 +231,7 @@ class _Verifier:
         self._fill(instruction.fill, target.dtype)
         index, limit = instruction.index, instruction.index_limit
         if index is None:
-            self.need(not instruction.scatters, "it scatters without an index")
+            self.need(not instruction.scatters and not limit, "it scatters or has a limit without an index")
             self._written(target, box)
             self._inside(source, box, counts)
             self._inside(target, box, counts)
@@ -384,7 +384,7 @@ def _exact_reach(tile: Tile, box: Sequence[Axis], counts: Sequence[int]) -> tupl
     extents = [axis.size * stride for axis, stride in zip(box, tile.strides, strict=True)]
     if math.prod(counts) > _ENUMERATED or max(map(abs, extents), default=0) > _MOST:
         return None
-    counters = np.indices(counts).reshape(len(counts), -1)
+    counters = np.indices(counts).reshape(len(counts), math.prod(counts))
 
     def values(affine: Affine) -> np.ndarray:
         steps = np.array([*affine.steps, *[0] * (len(counts) - len(affine.steps))], np.int64)
