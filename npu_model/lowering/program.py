@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from npu_compiler.constraint_checker import ADVICE
 from npu_compiler.errors import ConstraintError
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.elementwise import declaration
@@ -35,17 +36,29 @@ def chip_digest(chip: Chip) -> str:
     return hashlib.sha256(repr(chip).encode()).hexdigest()[:16]
 
 
-def lower_program(plan: ExecutionPlan, chip: Chip) -> TileProgram:
+def lower_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper | None = None) -> TileProgram:
     """The tile program of a plan whose memory has been planned.
 
+    Args:
+        mapper: Of the chip, which remembers the calls that it has mapped.
+
     Raises:
-        ConstraintError: the chip cannot run a call, or a call's smallest tiles do not fit its scratchpad.
+        ConstraintError: the chip cannot run some calls, or their smallest tiles do not fit its scratchpad; lists all.
     """
     places = dram_places(plan)
     linker = Linker(chip, places, 0)
-    mapper = Mapper(chip)
+    mapper = mapper or Mapper(chip)
+    refused: dict[str, str] = {}
+    violations = []
     for call in plan.calls:
-        linker.add(call, mapper)
+        try:
+            linker.add(call, mapper)
+        except CannotLower as error:
+            reason = f"kernel '{call.kernel}' cannot run on chip '{chip.name}': {error}"
+            refused.setdefault(call.node, reason)
+            violations.append(f"node '{call.node}': {reason}; {ADVICE}")
+    if refused:
+        raise ConstraintError(violations, refused)
     return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), (), tuple(linker.sections))
 
 
@@ -91,14 +104,9 @@ class Linker:
     _next: int = 0
 
     def add(self, call: KernelCall, mapper: Mapper) -> None:
-        """Append a call's section."""
+        """Append a call's section. Raises `CannotLower`."""
         room = self.chip.sram.size - self.resident
-        try:
-            choice = mapper.choice(call, self.places, room)
-        except CannotLower as error:
-            raise ConstraintError(
-                [f"kernel '{call.kernel}' at node '{call.node}' cannot run on chip '{self.chip.name}': {error}"]
-            ) from None
+        choice = mapper.choice(call, self.places, room)
         if self._next + choice.scratchpad > room:
             self._next = 0
         emitter = new_emitter(self.chip, self.places, (self.resident + self._next, room - self._next), self._raised)
