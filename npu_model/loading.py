@@ -8,6 +8,7 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
 from npu_model.isa.encoding import decode
 from npu_model.isa.instructions import TileProgram
+from npu_model.isa.verifier import verify
 from npu_model.lowering.program import buffers_of, chip_digest
 
 
@@ -16,7 +17,7 @@ def load_tiles(program: CompiledProgram | ExecutionPlan, chip: Chip) -> TileProg
 
     Raises:
         DeviceError: it was compiled for another chip, or for one whose numbers have changed.
-        ProgramFormatError: its tile program is malformed, or does not belong to its calls.
+        ProgramFormatError: its tile program is no correct one, or does not belong to its calls.
     """
     plan = program.plan if isinstance(program, CompiledProgram) else program
     tiles = decode(plan.machine_code)
@@ -29,6 +30,7 @@ def load_tiles(program: CompiledProgram | ExecutionPlan, chip: Chip) -> TileProg
         raise ProgramFormatError("the tile program's sections are not those of the program's kernel calls")
     if tiles.buffers != buffers_of(plan):
         raise ProgramFormatError("the tile program's buffers are not those of the program's kernel calls")
+    verify(tiles, chip)
     return tiles
 
 

@@ -2,6 +2,7 @@
 
 from npu_model.chip.description import (
     Chip,
+    Control,
     Dma,
     Dram,
     Energy,
@@ -19,6 +20,7 @@ from npu_model.chip.systolic import ArrayCycles, Dataflow, array_cycles
 __all__ = [
     "ArrayCycles",
     "Chip",
+    "Control",
     "Dataflow",
     "Dma",
     "Dram",

@@ -17,6 +17,12 @@ from npu_model.chip.systolic import Dataflow
 
 DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
 _MOST = 1e18  # no number of a chip is larger
+# The functions that a vector unit computes unless its chip says otherwise: C's math library, as far as activations,
+# norms and the arithmetic of element-wise ops call it, and the integer divisions of `program/elementwise.py`.
+VECTOR_FUNCTIONS = tuple(
+    "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf exp exp2 expm1 fabs floor floor_div floor_mod "
+    "fmod int_pow isinf isnan log log10 log1p log2 pow rint sin sinh sqrt tan tanh trunc trunc_div trunc_mod".split()
+)
 
 
 def _above(least: float = 0.0, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
@@ -66,10 +72,13 @@ class Vector:
     Attributes:
         lanes: Operations per cycle of a dtype whose rate is 1.
         rates: Dtype → operations of a lane per cycle; a multiply-accumulate is one operation.
+        functions: The functions that it computes, each in one operation. Default: those of C's math library, without
+            functions that take loops, such as `hurwitz_zeta` (`npu_compiler/program/functions.py`).
     """
 
     lanes: int = _from(1, 2**24)
     rates: Mapping[str, float] = _above(0, 4096)
+    functions: tuple[str, ...] = VECTOR_FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,17 @@ class Dma:
 
 
 @dataclass(frozen=True)
+class Control:
+    """What orders the engines.
+
+    Attributes:
+        tokens: Counters of each engine that others may wait for.
+    """
+
+    tokens: int = _from(1, 65536, default=64)
+
+
+@dataclass(frozen=True)
 class Launch:
     """What it costs to start a kernel call.
 
@@ -171,6 +191,7 @@ class Chip:
     dma: Dma
     matrix: Matrix | None = None
     output: Output | None = None
+    control: Control = Control()
     launch: Launch = Launch()
     energy: Energy = _NO_ENERGY
 
@@ -297,6 +318,8 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
         if not isinstance(value, str) or not value.strip():
             raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
         return value
+    if item.name == "functions":
+        return _functions(value, path, where)
     if typing.get_origin(kind) is Mapping:
         return _rates(item, value, path, where)
     return _number(kind is int, item, value, path, where)
@@ -309,6 +332,19 @@ def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> M
     if not table:
         raise InputError(f"{where}: '{path}' is empty; give a number for at least one of {', '.join(DTYPES)}")
     return {name: _number(False, item, x, f"{path}.{name}", where) for name, x in table.items()}
+
+
+def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:
+    from npu_compiler import ops  # fills the table of functions
+    from npu_compiler.program.functions import FUNCTIONS
+
+    assert ops
+    allowed = (*VECTOR_FUNCTIONS, *FUNCTIONS)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; write a list of names in quotes")
+    if unknown := sorted(set(value) - set(allowed)):
+        raise InputError(f"{where}: '{path}' has no function '{unknown[0]}'; there are {', '.join(allowed)}")
+    return tuple(value)
 
 
 def check_number(owner: Any, name: str, value: Any, where: str) -> Any:

@@ -79,6 +79,8 @@ def _reader(hint: Any) -> Reader:
         return _float
     if hint == isa.Value or hint == int | float:
         return lambda value, texts, depth: value if isinstance(value, float) else _integer(value, texts, depth)
+    if hint is bool:
+        return _flag
     if hint is str:
         return _text
     if isinstance(hint, type) and issubclass(hint, StrEnum):
@@ -109,11 +111,9 @@ def _record(kind: Any) -> Reader:
     def read(value: Any, texts: list[str], depth: int) -> Any:
         if not isinstance(value, list) or len(value) != len(names):
             raise ProgramFormatError(f"the tile program has something else in place of a {kind.__name__}")
-        read_fields = readers()
+        items = zip(names, readers(), value, strict=True)
         try:
-            return kind(
-                **{name: reader(item, texts, depth) for name, reader, item in zip(names, read_fields, value, strict=True)}
-            )
+            return kind(**{name: reader(item, texts, depth) for name, reader, item in items})
         except ValueError as error:
             raise ProgramFormatError(f"the tile program has a {kind.__name__} that cannot be: {error}") from error
 
@@ -134,6 +134,12 @@ def _node(value: Any, texts: list[str], depth: int) -> Any:
 def _integer(value: Any, texts: list[str], depth: int) -> int:
     if type(value) is not int or abs(value) > _MOST:
         raise ProgramFormatError(f"the tile program has {value!r:.40} in place of an integer")
+    return value
+
+
+def _flag(value: Any, texts: list[str], depth: int) -> bool:
+    if not isinstance(value, bool):
+        raise ProgramFormatError(f"the tile program has {value!r:.40} in place of a flag")
     return value
 
 

@@ -12,7 +12,7 @@ An instruction works on a box of elements: its `axes`. Each operand is a `Tile`,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -38,10 +38,15 @@ class Space(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """`base` + Σ `steps[d]` × the counter of the loop at depth `d`, the outermost first."""
+    """`base` + Σ `steps[d]` × the counter of the loop at depth `d`, the outermost first; no step of 0 comes last."""
 
     base: int = 0
     steps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.steps and not self.steps[-1]:
+            length = max((depth + 1 for depth, step in enumerate(self.steps) if step), default=0)
+            object.__setattr__(self, "steps", self.steps[:length])
 
     def at(self, counters: Sequence[int]) -> int:
         """The value in a round of the loops; counters of inner loops that do not matter may be absent."""
@@ -185,8 +190,9 @@ class Transfer(Instruction):
     Attributes:
         box: The axes, up to five.
         fill: What is written in place of elements that do not exist; without it, nothing is written there.
-        index: A tile of int32 along the first axis: element i of that axis is taken from, or goes to, the place
-            `index[i]` of the operand in DRAM instead of i. An index outside 0 … `index_limit` − 1 is an error.
+        index: A tile of int32: the element at (i, j, …) is taken from (index[i, j, …], j, …) of the source instead. An
+            index outside 0 … `index_limit` − 1 is an error.
+        scatters: The index chooses places of the target, not of the source.
     """
 
     box: tuple[Axis, ...]
@@ -195,6 +201,7 @@ class Transfer(Instruction):
     fill: float | int | None = None
     index: Tile | None = None
     index_limit: int = 0
+    scatters: bool = False
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -271,7 +278,8 @@ class Step:
     Attributes:
         op: The name of an element-wise op of the op table, or one of `npu_model.machine.arithmetic.OPERATIONS`.
         operands: Registers, by number, and constants.
-        attrs: The op's attributes, in the order of its declaration; for a reduction, the axes.
+        attrs: The op's attributes, in the order of its declaration; for a reduction, a running sum or a coordinate, the
+            axes.
     """
 
     op: str

@@ -10,7 +10,7 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.epilogues import dequantized_residual, finished, float_epilogue, integer_epilogue
-from npu_model.lowering.families import CannotLower, Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.families import CannotLower, Operands, Tiling, divisors, halvings, lowering, parts
 from npu_model.lowering.products import need_matrix
 from npu_model.lowering.vector_program import VectorProgram
 
@@ -80,12 +80,14 @@ def _on_lanes(window: _Window, rows: int, columns: int) -> Iterator[Tiling]:
 def _on_arrays(window: _Window, rows: int, columns: int, sums: int, chip: Chip) -> Iterator[Tiling]:
     assert chip.matrix is not None
     if window.groups > 1:
-        for groups in halvings(window.groups, 1)[:6]:
+        sizes = [(groups, window.outputs) for groups in halvings(window.groups, 1)[:6]]
+        sizes += [(1, outputs) for outputs in divisors(window.outputs)[1:5]]  # of one group at a time
+        for groups, outputs in sizes:
             for tp in halvings(rows, 1)[:6]:
                 for tq in halvings(columns, 4)[:3]:
-                    if groups * window.outputs * tp * tq <= sums:
+                    if groups * outputs * tp * tq <= sums:
                         yield {
-                            "groups": groups, "p": tp, "q": tq, "o": window.outputs, "c": window.channels,
+                            "groups": groups, "p": tp, "q": tq, "o": outputs, "c": window.channels,
                             "lanes": 0, "rows_outer": 0,
                         }  # fmt: skip
         return
@@ -187,7 +189,7 @@ def _weight(
     e: Emitter, o: Operands, window: _Window, group: Affine, j: Affine, part: Affine, tiling: Tiling
 ) -> Piece:
     if window.groups > 1:
-        outputs = (group * window.outputs, tiling["groups"] * window.outputs)
+        outputs = (group * window.outputs + j * tiling["o"], tiling["groups"] * tiling["o"])
     else:
         outputs = (j * tiling["o"], tiling["o"])
     channels = (part * tiling["c"], tiling["c"])

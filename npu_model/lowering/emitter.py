@@ -227,6 +227,11 @@ class Emitter:
         return len(self._path)
 
     @property
+    def rounds(self) -> list[int]:
+        """The counts of the loops that are open, the outermost first."""
+        return [loop.count for loop in self._path]
+
+    @property
     def _body(self) -> list[_Item | _LoopItem]:
         return self._path[-1].items if self._path else self._root.items
 
@@ -273,7 +278,9 @@ class Emitter:
         """
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
         source = self.whole(view, axes)
-        if source.space is Space.SCRATCHPAD and (fill is None or not self._leaves(axes)):
+        if fill is not None and not self._leaves(axes):
+            fill = None
+        if source.space is Space.SCRATCHPAD and fill is None:
             return source
         target = self.room(axes, view.dtype)
         self._move(source, target, axes, fill, queue)
@@ -329,18 +336,25 @@ class Emitter:
         queue: int = 0,
         index: Piece | None = None,
         index_limit: int = 0,
+        scatters: bool = False,
     ) -> None:
-        """Move a box between two pieces of these axes; `index` as in `Transfer`, along the first axis."""
-        dims = range(len(axes))
+        """Move a box between two pieces of these axes; `index`, of the first of these axes or all, as in `Transfer`.
+
+        Axes of one element that always exists are left out.
+        """
+        dims = [
+            d for d, axis in enumerate(axes) if axis.size > 1 or self._leaves([axis]) or (d == 0 and index is not None)
+        ]
         self._add(
             Transfer(
                 engine=f"{Engine.DMA}{queue % self._queues}",
-                box=axes,
+                box=tuple(axes[d] for d in dims),
                 source=self._located(source, source.tile(*dims)),
                 target=self._located(target, target.tile(*dims)),
                 fill=fill,
-                index=None if index is None else index.tile(0, *[None] * (len(axes) - 1)),
+                index=None if index is None else index.tile(*(d if d < len(index.axes) else None for d in dims)),
                 index_limit=index_limit,
+                scatters=scatters,
             ),
             reads=[source] if index is None else [source, index],
             writes=[target],
@@ -422,6 +436,32 @@ class Emitter:
         item = _Item(instruction, tuple(self._path), len(self._items), touches, outside)
         self._items.append(item)
         self._body.append(item)
+
+    # What was emitted
+
+    @property
+    def used(self) -> int:
+        """Bytes of the scratchpad for pieces."""
+        return self._used[Space.SCRATCHPAD]
+
+    def executions(self) -> Iterator[tuple[Instruction, int, str]]:
+        """Each instruction, how often it is executed, and the buffer in DRAM that it moves from or to."""
+        for item in self._items:
+            names = [place.name for place, *_ in item.outside if place.space is Space.DRAM]
+            yield item.instruction, item.executions(), names[0] if names else ""
+
+    def rooms(self) -> dict[str, int]:
+        """Buffer in DRAM → bytes of the scratchpad for pieces of it, which need none where it lies in the scratchpad.
+
+        A piece with filled surroundings is not among them: it is a copy in any case.
+        """
+        sizes: dict[str, dict[Memory, int]] = {}
+        for item in self._items:
+            for place, *_ in item.outside:
+                moves = isinstance(item.instruction, Transfer) and item.instruction.fill is None
+                for memory in item.touches if moves else ():
+                    sizes.setdefault(place.name, {})[memory] = memory.size * memory.slots
+        return {name: sum(memories.values()) for name, memories in sizes.items() if name}
 
     # Tokens
 

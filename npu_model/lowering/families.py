@@ -88,4 +88,9 @@ def halvings(size: int, least: int, multiple: int = 1) -> list[int]:
     return sizes
 
 
-__all__ = ["LOWERINGS", "CannotLower", "Lowering", "Operands", "Sequence", "Tiling", "halvings", "lowering", "operands_of", "parts"]
+def divisors(size: int) -> list[int]:
+    """The numbers that divide a size evenly, the largest first."""
+    return [part for part in range(size, 0, -1) if size % part == 0]
+
+
+__all__ = ["LOWERINGS", "CannotLower", "Lowering", "Operands", "Sequence", "Tiling", "divisors", "halvings", "lowering", "operands_of", "parts"]

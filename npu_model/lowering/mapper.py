@@ -1,118 +1,180 @@
-"""`Mapper`: the tiling of a call, by a bounded search over its lowering.
+"""`Mapper`: the tilings of calls, by a bounded search over their lowering.
 
-A candidate is emitted and its instructions are added up. The estimate is the time of an engine, or of DRAM, and what the
-others do once, before and behind, which nothing hides; the largest of these counts. Equal calls are mapped once.
+A candidate is emitted and its instructions are added up: cycles of each engine, and of DRAM by operand. The estimate of a
+call is the time of its busiest engine, or of DRAM, and what comes before and behind: the first loads and the last
+stores. An operand that stays in the scratchpad takes no DRAM and no room for its pieces, so that one search tells the
+estimates for any choice of such operands. Equal calls are searched once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from npu_compiler.program.kernels import KernelCall
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Engine, Node, instructions
-from npu_model.lowering.emitter import DoesNotFit, Draft, Emitter, Place
-from npu_model.lowering.families import LOWERINGS, CannotLower, Operands, Tiling, operands_of
+from npu_model.isa.instructions import Engine, Space
+from npu_model.lowering.emitter import DoesNotFit, Emitter, Place
+from npu_model.lowering.families import LOWERINGS, CannotLower, Lowering, Operands, Tiling, operands_of
 from npu_model.machine.costs import Costs
 
-MOST_CANDIDATES = 48
+MOST_CANDIDATES = 40
+MOST_TRIED = 400  # tilings that are looked at for one call, those that do not fit included
+_HIDDEN = 0.5  # part of the first loads and last stores that the calls around hide, where there is room for both
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A tiling, what it is estimated to take, in cycles, and the bytes of the scratchpad that it uses."""
+class Candidate:
+    """A tiling of a call, as it was emitted.
+
+    Attributes:
+        busy: Cycles of the engines that compute: of the slowest, what the others do once before and behind included.
+        dram: Cycles of DRAM, by position of the operand among the call's views.
+        room: Bytes of the scratchpad for pieces, by position of the operand that they are moved from or to.
+        scratchpad: Bytes of the scratchpad in all.
+        fill: Cycles of the first transfers and the last ones, latencies included.
+        once: Cycles of one round of the engines that compute.
+    """
 
     tiling: Tiling
-    estimate: float
+    busy: float
+    dram: Mapping[int, float]
+    room: Mapping[int, int]
     scratchpad: int
-    emit: Callable[[Emitter], None]
+    fill: float
+    once: float
+
+    def needs(self, resident: Collection[int]) -> int:
+        """Bytes of the scratchpad, with these operands in it already."""
+        return self.scratchpad - sum(self.room.get(position, 0) for position in resident)
+
+    def estimate(self, resident: Collection[int], room: int) -> float:
+        """Cycles, with these operands in the scratchpad and `room` bytes of it for pieces."""
+        moved = sum(cycles for position, cycles in self.dram.items() if position not in resident)
+        fits_twice = 2 * self.needs(resident) <= room
+        hidden = _HIDDEN if fits_twice else 1.0
+        return max(self.busy + self.fill * hidden, moved + self.once * hidden)
 
 
 class Mapper:
-    """Chooses tilings for the calls of programs on one chip."""
+    """Searches tilings for the calls of programs on one chip."""
 
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
         self._costs = Costs(chip)
-        self._chosen: dict[object, Choice | CannotLower] = {}
+        self._searched: dict[object, list[Candidate] | CannotLower] = {}
 
-    def choice(self, call: KernelCall, places: Mapping[str, Place], room: int) -> Choice:
-        """The best tiling of those tried, for operands in these places and `room` bytes of the scratchpad.
+    def candidates(self, call: KernelCall) -> list[Candidate]:
+        """Tilings of a call, with all operands in DRAM.
 
         Raises:
-            CannotLower: the chip cannot run the call, or none of the tilings fits.
+            CannotLower: the chip cannot run the call, or no tiling fits.
         """
-        operands = operands_of(call)
-        key = _signature(call, places, room)
-        if key not in self._chosen:
+        key = _signature(call)
+        if key not in self._searched:
             try:
-                self._chosen[key] = self._search(operands, places, room)
+                self._searched[key] = self._search(operands_of(call))
             except CannotLower as error:
-                self._chosen[key] = error
-        chosen = self._chosen[key]
-        if isinstance(chosen, CannotLower):
-            raise chosen
-        lowering = LOWERINGS[call.kernel]
-        return Choice(
-            chosen.tiling, chosen.estimate, chosen.scratchpad, lambda e: lowering.emit(e, operands, chosen.tiling)
+                self._searched[key] = error
+        found = self._searched[key]
+        if isinstance(found, CannotLower):
+            raise found
+        return found
+
+    def ranked(self, call: KernelCall, resident: Collection[int], room: int) -> list[Candidate]:
+        """The candidates that fit into `room` bytes with these operands in the scratchpad, the best first."""
+        fitting = [each for each in self.candidates(call) if each.needs(resident) <= room]
+        return sorted(fitting, key=lambda each: each.estimate(resident, room))
+
+    def estimate(self, call: KernelCall, resident: Collection[int], room: int) -> float:
+        """Cycles of the best candidate that fits; infinite where none does."""
+        return min(
+            (each.estimate(resident, room) for each in self.candidates(call) if each.needs(resident) <= room),
+            default=math.inf,
         )
 
-    def _search(self, operands: Operands, places: Mapping[str, Place], room: int) -> Choice:
-        from npu_model.lowering.program import new_emitter
-
-        kernel = operands.call.kernel
-        if kernel not in LOWERINGS:
-            raise CannotLower(f"the NPU has no lowering for '{kernel}'")
-        lowering = LOWERINGS[kernel]
-        best: Choice | None = None
-        tried = 0
-        for tiling in islice(lowering.tilings(operands, self.chip), 4096):
-            emitter = new_emitter(self.chip, places, (0, room))
-            try:
-                lowering.emit(emitter, operands, tiling)
-            except DoesNotFit:
-                continue
-            draft = emitter.finish()
-            estimate = self._estimate(draft)
-            tried += 1
-            if best is None or estimate < best.estimate:
-                best = Choice(tiling, estimate, draft.scratchpad, lambda e: None)
-            if tried >= MOST_CANDIDATES:
+    def _search(self, operands: Operands) -> list[Candidate]:
+        call = operands.call
+        if call.kernel not in LOWERINGS:
+            raise CannotLower(f"the NPU has no lowering for '{call.kernel}'")
+        lowering = LOWERINGS[call.kernel]
+        views = (*call.inputs, *call.outputs)
+        places = {view.buffer: Place(Space.DRAM, view.buffer, 0, 2**62) for view in views}
+        positions: dict[str, list[int]] = {}
+        for position, view in enumerate(views):
+            positions.setdefault(view.buffer, []).append(position)
+        found: list[Candidate] = []
+        for tried, tiling in enumerate(lowering.tilings(operands, self.chip)):
+            candidate = self._candidate(lowering, operands, tiling, places, positions)
+            if candidate is not None:
+                found.append(candidate)
+            if len(found) >= MOST_CANDIDATES or tried >= MOST_TRIED:
                 break
-        if best is None:
+        if not found:
             raise CannotLower(
-                f"its smallest tiles do not fit {room} bytes of the scratchpad, or the accumulators; give the chip more"
+                f"its smallest tiles do not fit {self.chip.sram.size} bytes of scratchpad, or the accumulators; "
+                "give the chip more"
             )
-        return best
+        return found
 
-    def _estimate(self, draft: Draft) -> float:
+    def _candidate(
+        self,
+        lowering: Lowering,
+        operands: Operands,
+        tiling: Tiling,
+        places: Mapping[str, Place],
+        positions: Mapping[str, list[int]],
+    ) -> Candidate | None:
+        emitter = new_emitter(self.chip, places, (0, self.chip.sram.size))
+        try:
+            lowering.emit(emitter, operands, tiling)
+        except DoesNotFit:
+            return None
         busy: dict[str, float] = {}
         once: dict[str, float] = {}
-        dram = 0.0
+        dram: dict[int, float] = {}
+        fill = 0.0
         latency = self.chip.dram_latency_cycles
-        for instruction, counts in instructions(draft.body):
+        for instruction, times, name in emitter.executions():
             cost = self._costs.cost(instruction, [axis.size for axis in instruction.axes])
-            times, engine = math.prod(counts), instruction.engine
-            busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
-            if cost.dram_read or cost.dram_written:
-                dram += times * cost.cycles
-            once[engine] = once.get(engine, 0.0) + cost.cycles + (latency if engine.startswith(Engine.DMA) else 0)
-        fill = sum(once.values())
-        moving = sum(cycles for engine, cycles in once.items() if engine.startswith(Engine.DMA))
-        return max(dram + fill - moving, *(cycles + fill - once[engine] for engine, cycles in busy.items()))
+            engine = instruction.engine
+            if engine.startswith(Engine.DMA):
+                fill += cost.cycles + latency
+                position = positions[name][0] if name else -1
+                dram[position] = dram.get(position, 0.0) + times * cost.cycles
+            else:
+                busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
+                once[engine] = once.get(engine, 0.0) + cost.cycles
+        around = sum(once.values())
+        slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
+        room = {positions[name][0]: size for name, size in emitter.rooms().items()}
+        return Candidate(tiling, slowest, dram, room, emitter.used, fill, around)
 
 
-def _signature(call: KernelCall, places: Mapping[str, Place], room: int) -> object:
+def new_emitter(
+    chip: Chip, places: Mapping[str, Place], room: tuple[int, int], raised: Mapping[object, int] | None = None
+) -> Emitter:
+    """An emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad."""
+    sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
+    return Emitter(
+        places, chip.dma.channels, room, (0, sums), chip.sram.alignment, chip.output is not None, raised  # type: ignore[arg-type]
+    )
+
+
+def emit_call(call: KernelCall, tiling: Tiling, emitter: Emitter) -> None:
+    """Write a call's section in a tiling. Raises `DoesNotFit` where the emitter has less room than it needs."""
+    LOWERINGS[call.kernel].emit(emitter, operands_of(call), tiling)
+
+
+def _signature(call: KernelCall) -> object:
     """What calls have in common that are mapped alike."""
+    names: dict[str, int] = {}
     views = tuple(
-        (view.shape, view.strides, view.dtype, places[view.buffer].space, view.buffer in seen)
-        for seen in [set[str]()]
+        (view.shape, view.strides, view.dtype, names.setdefault(view.buffer, len(names)))
         for view in (*call.inputs, *call.outputs)
     )
-    return call.kernel, views, len(call.inputs), repr(sorted(call.params.items())), room
+    return call.kernel, views, len(call.inputs), repr(sorted(call.params.items()))
 
 
-__all__ = ["Choice", "Mapper", "Node"]
+__all__ = ["Candidate", "Mapper", "emit_call", "new_emitter"]

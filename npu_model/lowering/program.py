@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from npu_compiler.constraint_checker import ADVICE
 from npu_compiler.errors import ConstraintError
-from npu_compiler.graph.dtypes import itemsize
-from npu_compiler.program.elementwise import declaration
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
 from npu_model.isa.instructions import (
     Affine,
+    Axis,
     Buffer,
+    Engine,
     Fence,
     Section,
     Space,
+    Tile,
     TileProgram,
     Token,
+    Transfer,
     Wait,
 )
-from npu_model.lowering.emitter import Draft, Emitter, Place, Touch
+from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
 from npu_model.lowering.families import CannotLower
-from npu_model.lowering.mapper import Mapper
-from npu_model.machine.machine import engines_of
+from npu_model.lowering.mapper import Mapper, emit_call, new_emitter
+from npu_model.lowering.residency import Residency, choose_residency, positions
+from npu_model.machine.machine import engines_of, token_totals
 
 ARENA = "arena"  # the buffer in DRAM that holds intermediate values
 
@@ -43,23 +46,57 @@ def lower_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper | None = None)
         mapper: Of the chip, which remembers the calls that it has mapped.
 
     Raises:
-        ConstraintError: the chip cannot run some calls, or their smallest tiles do not fit its scratchpad; lists all.
+        ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
-    places = dram_places(plan)
-    linker = Linker(chip, places, 0)
     mapper = mapper or Mapper(chip)
+    check_calls(plan.calls, chip, mapper)
+    try:
+        return _lowered(plan, chip, mapper, choose_residency(plan, chip, mapper))
+    except ConstraintError:  # values that stay leave too little room for some call
+        return _lowered(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
+
+
+def _lowered(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
+    places = dram_places(plan)
+    preload = [
+        _preloaded(name, places[name], address, chip)
+        for name in residency.weights
+        for address in [residency.addresses[name]]
+    ]
+    for name, address in residency.addresses.items():
+        places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
+    linker = Linker(chip, places, token_totals(preload))
+    for call, room in zip(plan.calls, residency.rooms, strict=True):
+        linker.add(call, mapper, room, frozenset(residency.addresses))
+    return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), tuple(linker.sections))
+
+
+def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:
+    """Raise a `ConstraintError` that names all calls which a chip cannot run, if there are any."""
     refused: dict[str, str] = {}
-    violations = []
-    for call in plan.calls:
+    problems = []
+    for call in calls:
         try:
-            linker.add(call, mapper)
+            mapper.candidates(call)
         except CannotLower as error:
             reason = f"kernel '{call.kernel}' cannot run on chip '{chip.name}': {error}"
             refused.setdefault(call.node, reason)
-            violations.append(f"node '{call.node}': {reason}; {ADVICE}")
-    if refused:
-        raise ConstraintError(violations, refused)
-    return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), (), tuple(linker.sections))
+            problems.append(f"node '{call.node}': {reason}; {ADVICE}")
+    if problems:
+        raise ConstraintError(list(dict.fromkeys(problems)), refused)
+
+
+def _preloaded(name: str, place: Place, address: int, chip: Chip) -> Section:
+    """The section that brings a weight into the scratchpad, where it stays."""
+    axes = (Axis(place.size),)
+    engine = f"{Engine.DMA}{1 % chip.dma.channels}"
+    move = Transfer(
+        engine=engine,
+        box=axes,
+        source=Tile(Space.DRAM, "uint8", Affine(place.offset), (1,), place.name),
+        target=Tile(Space.SCRATCHPAD, "uint8", Affine(address), (1,)),
+    )
+    return Section(name, "preload", f"{place.size} bytes", (move,))
 
 
 def dram_places(plan: ExecutionPlan) -> dict[str, Place]:
@@ -96,24 +133,30 @@ class Linker:
 
     chip: Chip
     places: Mapping[str, Place]
-    resident: int
+    raised: dict[Token, int]
     sections: list[Section] = field(default_factory=list)
-    _raised: dict[Token, int] = field(default_factory=dict)
     _accesses: dict[tuple[Space, str], list[_Access]] = field(default_factory=dict)
     _waited: dict[str, dict[str, int]] = field(default_factory=dict)
     _next: int = 0
 
-    def add(self, call: KernelCall, mapper: Mapper) -> None:
-        """Append a call's section. Raises `CannotLower`."""
-        room = self.chip.sram.size - self.resident
-        choice = mapper.choice(call, self.places, room)
-        if self._next + choice.scratchpad > room:
-            self._next = 0
-        emitter = new_emitter(self.chip, self.places, (self.resident + self._next, room - self._next), self._raised)
-        choice.emit(emitter)
-        draft = emitter.finish()
-        self._next += draft.scratchpad
-        self._append(call, draft)
+    def add(self, call: KernelCall, mapper: Mapper, room: int, resident: frozenset[str]) -> None:
+        """Append a call's section, whose pieces lie in the first `room` bytes of the scratchpad.
+
+        Pieces begin behind those of the section before, so that loads of one may go on while the other computes.
+        """
+        own = positions(call, resident)
+        for candidate in mapper.ranked(call, own, room):
+            for first in (self._next, 0):
+                emitter = new_emitter(self.chip, self.places, (first, room - first), self.raised)
+                try:
+                    emit_call(call, candidate.tiling, emitter)
+                except DoesNotFit:
+                    continue
+                self._next = first + emitter.used
+                self._append(call, emitter.finish())
+                return
+        reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.chip.name}'"
+        raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
 
     def _append(self, call: KernelCall, draft: Draft) -> None:
         fences: dict[str, dict[str, int]] = {}
@@ -135,23 +178,17 @@ class Linker:
                 before.append(Fence(engine=engine, waits=waits))
         marks = [Fence(engine=engine, signals=(Token(engine, 0),)) for engine in engines]
         for token, count in draft.raised.items():
-            self._raised[token] = self._raised.get(token, 0) + count
+            self.raised[token] = self.raised.get(token, 0) + count
         for engine in engines:
-            self._raised[Token(engine, 0)] = self._raised.get(Token(engine, 0), 0) + 1
+            self.raised[Token(engine, 0)] = self.raised.get(Token(engine, 0), 0) + 1
         for touch in draft.touches:
-            known = self._accesses.setdefault((touch.space, touch.name), [])
-            if touch.writes:
+            if touch.writes:  # whoever waits for this one waits for those before it
+                known = self._accesses.get((touch.space, touch.name), [])
                 known[:] = [a for a in known if not (touch.first <= a.touch.first and a.touch.end <= touch.end)]
-            known.append(_Access(touch, self._raised[Token(touch.engine, 0)]))
+        for touch in draft.touches:
+            mark = self.raised[Token(touch.engine, 0)]
+            self._accesses.setdefault((touch.space, touch.name), []).append(_Access(touch, mark))
         self.sections.append(Section(call.node, call.kernel, shapes(call), (*before, *draft.body, *marks)))
-
-
-def new_emitter(
-    chip: Chip, places: Mapping[str, Place], room: tuple[int, int], raised: Mapping[Token, int] | None = None
-) -> Emitter:
-    """An emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad."""
-    sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
-    return Emitter(places, chip.dma.channels, room, (0, sums), chip.sram.alignment, chip.output is not None, raised)
 
 
 def shapes(call: KernelCall) -> str:
@@ -163,4 +200,4 @@ def shapes(call: KernelCall) -> str:
     return f"{' * '.join(map(text, call.inputs))} -> {', '.join(map(text, call.outputs))}"
 
 
-__all__ = ["ARENA", "Linker", "chip_digest", "declaration", "itemsize", "lower_program", "new_emitter", "replace"]
+__all__ = ["ARENA", "Linker", "chip_digest", "lower_program"]

@@ -21,6 +21,7 @@ class VectorProgram:
         self.axes = tuple(axes)
         self._inputs: list[tuple[Piece, Tile]] = []
         self._steps: list[tuple[str, tuple[Value, ...], tuple[Value, ...]]] = []
+        self._registers: dict[str, int] = {}
         self._carried: list[tuple[int, float]] = []
         self._begins: tuple[int, ...] = ()
 
@@ -42,12 +43,15 @@ class VectorProgram:
         return register
 
     def op(self, name: str, *operands: Value, attrs: Sequence[Value] = ()) -> int:
-        """The register of an operation's result; attributes that are not given have their defaults."""
+        """The register of an operation's result, which is computed once; attributes not given have their defaults."""
         op = ELEMENTWISE.get(name)
         if op is not None and not attrs:
             attrs = tuple(float(value) for value in op.attrs.values())
-        self._steps.append((name, operands, tuple(attrs)))
-        return len(self._inputs) + len(self._steps) - 1
+        step = (name, operands, tuple(attrs))
+        if repr(step) not in self._registers:
+            self._steps.append(step)
+            self._registers[repr(step)] = len(self._inputs) + len(self._steps) - 1
+        return self._registers[repr(step)]
 
     def activation(self, register: int, name: str) -> int:
         """The register of a value under one of the activations that products apply."""

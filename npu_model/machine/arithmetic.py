@@ -14,7 +14,7 @@ from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 from npu_compiler.program.elementwise import ELEMENTWISE, Elementwise, as_float32
 from npu_compiler.program.expression import parse
 from npu_compiler.program.numpy_functions import FLOAT_FUNCTIONS, INTEGER_FUNCTIONS
-from npu_model.isa.instructions import Compute, Instruction, Multiply, Role, Step, Tile, Transfer
+from npu_model.isa.instructions import Axis, Compute, Instruction, Multiply, Role, Step, Tile, Transfer
 from npu_model.machine.memory import MachineError, Memory
 
 Memories = Callable[[Tile], Memory]
@@ -69,25 +69,41 @@ def _transfer(instruction: Transfer, counters: Sequence[int], memories: Memories
         target = _box(instruction.target, ranges, counters, memories, False)
         target[...] = _box(instruction.source, ranges, counters, memories, True)
         return
-    places = _box(instruction.index, ranges, counters, memories, True).reshape(-1).astype(np.int64)
+    places = _box(instruction.index, ranges, counters, memories, True).astype(np.int64)
     if places.min() < 0 or places.max() >= instruction.index_limit:
         wrong = places.min() if places.min() < 0 else places.max()
         raise IndexError(f"index {wrong} is out of range for {instruction.index_limit} rows")
-    outside, is_load = (instruction.source, True) if instruction.source.buffer else (instruction.target, False)
-    inside = instruction.target if is_load else instruction.source
-    rows = _box(inside, ranges, counters, memories, not is_load)
     reach = [(0, instruction.index_limit), *ranges[1:]]
-    whole = _indexed(outside, reach, counters, memories)
-    if is_load:
-        rows[...] = whole[places]
+    if instruction.scatters:
+        whole = _indexed(instruction.target, reach, counters, memories, np.unique(places))
+        rows = _box(instruction.source, ranges, counters, memories, True)
+        rows_of = np.broadcast_to(places, [end - first for first, end in ranges])
+        np.put_along_axis(whole, rows_of, np.broadcast_to(rows, rows_of.shape), 0)
     else:
-        whole[places] = rows
+        whole = _indexed(instruction.source, reach, counters, memories)
+        target = _box(instruction.target, ranges, counters, memories, False)
+        target[...] = np.take_along_axis(whole, np.broadcast_to(places, [places.shape[0], *whole.shape[1:]]), 0)
 
 
-def _indexed(tile: Tile, ranges: Sequence[tuple[int, int]], counters: Sequence[int], memories: Memories) -> np.ndarray:
-    """The whole operand that an index chooses from. It lies in a buffer, all of which has been written."""
+def _indexed(
+    tile: Tile,
+    ranges: Sequence[tuple[int, int]],
+    counters: Sequence[int],
+    memories: Memories,
+    written: np.ndarray | None = None,
+) -> np.ndarray:
+    """The whole operand that an index chooses from, which is read, or the rows `written` of which are written."""
     address = tile.place(counters) + sum(first * s for (first, _), s in zip(ranges, tile.strides, strict=True))
-    return memories(tile).view(address, [end - first for first, end in ranges], tile.strides, tile.dtype)
+    memory = memories(tile)
+    shape = [end - first for first, end in ranges]
+    whole = memory.view(address, shape, tile.strides, tile.dtype)
+    if written is None:
+        memory.check_written(address, shape, tile.strides, tile.dtype)
+    else:
+        for row in written:
+            place = address + int(row) * tile.strides[0]
+            memory.mark_written(place, [1, *shape[1:]], tile.strides, tile.dtype)
+    return whole
 
 
 def _multiply(instruction: Multiply, counters: Sequence[int], memories: Memories) -> None:
@@ -165,14 +181,27 @@ def _bits(x: Any, shift: float, mask: float) -> Any:
     return (np.asarray(x).astype(np.int32) >> int(shift)) & int(mask)
 
 
-COORDINATE = "coordinate"  # the coordinate of an element along an axis
+def _running_sum(x: Any, axis: int) -> Any:
+    return np.cumsum(x, axis, dtype=np.float32 if x.dtype.kind == "f" else np.int32)
 
-# Operations besides the element-wise ops: name → function of operands and attributes.
-OPERATIONS: Mapping[str, Callable[..., Any]] = {
+
+# Reductions along axes: name → function of an operand and the axes.
+REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "sum": _reduced(np.sum),
     "max": _reduced(np.max),
     "min": _reduced(np.min),
     "product": _reduced(np.prod),
+}
+
+COORDINATE = "coordinate"  # the operation that gives the coordinates of the box's elements along an axis, as int32
+
+RUNNING_SUM = "running_sum"
+ALONG_AXES = frozenset({*REDUCTIONS, RUNNING_SUM})  # the operations whose attributes are axes of their operand
+
+# Operations besides the element-wise ops and `COORDINATE`: name → function of operands and attributes.
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    **REDUCTIONS,
+    RUNNING_SUM: _running_sum,
     "to_float16": _to_dtype("float16"),
     "to_bfloat16": _to_dtype("bfloat16"),
     "to_float": lambda x: np.asarray(x).astype(np.float32),
@@ -192,29 +221,22 @@ def _compute(instruction: Compute, counters: Sequence[int], memories: Memories) 
     registers: list[Any] = []
     for number, tile in enumerate(instruction.inputs):
         if number in first:
-            registers.append(np.float32(first[number]))
+            is_integer = numpy_dtype(tile.dtype).kind in "iub"
+            kind = np.int32 if is_integer else np.float32
+            registers.append(np.full([1] * len(ranges), first[number], kind))
             continue
         registers.append(_register(_box(tile, ranges, counters, memories, True)))
     with np.errstate(all="ignore"):
         for step in instruction.steps:
             operands = [registers[x] if isinstance(x, int) else _Constant(x) for x in step.operands]
-            if step.op == COORDINATE:
-                registers.append(_coordinate(instruction, int(step.attrs[0]), ranges, counters))
-            else:
-                registers.append(_result(step, operands))
+            registers.append(
+                _coordinates(instruction.box, int(step.attrs[0]), counters)
+                if step.op == COORDINATE
+                else _result(step, operands, ranges)
+            )
         for register, tile in instruction.stores:
             target = _box(tile, ranges, counters, memories, False)
             _stored(registers[register], target)
-
-
-def _coordinate(
-    instruction: Compute, axis: int, ranges: Sequence[tuple[int, int]], counters: Sequence[int]
-) -> np.ndarray:
-    """The coordinates of the elements along an axis, in the tensor that is tiled."""
-    first, end = ranges[axis]
-    start = instruction.box[axis].start.at(counters)
-    shape = [-1 if other == axis else 1 for other in range(len(ranges))]
-    return np.arange(start + first, start + end, dtype=np.int32).reshape(shape)
 
 
 class _Constant(float):
@@ -231,10 +253,21 @@ def _register(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def _result(step: Step, operands: Sequence[Any]) -> Any:
+def _coordinates(box: Sequence[Axis], axis: int, counters: Sequence[int]) -> np.ndarray:
+    start = box[axis].start.at(counters)
+    first, end = box[axis].inside(counters)
+    shape = [end - first if position == axis else 1 for position in range(len(box))]
+    return np.arange(start + first, start + end, dtype=np.int32).reshape(shape)
+
+
+def _result(step: Step, operands: Sequence[Any], ranges: Sequence[tuple[int, int]]) -> Any:
     function = OPERATIONS.get(step.op)
     if function is not None:
         values = [np.float32(x) if isinstance(x, _Constant) else x for x in operands]
+        if step.op in ALONG_AXES:
+            axes = set(map(int, step.attrs))
+            shape = [end - first if axis in axes else 1 for axis, (first, end) in enumerate(ranges)]
+            values[0] = np.broadcast_to(values[0], np.broadcast_shapes(np.shape(values[0]), shape))
         return function(*values, *step.attrs)
     op = ELEMENTWISE[step.op]
     is_float = any(not isinstance(x, _Constant) and np.asarray(x).dtype.kind == "f" for x in operands)
@@ -264,4 +297,4 @@ def _stored(value: Any, target: np.ndarray) -> None:
     target[...] = np.asarray(value).reshape(np.asarray(value).shape).astype(target.dtype, copy=False)
 
 
-__all__ = ["COORDINATE", "OPERATIONS", "execute", "itemsize"]
+__all__ = ["ALONG_AXES", "COORDINATE", "OPERATIONS", "REDUCTIONS", "RUNNING_SUM", "execute", "itemsize"]

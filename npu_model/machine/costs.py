@@ -14,6 +14,7 @@ from npu_compiler.program.products import Product
 from npu_model.chip import Chip, Dataflow
 from npu_model.chip.systolic import mapping, sram_accesses
 from npu_model.isa.instructions import Compute, Engine, Fence, Instruction, Multiply, Role, Space, Tile, Transfer
+from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, REDUCTIONS, RUNNING_SUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +75,33 @@ class Costs:
         moved = size * math.prod(extents)
         filled = size * math.prod(axis.size for axis in instruction.box) if instruction.fill is not None else moved
         read, written = (moved if tile.space is Space.DRAM else 0 for tile in (source, target))
+        index = instruction.index
         inside = (moved if source.space is Space.SCRATCHPAD else 0) + (
             filled if target.space is Space.SCRATCHPAD else 0
         )
+        if index is not None:
+            inside += _distinct(index, extents) * itemsize(index.dtype)
         cycles = filled / self.chip.sram.bandwidth
         if read or written:
             outside = source if source.space is Space.DRAM else target
-            cycles = max(cycles, self._bursts(outside, extents, size) / self.bytes_per_cycle)
+            is_chosen = outside is (target if instruction.scatters else source)
+            bursts = self._bursts(outside, extents, size, index if is_chosen else None)
+            cycles = max(cycles, bursts / self.bytes_per_cycle)
         return Cost(math.ceil(cycles), read, written, inside)
 
-    def _bursts(self, tile: Tile, extents: Sequence[int], size: int) -> int:
-        """Bytes that DRAM is busy with: each run of consecutive bytes rounded up to whole bursts."""
+    def _bursts(self, tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> int:
+        """Bytes that DRAM is busy with: each run of consecutive bytes rounded up to whole bursts.
+
+        An index chooses each run by itself.
+        """
         run = size
         runs = 1
         is_run = True
-        for extent, stride in zip(reversed(extents), reversed(tile.strides), strict=True):
+        chosen = (0,) * len(extents) if index is None else index.strides
+        for extent, stride, choice in zip(reversed(extents), reversed(tile.strides), reversed(chosen), strict=True):
             if extent == 1:
                 continue
-            if is_run and stride == run:
+            if is_run and stride == run and not choice:
                 run *= extent
             else:
                 is_run = False
@@ -126,8 +136,7 @@ class Costs:
 
     def _compute(self, instruction: Compute, extents: Sequence[int]) -> Cost:
         elements = math.prod(extents)
-        each = sum(step_operations(step.op) for step in instruction.steps)
-        operations = elements * max(1, each)
+        operations = max(elements, _lane_operations(instruction, extents))
         moved = sum(
             _distinct(tile, extents) * itemsize(tile.dtype)
             for tile in (*instruction.inputs, *instruction.writes)
@@ -154,6 +163,24 @@ def step_operations(op: str) -> int:
     """Operations of a vector lane for one element of a step: the operators and calls of the op's expression."""
     known = ELEMENTWISE.get(op)
     return 1 if known is None else known.operations
+
+
+def _lane_operations(instruction: Compute, extents: Sequence[int]) -> int:
+    """Operations of lanes for all steps: each works on the elements that its operands have, not on their repetitions.
+
+    A running sum takes as many rounds of additions as the axis has binary digits.
+    """
+    axes = [frozenset(axis for axis, stride in enumerate(tile.strides) if stride) for tile in instruction.inputs]
+    total = 0
+    for step in instruction.steps:
+        own = frozenset({int(step.attrs[0])}) if step.op == COORDINATE else frozenset[int]()
+        own = own.union(*(axes[operand] for operand in step.operands if isinstance(operand, int)))
+        own |= frozenset(map(int, step.attrs)) if step.op in ALONG_AXES else frozenset()
+        elements = math.prod(extents[axis] for axis in own)
+        rounds = math.ceil(math.log2(max(2, extents[int(step.attrs[0])]))) if step.op == RUNNING_SUM else 1
+        total += elements * step_operations(step.op) * rounds
+        axes.append(own - frozenset(map(int, step.attrs)) if step.op in REDUCTIONS else own)
+    return total
 
 
 def _distinct(tile: Tile, extents: Sequence[int]) -> int:
