@@ -11,9 +11,16 @@ from npu_model.loading import load_tiles
 from npu_model.lowering.program import lower_program
 from npu_model.machine.machine import Machine, Run
 
-# More memory, bandwidth or arrays make no program slower by more than this share: the mapper compares tilings of a call
-# that runs by itself, by an estimate, while calls overlap in the machine.
+# More memory, bandwidth or arrays make no program slower by more than this share of its time and, for each call, one more
+# access to DRAM: the mapper compares tilings of a call that runs by itself, by an estimate, while calls overlap.
 MONOTONE_WITHIN = 0.05
+
+
+def most_cycles(result: Result) -> float:
+    """The most cycles that the program of a result takes on a chip that has more of anything."""
+    chip = result.chip
+    access = chip.dram_latency_cycles + chip.dram.burst_bytes / chip.dram_bytes_per_cycle
+    return result.cycles * (1 + MONOTONE_WITHIN) + len(result.calls) * access
 
 
 def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Result:
@@ -48,4 +55,4 @@ def result_of(program: CompiledProgram, chip: Chip, tiles: TileProgram, run: Run
     return make_result(program.name, program.plan, chip, tiles, run, kept)
 
 
-__all__ = ["MONOTONE_WITHIN", "result_of", "simulate"]
+__all__ = ["MONOTONE_WITHIN", "most_cycles", "result_of", "simulate"]

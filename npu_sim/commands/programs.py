@@ -160,6 +160,8 @@ def describe(
     program = CompiledProgram.load(file)
     if not json:
         typer.echo(program.describe(full=full))
+        if program.target.startswith("npu:"):
+            typer.echo(_tile_program(program, full), nl=False)
         return
     print_json(
         {
@@ -179,6 +181,27 @@ def describe(
             "summary": summary(program.plan),
         }
     )
+
+
+def _tile_program(program: CompiledProgram, full: bool) -> str:
+    """The instructions of a program for a simulated chip, as assembly.
+
+    Args:
+        full: With those of every call; otherwise calls like an earlier one are left out.
+    """
+    from dataclasses import replace
+
+    from npu_model.isa.assembly import disassemble
+    from npu_model.isa.encoding import decode
+
+    tiles = decode(program.plan.machine_code)
+    shown = {(section.kernel, section.comment): section for section in reversed(tiles.sections)}
+    if full:
+        return disassemble(tiles)
+    first = tuple(section for section in tiles.sections if section is shown[section.kernel, section.comment])
+    left_out = len(tiles.sections) - len(first)
+    text = disassemble(replace(tiles, sections=first))
+    return f"{text}# and {left_out} more sections like these (--full)\n" if left_out else text
 
 
 def _header(program: CompiledProgram) -> dict[str, Any]:

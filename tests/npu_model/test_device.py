@@ -159,6 +159,8 @@ def test_the_command_line_compiles_runs_and_times(tmp_path: Path) -> None:
     np.savez(tmp_path / "w.npz", a=A, b=B)
     program = tmp_path / "net.npubin"
     npu_sim("compile", tmp_path / "net.json", "--target", "npu:edge", "-o", program)
+    described = npu_sim("describe", program).stdout
+    assert "matmul_kernel" in described and "section linear_1 matmul_kernel" in described and "dma0 " in described
     simulated = json.loads(npu_sim("simulate", program, "--npu", "edge", "--json").stdout)
     arguments = (program, "--device", "npu:edge", "--weights", tmp_path / "w.npz", "--seed", "0")
     ran = json.loads(npu_sim("run", *arguments, "--json").stdout)
