@@ -147,6 +147,7 @@ def _multiply(instruction: Multiply, counters: Sequence[int], memories: Memories
 
 def _matrices(left: np.ndarray, right: np.ndarray, roles: Sequence[Role], sizes: Sequence[int]) -> np.ndarray:
     """The sums of products as one array; the axes, in the order b, m, n, w, k, stay, summed ones with size 1."""
+
     def of(*wanted: Role) -> list[int]:
         return [size for size, role in zip(sizes, roles, strict=True) if role in wanted]
 

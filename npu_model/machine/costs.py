@@ -154,8 +154,10 @@ class Costs:
     def _vector_rate(self, instruction: Compute) -> float:
         """Operations of a lane per cycle: of the widest dtype among what the program reads and writes."""
         rates = self.chip.vector.rates
-        names = {"int8" if t.dtype in ("uint8", "bool") else "float32" if t.dtype == "int32" else t.dtype
-                 for t in (*instruction.inputs, *instruction.writes)}
+        names = {
+            "int8" if t.dtype in ("uint8", "bool") else "float32" if t.dtype == "int32" else t.dtype
+            for t in (*instruction.inputs, *instruction.writes)
+        }
         return min((rates[name] for name in names if name in rates), default=min(rates.values()))
 
 

@@ -4,8 +4,8 @@ Engines work side by side, each on one instruction at a time and in the order of
 
 1. An instruction is ready when its engine has begun all before it and is free, and all counts that it waits for have
    been reached. Instructions start in the order in which they become ready.
-2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine is
-   free for the next transfer meanwhile. All engines share DRAM.
+2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine
+   is free for the next transfer meanwhile. All engines share DRAM.
 3. Any other instruction keeps its engine for its cycles.
 4. At its end an instruction raises its tokens.
 5. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
@@ -17,28 +17,18 @@ ended by then, the order of starts is one that a chip might have taken.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heappop, heappush
 
 from npu_model.chip import Chip
-from npu_model.isa.instructions import (
-    Engine,
-    Instruction,
-    Loop,
-    Node,
-    Section,
-    Space,
-    Tile,
-    TileProgram,
-    Token,
-    Transfer,
-)
+from npu_model.isa.instructions import Engine, Loop, Node, Section, Space, Tile, TileProgram, Token
 from npu_model.machine.arithmetic import execute
 from npu_model.machine.costs import Cost, Costs
 from npu_model.machine.memory import MachineError, Memory
 from npu_model.machine.races import Races
+from npu_model.machine.streams import Entry, Prepared, Raised, Streams
 
 
 class Cause(StrEnum):
@@ -76,17 +66,16 @@ class Counts:
     progress: int = 0
     stalls: dict[Cause, int] = field(default_factory=dict)
 
-    def add(self, cost: Cost, engine: str, start: int, end: int) -> None:
-        self.start = start if self.start < 0 else min(self.start, start)
-        self.end = max(self.end, end)
-        self.instructions += 1
-        self.dram_read += cost.dram_read
-        self.dram_written += cost.dram_written
-        self.sram_bytes += cost.sram_bytes
-        self.operations += cost.operations
-        self.busy[engine] = self.busy.get(engine, 0) + cost.cycles
+    def add(self, cost: Cost, engine: str, times: int) -> None:
+        """Enter the work of an instruction that was executed so many times."""
+        self.instructions += times
+        self.dram_read += times * cost.dram_read
+        self.dram_written += times * cost.dram_written
+        self.sram_bytes += times * cost.sram_bytes
+        self.operations += times * cost.operations
+        self.busy[engine] = self.busy.get(engine, 0) + times * cost.cycles
         if cost.macs:
-            self.macs[cost.dtype] = self.macs.get(cost.dtype, 0) + cost.macs
+            self.macs[cost.dtype] = self.macs.get(cost.dtype, 0) + times * cost.macs
 
     def stall(self, cause: Cause, cycles: int) -> None:
         if cycles > 0:
@@ -182,59 +171,6 @@ def token_totals(sections: Sequence[Section]) -> dict[Token, int]:
     return totals
 
 
-@dataclass(slots=True)
-class _Queue:
-    """An engine's state: its next instruction, in which round, and when the engine is free."""
-
-    name: str
-    stream: Iterator[tuple[int, _Ready, tuple[int, ...]]]
-    current: tuple[int, _Ready, tuple[int, ...]] | None = None
-    free: int = 0
-    missing: int = 0
-    ready: int = 0
-    cause: str = ""
-
-
-class _Ready:
-    """An instruction, prepared for being executed many times."""
-
-    __slots__ = ("cost", "instruction", "moves", "signals", "waits")
-
-    def __init__(self, instruction: Instruction, counts: Sequence[int], costs: Costs) -> None:
-        self.instruction = instruction
-        self.waits = [(wait.token, wait.count.base, wait.count.steps) for wait in instruction.waits]
-        self.signals = instruction.signals
-        self.moves = isinstance(instruction, Transfer)
-        self.cost = _cost_function(instruction, counts, costs)
-
-
-def _cost_function(
-    instruction: Instruction, counts: Sequence[int], costs: Costs
-) -> Callable[[tuple[int, ...]], Cost]:
-    axes = instruction.axes
-    varying = []
-    for position, axis in enumerate(axes):
-        low, high = axis.start.bounds(counts)
-        if low < 0 or high + axis.size > axis.total:
-            varying.append(position)
-    if not varying:
-        fixed = costs.cost(instruction, [axis.size for axis in axes])
-        return lambda counters: fixed
-    cached: dict[tuple[int, ...], Cost] = {}
-
-    def cost(counters: tuple[int, ...]) -> Cost:
-        extents = [axis.size for axis in axes]
-        for position in varying:
-            first, end = axes[position].inside(counters)
-            extents[position] = max(0, end - first)
-        key = tuple(extents)
-        if key not in cached:
-            cached[key] = costs.cost(instruction, key)
-        return cached[key]
-
-    return cost
-
-
 def engines_of(nodes: Sequence[Node]) -> set[str]:
     """Names of the engines that execute something of these."""
     found: set[str] = set()
@@ -243,40 +179,16 @@ def engines_of(nodes: Sequence[Node]) -> set[str]:
     return found
 
 
-def _stream(
-    sections: Sequence[tuple[int, Sequence[_PreparedNode]]], engine: str
-) -> Iterator[tuple[int, _Ready, tuple[int, ...]]]:
-    for index, nodes in sections:
-        for ready, counters in _walk(nodes, engine, ()):
-            yield index, ready, counters
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """An engine's state: its next instruction, when the engine is free, and for how many tokens it still waits."""
 
-
-_PreparedNode = tuple[int, "tuple[_PreparedNode, ...] | _Ready", frozenset[str]]
-
-
-def _prepared(nodes: Sequence[Node], counts: tuple[int, ...], costs: Costs) -> tuple[_PreparedNode, ...]:
-    """The nodes as (rounds, body or instruction, engines); 0 rounds stand for an instruction."""
-    result: list[_PreparedNode] = []
-    for node in nodes:
-        if isinstance(node, Loop):
-            body = _prepared(node.body, (*counts, node.count), costs)
-            result.append((node.count, body, frozenset().union(*(each[2] for each in body))))
-        else:
-            result.append((0, _Ready(node, counts, costs), frozenset({node.engine})))
-    return tuple(result)
-
-
-def _walk(
-    nodes: Sequence[_PreparedNode], engine: str, counters: tuple[int, ...]
-) -> Iterator[tuple[_Ready, tuple[int, ...]]]:
-    for count, content, engines in nodes:
-        if engine not in engines:
-            continue
-        if isinstance(content, _Ready):
-            yield content, counters
-        else:
-            for counter in range(count):
-                yield from _walk(content, engine, (*counters, counter))
+    name: str
+    stream: Iterator[Entry] = field(default_factory=lambda: iter(()))
+    current: Entry | None = None
+    free: int = 0
+    missing: int = 0
+    ready: int = 0
 
 
 class _Scheduler:
@@ -288,14 +200,11 @@ class _Scheduler:
         self.counts = [Counts() for _ in sections]
         self.spans: list[Span] = []
         self.keeps_spans = spans
-        self.raised = raised
-        self.times: dict[Token, list[int]] = {}
-        self.waiting: dict[Token, list[tuple[int, _Queue]]] = {}
-        self.heap: list[tuple[int, int, _Queue]] = []
-        self.prepared = [(i, _prepared(section.body, (), machine.costs)) for i, section in enumerate(sections)]
-        engines = [engines_of(section.body) for section in sections]
+        self.streams = Streams(sections, machine.costs, raised)
+        self.heap: list[tuple[int, int]] = []
+        engines = [self.streams.engines(number) for number in range(len(sections))]
         names = sorted(set().union(*engines))
-        self.queues = [_Queue(name, iter(())) for name in names]
+        self.queues = [_Queue(name) for name in names]
         computing = {name for name in names if not name.startswith(Engine.DMA)}
         self.moves_only = [not each & computing for each in engines]
         self.launched = [0] * len(sections)
@@ -307,16 +216,19 @@ class _Scheduler:
     def run(self) -> Run:
         launch, clock = self.machine.chip.launch, self.machine.chip.clock_ghz
         cost = round(1e3 * clock * launch.cost_us)
-        numbers = {id(queue): number for number, queue in enumerate(self.queues)}
-        together = [self.prepared] if launch.overlapped else [[each] for each in self.prepared]
+        numbers = range(len(self.sections))
+        together = [numbers] if launch.overlapped else [numbers[number : number + 1] for number in numbers]
         for sections in together:
-            for index, _ in sections:
+            for index in sections:
                 self.launched[index] = (index + 1) * cost if launch.overlapped else self.last + cost
             for number, queue in enumerate(self.queues):
-                queue.stream = _stream(sections, queue.name)
+                queue.stream = self.streams.stream(sections, queue.name)
                 self._next(number, queue)
-            self._run_all(numbers)
+            self._run_all()
             self._check_finished()
+        for counts, work in zip(self.counts, self.streams.work, strict=True):
+            for (engine, each), times in work.items():
+                counts.add(each, engine, times)
         if self.counts:
             tail = self.last - self.frontier  # the last results leave
             latency = min(tail, self.latency)
@@ -325,49 +237,82 @@ class _Scheduler:
             final.stall(Cause.DRAM_BANDWIDTH, tail - latency)
         return Run(self.last, self.counts, self.spans)
 
-    def _run_all(self, numbers: Mapping[int, int]) -> None:
-        computes = self.machine.memory is not None
-        while self.heap:
-            ready, number, queue = heapq.heappop(self.heap)
+    def _run_all(self) -> None:
+        heap, queues, latency = self.heap, self.queues, self.latency
+        looks_closer = self.machine.memory is not None or self.races is not None or self.keeps_spans
+        while heap:
+            start, number = heappop(heap)
+            queue = queues[number]
             assert queue.current is not None
-            index, prepared, counters = queue.current
-            cost = prepared.cost(counters)
-            start = ready
+            prepared, _, cost, waits = queue.current
+            index, cycles = prepared.section, cost.cycles
             if prepared.moves and (cost.dram_read or cost.dram_written):
-                self.exposed = min(self.latency, max(0, ready - self.dram_free))
-                start = max(ready, self.dram_free)
-                self.dram_free = queue.free = start + cost.cycles
-                end = queue.free + self.latency
+                self.exposed = min(latency, max(0, start - self.dram_free))
+                start = max(start, self.dram_free)
+                self.dram_free = queue.free = start + cycles
+                end = queue.free + latency
             else:
-                end = queue.free = start + cost.cycles
+                end = queue.free = start + cycles
             counts = self.counts[index]
-            counts.add(cost, queue.name, start, end)
-            if cost.cycles and (not prepared.moves or self.moves_only[index]):
-                self._advance(counts, index, prepared, counters, start, cost)
-            if self.keeps_spans and cost.cycles:
-                name = type(prepared.instruction).__name__.lower()
-                self.spans.append(Span(index, queue.name, name, start, start + cost.cycles))
-            if computes:
-                self._execute(index, prepared.instruction, counters)
-            if self.races is not None:
-                self._check_order(index, number, prepared, counters)
-            self.last = max(self.last, end)
-            self._signal(prepared.signals, end, numbers)
+            if end > counts.end:
+                counts.end = end
+                self.last = max(self.last, end)
+            if start < counts.start or counts.start < 0:
+                counts.start = start
+            if cycles and start + cycles > self.frontier and (not prepared.moves or self.moves_only[index]):
+                self._advance(counts, prepared, waits, start, cost)
+            if looks_closer:
+                self._look_closer(queue, number, start)
+            for raised in prepared.signals:
+                times = raised.times
+                times.append(end if end > times[-1] else times[-1])
+                if raised.waiting:
+                    self._wake(raised)
             self._next(number, queue)
 
-    def _advance(
-        self, counts: Counts, index: int, prepared: _Ready, counters: tuple[int, ...], start: int, cost: Cost
-    ) -> None:
+    def _next(self, number: int, queue: _Queue) -> None:
+        """Take the queue's next instruction, and have it started when it is ready."""
+        queue.current = entry = next(queue.stream, None)
+        if entry is None:
+            return
+        ready, missing = self.launched[entry[0].section], 0
+        if queue.free > ready:
+            ready = queue.free
+        for raised, count in zip(entry[0].waits, entry[3], strict=True):
+            times = raised.times
+            if count >= len(times):
+                raised.waiting.append((count, number))
+                missing += 1
+            elif times[count] > ready:
+                ready = times[count]
+        if missing:
+            queue.ready, queue.missing = ready, missing
+        else:
+            heappush(self.heap, (ready, number))
+
+    def _wake(self, raised: Raised) -> None:
+        """Have those started that waited for what has just been raised."""
+        times, waiting = raised.times, raised.waiting
+        raised.waiting = [each for each in waiting if each[0] >= len(times)]
+        for count, number in waiting:
+            if count < len(times):
+                queue = self.queues[number]
+                queue.ready = max(queue.ready, times[count])
+                queue.missing -= 1
+                if not queue.missing:
+                    heappush(self.heap, (queue.ready, number))
+
+    def _advance(self, counts: Counts, prepared: Prepared, waits: Sequence[int], start: int, cost: Cost) -> None:
         """Enter the time from the end of all computing so far to an instruction's: what it waited for, and its work."""
         at, end = self.frontier, start + cost.cycles
-        if end <= at:
-            return
         self.frontier = end
         if start > at:
-            launched = min(start, max(at, self.launched[index]))
+            launched = min(start, max(at, self.launched[prepared.section]))
             counts.stall(Cause.LAUNCH, launched - at)
             if launched < start:
-                if self._waited_for_data(prepared, counters, start):
+                tokens = zip(prepared.waits, waits, strict=True)
+                held_up = (raised.is_data for raised, count in tokens if count and raised.times[count] == start)
+                if next(held_up, prepared.moves):
                     latency = min(start - launched, self.exposed)
                     counts.stall(Cause.DRAM_LATENCY, latency)
                     counts.stall(Cause.DRAM_BANDWIDTH, start - launched - latency)
@@ -378,96 +323,45 @@ class _Scheduler:
         counts.stall(Cause.SRAM_PORTS, ports)
         counts.progress += end - at - ports
 
-    def _waited_for_data(self, prepared: _Ready, counters: tuple[int, ...], start: int) -> bool:
-        """Whether what held an instruction up to its start was a transfer, or DRAM."""
-        for token, base, steps in prepared.waits:
-            count = base - self.raised.get(token, 0)
-            for step, counter in zip(steps, counters, strict=False):
-                count += step * counter
-            if count > 0 and self.times[token][count - 1] == start:
-                return token.engine.startswith(Engine.DMA)
-        return prepared.moves
-
-    def _next(self, number: int, queue: _Queue) -> None:
-        """Take the queue's next instruction, and have it started when it is ready."""
-        queue.current = next(queue.stream, None)
-        if queue.current is None:
-            return
-        index, prepared, counters = queue.current
-        queue.ready, queue.missing = max(queue.free, self.launched[index]), 0
-        for token, base, steps in prepared.waits:
-            count = base - self.raised.get(token, 0)
-            for step, counter in zip(steps, counters, strict=False):
-                count += step * counter
-            if count <= 0:
-                continue
-            times = self.times.setdefault(token, [])
-            if len(times) >= count:
-                queue.ready = max(queue.ready, times[count - 1])
-            else:
-                queue.missing += 1
-                self.waiting.setdefault(token, []).append((count, queue))
-        if not queue.missing:
-            heapq.heappush(self.heap, (queue.ready, number, queue))
-
-    def _signal(self, tokens: Sequence[Token], end: int, numbers: Mapping[int, int]) -> None:
-        for token in tokens:
-            times = self.times.setdefault(token, [])
-            times.append(max(end, times[-1]) if times else end)
-            waiting = self.waiting.get(token)
-            if not waiting:
-                continue
-            still = []
-            for count, queue in waiting:
-                if count > len(times):
-                    still.append((count, queue))
-                    continue
-                queue.ready = max(queue.ready, times[count - 1])
-                queue.missing -= 1
-                if not queue.missing:
-                    heapq.heappush(self.heap, (queue.ready, numbers[id(queue)], queue))
-            self.waiting[token] = still
-
-    def _execute(self, index: int, instruction: Instruction, counters: tuple[int, ...]) -> None:
+    def _look_closer(self, queue: _Queue, number: int, start: int) -> None:
+        """Note a span, compute, and look for races, as this run does."""
+        assert queue.current is not None
+        prepared, counters, cost, waits = queue.current
+        instruction = prepared.instruction
+        if self.keeps_spans and cost.cycles:
+            name = type(instruction).__name__.lower()
+            self.spans.append(Span(prepared.section, queue.name, name, start, start + cost.cycles))
         try:
-            execute(instruction, counters, self.machine.memories)
+            if self.races is not None:
+                self.races.step(number, prepared, counters, waits)
+            if self.machine.memory is not None:
+                execute(instruction, counters, self.machine.memories)
         except MachineError as error:
-            raise MachineError(f"{self._where(index, instruction, counters)}: {error}") from None
+            raise MachineError(f"{self._where(prepared, counters)}: {error}") from None
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise MachineError(f"{self._where(prepared, counters)} cannot be executed: {error}") from error
 
-    def _check_order(self, index: int, number: int, prepared: _Ready, counters: tuple[int, ...]) -> None:
-        assert self.races is not None
-        counts = []
-        for token, base, steps in prepared.waits:
-            count = base - self.raised.get(token, 0)
-            for step, counter in zip(steps, counters, strict=False):
-                count += step * counter
-            counts.append((token, count))
-        problem = self.races.step(number, prepared.instruction, counters, counts)
-        if problem:
-            raise MachineError(f"{self._where(index, prepared.instruction, counters)}: {problem}")
-
-    def _where(self, index: int, instruction: Instruction, counters: tuple[int, ...]) -> str:
-        section = self.sections[index]
+    def _where(self, prepared: Prepared, counters: tuple[int, ...]) -> str:
+        instruction, section = prepared.instruction, self.sections[prepared.section]
         name = type(instruction).__name__.lower()
         rounds = f" in round {', '.join(map(str, counters))}" if counters else ""
         return f"{name} on {instruction.engine}{rounds} of node '{section.node}'"
 
     def _check_finished(self) -> None:
-        stuck = [queue for queue in self.queues if queue.current is not None]
-        if not stuck:
-            return
         reasons = []
-        for queue in stuck:
-            missing = [
-                f"{token} to be raised {count + self.raised.get(token, 0)} times, which it is "
-                f"{len(self.times.get(token, ())) + self.raised.get(token, 0)} times"
-                for token, waiting in self.waiting.items()
-                for count, other in waiting
-                if other is queue
-            ]
-            assert queue.current is not None
-            reasons.append(f"{queue.name} (node '{self.sections[queue.current[0]].node}') waits for {missing[0]}")
-        raise MachineError(f"deadlock: {'; '.join(reasons)}")
+        for queue in self.queues:
+            if queue.current is None:
+                continue
+            prepared, _, _, waits = queue.current
+            tokens = zip(prepared.waits, waits, strict=True)
+            raised, count = next((raised, count) for raised, count in tokens if count >= len(raised.times))
+            times = len(raised.times) - 1 + raised.before
+            reasons.append(
+                f"{queue.name} (node '{self.sections[prepared.section].node}') waits for {raised.token} to be raised "
+                f"{count + raised.before} times, which it is {times} times"
+            )
+        if reasons:
+            raise MachineError(f"deadlock: {'; '.join(reasons)}")
 
 
 __all__ = ["Cause", "Counts", "Machine", "Run", "Span", "engines_of", "token_totals"]

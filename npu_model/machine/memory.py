@@ -63,6 +63,4 @@ class Memory:
 
     def _flags(self, address: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -> np.ndarray:
         assert self.written is not None
-        return np.ndarray(
-            (*shape, itemsize(dtype)), np.bool_, self.written.data, address, (*strides, 1)
-        )
+        return np.ndarray((*shape, itemsize(dtype)), np.bool_, self.written.data, address, (*strides, 1))
