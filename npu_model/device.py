@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.errors import DeviceError, ProgramFormatError
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
+from npu_model.analysis.result import Result
+from npu_model.analysis.simulation import result_of
 from npu_model.chip import Chip
-from npu_model.isa.encoding import decode
 from npu_model.isa.instructions import TileProgram
-from npu_model.isa.verifier import verify
-from npu_model.lowering.program import ARENA, chip_digest
+from npu_model.loading import load_tiles
+from npu_model.lowering.program import ARENA
 from npu_model.machine.machine import Machine, Run
 from npu_model.machine.memory import Memory
 from npu_model.target import NPUTarget
@@ -94,12 +95,10 @@ class NPUBackend(Backend):
         if not own:
             return super().sequence(launches, plan)
         loaded = self._load(plan)
-        memory = _memory(own, plan)
-        _check_fits(loaded.tiles, memory, len(own))
-        machine = Machine(self.chip, loaded.tiles, memory, self.checked)
+        machine = Machine(self.chip, loaded.tiles, _memory(own, plan), self.checked)
         machine.preload()
         for index, launch in enumerate(own):
-            launch.section = lambda index=index: machine.run_section(index)  # type: ignore[misc]
+            launch.section = partial(machine.run_section, index)
             launch.seconds = self._seconds(loaded, index)
         first, last = launches.index(own[0]), launches.index(own[-1])
         before, after = launches[:first], launches[last + 1 :]
@@ -116,28 +115,31 @@ class NPUBackend(Backend):
     def _load(self, plan: ExecutionPlan) -> _Loaded:
         loaded = self._loaded.get(plan.machine_code)
         if loaded is None:
-            tiles = decode(plan.machine_code)
-            if tiles.digest != chip_digest(self.chip):
-                raise DeviceError(
-                    f"the program was compiled for another chip '{tiles.chip}': its numbers are not those of "
-                    f"'{self.chip.name}'; compile it again"
-                )
-            verify(tiles, self.chip)
-            loaded = self._loaded[plan.machine_code] = _Loaded(tiles)
+            loaded = self._loaded[plan.machine_code] = _Loaded(load_tiles(plan, self.chip))
         return loaded
 
     def timing(self, program: CompiledProgram) -> Run:
         """Cycles of a run of the program."""
-        loaded = self._load(program.plan)
+        return self._timing(self._load(program.plan))
+
+    def _timing(self, loaded: _Loaded) -> Run:
         if loaded.timing is None:
             loaded.timing = Machine(self.chip, loaded.tiles).run()
         return loaded.timing
 
+    def result(self, program: CompiledProgram, *, spans: bool = False) -> Result:
+        """The time, traffic and energy of a run of the program, as `simulate` gives them.
+
+        Args:
+            spans: Keep what each engine does when.
+        """
+        loaded = self._load(program.plan)
+        run = Machine(self.chip, loaded.tiles).run(spans=True) if spans else self._timing(loaded)
+        return result_of(program, self.chip, loaded.tiles, run)
+
     def _seconds(self, loaded: _Loaded, index: int) -> float:
-        if loaded.timing is None:
-            loaded.timing = Machine(self.chip, loaded.tiles).run()
-        before = max((counts.end for counts in loaded.timing.sections[:index]), default=0)
-        return self.chip.seconds(max(0, loaded.timing.sections[index].end - before))
+        counts = self._timing(loaded).sections[index]
+        return self.chip.seconds(counts.progress + sum(counts.stalls.values()))
 
     def clock(self) -> float:
         return self.simulated_seconds
@@ -151,18 +153,6 @@ class NPUBackend(Backend):
             self.simulated_seconds += self.chip.seconds(self.timing(program).cycles)
 
 
-def _check_fits(tiles: TileProgram, memory: Mapping[str, Memory], calls: int) -> None:
-    """Raise `ProgramFormatError` where a tile program is not for the calls and buffers of its program."""
-    if len(tiles.sections) != calls:
-        raise ProgramFormatError(f"the tile program has {len(tiles.sections)} sections for {calls} calls")
-    for buffer in tiles.buffers:
-        size = len(memory[buffer.name].data) if buffer.name in memory else 0
-        if buffer.size > size:
-            raise ProgramFormatError(
-                f"the tile program has {buffer.size} bytes of buffer '{buffer.name:.60}', which has {size}"
-            )
-
-
 def _memory(launches: Sequence[TileLaunch], plan: ExecutionPlan) -> dict[str, Memory]:
     memory: dict[str, Memory] = {}
     for launch in launches:
@@ -174,4 +164,4 @@ def _memory(launches: Sequence[TileLaunch], plan: ExecutionPlan) -> dict[str, Me
     return memory
 
 
-__all__ = ["Mapping", "NPUBackend", "TileLaunch"]
+__all__ = ["NPUBackend", "TileLaunch"]

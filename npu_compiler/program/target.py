@@ -58,12 +58,22 @@ class CodegenTarget(ABC):
         """Whether this target leaves `supports` as it is."""
         return type(self).supports is CodegenTarget.supports
 
+    @property
+    def assembles(self) -> bool:
+        """Whether this target makes machine code, and may then find calls that the hardware cannot run."""
+        return type(self).assemble is not CodegenTarget.assemble
+
     def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
         """What this target does with the calls before memory is planned: fuse them, generate their sources."""
         return plan
 
     def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """What this target does with a plan whose memory has been planned: add its machine code."""
+        """What this target does with a plan whose memory has been planned: add its machine code.
+
+        Raises:
+            ConstraintError: the hardware cannot run some calls, whose nodes it names; `partition()` runs these on the
+                CPU.
+        """
         return plan
 
 

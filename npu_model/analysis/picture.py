@@ -9,12 +9,12 @@ from typing import Any
 
 from npu_compiler.errors import InputError
 from npu_compiler.files import write_atomically
-from npu_model.result import Result
-from npu_model.sweep import Point
+from npu_model.analysis.result import Result, is_transfer
+from npu_model.analysis.sweep import Point
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _STEPS = 200  # intervals of the picture over time
-_COLORS = {"arrays": "#2563eb", "vector": "#16a34a", "dram": "#d97706", "limit": "#64748b", "best": "#dc2626"}
+_COLORS = {"matrix": "#2563eb", "vector": "#16a34a", "output": "#7c3aed", "dma": "#d97706", "best": "#dc2626"}
 
 
 def check_picture(path: Path) -> None:
@@ -25,7 +25,10 @@ def check_picture(path: Path) -> None:
 
 
 def draw_run(result: Result, path: Path) -> None:
-    """Draw how busy the units were over time, and the roofline with every call on it.
+    """Draw how busy the engines were over time, and the roofline with every call on it.
+
+    Args:
+        result: With its spans.
 
     Raises:
         InputError: matplotlib is not installed, or the file cannot be written.
@@ -93,25 +96,18 @@ def _short(value: float) -> str:
 def _draw_utilization(axes: Any, result: Result) -> None:
     import numpy as np
 
-    edges = np.linspace(0.0, result.cycles, _STEPS + 1)
     chip = result.chip
-    lines: dict[str, Any] = {name: np.zeros(_STEPS) for name in ("arrays", "vector", "dram")}
-    for call in result.calls:
-        times = call.times
-        loaded, stored = call.constant_bytes + call.input_bytes, call.output_bytes
-        shares = (
-            ("arrays", times.arrays, call.macs / chip.peak_macs(call.dtype) if call.array_cycles else 0.0),
-            ("vector", times.vector, call.vector_cycles),
-            ("dram", times.loading, loaded / chip.dram_bytes_per_cycle),
-            ("dram", times.storing, stored / chip.dram_bytes_per_cycle),
-        )
-        for name, span, busy in shares:
-            if span.end > span.start >= 0:
-                inside = np.clip(np.minimum(edges[1:], span.end) - np.maximum(edges[:-1], span.start), 0.0, None)
-                lines[name] += inside * busy / (span.end - span.start)
+    edges = np.linspace(0.0, result.cycles, _STEPS + 1)
+    lines: dict[str, Any] = {}
+    for span in result.spans:
+        name = "dma" if is_transfer(span.engine) else span.engine
+        busy = lines.setdefault(name, np.zeros(_STEPS))
+        first, last = (min(_STEPS - 1, int(cycle / result.cycles * _STEPS)) for cycle in (span.start, span.end))
+        part = slice(first, last + 1)
+        busy[part] += np.clip(np.minimum(edges[1:][part], span.end) - np.maximum(edges[:-1][part], span.start), 0, None)
     width = result.cycles / _STEPS
-    labels = {"arrays": "matrix arrays, share of the peak", "vector": "vector unit", "dram": "DRAM bandwidth"}
-    for name, values in lines.items():
+    labels = {"matrix": "matrix engine", "vector": "vector engine", "output": "output stage", "dma": "DMA, any queue"}
+    for name, values in sorted(lines.items()):
         shares_of_step = 100 * np.minimum(values / width, 1.0)
         axes.stairs(shares_of_step, 1e3 * chip.seconds(1) * edges, color=_COLORS[name], label=labels[name], lw=1.3)
     axes.set(xlabel="time (ms)", ylabel="in use (%)", ylim=(0, 105), xlim=(0, 1e3 * result.seconds))
@@ -124,9 +120,9 @@ def _draw_roofline(axes: Any, result: Result) -> None:
 
     chip = result.chip
     products = [call for call in result.calls if call.macs and call.dram_bytes]
-    dtypes = sorted({call.dtype for call in products})
+    dtypes = sorted({dtype for call in products for dtype in call.counts.macs})
     for index, dtype in enumerate(dtypes):
-        mine = [call for call in products if call.dtype == dtype]
+        mine = [call for call in products if dtype in call.counts.macs]
         intensity = [call.macs / call.dram_bytes for call in mine]
         rate = [1e-12 * call.macs / max(chip.seconds(call.end - call.start), 1e-15) for call in mine]
         axes.scatter(intensity, rate, s=14, alpha=0.7, color=f"C{index}", label=f"calls in {dtype}", zorder=3)

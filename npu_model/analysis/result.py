@@ -1,18 +1,30 @@
-"""`Result`: what a simulation found."""
+"""`Result`: a run of a program on a chip as its counts say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.elementwise import declaration
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
-from npu_model.mapper import Tiling, least_cycles
-from npu_model.residency import Residency
-from npu_model.simulator import CallTimes, Cause
-from npu_model.work import Work
+from npu_model.isa.instructions import (
+    Compute,
+    Engine,
+    Instruction,
+    Multiply,
+    Section,
+    Space,
+    Tile,
+    TileProgram,
+    Transfer,
+    instructions,
+)
+from npu_model.machine.machine import Cause, Counts, Run, Span
 
 
 @dataclass(frozen=True)
@@ -35,16 +47,9 @@ class CallResult:
     """A kernel call on the chip.
 
     Attributes:
-        start, end: Cycles, from its first transfer or computation to its last; calls overlap.
-        progress: Cycles by which it moved on the end of all computing. With `stalls`, over all calls, it adds up to the
-            cycles of the program.
-        stalls: Cycles that it waited, by cause.
-        array_cycles, vector_cycles: In which those units worked, without stalls.
-        least_cycles: Cycles of its multiply-accumulates at the chip's peak; fewer where the chip is known to compute a
-            convolution with less of them.
-        dtype: What it multiplies; empty where it multiplies nothing.
-        shape: Its tiles.
-        constant_bytes, input_bytes, output_bytes: Moved from and to DRAM.
+        counts: Its work, busy engines and stalls.
+        tiles, tile: How often its first instruction that computes is executed, and the sizes of that one's box.
+        sram_used: Bytes of the scratchpad that it touches.
         joules: Static energy left out.
     """
 
@@ -52,33 +57,38 @@ class CallResult:
     node: str
     kernel: str
     family: str
-    start: float
-    end: float
-    progress: float
-    stalls: Mapping[Cause, float]
-    array_cycles: float
-    vector_cycles: float
-    macs: int
-    least_cycles: float
-    dtype: str
-    vector_operations: int
+    counts: Counts
     tiles: int
-    shape: str
-    constant_bytes: int
-    input_bytes: int
-    output_bytes: int
-    sram_bytes: int
+    tile: str
+    sram_used: int
     joules: float
-    times: CallTimes
+
+    @property
+    def start(self) -> int:
+        """The cycle in which its first instruction starts; calls overlap."""
+        return max(0, self.counts.start)
+
+    @property
+    def end(self) -> int:
+        """The cycle in which its last instruction ends."""
+        return self.counts.end
+
+    @property
+    def cycles(self) -> int:
+        """The part of the run's cycles that is this call's."""
+        return self.counts.progress + sum(self.counts.stalls.values())
+
+    @property
+    def macs(self) -> int:
+        return sum(self.counts.macs.values())
 
     @property
     def dram_bytes(self) -> int:
-        return self.constant_bytes + self.input_bytes + self.output_bytes
+        return self.counts.dram_read + self.counts.dram_written
 
-    @property
-    def cycles(self) -> float:
-        """The part of the program's cycles that is this call's."""
-        return self.times.cycles
+    def busy(self, engine: str) -> int:
+        """Cycles in which an engine worked for it."""
+        return self.counts.busy.get(engine, 0)
 
 
 @dataclass(frozen=True)
@@ -88,19 +98,18 @@ class Result:
     Attributes:
         cycles: Of the chip's clock.
         compulsory_bytes: The DRAM traffic that no chip avoids: what calls touch of weights, inputs and outputs, once
-            each; weights that stay in SRAM (`kept_weight_bytes`) left out.
-        sram_used: Bytes of intermediate results in SRAM, call by call; `tile_bytes` more are for tiles.
+            each; weights that stay in the scratchpad (`kept_weight_bytes`) left out.
+        spans: What each engine did when, if they were asked for.
     """
 
     program: str
     chip: Chip
-    cycles: float
+    cycles: int
     calls: tuple[CallResult, ...]
     energy: Energy
     compulsory_bytes: int
     kept_weight_bytes: int
-    tile_bytes: int
-    sram_used: tuple[int, ...]
+    spans: tuple[Span, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -116,21 +125,32 @@ class Result:
 
     @property
     def sram_bytes(self) -> int:
-        return sum(call.sram_bytes for call in self.calls)
+        return sum(call.counts.sram_bytes for call in self.calls)
 
     @property
-    def stalls(self) -> dict[Cause, float]:
-        """Cycles in which neither arrays nor vector unit got on, by cause."""
-        return {cause: sum(call.stalls[cause] for call in self.calls) for cause in Cause}
+    def sram_used(self) -> int:
+        """The most bytes of the scratchpad that a call touches."""
+        return max((call.sram_used for call in self.calls), default=0)
+
+    @property
+    def stalls(self) -> dict[Cause, int]:
+        """Cycles in which no engine that computes got on, by cause."""
+        return {cause: sum(call.counts.stalls.get(cause, 0) for call in self.calls) for cause in Cause}
+
+    @property
+    def busy(self) -> dict[str, int]:
+        """Engine → cycles in which it worked."""
+        names = sorted({name for call in self.calls for name in call.counts.busy})
+        return {name: sum(call.busy(name) for call in self.calls) for name in names}
 
     @property
     def compute_cycles(self) -> float:
-        """Cycles that the program's multiply-accumulates take at the chip's peak."""
-        return sum(call.least_cycles for call in self.calls)
+        """Cycles that the program's products take on the matrix engine at its peak."""
+        return sum(least_cycles(call.counts, self.chip) for call in self.calls)
 
     @property
     def utilization(self) -> float:
-        """The share of the peak at which the program multiplies, 0 to 1."""
+        """The share of the matrix engine's peak at which the program multiplies, 0 to 1."""
         return self.compute_cycles / self.cycles if self.cycles else 0.0
 
     @property
@@ -152,15 +172,17 @@ class Result:
             "latency_us": 1e6 * self.seconds,
             "cycles": self.cycles,
             "roofline_us": 1e6 * chip.seconds(self.roofline_cycles),
+            "instructions": sum(call.counts.instructions for call in self.calls),
             "macs": self.macs,
             "utilization": self.utilization,
             "bandwidth_utilization": self.bandwidth_utilization,
-            "stall_us": {str(cause): 1e6 * chip.seconds(cycles) for cause, cycles in self.stalls.items()},
+            "busy_us": _microseconds(self.busy, chip),
+            "stall_us": _microseconds(self.stalls, chip),
             "dram_bytes": self.dram_bytes,
             "compulsory_dram_bytes": self.compulsory_bytes,
             "kept_weight_bytes": self.kept_weight_bytes,
             "sram_bytes": self.sram_bytes,
-            "tile_sram_bytes": self.tile_bytes,
+            "tile_sram_bytes": self.sram_used,
             "energy_uj": {
                 "total": 1e6 * self.energy.total,
                 **{name: 1e6 * value for name, value in vars(self.energy).items()},
@@ -171,110 +193,136 @@ class Result:
         return data
 
 
+def _microseconds(cycles: Mapping[Any, float], chip: Chip) -> dict[str, float]:
+    return {str(name): 1e6 * chip.seconds(value) for name, value in cycles.items()}
+
+
 def _call_dict(call: CallResult, chip: Chip) -> dict[str, Any]:
+    counts = call.counts
     return {
         "node": call.node,
         "kernel": call.kernel,
         "start_us": 1e6 * chip.seconds(call.start),
         "end_us": 1e6 * chip.seconds(call.end),
         "own_us": 1e6 * chip.seconds(call.cycles),
-        "stall_us": {str(cause): 1e6 * chip.seconds(cycles) for cause, cycles in call.stalls.items() if cycles},
+        "busy_us": _microseconds(counts.busy, chip),
+        "stall_us": _microseconds({cause: cycles for cause, cycles in counts.stalls.items() if cycles}, chip),
         "macs": call.macs,
-        "dtype": call.dtype,
-        "vector_operations": call.vector_operations,
+        "dtype": ", ".join(counts.macs),
+        "vector_operations": counts.operations,
+        "instructions": counts.instructions,
         "tiles": call.tiles,
-        "tile": call.shape,
+        "tile": call.tile,
         "dram_bytes": call.dram_bytes,
-        "sram_bytes": call.sram_bytes,
+        "sram_bytes": counts.sram_bytes,
         "energy_uj": 1e6 * call.joules,
     }
 
 
-def make_result(
-    program: CompiledProgram,
-    chip: Chip,
-    works: Sequence[Work],
-    tilings: Sequence[Tiling],
-    times: Sequence[CallTimes],
-    residency: Residency,
-) -> Result:
-    """Put together what mapper and simulator found for each call."""
+def make_result(name: str, plan: ExecutionPlan, chip: Chip, tiles: TileProgram, run: Run, kept: int) -> Result:
+    """The result of a run.
+
+    Args:
+        plan: Its calls stand for the tile program's sections, one for each.
+        kept: Bytes of weights that the preload sections brought into the scratchpad.
+    """
     calls = tuple(
-        _call_result(index, chip, work, tiling, time)
-        for index, (work, tiling, time) in enumerate(zip(works, tilings, times, strict=True))
+        _call_result(index, call, section, counts, chip)
+        for index, (call, section, counts) in enumerate(zip(plan.calls, tiles.sections, run.sections, strict=True))
     )
-    cycles = sum(call.cycles for call in calls)
-    return Result(
-        program=program.name,
-        chip=chip,
-        cycles=cycles,
-        calls=calls,
-        energy=_energy(chip, calls, cycles),
-        compulsory_bytes=_compulsory_bytes(program, works, residency),
-        kept_weight_bytes=residency.kept_weights,
-        tile_bytes=residency.tile_bytes,
-        sram_used=residency.used,
-    )
+    preloaded = {
+        tile.buffer
+        for section in tiles.preload
+        for instruction, _ in instructions(section.body)
+        for tile in instruction.reads
+        if tile.space is Space.DRAM
+    }
+    energy = _energy(chip, run.sections, run.cycles)
+    compulsory = compulsory_bytes(plan, preloaded)
+    return Result(name, chip, run.cycles, calls, energy, compulsory, kept, tuple(run.spans))
 
 
-def _call_result(index: int, chip: Chip, work: Work, tiling: Tiling, times: CallTimes) -> CallResult:
-    moved = [
-        round(size * tiling.tiles) for size in (tiling.constants, tiling.inputs, tiling.outputs, tiling.sram_bytes)
-    ]
-    costs = chip.energy
-    picojoules = (
-        work.operations.macs * chip.mac_energy(work.operations.dtype) if work.operations.macs else 0.0,
-        work.operations.vector_operations * costs.pj_per_vector_operation,
-        moved[3] * costs.pj_per_sram_byte,
-        sum(moved[:3]) * costs.pj_per_dram_byte,
-    )
-    starts = [span.start for span in times.spans if span.start >= 0]
-    return CallResult(
-        index=index,
-        node=work.call.node,
-        kernel=work.call.kernel,
-        family=declaration(work.call).family.value,
-        start=min(starts, default=0.0),
-        end=times.end,
-        progress=times.progress,
-        stalls=times.stalls,
-        array_cycles=tiling.array_cycles * tiling.tiles,
-        vector_cycles=tiling.vector_cycles * tiling.tiles,
-        macs=work.operations.macs,
-        least_cycles=least_cycles(work.operations, chip),
-        dtype=work.operations.dtype,
-        vector_operations=work.operations.vector_operations,
-        tiles=tiling.tiles,
-        shape=tiling.shape,
-        constant_bytes=moved[0],
-        input_bytes=moved[1],
-        output_bytes=moved[2],
-        sram_bytes=moved[3],
-        joules=1e-12 * sum(picojoules),
-        times=times,
-    )
+def _call_result(index: int, call: KernelCall, section: Section, counts: Counts, chip: Chip) -> CallResult:
+    tiles, tile = _first_tile(section)
+    joules = _energy(chip, [counts], 0).total
+    used, family = _scratchpad_used(section), declaration(call).family.value
+    return CallResult(index, call.node, call.kernel, family, counts, tiles, tile, used, joules)
 
 
-def _energy(chip: Chip, calls: Sequence[CallResult], cycles: float) -> Energy:
+def _energy(chip: Chip, every: Sequence[Counts], cycles: int) -> Energy:
     costs, pico = chip.energy, 1e-12
     return Energy(
-        macs=pico * sum(call.macs * chip.mac_energy(call.dtype) for call in calls if call.macs),
-        vector=pico * costs.pj_per_vector_operation * sum(call.vector_operations for call in calls),
-        sram=pico * costs.pj_per_sram_byte * sum(call.sram_bytes for call in calls),
-        dram=pico * costs.pj_per_dram_byte * sum(call.dram_bytes for call in calls),
+        macs=pico * sum(n * chip.mac_energy(dtype) for counts in every for dtype, n in counts.macs.items()),
+        vector=pico * costs.pj_per_vector_operation * sum(counts.operations for counts in every),
+        sram=pico * costs.pj_per_sram_byte * sum(counts.sram_bytes for counts in every),
+        dram=pico * costs.pj_per_dram_byte * sum(counts.dram_read + counts.dram_written for counts in every),
         static=costs.static_watts * chip.seconds(cycles),
     )
 
 
-def _compulsory_bytes(program: CompiledProgram, works: Sequence[Work], residency: Residency) -> int:
-    """What the calls touch of buffers outside the arena, the most that a call does of each, in each direction."""
+def least_cycles(counts: Counts, chip: Chip) -> float:
+    """Cycles of multiply-accumulates at the matrix engine's peak."""
+    return sum(macs / chip.peak_macs(dtype) for dtype, macs in counts.macs.items())
+
+
+def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
+    """What the calls touch of buffers outside the arena, the most that a call does of each, in each direction.
+
+    Args:
+        kept: Buffers that stay in the scratchpad.
+    """
     touched: dict[tuple[str, bool], int] = {}
-    for work in works:
-        for accesses, is_write in ((work.reads, False), (work.writes, True)):
-            for access in accesses:
-                if program.plan.buffers[access.buffer].kind == "arena" or access.buffer in residency.buffers:
-                    continue
-                key = (access.buffer, is_write)
-                touched[key] = max(touched.get(key, 0), access.bytes)
-    outputs = {name for name, buffer in program.plan.buffers.items() if buffer.kind == "output"}
+    left_out = {*kept, *(name for name, buffer in plan.buffers.items() if buffer.kind == "arena")}
+    outputs = {name for name, buffer in plan.buffers.items() if buffer.kind == "output"}
+    for call in plan.calls:
+        sizes = [distinct_bytes(view) for view in (*call.inputs, *call.outputs)]
+        if (excess := sum(sizes) - call.bytes_moved) > 0:  # a lookup touches but some rows of its table
+            largest = sizes.index(max(sizes))
+            sizes[largest] = max(0, sizes[largest] - excess)
+        for position, (view, size) in enumerate(zip((*call.inputs, *call.outputs), sizes, strict=True)):
+            key = (view.buffer, position >= len(call.inputs))
+            if view.buffer not in left_out:
+                touched[key] = max(touched.get(key, 0), size)
     return sum(size for (name, is_write), size in touched.items() if is_write or name not in outputs)
+
+
+def _first_tile(section: Section) -> tuple[int, str]:
+    """How often the first instruction that computes is executed, a product if there is one, and its box."""
+    every = list(instructions(section.body))
+    for kind in (Multiply, Compute, Transfer):
+        for instruction, counts in every:
+            if isinstance(instruction, kind):
+                return math.prod(counts), "×".join(str(axis.size) for axis in instruction.axes)
+    return 0, ""
+
+
+def _scratchpad_used(section: Section) -> int:
+    """Bytes of the scratchpad that a section touches."""
+    areas = sorted(
+        _area(tile, instruction, counts)
+        for instruction, counts in instructions(section.body)
+        for tile in (*instruction.reads, *instruction.writes)
+        if tile.space is Space.SCRATCHPAD
+    )
+    used = end = 0
+    for first, last in areas:
+        used += max(0, last - max(first, end))
+        end = max(end, last)
+    return used
+
+
+def _area(tile: Tile, instruction: Instruction, counts: tuple[int, ...]) -> tuple[int, int]:
+    """The first byte that a tile touches in all rounds, and the one behind the last."""
+    first, last = tile.address.bounds(counts)
+    last += itemsize(tile.dtype) + tile.slot_bytes * (tile.slots - 1)
+    for axis, stride in zip(instruction.axes, tile.strides, strict=False):
+        first, last = first + min(0, stride * (axis.size - 1)), last + max(0, stride * (axis.size - 1))
+    return max(0, first), last
+
+
+def is_transfer(engine: str) -> bool:
+    """Whether an engine is one of DMA."""
+    return engine.startswith(Engine.DMA)
+
+
+__all__ = ["CallResult", "Energy", "Result", "compulsory_bytes", "is_transfer", "least_cycles", "make_result"]

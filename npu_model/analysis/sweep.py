@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.errors import InputError
+from npu_compiler.errors import ConstraintError, InputError
 from npu_compiler.files import write_atomically
-from npu_model.chip import Chip, check_number
-from npu_model.simulation import simulate
+from npu_model.analysis.simulation import simulate
+from npu_model.chip import Chip
+from npu_model.chip.description import check_number
 
 MOST_CHIPS = 4096
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -170,14 +171,14 @@ def sweep(
     progress: Callable[[int, int], None] = lambda done, total: None,
     workers: int | None = None,
 ) -> list[Point]:
-    """Simulate a program on each chip.
+    """Lower a program for each chip and simulate it there.
 
     Args:
         progress: Called with (chips done, total).
         workers: Processes; by default, as many as this process may use cores.
 
     Raises:
-        InputError: the program is not for the op-level target.
+        InputError: the program is for no op-level target.
     """
     count = min(workers or len(os.sched_getaffinity(0)), len(chips))
     points = []
@@ -218,8 +219,8 @@ def _point_of_process(chip: tuple[dict[str, float], Chip]) -> Point:
 def _point(program: CompiledProgram, values: dict[str, float], chip: Chip) -> Point:
     try:
         result = simulate(program, chip)
-    except InputError as error:
-        return Point(values, 0.0, 0.0, 0, 0.0, area(chip), problem=str(error))
+    except ConstraintError as error:
+        return Point(values, 0.0, 0.0, 0, 0.0, area(chip), problem=error.violations[0])
     return Point(values, result.seconds, result.energy.total, result.dram_bytes, result.utilization, area(chip))
 
 

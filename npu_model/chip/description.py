@@ -13,19 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from npu_compiler.errors import InputError
-from npu_model.analysis.measured import KINDS, in_dtype
 from npu_model.chip.systolic import Dataflow
 
 DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
-# A dtype without a rate of its own is computed as the first of these that has one: they hold its values.
-WIDER = {
-    "int4": ("int8", "float16", "bfloat16", "float32"),
-    "int8": ("float16", "bfloat16", "float32"),
-    "float8": ("float16", "bfloat16", "float32"),
-    "float16": ("float32", "bfloat16"),
-    "bfloat16": ("float32", "float16"),
-    "float32": (),
-}
 _MOST = 1e18  # no number of a chip is larger
 # The functions that a vector unit computes unless its chip says otherwise: C's math library, as far as activations,
 # norms and the arithmetic of element-wise ops call it, and the integer divisions of `program/elementwise.py`.
@@ -60,8 +50,6 @@ class Matrix:
         rates: Dtype → multiply-accumulates of a processing element per cycle.
         overlapped_folds: Whether what stays in the array is loaded while the fold before is computed, and a fold begins
             to stream while the last one leaves. Without it every fold waits for the one before, as in SCALE-Sim.
-        held_folds: Folds whose sums, or whose operand that stays, an array holds in its registers at a time, so that
-            what streams is read from SRAM once for all of them; in SCALE-Sim one.
         accumulator_bytes: Memory for sums of 4 bytes, of all arrays together.
         windows: How a convolution is computed: `taps`, one product for each position in the window; or `columns`, one
             product over all positions, since the arrays are fed with whole windows.
@@ -73,7 +61,6 @@ class Matrix:
     dataflow: Dataflow
     rates: Mapping[str, float] = _above(0, 4096)
     overlapped_folds: bool = False
-    held_folds: int = _from(1, 4096, default=1)
     accumulator_bytes: int = _from(64, 2**40, default=65536)
     windows: str = _one_of("taps", "columns", default="taps")
 
@@ -161,18 +148,10 @@ class Launch:
     Attributes:
         overlapped: Whether calls are prepared while others run. Otherwise a call is launched when the one before has
             ended, and nothing of it begins before.
-        resident_rows: A program whose products all have at most that many rows runs as one kernel that stays on the
-            chip, as a decode step on some GPUs does; 0 where there is no such thing.
-        resident_us: What a call then costs.
-        product_us: What a call costs besides whose products the arrays compute: to fill the pipelines, and to store
-            the last results; not in a resident kernel.
     """
 
     cost_us: float = _from(0, 1e9, default=0.0)
-    product_us: float = _from(0, 1e9, default=0.0)
     overlapped: bool = True
-    resident_rows: int = _from(0, 65536, default=0)
-    resident_us: float = _from(0, 1e9, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -202,8 +181,6 @@ class Chip:
         clock_ghz: The clock of all its parts.
         matrix: None for a chip that has a vector unit only.
         energy: All zeros where the file says nothing of it.
-        measured: Kind of call, with a dtype before it where it was measured in that → rows of the sizes of a call that
-            was measured, and by what factor computing it takes longer than the other keys say (`npu_model.measured`).
     """
 
     name: str
@@ -217,7 +194,6 @@ class Chip:
     control: Control = Control()
     launch: Launch = Launch()
     energy: Energy = _NO_ENERGY
-    measured: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     @property
     def dram_bytes_per_cycle(self) -> float:
@@ -230,28 +206,15 @@ class Chip:
     def seconds(self, cycles: float) -> float:
         return cycles / (self.clock_ghz * 1e9)
 
-    def matrix_rate(self, dtype: str) -> float | None:
-        """Multiply-accumulates of a processing element per cycle; None where the arrays cannot multiply that dtype."""
-        return None if self.matrix is None else _rate(self.matrix.rates, dtype)
-
-    def vector_rate(self, dtype: str) -> float:
-        """Operations of the vector unit per cycle; of a dtype that it lacks, those of its slowest."""
-        return self.vector.lanes * (_rate(self.vector.rates, dtype) or min(self.vector.rates.values()))
-
     def peak_macs(self, dtype: str) -> float:
-        """The most multiply-accumulates per cycle, by the arrays or by the vector unit, whichever is faster."""
-        rate, matrix = self.matrix_rate(dtype), self.matrix
-        arrays = 0.0 if rate is None or matrix is None else rate * matrix.arrays * matrix.rows * matrix.columns
-        return max(arrays, self.vector_rate(dtype))
+        """The most multiply-accumulates of the matrix engine per cycle; 0 where it does not multiply that dtype."""
+        matrix = self.matrix
+        return 0.0 if matrix is None else matrix.rates.get(dtype, 0.0) * matrix.arrays * matrix.rows * matrix.columns
 
     def mac_energy(self, dtype: str) -> float:
-        """Picojoules of a multiply-accumulate; of a dtype that the file lacks, the energy of what it is computed as."""
+        """Picojoules of a multiply-accumulate; of a dtype that the file lacks, those of the costliest."""
         known = self.energy.pj_per_mac
-        return _rate(known, dtype) or max(known.values(), default=0.0)
-
-
-def _rate(rates: Mapping[str, float], dtype: str) -> float | None:
-    return next((rates[name] for name in (dtype, *WIDER[dtype]) if name in rates), None)
+        return known.get(dtype, max(known.values(), default=0.0))
 
 
 def shipped_chips() -> list[str]:
@@ -358,7 +321,7 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
     if item.name == "functions":
         return _functions(value, path, where)
     if typing.get_origin(kind) is Mapping:
-        return _calls(value, path, where) if item.name == "measured" else _rates(item, value, path, where)
+        return _rates(item, value, path, where)
     return _number(kind is int, item, value, path, where)
 
 
@@ -382,30 +345,6 @@ def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:
     if unknown := sorted(set(value) - set(allowed)):
         raise InputError(f"{where}: '{path}' has no function '{unknown[0]}'; there are {', '.join(allowed)}")
     return tuple(value)
-
-
-def _calls(value: Any, path: str, where: str) -> Mapping[str, tuple[tuple[float, ...], ...]]:
-    """The measured calls: kind, with a dtype before it in a table of a dtype → rows of sizes and a factor."""
-    table = dict(_table(value, path, where))
-    dtypes = {name: table.pop(name) for name in DTYPES if name in table}
-    found = _calls_of_a_dtype(table, path, where)
-    for dtype, calls in dtypes.items():
-        inner = _calls_of_a_dtype(_table(calls, f"{path}.{dtype}", where), f"{path}.{dtype}", where)
-        found.update({in_dtype(kind, dtype): rows for kind, rows in inner.items()})
-    return found
-
-
-def _calls_of_a_dtype(table: Mapping[str, Any], path: str, where: str) -> dict[str, tuple[tuple[float, ...], ...]]:
-    if unknown := sorted(table.keys() - KINDS.keys()):
-        raise InputError(f"{where}: unknown key '{path}.{unknown[0]}'; known are {', '.join(KINDS)}")
-    for kind, rows in table.items():
-        columns = (*KINDS[kind], "factor")
-        wanted = f"write rows of {len(columns)} numbers above 0 and at most {_MOST:g}: {', '.join(columns)}"
-        for row in rows if isinstance(rows, list) and rows else [None]:
-            numbers = row if isinstance(row, list) and len(row) == len(columns) else [None]
-            if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x <= _MOST for x in numbers):
-                raise InputError(f"{where}: '{path}.{kind}' has {_shown(row)}; {wanted}")
-    return {kind: tuple(tuple(map(float, row)) for row in rows) for kind, rows in table.items()}
 
 
 def check_number(owner: Any, name: str, value: Any, where: str) -> Any:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from npu_compiler.constraint_checker import ADVICE
 from npu_compiler.errors import ConstraintError
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
@@ -39,13 +40,16 @@ def chip_digest(chip: Chip) -> str:
     return hashlib.sha256(repr(chip).encode()).hexdigest()[:16]
 
 
-def lower_program(plan: ExecutionPlan, chip: Chip) -> TileProgram:
+def lower_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper | None = None) -> TileProgram:
     """The tile program of a plan whose memory has been planned.
+
+    Args:
+        mapper: Of the chip, which remembers the calls that it has mapped.
 
     Raises:
         ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
-    mapper = Mapper(chip)
+    mapper = mapper or Mapper(chip)
     check_calls(plan.calls, chip, mapper)
     try:
         return _lowered(plan, chip, mapper, choose_residency(plan, chip, mapper))
@@ -71,14 +75,17 @@ def _lowered(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residen
 
 def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:
     """Raise a `ConstraintError` that names all calls which a chip cannot run, if there are any."""
+    refused: dict[str, str] = {}
     problems = []
     for call in calls:
         try:
             mapper.candidates(call)
         except CannotLower as error:
-            problems.append(f"kernel '{call.kernel}' at node '{call.node}' cannot run on chip '{chip.name}': {error}")
+            reason = f"kernel '{call.kernel}' cannot run on chip '{chip.name}': {error}"
+            refused.setdefault(call.node, reason)
+            problems.append(f"node '{call.node}': {reason}; {ADVICE}")
     if problems:
-        raise ConstraintError(list(dict.fromkeys(problems)))
+        raise ConstraintError(list(dict.fromkeys(problems)), refused)
 
 
 def _preloaded(name: str, place: Place, address: int, chip: Chip) -> Section:
@@ -150,9 +157,8 @@ class Linker:
                 self._next = first + emitter.used
                 self._append(call, emitter.finish())
                 return
-        raise ConstraintError(
-            [f"kernel '{call.kernel}' at node '{call.node}' does not fit the scratchpad of chip '{self.chip.name}'"]
-        )
+        reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.chip.name}'"
+        raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
 
     def _append(self, call: KernelCall, draft: Draft) -> None:
         fences: dict[str, dict[str, int]] = {}

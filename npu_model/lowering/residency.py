@@ -46,7 +46,8 @@ class _Live:
 def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Residency:
     """The values of a plan that stay in the scratchpad of a chip."""
     calls = plan.calls
-    size, alignment = chip.sram.size, chip.sram.alignment
+    alignment = chip.sram.alignment
+    size = chip.sram.size // alignment * alignment
     found = Residency({}, [size] * len(calls))
     resident: list[frozenset[str]] = [frozenset()] * len(calls)
     estimates = [mapper.estimate(call, (), size) for call in calls]

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands import (
-    calibrate,
     graphs,
     keys,
     models,
@@ -46,7 +45,6 @@ for command in (
     serve.serve,
     models.classify,
     quantize.quantize,
-    calibrate.calibrate,
     tools.bench,
     tools.doctor,
 ):

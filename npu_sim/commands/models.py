@@ -101,7 +101,7 @@ def generate(
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if interactive and (no_chat or json or trace):
         raise InputError("--no-chat, --json and --trace need a prompt: give it with --prompt or on standard input")
-    if trace is not None and device is not None and device.startswith("npu-model:"):
+    if trace is not None and device is not None and device.startswith("npu:"):
         raise InputError("--trace is of this machine's time; npu-sim simulate --trace is of a chip's")
     check_not_overwritten(trace, [Path(model)])
     if prompt is None and not interactive:
@@ -113,6 +113,7 @@ def generate(
     find_checkpoint(model)
     # With a cache length of the user's own, it is first looked at whether the prompt fits, which takes the tokenizer.
     opening = open_in_background(device, fast, no_tune) if cache_length is None else None
+    from npu_sim.devices import simulated
     from npu_sim.llm import (
         Conversation,
         LanguageModel,
@@ -126,7 +127,6 @@ def generate(
         load_checkpoint,
         make_sampler,
     )
-    from npu_sim.model_device import simulated
 
     sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
     messages = [{"role": "system", "content": system}] if system else []
@@ -255,7 +255,7 @@ def classify(
     json: AsJSON = False,
 ) -> None:
     """Classify an image into the 1000 ImageNet classes."""
-    from npu_sim.model_device import simulated
+    from npu_sim.devices import simulated
     from npu_sim.vision import Classifier, find_model, load_image
 
     check_device_options(device, cpu_level, fast, no_tune)

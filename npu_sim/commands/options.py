@@ -203,7 +203,7 @@ DeviceName = Annotated[
         metavar="NAME",
         callback=checks.check_device,
         autocompletion=devices,
-        help="cpu, metal, metal-emulator, cuda, cuda:N or npu-model:CHIP. Default: the best one on this machine.",
+        help="cpu, metal, metal-emulator, cuda, cuda:N or npu:CHIP. Default: the best one on this machine.",
     ),
 ]
 CPULevel = Annotated[

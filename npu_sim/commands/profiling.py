@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,6 +60,7 @@ def profile(
     from npu_compiler import CompiledProgram
     from npu_runtime import Profiler
     from npu_sim.arrays import assigned_files
+    from npu_sim.devices import simulated
 
     check_device_options(device, cpu_level, fast, no_tune)
     check_not_overwritten(trace, [file, weights, *assigned_files(inputs)])
@@ -69,26 +69,32 @@ def profile(
         state = weights_for(model, weights)
         arrays, used_seed = inputs_for(model.input_specs, inputs, seed)
         chosen = open_device_for(model, device, fast, no_tune)
-        run = _program_run(model, chosen, state, arrays)
+        run, programs = _program_run(model, chosen, state, arrays), [model]
     else:
         chosen = open_device(device, fast, no_tune)
         plan = _partitioned(file, chosen.backend.target)
         state = weights_for(plan.graph, weights)
         arrays, used_seed = inputs_for([plan.graph.tensors[name] for name in plan.graph.inputs], inputs, seed)
-        run = _plan_run(plan, chosen, state, arrays)
-    profiler, plain = Profiler(), []
+        run, programs = _plan_run(plan, chosen, state, arrays)
+    chip = simulated(chosen)
+    profiler, plain, clock = Profiler(), [], chosen.backend.clock
     with progress("running") as report:
         run(None)
         for index in range(runs):
-            start = time.perf_counter()
+            start = clock()
             run(None)
             chosen.backend.synchronize()
-            plain.append(1e3 * (time.perf_counter() - start))
+            plain.append(1e3 * (clock() - start))
             run(profiler)
             report(index + 1, runs)
     if trace is not None:
         with step(f"writing {trace}"):
-            profiler.save_trace(trace)
+            if chip is None:
+                profiler.save_trace(trace)
+            else:
+                from npu_model.analysis.trace import timeline
+
+                timeline(*(chip.result(program, spans=True) for program in programs)).save(trace)
     median = sorted(plain)[len(plain) // 2]
     if json:
         print_json(
@@ -128,12 +134,15 @@ def _program_run(
     return lambda profiler: executor.run(buffers, loaded, profiler)
 
 
-def _plan_run(plan: PartitionPlan, device: Device, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Run:
-    """Runs a plan, whose inputs are uploaded and outputs downloaded in each run."""
+def _plan_run(
+    plan: PartitionPlan, device: Device, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> tuple[Run, list[CompiledProgram]]:
+    """What runs a plan, whose inputs are uploaded and outputs downloaded in each run; the programs of the device."""
     from npu_runtime import DAGExecutor
 
     with step(f"compiling {plan.graph.name}"):
         executor = DAGExecutor(plan, device)
     with step("loading weights"):
         executor.load_weights(state)
-    return lambda profiler: executor.execute(arrays, profiler)
+    programs = [each.program for each in executor.executors.values()]
+    return lambda profiler: executor.execute(arrays, profiler), programs

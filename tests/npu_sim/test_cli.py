@@ -56,7 +56,6 @@ COMMANDS = [
     "serve",
     "classify",
     "quantize",
-    "calibrate",
     "bench",
     "doctor",
 ]
