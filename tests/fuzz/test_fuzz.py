@@ -76,7 +76,7 @@ def with_eos(value: Any) -> Callable[[Any], None]:
 def with_a_wide_box(tiles: Any) -> None:
     transfer = tiles[2][4][0][3][0]
     assert tiles[1][transfer[0]] == "Transfer"
-    transfer[4][0][0] = 2**40
+    transfer[4][0][0] = transfer[4][0][2] = 2**40
 
 
 FINDINGS: dict[str, tuple[str, int, Callable[[Any], None], type[NPUError], str]] = {
