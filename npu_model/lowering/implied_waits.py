@@ -17,7 +17,7 @@ from npu_model.machine.costs import Costs
 from npu_model.machine.machine import token_totals
 from npu_model.machine.streams import Entry, Raised, Streams
 
-_MOST_EXECUTIONS = 100_000  # of a program; longer ones keep all their waits
+_MOST_EXECUTIONS = 20_000  # of a program, a tenth of a second; longer ones keep all their waits
 
 
 def without_implied_waits(program: TileProgram, chip: Chip) -> TileProgram:
@@ -68,7 +68,9 @@ class _Order:
         joined = clock
         for position, engine, source in sources:
             time = source[engine]
-            is_implied = clock[engine] >= time or any(
+            if clock[engine] >= time:
+                continue
+            is_implied = len(sources) > 1 and any(
                 other[engine] >= time and (other[its_engine] != time or its_engine != engine or later < position)
                 for later, its_engine, other in sources
                 if later != position
