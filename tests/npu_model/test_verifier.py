@@ -140,9 +140,9 @@ def test_a_device_refuses_a_changed_program_before_it_runs() -> None:
     run(text)
     with pytest.raises(ProgramFormatError, match="'relu' has register 99, which is not defined"):
         run(re.sub(r"relu\(r\d+\)", "relu(r99)", text))
-    with pytest.raises(ProgramFormatError, match="the tile program's buffers are not those of the program's kernel calls"):
+    with pytest.raises(ProgramFormatError, match="buffers are not those of the program's kernel calls"):
         run(text.replace("buffer x 2000", "buffer x 4000"))
-    with pytest.raises(ProgramFormatError, match="the tile program's sections are not those of the program's kernel calls"):
+    with pytest.raises(ProgramFormatError, match="sections are not those of the program's kernel calls"):
         run(text[: text.index("section")])
     with pytest.raises(DeviceError, match="was compiled for another chip"):
         run(re.sub(r"^chip edge \S+", "chip edge other", text))
