@@ -231,7 +231,7 @@ class _Verifier:
         self._fill(instruction.fill, target.dtype)
         index, limit = instruction.index, instruction.index_limit
         if index is None:
-            self.need(not instruction.scatters, "it scatters without an index")
+            self.need(not instruction.scatters and not limit, "it scatters or has a limit without an index")
             self._written(target, box)
             self._inside(source, box, counts)
             self._inside(target, box, counts)
@@ -313,7 +313,8 @@ class _Verifier:
         self.need(bool(instruction.stores), "a vector program stores nothing")
         for register, tile in instruction.stores:
             self.need(0 <= register < len(has_axes), f"register {register} is not defined")
-            lacking = has_axes[register] - self._axes(tile, box)
+            several = {axis for axis in has_axes[register] if box[axis].size > 1}
+            lacking = several - self._axes(tile, box)
             self.need(not lacking, f"several elements of register {register} go to one place")
             self._written(tile, box)
 
@@ -327,7 +328,8 @@ class _Verifier:
         name, registers = f"'{step.op:.40}'", [operand for operand in step.operands if isinstance(operand, int)]
         for register in registers:
             self.need(0 <= register < len(has_axes), f"{name} has register {register}, which is not defined")
-        self.need(bool(registers) != (step.op == COORDINATE), f"{name} has {len(registers)} registers")
+        fits = not registers if step.op == COORDINATE else bool(registers) or step.op == "copy"  # of a constant
+        self.need(fits, f"{name} has {len(registers)} registers")
         varies: set[int] = set().union(*(has_axes[register] for register in registers))
         if (op := ELEMENTWISE.get(step.op)) is not None:
             given, wanted = (len(step.operands), len(step.attrs)), (len(op.operands), len(op.attrs))
@@ -382,7 +384,7 @@ def _exact_reach(tile: Tile, box: Sequence[Axis], counts: Sequence[int]) -> tupl
     extents = [axis.size * stride for axis, stride in zip(box, tile.strides, strict=True)]
     if math.prod(counts) > _ENUMERATED or max(map(abs, extents), default=0) > _MOST:
         return None
-    counters = np.indices(counts).reshape(len(counts), -1)
+    counters = np.indices(counts).reshape(len(counts), math.prod(counts))
 
     def values(affine: Affine) -> np.ndarray:
         steps = np.array([*affine.steps, *[0] * (len(counts) - len(affine.steps))], np.int64)

@@ -5,10 +5,25 @@ from npu_model.lowering import (
     codes,
     convolutions,
     elementwise,
+    indexing,
+    movement,
     pooling,
     products,
     quantized,
+    rows,
     transposed,
 )
 
-__all__ = ["attention", "codes", "convolutions", "elementwise", "pooling", "products", "quantized", "transposed"]
+__all__ = [
+    "attention",
+    "codes",
+    "convolutions",
+    "elementwise",
+    "indexing",
+    "movement",
+    "pooling",
+    "products",
+    "quantized",
+    "rows",
+    "transposed",
+]

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from npu_compiler.program.kernels import KernelCall
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Engine, Space
-from npu_model.lowering.emitter import DoesNotFit, Emitter, Place
+from npu_model.lowering.emitter import DOUBLE, DoesNotFit, Emitter, Place
 from npu_model.lowering.families import LOWERINGS, CannotLower, Lowering, Operands, Tiling, operands_of
 from npu_model.machine.costs import Costs
 
 MOST_CANDIDATES = 40
 MOST_TRIED = 400  # tilings that are looked at for one call, those that do not fit included
 _HIDDEN = 0.5  # part of the first loads and last stores that the calls around hide, where there is room for both
+_ISSUE = 1.0  # cycles that an instruction is taken to cost besides, so that of equal tilings the shortest is taken
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Candidate:
         scratchpad: Bytes of the scratchpad in all.
         fill: Cycles of the first transfers and the last ones, latencies included.
         once: Cycles of one round of the engines that compute.
+        flow: Cycles that the transfers of an operand take one after the other, latencies included, where each piece has
+            two places; by position.
+        executions: Number of instructions that are executed.
     """
 
     tiling: Tiling
@@ -44,6 +48,8 @@ class Candidate:
     scratchpad: int
     fill: float
     once: float
+    flow: Mapping[int, float]
+    executions: int
 
     def needs(self, resident: Collection[int]) -> int:
         """Bytes of the scratchpad, with these operands in it already."""
@@ -54,7 +60,8 @@ class Candidate:
         moved = sum(cycles for position, cycles in self.dram.items() if position not in resident)
         fits_twice = 2 * self.needs(resident) <= room
         hidden = _HIDDEN if fits_twice else 1.0
-        return max(self.busy + self.fill * hidden, moved + self.once * hidden)
+        flow = max((cycles for position, cycles in self.flow.items() if position not in resident), default=0.0)
+        return max(self.busy + self.fill * hidden, moved + self.once * hidden, flow) + self.executions * _ISSUE
 
 
 class Mapper:
@@ -134,22 +141,26 @@ class Mapper:
         busy: dict[str, float] = {}
         once: dict[str, float] = {}
         dram: dict[int, float] = {}
+        flow: dict[int, float] = {}
         fill = 0.0
+        executions = 0
         latency = self.chip.dram_latency_cycles
         for instruction, times, name in emitter.executions():
             cost = self._costs.cost(instruction, [axis.size for axis in instruction.axes])
             engine = instruction.engine
+            executions += times
             if engine.startswith(Engine.DMA):
                 fill += cost.cycles + latency
                 position = positions[name][0] if name else -1
                 dram[position] = dram.get(position, 0.0) + times * cost.cycles
+                flow[position] = flow.get(position, 0.0) + times * (cost.cycles + latency) / DOUBLE
             else:
                 busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
                 once[engine] = once.get(engine, 0.0) + cost.cycles
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         room = {positions[name][0]: size for name, size in emitter.rooms().items()}
-        return Candidate(tiling, slowest, dram, room, emitter.used, fill, around)
+        return Candidate(tiling, slowest, dram, room, emitter.used, fill, around, flow, executions)
 
 
 def new_emitter(

@@ -27,21 +27,34 @@ def merged(target: View, *others: View) -> list[View]:
     """Views of one shape over as few dimensions as show all of them, those with the target's largest strides first."""
     order = sorted(range(target.rank), key=lambda d: -abs(target.strides[d]))
     views = [view.permute(order) for view in (target, *others)]
-    return grouped([range(target.rank)], *views)
+    return grouped([range(target.rank)], *views)[0]
 
 
-def grouped(groups: Sequence[Sequence[int]], *views: View) -> list[View]:
-    """Views of one shape with the dimensions of each group merged as far as all of them allow, at least one a group."""
+def grouped(groups: Sequence[Sequence[int]], *views: View) -> tuple[list[View], list[int]]:
+    """Views of one shape with the dimensions of each group merged as far as all of them allow, at least one a group.
+
+    Returns:
+        The views, and how many dimensions each group has left.
+    """
     sizes: list[int] = []
+    counts = []
     strides: list[list[int]] = [[] for _ in views]
     for group in groups:
         merged_sizes, merged_strides = collapse(
             [views[0].shape[d] for d in group], *([view.strides[d] for d in group] for view in views)
         )
         sizes += merged_sizes or [1]
+        counts.append(len(merged_sizes) or 1)
         for own, more in zip(strides, merged_strides, strict=True):
             own += more or [0]
-    return [replace(v, shape=tuple(sizes), strides=tuple(own)) for v, own in zip(views, strides, strict=True)]
+    merged_views = [replace(v, shape=tuple(sizes), strides=tuple(own)) for v, own in zip(views, strides, strict=True)]
+    return merged_views, counts
+
+
+def spread(view: View, shape: Sequence[int], dims: Sequence[int]) -> View:
+    """A view of a larger shape, of which the view has these dimensions and repeats in the others."""
+    strides = dict(zip(dims, view.strides, strict=True))
+    return replace(view, shape=tuple(shape), strides=tuple(strides.get(d, 0) for d in range(len(shape))))
 
 
 def tile_shape(sizes: Sequence[int], elements: int, most: int = MOST_AXES) -> tuple[int, ...]:
@@ -63,52 +76,74 @@ class Round:
     """A round of the loops over tiles: the box, and the operands' pieces of it, with all dimensions.
 
     Attributes:
-        axes: The dimensions of more than one element, along which a vector program works.
+        sizes: Of the whole tensors.
+        counted: The first of the dimensions whose coordinates matter, also where the box has one element.
     """
 
     box: Box
     sizes: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...] = ()
+    counted: int = 2**31
 
     @property
     def axes(self) -> list[int]:
-        return [d for d, (_, size) in enumerate(self.box) if size > 1] or [len(self.box) - 1]
+        """The dimensions of more than one element, along which a vector program works; at least one."""
+        axes = [d for d, (_, size) in enumerate(self.box) if size > 1 or (d >= self.counted and self.sizes[d] > 1)]
+        return axes or [len(self.box) - 1]
+
+    def axis(self, d: int) -> Axis:
+        """A dimension's part in the box."""
+        start, size = self.box[d]
+        return Axis(size, start, self.sizes[d])
 
     def program(self) -> VectorProgram:
         """An empty vector program over the box."""
-        return VectorProgram([Axis(self.box[d][1], self.box[d][0], self.sizes[d]) for d in self.axes])
+        return VectorProgram([self.axis(d) for d in self.axes])
 
     def inputs(self, program: VectorProgram) -> list[int]:
         """The registers of the pieces."""
         return [program.input(piece, *self.axes) for piece in self.pieces]
 
-    def store(self, e: Emitter, program: VectorProgram, register: int, target: View) -> None:
-        """Emit the program, and put a register's value into the target."""
-        out, is_stored = e.result(target, self.box)
-        program.emit(e, [(register, out, self.axes)])
+    def store(self, e: Emitter, program: VectorProgram, register: int, target: View, dims: int | None = None) -> None:
+        """Emit the program, and put a register's value into the target, which has the first `dims` dimensions."""
+        count = len(self.box) if dims is None else dims
+        own = replace(target, shape=target.shape[:count], strides=target.strides[:count])
+        out, is_stored = e.result(own, self.box[:count])
+        program.emit(e, [(register, out, [d if d < count else None for d in self.axes])])
         if is_stored:
-            e.store(out, target, self.box)
+            e.store(out, own, self.box[:count])
 
 
 @contextmanager
-def tiled(e: Emitter, sizes: Sequence[int], tile: Sequence[int], views: Sequence[View]) -> Iterator[Round]:
-    """Loops over tiles of a box; a view is loaded as soon as the loops are open along which it changes."""
-    box: Box = [(ZERO, size) for size in tile]
+def tiled(
+    e: Emitter,
+    sizes: Sequence[int],
+    tile: Sequence[int],
+    views: Sequence[View],
+    box: Box | None = None,
+    dims: Sequence[int] | None = None,
+) -> Iterator[Round]:
+    """Loops over tiles of a box; a view is loaded as soon as the loops are open along which it changes.
+
+    Args:
+        box: What loops that are open already have chosen.
+        dims: The dimensions that are still to be looped over. Default: all.
+    """
+    box = [(ZERO, size) for size in tile] if box is None else list(box)
+    looped = [d for d in (range(len(tile)) if dims is None else dims) if tile[d] < sizes[d]]
     pieces: dict[int, Piece] = {}
 
     def load(opened: int) -> None:
         for number, view in enumerate(views):
-            looped = [d for d, part in enumerate(tile) if part < sizes[d] and view.strides[d]]
-            if number not in pieces and max(looped, default=-1) <= opened:
+            if number not in pieces and max((d for d in looped if view.strides[d]), default=-1) <= opened:
                 pieces[number] = load_distinct(e, view, box, number)
 
     with ExitStack() as loops:
         load(-1)
-        for d, part in enumerate(tile):
-            if part < sizes[d]:
-                counter = loops.enter_context(e.loop(parts(sizes[d], part)))
-                box[d] = (counter * part, part)
-                load(d)
+        for d in looped:
+            counter = loops.enter_context(e.loop(parts(sizes[d], tile[d])))
+            box[d] = (counter * tile[d], tile[d])
+            load(d)
         yield Round(box, tuple(sizes), tuple(pieces[number] for number in range(len(views))))
 
 

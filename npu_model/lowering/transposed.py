@@ -99,7 +99,7 @@ def _spread(
         reaches.append(max(reach, first + 1))
     spread = e.room((count, *reaches), o.x.dtype)
     zeros = VectorProgram([Axis(count), Axis(reaches[0]), Axis(reaches[1])])
-    zeros.emit(e, [(zeros.op("to_float", 0.0), spread, (0, 1, 2))])
+    zeros.emit(e, [(zeros.op("copy", 0.0), spread, (0, 1, 2))])
     axes = (
         Axis(1, image, o.x.shape[0]),
         Axis(count, channel, o.x.shape[1]),

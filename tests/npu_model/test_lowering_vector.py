@@ -12,6 +12,7 @@ import pytest
 from tile_calls import CHIPS, assert_same, run_on_chip, run_on_cpu, tensor
 
 from npu_compiler.errors import ConstraintError
+from npu_compiler.ops.reductions import REDUCTIONS
 from npu_compiler.program.elementwise import ELEMENTWISE, elementwise_kernel_name
 from npu_model.lowering.elementwise import need_functions
 from npu_model.lowering.families import CannotLower
@@ -115,3 +116,246 @@ def test_a_function_that_the_vector_engine_lacks_is_refused_by_name() -> None:
     expected = out.like()
     run_on_cpu("lgamma_kernel", [x], [expected], {"scalars": [None]})
     np.testing.assert_array_equal(out.data, expected.data)
+
+
+# Reductions, softmax, norms
+
+SHORT, LONG = (3, 5, 7), (2, 3, 4500)  # rows of the second do not fit the tiny chip
+
+
+def _reduction_params(rng: np.random.Generator, dims: int) -> dict[str, Any]:
+    order = [2.0, 1.0, 0.0, 3.0, np.inf, -np.inf][int(rng.integers(6))]
+    return {"reduce_dims": dims, "correction": float(rng.integers(2)), "order": order}
+
+
+@both_chips
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions_are_those_of_the_cpu(chip: str, name: str) -> None:
+    rng = generator(name, chip)
+    for dtype in (*FLOATS, "int32", "bool"):
+        shape = (*some_shape(rng, 40, 3), *(int(x) for x in rng.integers(1, 20, 2)))
+        dims = int(rng.integers(1, 3))
+        is_place = name.startswith("arg")
+        integer = "int32" if dtype == "bool" else dtype
+        out_dtype = {"any": "bool", "all": "bool"}.get(
+            name, integer if name in ("max", "min", "sum", "prod") else "float32"
+        )
+        x = tensor(rng, "x", shape, dtype, packed=0, repeats=not is_place)
+        out = tensor(rng, "out", shape[: len(shape) - dims], "int32" if is_place else out_dtype, packed=0)
+        assert_same(chip, f"{name}_kernel", [x], [out], _reduction_params(rng, dims), tolerance=30)
+
+
+@both_chips
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions_of_long_rows_carry_what_they_have(chip: str, name: str) -> None:
+    rng = generator("long", name, chip)
+    for dtype in ("float16", "int32"):
+        x = tensor(rng, "x", LONG, dtype, packed=0)
+        out = tensor(rng, "out", LONG[:2], "int32" if name.startswith("arg") or dtype == "int32" else "float32")
+        if dtype == "int32" and name in ("var", "std", "mean", "norm", "logsumexp"):
+            out = tensor(rng, "out", LONG[:2], "float32")
+        params = {"reduce_dims": 1, "correction": 1.0, "order": 2.0}
+        run_tolerance = 300 if name in ("mean", "sum", "norm", "var", "std", "logsumexp") else 30
+        assert_same(chip, f"{name}_kernel", [x], [out], params, tolerance=run_tolerance)
+
+
+@both_chips
+def test_the_place_of_a_maximum_is_that_of_the_first_nan(chip: str) -> None:
+    rng = generator("nan", chip)
+    for columns in (40, 4500):
+        x = tensor(rng, "x", (4, columns), "float32")
+        x.array[1, columns // 2] = x.array[1, columns - 1] = np.nan
+        x.array[2] = -np.inf
+        x.array[3, columns // 3] = x.array[3, columns // 2] = 99
+        for name in ("argmax", "argmin", "max", "min"):
+            out = tensor(rng, "out", (4,), "int32" if name.startswith("arg") else "float32")
+            assert_same(chip, f"{name}_kernel", [x], [out], _reduction_params(rng, 1), exact=True)
+
+
+@both_chips
+@pytest.mark.parametrize("shape", [SHORT, LONG, (6, 1)])
+def test_softmax_and_running_sums_are_those_of_the_cpu(chip: str, shape: tuple[int, ...]) -> None:
+    rng = generator("softmax", chip, shape)
+    for dtype in FLOATS:
+        x, out = (tensor(rng, name, shape, dtype, packed=0) for name in ("x", "out"))
+        mask = tensor(rng, "mask", shape, "float32", packed=0, repeats=True)
+        mask.array[..., 0] = -np.inf
+        scale = {"scale": float(rng.choice([1.0, 0.3]))}
+        assert_same(chip, "softmax_kernel", [x], [out], scale)
+        assert_same(chip, "log_softmax_kernel", [x], [out], scale, tolerance=5)
+        assert_same(chip, "masked_softmax_kernel", [x, mask], [out], scale)
+        assert_same(chip, "cumsum_kernel", [x], [out], {}, tolerance=100)
+    numbers, sums = (tensor(rng, name, shape, "int32", packed=0) for name in ("x", "out"))
+    numbers.array[..., 0] = 2**31 - 1
+    assert_same(chip, "cumsum_kernel", [numbers], [sums], {})
+
+
+@both_chips
+@pytest.mark.parametrize("width", [1, 24, 4500])
+def test_norms_are_those_of_the_cpu(chip: str, width: int) -> None:
+    rng = generator("norms", chip, width)
+    for dtype in FLOATS:
+        x, out = (tensor(rng, name, (5, width), dtype, packed=1) for name in ("x", "out"))
+        weight, bias = (tensor(rng, name, (width,), dtype) for name in ("weight", "bias"))
+        count = int(rng.integers(3))
+        present = {"has_weight": int(count > 0), "has_bias": int(count > 1)}
+        sizes = {"rows": 5, "width": width, "eps": 1e-5}
+        assert_same(chip, "layernorm_kernel", [x, *[weight, bias][:count]], [out], sizes | present, tolerance=5)
+        rms = sizes | {"weight_offset": float(count), "has_weight": int(count > 0)}
+        assert_same(chip, "rmsnorm_kernel", [x, *[weight][:count]], [out], rms, tolerance=5)
+
+
+@both_chips
+@pytest.mark.parametrize("pixels", [(), (3, 5), (40, 90)])
+def test_group_norms_are_those_of_the_cpu(chip: str, pixels: tuple[int, ...]) -> None:
+    rng = generator("group norm", chip, pixels)
+    for groups in (1, 2, 6):
+        x, out = (tensor(rng, name, (2, 6, *pixels), "float16", packed=0) for name in ("x", "out"))
+        weight, bias = (tensor(rng, name, (6,), "float16", packed=0) for name in ("weight", "bias"))
+        params = {"groups": groups, "eps": 1e-5, "has_weight": 1, "has_bias": 1}
+        assert_same(chip, "groupnorm_kernel", [x, weight, bias], [out], params, tolerance=5)
+
+
+# Movement
+
+
+@both_chips
+@pytest.mark.parametrize("dtype", [*FLOATS, "int32", "bool"])
+def test_made_and_rearranged_elements_are_those_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("movement", chip, dtype)
+    value = 1 if dtype in ("int32", "bool") else 0.75
+    filling = {"value": value, "int_value": int(value)}
+    for shape in ((), (3, 700), some_shape(rng), (0, 2)):
+        out = tensor(rng, "out", shape, dtype, packed=0)
+        assert_same(chip, "fill_kernel", [], [out], filling, exact=True)
+        flags = [int(x) for x in rng.integers(0, 2, len(shape))]
+        x = tensor(rng, "x", shape, dtype, packed=0, repeats=True)
+        dims = [*flags, *[0] * (8 - len(shape))]
+        assert_same(chip, "flip_kernel", [x], [out], {"dims": dims}, exact=True)
+    for shape in ((17, 9), (2, 3, 40, 41), (1, 5), (4, 1)):
+        x, out = (tensor(rng, name, shape, dtype, packed=0) for name in ("x", "out"))
+        triangle = {"upper": int(rng.integers(2)), "diagonal": int(rng.integers(-6, 7))}
+        assert_same(chip, "triangle_kernel", [x], [out], triangle, exact=True)
+    if dtype != "bool":
+        counts = {"start": 3, "step": -2, "int_start": 3, "int_step": -2}
+        for size in (0, 1, 90, 2000):
+            out = tensor(rng, "out", (size,), dtype, packed=0)
+            assert_same(chip, "arange_kernel", [], [out], counts, exact=dtype != "bfloat16")
+
+
+@both_chips
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate", "circular"])
+def test_padding_is_that_of_the_cpu(chip: str, mode: str) -> None:
+    rng = generator("padding", chip, mode)
+    for dtype in ("float16", "float32", "int32", "bool"):
+        shape = tuple(int(n) for n in rng.integers(3, 9, int(rng.integers(1, 5))))
+        pairs = [(int(a), int(b)) if rng.random() < 0.6 else (0, 0) for a, b in rng.integers(0, 3, (len(shape), 2))]
+        padded = tuple(n + a + b for n, (a, b) in zip(shape, pairs, strict=True))
+        pads = [n for pair in reversed(pairs) for n in pair]
+        x, out = tensor(rng, "x", shape, dtype, packed=0), tensor(rng, "out", padded, dtype, packed=0)
+        value = 1 if dtype in ("int32", "bool") else -np.inf
+        params = {"mode": mode, "pads": [*pads, *[0] * (12 - len(pads))], "value": value, "int_value": 1}
+        assert_same(chip, "pad_kernel", [x], [out], params, exact=True)
+    x, out = tensor(rng, "x", (4, 60, 60), "float16"), tensor(rng, "out", (4, 62, 63), "float16")
+    params |= {"pads": [1, 2, 1, 1, *[0] * 8], "value": 0.0}
+    assert_same(chip, "pad_kernel", [x], [out], params, exact=True)
+
+
+@both_chips
+@pytest.mark.parametrize("scale", [0.5, 1 / 3, 0.6, 1.7])
+def test_repeated_pixels_are_those_of_the_cpu(chip: str, scale: float) -> None:
+    rng = generator("nearest", chip, scale)
+    x = tensor(rng, "x", (2, 3, 6, 7), "float16", packed=0)
+    out = tensor(rng, "out", (2, 3, int(6 / scale), int(7 / 0.5)), "float16", packed=0)
+    params = {"scale": [scale, 0.5], "exact": int(rng.integers(2))}
+    assert_same(chip, "upsample_nearest_kernel", [x], [out], params, exact=True)
+
+
+# Indexing
+
+
+def _places(rng: np.random.Generator, name: str, shape: tuple[int, ...], limit: int, lowest: int = 0) -> Any:
+    places = tensor(rng, name, shape, "int32", packed=0)
+    places.array[...] = rng.integers(lowest, limit, shape)
+    return places
+
+
+@both_chips
+@pytest.mark.parametrize("dtype", ["float16", "int32", "bool"])
+def test_elements_picked_by_indices_are_those_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("picked", chip, dtype)
+    for ids_shape in ((), (5,), (3, 4), (2, 3, 70)):
+        table, ids = tensor(rng, "table", (11, 33), dtype, packed=1), _places(rng, "ids", ids_shape, 11)
+        out = tensor(rng, "out", (*ids_shape, 33), dtype, packed=0)
+        assert_same(chip, "embedding_kernel", [table, ids], [out], {"rows": 11, "width": 33, "checked": 0}, exact=True)
+    for _ in range(4):
+        shape = tuple(int(n) for n in rng.integers(1, 8, int(rng.integers(1, 5))))
+        dim = int(rng.integers(len(shape)))
+        count = int(rng.integers(1, 40))
+        x, places = tensor(rng, "x", shape, dtype, packed=0), _places(rng, "index", (count,), shape[dim])
+        out = tensor(rng, "out", (*shape[:dim], count, *shape[dim + 1 :]), dtype, packed=0)
+        assert_same(chip, "index_select_kernel", [x, places], [out], {"dim": dim}, exact=True)
+        picked = tuple(count if d == dim else int(rng.integers(1, n + 1)) for d, n in enumerate(shape))
+        places, out = _places(rng, "index", picked, shape[dim]), tensor(rng, "out", picked, dtype, packed=0)
+        assert_same(chip, "gather_kernel", [x, places], [out], {"dim": dim}, exact=True)
+
+
+@both_chips
+def test_advanced_indices_are_those_of_the_cpu(chip: str) -> None:
+    rng = generator("advanced", chip)
+    for _ in range(8):
+        shape = tuple(int(n) for n in rng.integers(1, 7, int(rng.integers(1, 5))))
+        first = int(rng.integers(len(shape)))
+        count = int(rng.integers(1, len(shape) - first + 1))
+        spread = tuple(int(n) for n in rng.integers(1, 9, int(rng.integers(0, 3))))
+        indices = [_places(rng, f"index{i}", spread, shape[first + i], -shape[first + i]) for i in range(count)]
+        x = tensor(rng, "x", shape, "float16", packed=0)
+        out = tensor(rng, "out", (*shape[:first], *spread, *shape[first + count :]), "float16", packed=0)
+        assert_same(chip, "index_kernel", [x, *indices], [out], {"first": first, "count": count}, exact=True)
+
+
+@both_chips
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_are_replaced_in_place_as_on_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("replaced", chip, dtype)
+    for shape, dim, count in (((2, 40, 9), 1, 3), ((50,), 0, 20), ((6, 4, 3, 5), 3, 1), ((300, 30), 0, 200)):
+        index = _places(rng, "index", (count,), shape[dim])
+        index.array[...] = rng.permutation(shape[dim])[:count]
+        rows = (*shape[:dim], count, *shape[dim + 1 :])
+        sources = [tensor(rng, name, rows, "float16", packed=0) for name in ("source0", "source1")]
+        outs = [tensor(rng, name, shape, dtype, packed=0) for name in ("out0", "out1")]
+        params = {"dim": dim, "checked": 0}
+        assert_same(chip, "index_copy_kernel", [index, sources[0]], outs[:1], params, exact=True)
+        assert_same(chip, "index_copy_pair_kernel", [index, *sources], outs, params, exact=True)
+
+
+@both_chips
+@pytest.mark.parametrize("wrong", [-1, 7, 2**31 - 1])
+def test_an_index_out_of_range_is_the_error_that_it_is_on_the_cpu(chip: str, wrong: int) -> None:
+    rng = generator("wrong", chip, wrong)
+    table, ids = tensor(rng, "table", (7, 3), "float16"), _places(rng, "ids", (90,), 7)
+    ids.array[17] = wrong
+    wide, rows = tensor(rng, "wide", (90, 3), "float16"), tensor(rng, "out", (90, 3), "float16")
+    picked, both = tensor(rng, "out", (90,), "float16"), tensor(rng, "index", (90, 3), "int32")
+    both.array[...] = ids.array[:, None]
+    calls: list[Any] = [
+        ("embedding_kernel", [table, ids], [rows], {"rows": 7, "width": 3, "checked": 0}),
+        ("index_select_kernel", [table, ids], [rows], {"dim": 0}),
+        ("gather_kernel", [table, both], [rows], {"dim": 0}),
+        ("index_copy_kernel", [ids, wide], [table], {"dim": 0, "checked": 0}),
+    ]
+    for call in calls:
+        with pytest.raises(IndexError, match=f"^index {wrong} is out of range for 7 rows$"):
+            run_on_cpu(*call)
+        with pytest.raises(IndexError, match=f"index {wrong} is out of range for 7 rows"):
+            run_on_chip(CHIPS[chip], *call)
+    ids.array[17] = -8 if wrong < 0 else wrong
+    third = _places(rng, "third", (90,), 3)
+    for advanced in (
+        ("index_kernel", [table, ids], [rows], {"first": 0, "count": 1}),
+        ("index_kernel", [table, ids, third], [picked], {"first": 0, "count": 2}),
+    ):
+        with pytest.raises(IndexError):
+            run_on_cpu(*advanced)  # type: ignore[arg-type]
+        with pytest.raises(IndexError):
+            run_on_chip(CHIPS[chip], *advanced)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,6 +17,7 @@ from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
 from npu_model.chip import Chip, load_chip, parse_chip
 from npu_model.isa.encoding import decode, encode
+from npu_model.isa.instructions import instructions
 from npu_model.lowering.emitter import DoesNotFit, Place
 from npu_model.lowering.families import LOWERINGS, operands_of
 from npu_model.lowering.mapper import Choice, Mapper
@@ -125,8 +127,11 @@ def tensor(
     return made
 
 
+MOST_INSTRUCTIONS = 400  # of a tiling that is not the mapper's choice
+
+
 class SomeTiling(Mapper):
-    """Chooses any of the first tilings that fit, instead of the one that is estimated to be the fastest."""
+    """Chooses any of the first tilings that fit and are not long, instead of the one estimated to be the fastest."""
 
     def __init__(self, chip: Chip, rng: np.random.Generator) -> None:
         super().__init__(chip)
@@ -141,7 +146,11 @@ class SomeTiling(Mapper):
                 lowering.emit(emitter, operands, tiling)
             except DoesNotFit:
                 continue
-            fitting.append((tiling, emitter.finish().scratchpad))
+            draft = emitter.finish()
+            if sum(math.prod(counts) for _, counts in instructions(draft.body)) <= MOST_INSTRUCTIONS:
+                fitting.append((tiling, draft.scratchpad))
+        if not fitting:
+            return super().choice(call, places, room)
         tiling, used = fitting[int(self.rng.integers(len(fitting)))]
         return Choice(tiling, 0.0, used, lambda e: lowering.emit(e, operands, tiling))
 
