@@ -211,7 +211,7 @@ class _Scheduler:
         self.last = self.frontier = self.exposed = 0
         self.dram_free = 0
         self.latency = round(machine.chip.dram_latency_cycles)
-        self.races = Races(names, sections) if machine.checked else None
+        self.races = Races(names) if machine.checked else None
 
     def run(self) -> Run:
         launch, clock = self.machine.chip.launch, self.machine.chip.clock_ghz
