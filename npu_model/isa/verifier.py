@@ -216,7 +216,7 @@ class _Verifier:
     def _written(self, tile: Tile, box: Sequence[Axis]) -> None:
         """Check that an operand has no more elements than room, so that no work on it is out of proportion."""
         room, name = self._room(tile)
-        size = math.prod(axis.size for axis, stride in zip(box, tile.strides, strict=True) if stride)
+        size = math.prod(min(axis.size, axis.total) for axis, stride in zip(box, tile.strides, strict=True) if stride)
         self.need(size * itemsize(tile.dtype) <= room, f"{size} elements are more than {name} of {room} bytes")
 
     def _transfer(self, instruction: Transfer, counts: Sequence[int]) -> None:
@@ -245,7 +245,9 @@ class _Verifier:
             self._inside(source, box if instruction.scatters else rows, counts)
             self._inside(target, rows if instruction.scatters else box, counts)
         if instruction.fill is not None:
-            self._inside(target, [Axis(axis.size) for axis in box], counts)
+            whole = [Axis(axis.size) for axis in box]
+            self._written(target, whole)
+            self._inside(target, whole, counts)
 
     def _fill(self, fill: float | int | None, dtype: str) -> None:
         if fill is None or is_float(dtype):

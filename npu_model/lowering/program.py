@@ -27,8 +27,10 @@ from npu_model.isa.instructions import (
 )
 from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
 from npu_model.lowering.families import CannotLower
+from npu_model.lowering.implied_waits import without_implied_waits
 from npu_model.lowering.mapper import Mapper, emit_call, new_emitter
 from npu_model.lowering.residency import Residency, choose_residency, positions
+from npu_model.lowering.tokens import without_idle_tokens
 from npu_model.machine.machine import engines_of, token_totals
 
 ARENA = "arena"  # the buffer in DRAM that holds intermediate values
@@ -68,7 +70,9 @@ def _lowered(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residen
     linker = Linker(chip, places, token_totals(preload))
     for call, room in zip(plan.calls, residency.rooms, strict=True):
         linker.add(call, mapper, room, frozenset(residency.addresses))
-    return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), tuple(linker.sections))
+    sections = tuple(linker.sections)
+    program = TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
+    return without_idle_tokens(without_implied_waits(program, chip))
 
 
 def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:

@@ -7,7 +7,7 @@ Engines work side by side, each on one instruction at a time and in the order of
 2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine
    is free for the next transfer meanwhile. All engines share DRAM.
 3. Any other instruction keeps its engine for its cycles.
-4. At its end an instruction raises its tokens.
+4. At its end an instruction raises its tokens; an engine's instructions end in their order.
 5. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
    the chip overlaps them; otherwise a launch begins when the section before has ended.
 
@@ -181,12 +181,20 @@ def engines_of(nodes: Sequence[Node]) -> set[str]:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """An engine's state: its next instruction, when the engine is free, and for how many tokens it still waits."""
+    """An engine's state.
+
+    Attributes:
+        current: Its next instruction.
+        free: When the engine is free for it.
+        ended: When all before it have ended.
+        ready, missing: When it can start, as far as is known, and for how many tokens it still waits.
+    """
 
     name: str
     stream: Iterator[Entry] = field(default_factory=lambda: iter(()))
     current: Entry | None = None
     free: int = 0
+    ended: int = 0
     missing: int = 0
     ready: int = 0
 
@@ -253,6 +261,9 @@ class _Scheduler:
                 end = queue.free + latency
             else:
                 end = queue.free = start + cycles
+            if end < queue.ended:
+                end = queue.ended
+            queue.ended = end
             counts = self.counts[index]
             if end > counts.end:
                 counts.end = end
@@ -264,8 +275,7 @@ class _Scheduler:
             if looks_closer:
                 self._look_closer(queue, number, start)
             for raised in prepared.signals:
-                times = raised.times
-                times.append(end if end > times[-1] else times[-1])
+                raised.times.append(end)
                 if raised.waiting:
                     self._wake(raised)
             self._next(number, queue)

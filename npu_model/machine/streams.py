@@ -96,6 +96,11 @@ class Streams:
         self._raised = raised
         self._sections = [self._nodes(section.body, (), number) for number, section in enumerate(sections)]
 
+    @property
+    def executions(self) -> int:
+        """Number of instructions that are executed in all."""
+        return sum(size for nodes in self._sections for node in nodes for size in node.sizes.values())
+
     def engines(self, section: int) -> set[str]:
         """Names of the engines that execute something of a section."""
         return {name for node in self._sections[section] for name in node.sizes}

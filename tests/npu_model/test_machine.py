@@ -145,3 +145,16 @@ def test_spans_of_an_engine_do_not_overlap(seed: int) -> None:
         spans = [span for span in result.spans if span.engine == name]
         assert all(a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
     assert not re.search("[A-Z]", "".join(span.name for span in result.spans))
+
+
+def test_a_fence_behind_a_load_ends_when_the_data_are_there() -> None:
+    program = assemble(
+        'chip edge d\nbuffer x 64\nsection a b ""\n'
+        "  dma0 load sram[0] int32 <- x[0] int32 [4]\n"
+        "  dma0 fence signal dma0.0\n"
+        "  vector compute [4] wait dma0.0 >= 1\n"
+        "         r0 = sram[0] int32\n"
+        "         sram[64] int32 <- r0\n"
+    )
+    load, compute = Machine(chip(), program, memories(arrays_of(program)), True).run(spans=True).spans
+    assert compute.start == load.end + round(chip().dram_latency_cycles)
