@@ -8,7 +8,8 @@ When the section is finished, the emitter adds the tokens that make engines, whi
 sequence says. For an instruction I that touches a piece which another engine E touches too, one of the two writing:
 
 1. Every instruction of E that touches the piece raises a token. In the sequence, that token has been raised `before(I)`
-   times when I comes. That number is affine in the loops' counters.
+   times when I comes. That number is affine in the loops' counters. One token does for all pieces that the same
+   instructions of E touch.
 2. If I reads what E writes, I waits for `before(I)`.
 3. If I only writes, and E has not touched the piece in this round yet, I replaces what lay in this place `slots` rounds
    ago: it waits for `before(I)` less what E does in `slots` − 1 rounds. Otherwise it waits for `before(I)` too.
@@ -471,33 +472,36 @@ class Emitter:
         for item in self._items:
             for memory in item.touches:
                 sharing.setdefault(memory, {}).setdefault(item.instruction.engine, []).append(item)
-        waits: dict[_Item, dict[Token, Affine]] = {}
-        signals: dict[_Item, list[Token]] = {}
-        numbers: dict[str, int] = {}
-        raised: dict[Token, int] = {}
+        conditions: dict[tuple[_Item, ...], list[dict[_Item, Affine]]] = {}
         for memory, by_engine in sharing.items():
             for engine, touching in by_engine.items():
                 is_written = any(item.touches[memory][1] for item in touching)
-                waiting = [
-                    item
-                    for other, items in by_engine.items()
-                    for item in items
-                    if other != engine and (is_written or item.touches[memory][1])
-                ]
-                if not waiting:
-                    continue
-                numbers[engine] = numbers.get(engine, 0) + 1
-                token = Token(engine, numbers[engine])
-                for item in touching:
-                    signals.setdefault(item, []).append(token)
-                raised[token] = sum(item.executions() for item in touching)
-                for item in waiting:
+                counts: dict[_Item, Affine] = {}
+                for item in (item for other, items in by_engine.items() for item in items if other != engine):
+                    if not (is_written or item.touches[memory][1]):
+                        continue
                     needed = _before(touching, item)
                     if not (item.touches[memory][0] and is_written) and not _same_round(touching, item, memory.depth):
                         in_a_round = sum(other.executions(memory.depth) for other in touching)
                         needed = needed + -(memory.slots - 1) * in_a_round
                     if needed.bounds([loop.count for loop in item.path])[1] > 0:
-                        waits.setdefault(item, {})[token] = needed + self._raised.get(token, 0)
+                        counts[item] = needed
+                if counts:
+                    _add_token(conditions.setdefault(tuple(touching), []), counts)
+        waits: dict[_Item, dict[Token, Affine]] = {}
+        signals: dict[_Item, list[Token]] = {}
+        numbers: dict[str, int] = {}
+        raised: dict[Token, int] = {}
+        for raising, tokens in conditions.items():
+            engine = raising[0].instruction.engine
+            for counts in tokens:
+                numbers[engine] = numbers.get(engine, 0) + 1
+                token = Token(engine, numbers[engine])
+                raised[token] = sum(item.executions() for item in raising)
+                for item in raising:
+                    signals.setdefault(item, []).append(token)
+                for item, needed in counts.items():
+                    waits.setdefault(item, {})[token] = needed + self._raised.get(token, 0)
         outside = tuple(
             {
                 Touch(item.instruction.engine, place.space, place.name, first, end, is_written)
@@ -516,6 +520,25 @@ class Emitter:
         return Draft(
             body, outside, raised, self._used[Space.SCRATCHPAD], self._used[Space.ACCUMULATORS]
         )
+
+
+def _add_token(tokens: list[dict[_Item, Affine]], counts: Mapping[_Item, Affine]) -> None:
+    """Enter the counts that instructions wait for, in one of the tokens of the same instructions if one will do.
+
+    One does where each instruction that waits for it waits for the larger count in all rounds.
+    """
+    for token in tokens:
+        larger = {item: _larger(token.get(item, count), count, item) for item, count in counts.items()}
+        if None not in larger.values():
+            token.update({item: count for item, count in larger.items() if count is not None})
+            return
+    tokens.append(dict(counts))
+
+
+def _larger(first: Affine, second: Affine, item: _Item) -> Affine | None:
+    """The one of two counts that is the larger one in all rounds; None if neither is."""
+    low, high = (first + second * -1).bounds([loop.count for loop in item.path])
+    return first if low >= 0 else second if high <= 0 else None
 
 
 def _common(first: _Item, second: _Item) -> int:

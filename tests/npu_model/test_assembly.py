@@ -148,7 +148,7 @@ def test_a_linear_layer_reads_like_assembly() -> None:
     for line in (
         r"  loop t0 in \d+:",
         r"    matrix  matmul  acc\[.*\] .* = sram\[.*\] float16 .* \* sram\[.*\] float16 .* \[m 5, n .*, k 200\]",
-        r"                    wait dma\d\.\d >= .*   signal matrix.1, .*",
+        r"                    wait dma\d\.\d >= .*   signal matrix.1",
         r"            r(\d) = relu\(r\d\)",
         r"            sram\[.*\] float16 <- r\d",
     ):
