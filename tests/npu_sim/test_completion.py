@@ -76,7 +76,7 @@ OFFERED = {
     "npu-sim serve smollm2 --draft m": {"model.gguf"},
     "npu-sim serve smollm2 --log-level ": {"debug", "info", "warning", "error"},
     "npu-sim classify x.png --model res": {"resnet18", "resnet50"},
-    "npu-sim compile net.json --target ": {"op_level", "metal_gpu", "cuda_gpu"},
+    "npu-sim compile net.json --target ": {"op_level", "metal_gpu", "cuda_gpu", "npu:datacenter", "npu:edge", "npu:phone"},
     "npu-sim compile net.json --disable-fusion linear_r": {"linear_residual"},
     "npu-sim extract m --task text-": {"text-generation", "text-classification"},
     "npu-sim compile n": {"net.json"},
