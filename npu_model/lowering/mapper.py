@@ -164,7 +164,8 @@ class Mapper:
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         room = {positions[name][0]: size for name, size in emitter.rooms().items()}
-        return Candidate(tiling, slowest, dram, room, emitter.used, fill, around, flow, executions, self.chip.dma.channels < 3)
+        serial = self.chip.dma.channels < 3
+        return Candidate(tiling, slowest, dram, room, emitter.used, fill, around, flow, executions, serial)
 
 
 def new_emitter(

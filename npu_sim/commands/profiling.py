@@ -111,7 +111,9 @@ def profile(
     typer.echo(profiler.report())
     typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")
     if chip is not None:
-        note(f"kernels, median and trace are in time of chip {chip.chip.name}; transfers and the total in this machine's")
+        note(
+            f"kernels, median and trace are in time of chip {chip.chip.name}; transfers and the total in this machine's"
+        )
     if trace is not None:
         typer.echo(f"trace written to {trace}; ui.perfetto.dev opens it")
 
