@@ -11,7 +11,7 @@ from npu_model.loading import load_tiles
 from npu_model.lowering.program import lower_program
 from npu_model.machine.machine import Machine, Run
 
-# More memory, bandwidth or arrays make no program slower by more than this share of its time and, for each call, one more
+# More memory, bandwidth or arrays make no program slower by more than this share of its time and, for each call, one
 # access to DRAM: the mapper compares tilings of a call that runs by itself, by an estimate, while calls overlap.
 MONOTONE_WITHIN = 0.05
 

@@ -39,6 +39,7 @@ class Candidate:
         flow: Cycles that the transfers of an operand take one after the other, latencies included, where each piece has
             two places; by position.
         executions: Number of instructions that are executed.
+        serial: Whether loads wait for the stores before them, which share their queue where there are fewer than three.
     """
 
     tiling: Tiling
@@ -50,6 +51,7 @@ class Candidate:
     once: float
     flow: Mapping[int, float]
     executions: int
+    serial: bool = False
 
     def needs(self, resident: Collection[int]) -> int:
         """Bytes of the scratchpad, with these operands in it already."""
@@ -58,6 +60,8 @@ class Candidate:
     def estimate(self, resident: Collection[int], room: int) -> float:
         """Cycles, with these operands in the scratchpad and `room` bytes of it for pieces."""
         moved = sum(cycles for position, cycles in self.dram.items() if position not in resident)
+        if self.serial:
+            return self.busy + moved + self.executions * _ISSUE
         fits_twice = 2 * self.needs(resident) <= room
         hidden = _HIDDEN if fits_twice else 1.0
         flow = max((cycles for position, cycles in self.flow.items() if position not in resident), default=0.0)
@@ -160,7 +164,8 @@ class Mapper:
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         room = {positions[name][0]: size for name, size in emitter.rooms().items()}
-        return Candidate(tiling, slowest, dram, room, emitter.used, fill, around, flow, executions)
+        serial = self.chip.dma.channels < 3
+        return Candidate(tiling, slowest, dram, room, emitter.used, fill, around, flow, executions, serial)
 
 
 def new_emitter(

@@ -193,29 +193,39 @@ def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int
     """(cycles, bytes of the scratchpad, cycles that wait for its ports) of a product that the arrays share.
 
     They share it in the way that is fastest. Arrays read the scratchpad side by side: where its ports would hold all of
-    them up, fewer may be as fast.
+    them up, fewer may be faster.
     """
     matrix = chip.matrix
     assert matrix is not None
     best: tuple[int, int, int] | None = None
-    for part, copies in _shares(product, matrix.arrays):
-        cycles = fold_cycles(part, chip) / rate
-        accesses = sram_accesses(part, matrix.rows, matrix.columns, matrix.dataflow)
-        size = copies * (accesses.input_reads * left + accesses.weight_reads * right)
-        total = math.ceil(max(cycles, size / chip.sram.bandwidth))
-        found = (total, size, total - math.ceil(cycles))
-        best = found if best is None else min(best, found)
+    for arrays in _counts(matrix.arrays):
+        for part, copies in _shares(product, arrays):
+            cycles = fold_cycles(part, chip) / rate
+            accesses = sram_accesses(part, matrix.rows, matrix.columns, matrix.dataflow)
+            size = copies * (accesses.input_reads * left + accesses.weight_reads * right) // part.batch
+            total = math.ceil(max(cycles, size / chip.sram.bandwidth))
+            found = (total, size, total - math.ceil(cycles))
+            best = found if best is None else min(best, found)
+        if best is not None and not best[2]:
+            break
     assert best is not None
     return best
 
 
+_MANY_ARRAYS = 16
+
+
+def _counts(arrays: int) -> list[int]:
+    """Numbers of arrays to try, the largest first: all of a few, and powers of two beyond."""
+    powers = (1 << power for power in range(arrays.bit_length()))
+    return sorted({arrays, *range(1, min(arrays, _MANY_ARRAYS) + 1), *powers}, reverse=True)
+
+
 def _shares(product: Product, arrays: int) -> list[tuple[Product, int]]:
-    """Ways to share a product among arrays: (what each computes, number of arrays that do)."""
-    if arrays == 1:
-        return [(product, 1)]
+    """Ways to share a product among arrays: (what each computes, at most; products of a batch that are computed)."""
     if product.batch >= arrays:
-        return [(Product(product.m, product.n, product.k, -(-product.batch // arrays)), arrays)]
-    each = max(1, arrays // product.batch)
+        return [(Product(product.m, product.n, product.k, -(-product.batch // arrays)), product.batch)]
+    each = arrays // product.batch
     ways = []
     for name in ("m", "n"):
         size = getattr(product, name)

@@ -10,7 +10,7 @@ import typer
 
 from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_program_or_ir
 from npu_sim.commands.completion import programs_and_ir
-from npu_sim.commands.console import print_json, progress, step
+from npu_sim.commands.console import note, print_json, progress, step
 from npu_sim.commands.options import (
     AllowCode,
     AsJSON,
@@ -110,6 +110,10 @@ def profile(
         return
     typer.echo(profiler.report())
     typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")
+    if chip is not None:
+        note(
+            f"kernels, median and trace are in time of chip {chip.chip.name}; transfers and the total in this machine's"
+        )
     if trace is not None:
         typer.echo(f"trace written to {trace}; ui.perfetto.dev opens it")
 

@@ -184,6 +184,22 @@ def test_a_module_runs_on_the_chip() -> None:
     compiled = package.compile(module, (x,), device=device)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), module(x), rtol=0.01, atol=0.01)
+    assert isinstance(device.backend, NPUBackend)
+    once = device.backend.simulated_seconds
+    assert once > 0
+    with torch.no_grad():
+        compiled(x)
+    assert device.backend.simulated_seconds == pytest.approx(2 * once)
+
+
+def test_torch_compile_runs_on_the_chip() -> None:
+    torch = pytest.importorskip("torch")
+    from npu_sim.module.dynamo_backend import backend
+
+    module, device = torch.nn.Linear(64, 48).eval(), Device("npu:edge")
+    compiled = torch.compile(module, backend=backend, options={"device": device})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(torch.from_numpy(X)), module(torch.from_numpy(X)), rtol=0.01, atol=0.01)
     assert isinstance(device.backend, NPUBackend) and device.backend.simulated_seconds > 0
 
 

@@ -93,7 +93,7 @@ def test_a_launch_costs_what_the_chip_says(calls: int) -> None:
 
 
 def test_few_ports_of_sram_hold_the_arrays_up() -> None:
-    narrow = simulate(linear(512, 512, 512), changed(EDGE, "sram", banks=1))
+    narrow = simulate(linear(512, 512, 512), changed(EDGE, "sram", banks=1, bytes_per_cycle=2))
     assert narrow.stalls[Cause.SRAM_PORTS] > 0.3 * narrow.cycles
     assert simulate(linear(512, 512, 512), EDGE).stalls[Cause.SRAM_PORTS] == 0
 

@@ -69,7 +69,7 @@ def test_ir_is_compiled_first_as_asked(ir: dict[str, Any], tmp_path: Path) -> No
     )
     weights = 2 * 512 * 256
     whole, bytes_ = (run["dram_bytes"] + run["kept_weight_bytes"] for run in (plain, narrow))
-    assert whole >= 2 * weights and 0.9 * weights < whole - bytes_ < weights
+    assert whole >= 2 * weights and 0.8 * weights < whole - bytes_ < weights
 
 
 def test_a_trace_and_a_picture_are_written(program: Path, tmp_path: Path) -> None:
