@@ -1,5 +1,5 @@
 """From an op-level program to the tile program of one chip: a file for each family of kernels."""
 
-from npu_model.lowering import elementwise, indexing, movement, products, rows
+from npu_model.lowering import elementwise, indexing, integers, movement, pooling, products, rope, rows
 
-__all__ = ["elementwise", "indexing", "movement", "products", "rows"]
+__all__ = ["elementwise", "indexing", "integers", "movement", "pooling", "products", "rope", "rows"]

@@ -14,6 +14,7 @@ from tile_calls import CHIPS, assert_same, run_on_chip, run_on_cpu, tensor
 from npu_compiler.errors import ConstraintError
 from npu_compiler.ops.reductions import REDUCTIONS
 from npu_compiler.program.elementwise import ELEMENTWISE, elementwise_kernel_name
+from npu_compiler.program.kernels import KERNELS
 from npu_model.lowering.elementwise import need_functions
 from npu_model.lowering.families import CannotLower
 
@@ -359,3 +360,127 @@ def test_an_index_out_of_range_is_the_error_that_it_is_on_the_cpu(chip: str, wro
             run_on_cpu(*advanced)  # type: ignore[arg-type]
         with pytest.raises(IndexError):
             run_on_chip(CHIPS[chip], *advanced)  # type: ignore[arg-type]
+
+
+# Pooling, interpolation, integers, rotations
+
+
+def _image(rng: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str) -> Any:
+    return tensor(rng, name, shape, dtype, packed=0)
+
+
+def _pooling(rng: np.random.Generator, is_dilated: bool) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
+    """Parameters of a pooling, the image's shape and the result's."""
+    window = [int(n) for n in rng.integers(1, 5, 2)]
+    stride = [int(n) for n in rng.integers(1, 4, 2)]
+    padding = [int(rng.integers(0, k // 2 + 1)) for k in window]
+    dilation = [int(n) for n in rng.integers(1, 3, 2)] if is_dilated else [1, 1]
+    image = (int(rng.integers(1, 3)), int(rng.integers(1, 6)), *(int(n) for n in rng.integers(9, 14, 2)))
+    pixels = [
+        (n + 2 * pad - gap * (k - 1) - 1) // step + 1
+        for n, pad, gap, k, step in zip(image[2:], padding, dilation, window, stride, strict=True)
+    ]
+    params = {"window": window, "stride": stride, "padding": padding, "ceil_mode": 0}
+    return params | ({"dilation": dilation} if is_dilated else {}), image, (*image[:2], *pixels)
+
+
+@both_chips
+def test_pooling_is_that_of_the_cpu(chip: str) -> None:
+    rng = generator("pooling", chip)
+    for dtype in (*FLOATS, "int32"):
+        params, image, pooled = _pooling(rng, True)
+        x, out = _image(rng, "x", image, dtype), _image(rng, "out", pooled, dtype)
+        assert_same(chip, "max_pool2d_kernel", [x], [out], params, exact=True)
+        if dtype == "int32":
+            continue
+        x.array[rng.random(image) < 0.05] = np.nan
+        x.array[rng.random(image) < 0.2] = -np.inf
+        assert_same(chip, "max_pool2d_kernel", [x], [out], params, exact=True)
+        assert_same(chip, "max_pool2d_index_kernel", [x], [_image(rng, "out", pooled, "int32")], params)
+        params, image, pooled = _pooling(rng, False)
+        params |= {"count_include_pad": int(rng.integers(2)), "divisor": int(rng.choice([0, 3]))}
+        x, out = _image(rng, "x", image, dtype), _image(rng, "out", pooled, dtype)
+        assert_same(chip, "avg_pool2d_kernel", [x], [out], params, tolerance=3)
+    for dtype in ("int8", "uint8"):
+        params, image, pooled = _pooling(rng, True)
+        params["dilation"] = [1, 1]
+        pooled = (
+            *pooled[:2],
+            *(
+                (n + 2 * p - k) // s + 1
+                for n, p, k, s in zip(image[2:], params["padding"], params["window"], params["stride"], strict=True)
+            ),
+        )
+        x, out = _image(rng, "x", image, dtype), _image(rng, "out", pooled, dtype)
+        assert_same(chip, "integer_max_pool2d_kernel", [x], [out], params)
+
+
+@both_chips
+def test_windows_that_reach_beyond_the_image_hold_fewer_elements(chip: str) -> None:
+    rng = generator("ceil", chip)
+    x, out = _image(rng, "x", (1, 2, 6, 7), "float32"), _image(rng, "out", (1, 2, 3, 4), "float32")
+    for is_counted in (0, 1):
+        params = {"window": [3, 3], "stride": [2, 2], "padding": [0, 1], "ceil_mode": 1, "divisor": 0}
+        params["count_include_pad"] = is_counted
+        assert_same(chip, "avg_pool2d_kernel", [x], [out], params, tolerance=3)
+
+
+@both_chips
+@pytest.mark.parametrize("pixels", [(1, 1), (2, 3), (5, 4), (7, 9)])
+def test_adaptive_pooling_and_interpolation_are_those_of_the_cpu(chip: str, pixels: tuple[int, int]) -> None:
+    rng = generator("adaptive", chip, pixels)
+    for dtype in FLOATS:
+        x, out = _image(rng, "x", (2, 3, 6, 9), dtype), _image(rng, "out", (2, 3, *pixels), dtype)
+        assert_same(chip, "adaptive_avg_pool2d_kernel", [x], [out], {}, tolerance=3)
+        params = {"scale": [6 / pixels[0], 9 / pixels[1]], "align_corners": int(rng.integers(2))}
+        assert_same(chip, "upsample_bilinear_kernel", [x], [out], params, tolerance=3)
+
+
+def _quantization(rng: np.random.Generator, dtype: str) -> dict[str, Any]:
+    low, high = (0, 255) if dtype == "uint8" else (-128, 127)
+    zero = int(rng.integers(low, high + 1))
+    return {"out_scale": float(rng.uniform(0.01, 0.05)), "out_zero_point": zero, "low": low, "high": high}
+
+
+@both_chips
+def test_integers_with_scales_are_those_of_the_cpu_bit_for_bit(chip: str) -> None:
+    rng = generator("integers", chip)
+    for dtype in ("int8", "uint8"):
+        shape = (2, 5, 8, 9)
+        source = {"x_scale": float(rng.uniform(0.01, 0.05)), "zero_point": int(rng.integers(0, 100))}
+        x = _image(rng, "x", shape, dtype)
+        for kind in FLOATS:
+            floats = tensor(rng, "floats", shape, kind, packed=0)
+            quantized = _image(rng, "out", shape, dtype)
+            assert_same(chip, "quantize_activation_kernel", [floats], [quantized], _quantization(rng, dtype))
+            assert_same(chip, "dequantize_activation_kernel", [x], [floats], source, exact=True)
+        for out_dtype in (dtype, "float32"):
+            params = source | _quantization(rng, dtype)
+            residual = {
+                "residual_scale": 0.03,
+                "residual_zero_point": 7,
+                "activation": str(rng.choice(["none", "relu"])),
+            }
+            other, out = _image(rng, "residual", shape, "uint8"), _image(rng, "out", shape, out_dtype)
+            added = params | residual | {"has_bias": 0, "has_residual": 0}
+            assert_same(
+                chip, "integer_add_kernel", [x, other], [out], _declared("integer_add_kernel", added), exact=True
+            )
+            out = tensor(rng, "out", shape[:2], out_dtype, packed=0)
+            assert_same(chip, "integer_mean_kernel", [x], [out], params, exact=True)
+
+
+def _declared(kernel: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that a kernel declares."""
+    return {name: value for name, value in params.items() if name in KERNELS[kernel].fields}
+
+
+@both_chips
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rotations_are_those_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("rope", chip, dtype)
+    for lead in ((), (5,), (2, 3, 70)):
+        x = tensor(rng, "x", (*lead, 16), dtype, packed=1)
+        cos, sin = (tensor(rng, name, (*lead, 16), dtype, packed=0, repeats=True) for name in ("cos", "sin"))
+        out = tensor(rng, "out", (*lead, 16), dtype, packed=0)
+        assert_same(chip, "rope_kernel", [x, cos, sin], [out], {"rotary_dim": 16}, exact=True)
