@@ -82,8 +82,7 @@ class Costs:
         cycles = filled / self.chip.sram.bandwidth
         if read or written:
             outside = source if source.space is Space.DRAM else target
-            is_chosen = outside is (target if instruction.scatters else source)
-            bursts = self._bursts(outside, extents, size, index if is_chosen else None)
+            bursts = self._bursts(outside, extents, size, index if outside is instruction.chosen else None)
             cycles = max(cycles, bursts / self.bytes_per_cycle)
         return Cost(math.ceil(cycles), read, written, inside)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from npu_model.isa.instructions import Instruction, Multiply, Section, Tile, Token, instructions
+from npu_model.isa.instructions import Instruction, Multiply, Section, Tile, Token, Transfer, instructions
 
 
 class Races:
@@ -64,8 +64,10 @@ class Races:
     ) -> str | None:
         first = tile.place(counters)
         end = first
-        for axis, stride in zip(instruction.axes, tile.strides, strict=True):
-            begin, behind = axis.inside(counters)
+        ranges = [axis.inside(counters) for axis in instruction.axes]
+        if isinstance(instruction, Transfer) and tile is instruction.chosen:
+            ranges[0] = (0, instruction.index_limit)
+        for (begin, behind), stride in zip(ranges, tile.strides, strict=True):
             if behind <= begin:
                 return None
             first += min(begin * stride, (behind - 1) * stride)
