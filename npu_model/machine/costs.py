@@ -89,19 +89,15 @@ class Costs:
     def _bursts(self, tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> int:
         """Bytes that DRAM is busy with: each run of consecutive bytes rounded up to whole bursts.
 
-        An index chooses each run by itself.
+        The scratchpad is reached in any order, so DRAM is walked in its own. An index chooses each run by itself.
         """
-        run = size
-        runs = 1
-        is_run = True
-        chosen = (0,) * len(extents) if index is None else index.strides
-        for extent, stride, choice in zip(reversed(extents), reversed(tile.strides), reversed(chosen), strict=True):
-            if extent == 1:
-                continue
-            if is_run and stride == run and not choice:
+        run, runs = size, 1
+        chosen = [False] * len(extents) if index is None else [True, *map(bool, index.strides[1:])]
+        walked = sorted(zip(map(abs, tile.strides), extents, chosen, strict=True), key=lambda each: each[0])
+        for stride, extent, is_chosen in walked:
+            if stride == run and not is_chosen:
                 run *= extent
             else:
-                is_run = False
                 runs *= extent
         burst = self.chip.dram.burst_bytes
         return runs * -(-run // burst) * burst
