@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import npu_compiler.ops  # noqa: F401  (fills the table of element-wise ops)
 from npu_compiler.graph.dtypes import as_int32
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, Elementwise
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Value
+from npu_model.isa.instructions import Space, Value
 from npu_model.lowering.emitter import Emitter
 from npu_model.lowering.families import CannotLower, Operands, Tiling, lowering
 from npu_model.lowering.tiles import element_tilings, merged, tile_shape, tiled
@@ -77,6 +78,11 @@ def copy(e: Emitter, source: View, target: View, elements: int) -> None:
         return
     target, source = merged(target, source)
     tile = tile_shape(target.shape, elements)
+    if source.dtype == target.dtype and e.places[target.buffer].space is Space.SCRATCHPAD:
+        with tiled(e, target.shape, tile, []) as turn:
+            axes = tuple(turn.axis(d) for d in range(len(tile)))
+            e.transfer(axes, e.whole(source, axes), e.whole(target, axes))
+        return
     with tiled(e, target.shape, tile, [source]) as turn:
         if source.dtype == target.dtype:
             e.store(turn.pieces[0], target, turn.box)

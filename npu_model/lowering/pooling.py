@@ -299,7 +299,10 @@ def upsample_bilinear(e: Emitter, o: Operands, tiling: Tiling) -> None:
         outer = [turn.axis(d) for d in range(last)]
         source = e.whole(x, (Axis(outer[0].size), *outer[1:], Axis(width)))
         wide = [*outer, Axis(width)]
-        rows = [_picked(e, tuple(wide), source, index, height) for index in (down.first, down.second)]
+        rows = [
+            _picked(e, tuple(wide), source, index, height, queue)
+            for queue, index in enumerate((down.first, down.second))
+        ]
         program = VectorProgram(wide)
         values = [as_float(program, program.input(row, *range(last + 1)), x.dtype) for row in rows]
         share = program.input(down.share, 0, *[None] * last)
@@ -307,7 +310,7 @@ def upsample_bilinear(e: Emitter, o: Operands, tiling: Tiling) -> None:
         program.emit(e, [(_between(program, values, share), between, range(last + 1))])
         turned = between.reshaped((Axis(columns), *outer), (between.strides[last], *between.strides[:last]))
         narrow = (Axis(columns), *outer)
-        sides = [_picked(e, narrow, turned, index, width) for index in (across.first, across.second)]
+        sides = [_picked(e, narrow, turned, index, width, 3) for index in (across.first, across.second)]
         program = turn.program()
         dims = [0 if d == last else d + 1 for d in turn.axes]
         values = [program.input(side, *dims) for side in sides]
@@ -315,7 +318,7 @@ def upsample_bilinear(e: Emitter, o: Operands, tiling: Tiling) -> None:
         turn.store(e, program, _between(program, values, share), out)
 
 
-def _picked(e: Emitter, axes: tuple[Axis, ...], source: Piece, index: Piece, limit: int) -> Piece:
+def _picked(e: Emitter, axes: tuple[Axis, ...], source: Piece, index: Piece, limit: int, queue: int) -> Piece:
     target = e.room(axes, source.dtype)
-    e.transfer(axes, source, target, index=index, index_limit=limit)
+    e.transfer(axes, source, target, queue=queue, index=index, index_limit=limit)
     return target

@@ -11,12 +11,18 @@ import numpy as np
 import pytest
 from tile_calls import CHIPS, assert_same, run_on_chip, run_on_cpu, tensor
 
-from npu_compiler.errors import ConstraintError
+from npu_compiler.errors import ConstraintError, InputError
 from npu_compiler.ops.reductions import REDUCTIONS
 from npu_compiler.program.elementwise import ELEMENTWISE, elementwise_kernel_name
 from npu_compiler.program.kernels import KERNELS
-from npu_model.lowering.elementwise import need_functions
+from npu_compiler.program.views import View
+from npu_model.chip import parse_chip
+from npu_model.isa.instructions import Affine, Axis, Compute, Space, Step, Tile, Transfer, instructions
+from npu_model.lowering.elementwise import copy, need_functions
+from npu_model.lowering.emitter import Place
 from npu_model.lowering.families import CannotLower
+from npu_model.lowering.program import new_emitter
+from npu_model.machine.costs import Costs
 
 both_chips = pytest.mark.parametrize("chip", list(CHIPS))
 FLOATS = ("float32", "float16", "bfloat16")
@@ -117,6 +123,66 @@ def test_a_function_that_the_vector_engine_lacks_is_refused_by_name() -> None:
     expected = out.like()
     run_on_cpu("lgamma_kernel", [x], [expected], {"scalars": [None]})
     np.testing.assert_array_equal(out.data, expected.data)
+
+
+def test_a_chip_names_functions_that_exist() -> None:
+    text = '[chip]\nname = "c"\nclock_ghz = 1\n[vector]\nlanes = 1\nrates = {float32 = 1}\nfunctions = FUNCTIONS\n'
+    text += (
+        "[sram]\nsize = 1024\nbanks = 1\nports = 1\nbytes_per_cycle = 1\n[dram]\nbandwidth_gb_s = 1\nlatency_ns = 0\n"
+    )
+    text += "[dma]\nchannels = 1\n"
+    assert parse_chip(text.replace("FUNCTIONS", '["exp"]'), "c").vector.functions == ("exp",)
+    assert "tanh" in CHIPS["edge"].vector.functions and "hurwitz_zeta" not in CHIPS["edge"].vector.functions
+    for wrong, message in (('["expo"]', "no function 'expo'; there are acos"), ('"exp"', "write a list of names")):
+        with pytest.raises(InputError, match=message):
+            parse_chip(text.replace("FUNCTIONS", wrong), "c")
+
+
+def test_a_copy_into_the_scratchpad_is_one_transfer() -> None:
+    places = {"x": Place(Space.DRAM, "x", 0, 64), "out": Place(Space.SCRATCHPAD, "", 0, 64)}
+    emitter = new_emitter(CHIPS["edge"], places, (64, 1024))
+    copy(emitter, View("x", (16,), (1,), 0, "float32"), View("out", (16,), (1,), 0, "float32"), 16)
+    ((instruction, _),) = instructions(emitter.finish().body)
+    assert isinstance(instruction, Transfer) and instruction.source.buffer == "x"
+
+
+def test_a_transfer_costs_whole_bursts_of_each_run_of_bytes() -> None:
+    costs = Costs(CHIPS["edge"])  # bursts of 64 bytes, 12.8 bytes per cycle
+
+    def cycles(strides: tuple[int, ...], shape: tuple[int, ...], **chosen: Any) -> int:
+        source = Tile(Space.DRAM, "float16", Affine(), strides, "x")
+        target = Tile(Space.SCRATCHPAD, "float16", Affine(), (2,) * len(shape))
+        transfer = Transfer(engine="dma0", box=tuple(map(Axis, shape)), source=source, target=target, **chosen)
+        return costs.cost(transfer, shape).cycles
+
+    assert cycles((2048, 2), (32, 32)) == 32 * 64 / 12.8
+    assert cycles((2, 2048), (32, 32)) == 32 * 64 / 12.8
+    assert cycles((4, 2048), (32, 32)) == 1024 * 64 / 12.8
+    assert cycles((64, 2), (32, 32)) == 2048 / 12.8
+    index = Tile(Space.SCRATCHPAD, "int32", Affine(), (4, 0))
+    assert cycles((16, 2), (32, 8), index=index, index_limit=40) == 32 * 64 / 12.8
+    everywhere = Tile(Space.SCRATCHPAD, "int32", Affine(), (4, 128))
+    assert cycles((16, 2), (32, 8), index=everywhere, index_limit=40) == 256 * 64 / 12.8
+
+
+def test_a_step_costs_the_elements_of_its_operands() -> None:
+    x, row = (Tile(Space.SCRATCHPAD, "float16", Affine(), strides) for strides in ((128, 2), (2, 0)))
+    steps = [
+        (Step("square", (0,)), 64 * 32),
+        (Step("sum", (2,), (1,)), 64 * 32),
+        (Step("sqrt", (3,)), 64),
+        (Step("mul", (1, 1)), 64),
+        (Step("true_divide", (0, 4)), 64 * 32),
+        (Step("running_sum", (0,), (1,)), 64 * 32 * 5),
+        (Step("coordinate", (), (0,)), 64),
+    ]
+    box = (Axis(64), Axis(32))
+    for count in range(1, len(steps) + 1):
+        compute = Compute(
+            engine="vector", box=box, inputs=(x, row), steps=tuple(step for step, _ in steps[:count]), stores=((0, x),)
+        )
+        expected = max(64 * 32, sum(operations for _, operations in steps[:count]))
+        assert Costs(CHIPS["edge"]).cost(compute, (64, 32)).operations == expected
 
 
 # Reductions, softmax, norms
