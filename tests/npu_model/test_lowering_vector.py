@@ -13,7 +13,7 @@ from tile_calls import CHIPS, assert_same, run_on_chip, run_on_cpu, tensor
 
 from npu_compiler.errors import ConstraintError, InputError
 from npu_compiler.ops.reductions import REDUCTIONS
-from npu_compiler.program.elementwise import ELEMENTWISE, elementwise_kernel_name
+from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE, elementwise_kernel_name
 from npu_compiler.program.kernels import KERNELS
 from npu_compiler.program.views import View
 from npu_model.chip import parse_chip
@@ -123,6 +123,17 @@ def test_a_function_that_the_vector_engine_lacks_is_refused_by_name() -> None:
     expected = out.like()
     run_on_cpu("lgamma_kernel", [x], [expected], {"scalars": [None]})
     np.testing.assert_array_equal(out.data, expected.data)
+
+
+@both_chips
+@pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
+def test_epilogues_of_products_are_those_of_the_cpu(chip: str, activation: str) -> None:
+    rng = generator("epilogue", chip, activation)
+    for has_bias, has_residual in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        product, residual, out = (tensor(rng, name, (9, 40), "float16", packed=0) for name in ("p", "residual", "out"))
+        given = [product, *[tensor(rng, "bias", (40,), "float16", packed=0)] * has_bias, *[residual] * has_residual]
+        params = {"activation": activation, "has_bias": has_bias, "has_residual": has_residual}
+        assert_same(chip, "linear_epilogue_kernel", given, [out], params, exact=True)
 
 
 def test_a_chip_names_functions_that_exist() -> None:
@@ -394,6 +405,20 @@ def test_rows_are_replaced_in_place_as_on_the_cpu(chip: str, dtype: str) -> None
         params = {"dim": dim, "checked": 0}
         assert_same(chip, "index_copy_kernel", [index, sources[0]], outs[:1], params, exact=True)
         assert_same(chip, "index_copy_pair_kernel", [index, *sources], outs, params, exact=True)
+
+
+@both_chips
+@pytest.mark.parametrize("dtype", ["float16", "int32"])
+def test_scattered_elements_are_those_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("scattered", chip, dtype)
+    for shape, count in (((7,), 20), ((3, 5, 9), 4), ((40, 60), 61)):
+        base, out = (tensor(rng, name, shape, dtype, packed=0) for name in ("base", "out"))
+        source = tensor(rng, "source", (*shape[:-1], count), dtype, packed=0)
+        index = _places(rng, "index", (*shape[:-1], count), shape[-1])
+        params = {"reduce": "last", "include_self": 0}
+        assert_same(chip, "scatter_kernel", [base, index, source], [out], params, exact=True)
+        with pytest.raises(ConstraintError, match="do not join them with what is there"):
+            run_on_chip(CHIPS[chip], "scatter_kernel", [base, index, source], [out], params | {"reduce": "sum"})
 
 
 @both_chips
