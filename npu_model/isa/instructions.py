@@ -208,6 +208,11 @@ class Transfer(Instruction):
         return self.box
 
     @property
+    def chosen(self) -> Tile | None:
+        """The operand that the index chooses places of."""
+        return None if self.index is None else self.target if self.scatters else self.source
+
+    @property
     def reads(self) -> tuple[Tile, ...]:
         return (self.source,) if self.index is None else (self.source, self.index)
 

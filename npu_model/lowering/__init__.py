@@ -2,28 +2,30 @@
 
 from npu_model.lowering import (
     attention,
-    codes,
     convolutions,
     elementwise,
     indexing,
+    integers,
     movement,
     pooling,
     products,
     quantized,
+    rope,
     rows,
     transposed,
 )
 
 __all__ = [
     "attention",
-    "codes",
     "convolutions",
     "elementwise",
     "indexing",
+    "integers",
     "movement",
     "pooling",
     "products",
     "quantized",
+    "rope",
     "rows",
     "transposed",
 ]

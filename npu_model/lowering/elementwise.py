@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import npu_compiler.ops  # noqa: F401  (fills the table of element-wise ops)
 from npu_compiler.graph.dtypes import as_int32
-from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, Elementwise
+from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE, ELEMENTWISE_KERNELS, Elementwise
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Value
+from npu_model.isa.instructions import Space, Value
 from npu_model.lowering.emitter import Emitter
 from npu_model.lowering.families import CannotLower, Operands, Tiling, lowering
-from npu_model.lowering.tiles import element_tilings, merged, tile_shape, tiled
+from npu_model.lowering.tiles import element_tilings, merged, spread, tile_shape, tiled
 from npu_model.lowering.vector_program import VectorProgram, attributes
 
+STORES = 2  # the queue of a section's stores, all of which one engine does in their order
 _CALL = re.compile(r"([a-z_]\w*)\(")
 
 
@@ -77,9 +79,36 @@ def copy(e: Emitter, source: View, target: View, elements: int) -> None:
         return
     target, source = merged(target, source)
     tile = tile_shape(target.shape, elements)
+    if source.dtype == target.dtype and e.places[target.buffer].space is Space.SCRATCHPAD:
+        with tiled(e, target.shape, tile, []) as turn:
+            axes = tuple(turn.axis(d) for d in range(len(tile)))
+            e.transfer(axes, e.whole(source, axes), e.whole(target, axes), queue=STORES)
+        return
     with tiled(e, target.shape, tile, [source]) as turn:
         if source.dtype == target.dtype:
             e.store(turn.pieces[0], target, turn.box)
             return
         program = turn.program()
         turn.store(e, program, program.op("copy", *turn.inputs(program)), target)
+
+
+def _epilogue_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+    if o.activation != "none":
+        need_functions(chip, ELEMENTWISE[ACTIVATIONS[o.activation]], True)
+    return element_tilings(o.out.numel)
+
+
+@lowering("linear_epilogue_kernel", tilings=_epilogue_tilings)
+def linear_epilogue(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out = act(product + bias) + residual."""
+    if not o.out.numel:
+        return
+    bias = [] if o.bias is None else [spread(o.bias, o.out.shape, [1])]
+    residual = [] if o.residual is None else [o.residual]
+    target, *sources = merged(o.out, o.product, *bias, *residual)
+    with tiled(e, target.shape, tile_shape(target.shape, tiling["elements"]), sources) as turn:
+        program = turn.program()
+        product, *others = turn.inputs(program)
+        value = program.op("add", product, others[0] if bias else 0.0)
+        value = program.activation(value, o.activation)
+        turn.store(e, program, program.op("add", value, others[-1]) if residual else value, target)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Axis
+from npu_model.lowering.elementwise import STORES, copy
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.families import Operands, Tiling, lowering
+from npu_model.lowering.families import CannotLower, Operands, Tiling, lowering
 from npu_model.lowering.tiles import (
     Round,
     element_tilings,
@@ -189,12 +190,31 @@ def index_copy(e: Emitter, o: Operands, tiling: Tiling) -> None:
     pairs = [(o.source, o.out)] if o.call.kernel == "index_copy_kernel" else [(o.source0, o.out0), (o.source1, o.out1)]
     for source, out in pairs:
         if source.numel:
-            _replace_rows(e, o.index, _along(source, o.dim), _along(out, o.dim), tiling["elements"])
+            rows = _along(source, o.dim)
+            places = spread(o.index, rows.shape, range(o.index.rank))
+            _replace(e, places, rows, _along(out, o.dim), tiling["elements"])
 
 
-def _replace_rows(e: Emitter, index: View, source: View, out: View, elements: int) -> None:
+def _scatter_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+    if o.reduce != "last":
+        raise CannotLower("its DMA engines put elements in their places, but do not join them with what is there")
+    if o.base.dtype != o.out.dtype:
+        raise CannotLower("its DMA engines do not change the dtype of what they copy")
+    return element_tilings(o.out.numel)
+
+
+@lowering("scatter_kernel", tilings=_scatter_tilings)
+def scatter(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out[…, index[…, k]] = source[…, k], the last of several; what no index names is as in `base`."""
+    copy(e, o.base, o.out, tiling["elements"])
+    if o.source.numel:
+        index, source, out = (_along(view, view.rank - 1) for view in (o.index, o.source, o.out))
+        _replace(e, index, source, out, tiling["elements"])
+
+
+def _replace(e: Emitter, places: View, source: View, out: View, elements: int) -> None:
+    """out[places[i, j, …], j, …] = source[i, j, …]."""
     limit = out.shape[0]
-    places = spread(index, source.shape, range(index.rank))
     target = replace(out, shape=source.shape)
     source, target, places = _merged_behind_first(source, target, places)
     tile = tile_shape(source.shape, elements, _MOST_PICKED)
@@ -203,7 +223,7 @@ def _replace_rows(e: Emitter, index: View, source: View, out: View, elements: in
         axes = tuple(turn.axis(d) for d in range(len(tile)))
         piece = _converted(e, turn, piece, target.dtype)
         whole = e.whole(target, (Axis(axes[0].size), *axes[1:]))
-        e.transfer(axes, piece, whole, queue=2, index=rows, index_limit=limit, scatters=True)
+        e.transfer(axes, piece, whole, queue=STORES, index=rows, index_limit=limit, scatters=True)
 
 
 def _converted(e: Emitter, turn: Round, piece: Piece, dtype: str) -> Piece:

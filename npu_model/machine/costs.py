@@ -84,27 +84,22 @@ class Costs:
         cycles = filled / self.chip.sram.bandwidth
         if read or written:
             outside = source if source.space is Space.DRAM else target
-            is_chosen = outside is (target if instruction.scatters else source)
-            bursts = self._bursts(outside, extents, size, index if is_chosen else None)
+            bursts = self._bursts(outside, extents, size, index if outside is instruction.chosen else None)
             cycles = max(cycles, bursts / self.bytes_per_cycle)
         return Cost(math.ceil(cycles), read, written, inside)
 
     def _bursts(self, tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> int:
         """Bytes that DRAM is busy with: each run of consecutive bytes rounded up to whole bursts.
 
-        An index chooses each run by itself.
+        The scratchpad is reached in any order, so DRAM is walked in its own. An index chooses each run by itself.
         """
-        run = size
-        runs = 1
-        is_run = True
-        chosen = (0,) * len(extents) if index is None else index.strides
-        for extent, stride, choice in zip(reversed(extents), reversed(tile.strides), reversed(chosen), strict=True):
-            if extent == 1:
-                continue
-            if is_run and stride == run and not choice:
+        run, runs = size, 1
+        chosen = [False] * len(extents) if index is None else [True, *map(bool, index.strides[1:])]
+        walked = sorted(zip(map(abs, tile.strides), extents, chosen, strict=True), key=lambda each: each[0])
+        for stride, extent, is_chosen in walked:
+            if stride == run and not is_chosen:
                 run *= extent
             else:
-                is_run = False
                 runs *= extent
         burst = self.chip.dram.burst_bytes
         return runs * -(-run // burst) * burst

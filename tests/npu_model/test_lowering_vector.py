@@ -11,11 +11,18 @@ import numpy as np
 import pytest
 from tile_calls import CHIPS, assert_same, run_on_chip, run_on_cpu, tensor
 
-from npu_compiler.errors import ConstraintError
+from npu_compiler.errors import ConstraintError, InputError
 from npu_compiler.ops.reductions import REDUCTIONS
-from npu_compiler.program.elementwise import ELEMENTWISE, elementwise_kernel_name
-from npu_model.lowering.elementwise import need_functions
+from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE, elementwise_kernel_name
+from npu_compiler.program.kernels import KERNELS
+from npu_compiler.program.views import View
+from npu_model.chip import parse_chip
+from npu_model.isa.instructions import Affine, Axis, Compute, Space, Step, Tile, Transfer, instructions
+from npu_model.lowering.elementwise import copy, need_functions
+from npu_model.lowering.emitter import Place
 from npu_model.lowering.families import CannotLower
+from npu_model.lowering.program import new_emitter
+from npu_model.machine.costs import Costs
 
 both_chips = pytest.mark.parametrize("chip", list(CHIPS))
 FLOATS = ("float32", "float16", "bfloat16")
@@ -116,6 +123,77 @@ def test_a_function_that_the_vector_engine_lacks_is_refused_by_name() -> None:
     expected = out.like()
     run_on_cpu("lgamma_kernel", [x], [expected], {"scalars": [None]})
     np.testing.assert_array_equal(out.data, expected.data)
+
+
+@both_chips
+@pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
+def test_epilogues_of_products_are_those_of_the_cpu(chip: str, activation: str) -> None:
+    rng = generator("epilogue", chip, activation)
+    for has_bias, has_residual in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        product, residual, out = (tensor(rng, name, (9, 40), "float16", packed=0) for name in ("p", "residual", "out"))
+        given = [product, *[tensor(rng, "bias", (40,), "float16", packed=0)] * has_bias, *[residual] * has_residual]
+        params = {"activation": activation, "has_bias": has_bias, "has_residual": has_residual}
+        assert_same(chip, "linear_epilogue_kernel", given, [out], params, exact=True)
+
+
+def test_a_chip_names_functions_that_exist() -> None:
+    text = '[chip]\nname = "c"\nclock_ghz = 1\n[vector]\nlanes = 1\nrates = {float32 = 1}\nfunctions = FUNCTIONS\n'
+    text += (
+        "[sram]\nsize = 1024\nbanks = 1\nports = 1\nbytes_per_cycle = 1\n[dram]\nbandwidth_gb_s = 1\nlatency_ns = 0\n"
+    )
+    text += "[dma]\nchannels = 1\n"
+    assert parse_chip(text.replace("FUNCTIONS", '["exp"]'), "c").vector.functions == ("exp",)
+    assert "tanh" in CHIPS["edge"].vector.functions and "hurwitz_zeta" not in CHIPS["edge"].vector.functions
+    for wrong, message in (('["expo"]', "no function 'expo'; there are acos"), ('"exp"', "write a list of names")):
+        with pytest.raises(InputError, match=message):
+            parse_chip(text.replace("FUNCTIONS", wrong), "c")
+
+
+def test_a_copy_into_the_scratchpad_is_one_transfer() -> None:
+    places = {"x": Place(Space.DRAM, "x", 0, 64), "out": Place(Space.SCRATCHPAD, "", 0, 64)}
+    emitter = new_emitter(CHIPS["edge"], places, (64, 1024))
+    copy(emitter, View("x", (16,), (1,), 0, "float32"), View("out", (16,), (1,), 0, "float32"), 16)
+    ((instruction, _),) = instructions(emitter.finish().body)
+    assert isinstance(instruction, Transfer) and instruction.source.buffer == "x"
+
+
+def test_a_transfer_costs_whole_bursts_of_each_run_of_bytes() -> None:
+    costs = Costs(CHIPS["edge"])  # bursts of 64 bytes, 12.8 bytes per cycle
+
+    def cycles(strides: tuple[int, ...], shape: tuple[int, ...], **chosen: Any) -> int:
+        source = Tile(Space.DRAM, "float16", Affine(), strides, "x")
+        target = Tile(Space.SCRATCHPAD, "float16", Affine(), (2,) * len(shape))
+        transfer = Transfer(engine="dma0", box=tuple(map(Axis, shape)), source=source, target=target, **chosen)
+        return costs.cost(transfer, shape).cycles
+
+    assert cycles((2048, 2), (32, 32)) == 32 * 64 / 12.8
+    assert cycles((2, 2048), (32, 32)) == 32 * 64 / 12.8
+    assert cycles((4, 2048), (32, 32)) == 1024 * 64 / 12.8
+    assert cycles((64, 2), (32, 32)) == 2048 / 12.8
+    index = Tile(Space.SCRATCHPAD, "int32", Affine(), (4, 0))
+    assert cycles((16, 2), (32, 8), index=index, index_limit=40) == 32 * 64 / 12.8
+    everywhere = Tile(Space.SCRATCHPAD, "int32", Affine(), (4, 128))
+    assert cycles((16, 2), (32, 8), index=everywhere, index_limit=40) == 256 * 64 / 12.8
+
+
+def test_a_step_costs_the_elements_of_its_operands() -> None:
+    x, row = (Tile(Space.SCRATCHPAD, "float16", Affine(), strides) for strides in ((128, 2), (2, 0)))
+    steps = [
+        (Step("square", (0,)), 64 * 32),
+        (Step("sum", (2,), (1,)), 64 * 32),
+        (Step("sqrt", (3,)), 64),
+        (Step("mul", (1, 1)), 64),
+        (Step("true_divide", (0, 4)), 64 * 32),
+        (Step("running_sum", (0,), (1,)), 64 * 32 * 5),
+        (Step("coordinate", (), (0,)), 64),
+    ]
+    box = (Axis(64), Axis(32))
+    for count in range(1, len(steps) + 1):
+        compute = Compute(
+            engine="vector", box=box, inputs=(x, row), steps=tuple(step for step, _ in steps[:count]), stores=((0, x),)
+        )
+        expected = max(64 * 32, sum(operations for _, operations in steps[:count]))
+        assert Costs(CHIPS["edge"]).cost(compute, (64, 32)).operations == expected
 
 
 # Reductions, softmax, norms
@@ -330,6 +408,20 @@ def test_rows_are_replaced_in_place_as_on_the_cpu(chip: str, dtype: str) -> None
 
 
 @both_chips
+@pytest.mark.parametrize("dtype", ["float16", "int32"])
+def test_scattered_elements_are_those_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("scattered", chip, dtype)
+    for shape, count in (((7,), 20), ((3, 5, 9), 4), ((40, 60), 61)):
+        base, out = (tensor(rng, name, shape, dtype, packed=0) for name in ("base", "out"))
+        source = tensor(rng, "source", (*shape[:-1], count), dtype, packed=0)
+        index = _places(rng, "index", (*shape[:-1], count), shape[-1])
+        params = {"reduce": "last", "include_self": 0}
+        assert_same(chip, "scatter_kernel", [base, index, source], [out], params, exact=True)
+        with pytest.raises(ConstraintError, match="do not join them with what is there"):
+            run_on_chip(CHIPS[chip], "scatter_kernel", [base, index, source], [out], params | {"reduce": "sum"})
+
+
+@both_chips
 @pytest.mark.parametrize("wrong", [-1, 7, 2**31 - 1])
 def test_an_index_out_of_range_is_the_error_that_it_is_on_the_cpu(chip: str, wrong: int) -> None:
     rng = generator("wrong", chip, wrong)
@@ -359,3 +451,127 @@ def test_an_index_out_of_range_is_the_error_that_it_is_on_the_cpu(chip: str, wro
             run_on_cpu(*advanced)  # type: ignore[arg-type]
         with pytest.raises(IndexError):
             run_on_chip(CHIPS[chip], *advanced)  # type: ignore[arg-type]
+
+
+# Pooling, interpolation, integers, rotations
+
+
+def _image(rng: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str) -> Any:
+    return tensor(rng, name, shape, dtype, packed=0)
+
+
+def _pooling(rng: np.random.Generator, is_dilated: bool) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
+    """Parameters of a pooling, the image's shape and the result's."""
+    window = [int(n) for n in rng.integers(1, 5, 2)]
+    stride = [int(n) for n in rng.integers(1, 4, 2)]
+    padding = [int(rng.integers(0, k // 2 + 1)) for k in window]
+    dilation = [int(n) for n in rng.integers(1, 3, 2)] if is_dilated else [1, 1]
+    image = (int(rng.integers(1, 3)), int(rng.integers(1, 6)), *(int(n) for n in rng.integers(9, 14, 2)))
+    pixels = [
+        (n + 2 * pad - gap * (k - 1) - 1) // step + 1
+        for n, pad, gap, k, step in zip(image[2:], padding, dilation, window, stride, strict=True)
+    ]
+    params = {"window": window, "stride": stride, "padding": padding, "ceil_mode": 0}
+    return params | ({"dilation": dilation} if is_dilated else {}), image, (*image[:2], *pixels)
+
+
+@both_chips
+def test_pooling_is_that_of_the_cpu(chip: str) -> None:
+    rng = generator("pooling", chip)
+    for dtype in (*FLOATS, "int32"):
+        params, image, pooled = _pooling(rng, True)
+        x, out = _image(rng, "x", image, dtype), _image(rng, "out", pooled, dtype)
+        assert_same(chip, "max_pool2d_kernel", [x], [out], params, exact=True)
+        if dtype == "int32":
+            continue
+        x.array[rng.random(image) < 0.05] = np.nan
+        x.array[rng.random(image) < 0.2] = -np.inf
+        assert_same(chip, "max_pool2d_kernel", [x], [out], params, exact=True)
+        assert_same(chip, "max_pool2d_index_kernel", [x], [_image(rng, "out", pooled, "int32")], params)
+        params, image, pooled = _pooling(rng, False)
+        params |= {"count_include_pad": int(rng.integers(2)), "divisor": int(rng.choice([0, 3]))}
+        x, out = _image(rng, "x", image, dtype), _image(rng, "out", pooled, dtype)
+        assert_same(chip, "avg_pool2d_kernel", [x], [out], params, tolerance=3)
+    for dtype in ("int8", "uint8"):
+        params, image, pooled = _pooling(rng, True)
+        params["dilation"] = [1, 1]
+        pooled = (
+            *pooled[:2],
+            *(
+                (n + 2 * p - k) // s + 1
+                for n, p, k, s in zip(image[2:], params["padding"], params["window"], params["stride"], strict=True)
+            ),
+        )
+        x, out = _image(rng, "x", image, dtype), _image(rng, "out", pooled, dtype)
+        assert_same(chip, "integer_max_pool2d_kernel", [x], [out], params)
+
+
+@both_chips
+def test_windows_that_reach_beyond_the_image_hold_fewer_elements(chip: str) -> None:
+    rng = generator("ceil", chip)
+    x, out = _image(rng, "x", (1, 2, 6, 7), "float32"), _image(rng, "out", (1, 2, 3, 4), "float32")
+    for is_counted in (0, 1):
+        params = {"window": [3, 3], "stride": [2, 2], "padding": [0, 1], "ceil_mode": 1, "divisor": 0}
+        params["count_include_pad"] = is_counted
+        assert_same(chip, "avg_pool2d_kernel", [x], [out], params, tolerance=3)
+
+
+@both_chips
+@pytest.mark.parametrize("pixels", [(1, 1), (2, 3), (5, 4), (7, 9)])
+def test_adaptive_pooling_and_interpolation_are_those_of_the_cpu(chip: str, pixels: tuple[int, int]) -> None:
+    rng = generator("adaptive", chip, pixels)
+    for dtype in FLOATS:
+        x, out = _image(rng, "x", (2, 3, 6, 9), dtype), _image(rng, "out", (2, 3, *pixels), dtype)
+        assert_same(chip, "adaptive_avg_pool2d_kernel", [x], [out], {}, tolerance=3)
+        params = {"scale": [6 / pixels[0], 9 / pixels[1]], "align_corners": int(rng.integers(2))}
+        assert_same(chip, "upsample_bilinear_kernel", [x], [out], params, tolerance=3)
+
+
+def _quantization(rng: np.random.Generator, dtype: str) -> dict[str, Any]:
+    low, high = (0, 255) if dtype == "uint8" else (-128, 127)
+    zero = int(rng.integers(low, high + 1))
+    return {"out_scale": float(rng.uniform(0.01, 0.05)), "out_zero_point": zero, "low": low, "high": high}
+
+
+@both_chips
+def test_integers_with_scales_are_those_of_the_cpu_bit_for_bit(chip: str) -> None:
+    rng = generator("integers", chip)
+    for dtype in ("int8", "uint8"):
+        shape = (2, 5, 8, 9)
+        source = {"x_scale": float(rng.uniform(0.01, 0.05)), "zero_point": int(rng.integers(0, 100))}
+        x = _image(rng, "x", shape, dtype)
+        for kind in FLOATS:
+            floats = tensor(rng, "floats", shape, kind, packed=0)
+            quantized = _image(rng, "out", shape, dtype)
+            assert_same(chip, "quantize_activation_kernel", [floats], [quantized], _quantization(rng, dtype))
+            assert_same(chip, "dequantize_activation_kernel", [x], [floats], source, exact=True)
+        for out_dtype in (dtype, "float32"):
+            params = source | _quantization(rng, dtype)
+            residual = {
+                "residual_scale": 0.03,
+                "residual_zero_point": 7,
+                "activation": str(rng.choice(["none", "relu"])),
+            }
+            other, out = _image(rng, "residual", shape, "uint8"), _image(rng, "out", shape, out_dtype)
+            added = params | residual | {"has_bias": 0, "has_residual": 0}
+            assert_same(
+                chip, "integer_add_kernel", [x, other], [out], _declared("integer_add_kernel", added), exact=True
+            )
+            out = tensor(rng, "out", shape[:2], out_dtype, packed=0)
+            assert_same(chip, "integer_mean_kernel", [x], [out], params, exact=True)
+
+
+def _declared(kernel: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that a kernel declares."""
+    return {name: value for name, value in params.items() if name in KERNELS[kernel].fields}
+
+
+@both_chips
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rotations_are_those_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("rope", chip, dtype)
+    for lead in ((), (5,), (2, 3, 70)):
+        x = tensor(rng, "x", (*lead, 16), dtype, packed=1)
+        cos, sin = (tensor(rng, name, (*lead, 16), dtype, packed=0, repeats=True) for name in ("cos", "sin"))
+        out = tensor(rng, "out", (*lead, 16), dtype, packed=0)
+        assert_same(chip, "rope_kernel", [x, cos, sin], [out], {"rotary_dim": 16}, exact=True)
