@@ -44,6 +44,7 @@ from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.graph.dtypes import INT32_MAX, itemsize, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import CodegenTarget
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import CUDA_GPU, TargetConfig
@@ -400,7 +401,7 @@ class CUDABackend(Backend):
             raise DeviceError(f"{name} is launched with {threads} threads a block, but its registers allow {limit}")
         return function
 
-    def sequence(self, launches: Sequence[Launch]) -> Launch:
+    def sequence(self, launches: Sequence[Launch], plan: ExecutionPlan) -> Launch:
         """One CUDA graph launch."""
         own = [launch for launch in launches if isinstance(launch, CUDALaunch)]
         assert len(own) == len(launches), "a launch of another backend"

@@ -94,6 +94,7 @@ def default_stages(graph: IRGraph, target: CodegenTarget, options: CompileOption
         (GENERATE, partial(generate_execution_plan, target=target, source_shapes=source_shapes)),
         *target.stages(),
         ("plan_memory", partial(plan_memory, alignment=config.buffer_alignment)),
+        *([("assemble", target.assemble)] if target.assembles else []),
     ]
 
 

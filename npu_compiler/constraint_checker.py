@@ -10,7 +10,7 @@ from npu_compiler.ops.rotary_region import OPAQUE_OP
 from npu_compiler.passes.integer_ranges import find_integer_ranges
 from npu_compiler.program.target import CodegenTarget
 
-_ADVICE = "use partition() and DAGExecutor, which run it on the CPU (see `npu-sim partition`)"
+ADVICE = "use partition() and DAGExecutor, which run it on the CPU (see `npu-sim partition`)"
 
 
 def find_violations(graph: IRGraph) -> list[str]:
@@ -28,7 +28,7 @@ def find_violations(graph: IRGraph) -> list[str]:
     for node in graph.nodes:
         reason = reasons[node.name]
         if reason is not None:
-            advice = "extract the IR under torch.no_grad()" if node.op_type == OPAQUE_OP else _ADVICE
+            advice = "extract the IR under torch.no_grad()" if node.op_type == OPAQUE_OP else ADVICE
             violations.append(_violation(node, graph, reason, advice))
     return violations
 
@@ -57,7 +57,7 @@ def check_target(graph: IRGraph, target: CodegenTarget) -> IRGraph:
         ConstraintError: the target lacks ops that are left after all fusions; lists all of their nodes.
     """
     reason = target_reason(target)
-    violations = [_violation(node, graph, reason, _ADVICE) for node in graph.nodes if not supports_node(target, node)]
+    violations = [_violation(node, graph, reason, ADVICE) for node in graph.nodes if not supports_node(target, node)]
     if violations:
         raise ConstraintError(violations)
     return graph

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -19,10 +19,15 @@ class InPlaceError(IRError):
 
 
 class ConstraintError(NPUError):
-    """The graph is well formed, but the NPU cannot run it as one program; lists every violation."""
+    """The graph is well formed, but the NPU cannot run it as one program; lists every violation.
 
-    def __init__(self, violations: list[str]) -> None:
+    Attributes:
+        nodes: Name of a node that the target cannot run after all that the compiler did → why, as far as it is known.
+    """
+
+    def __init__(self, violations: list[str], nodes: Mapping[str, str] | None = None) -> None:
         self.violations = list(violations)
+        self.nodes = dict(nodes or {})
         listed = "\n".join(f"  - {violation}" for violation in self.violations)
         count = len(self.violations)
         super().__init__(f"the NPU cannot run this graph ({count} violation{'s' * (count != 1)}):\n{listed}")

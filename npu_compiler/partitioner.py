@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.compiler import compile, normalize, trace_stages
 from npu_compiler.constraint_checker import target_reason
+from npu_compiler.errors import ConstraintError
 from npu_compiler.graph.dtypes import is_int, itemsize
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.graph.quantization import QuantizedFormat
@@ -162,6 +163,8 @@ def partition(
         groups = min((_schedule(bounded, devices, first) for first in ("npu", "cpu")), key=len)
         partitions = _build_partitions(bounded, groups, dtype, integers.ranges)
         more = {} if target is None or target.supports_all else _lacking(partitions, target, dtype, formats)
+        if not more and target is not None and target.assembles:
+            more = _refused(partitions, target, dtype, formats)
         if not more:
             break
         lacking |= more  # which divides the graph in another way, so that other nodes may meet in a fusion or not
@@ -205,6 +208,25 @@ def _lacking(
             for node in final.nodes:
                 if not supports_node(target, node):
                     found.update(dict.fromkeys(_made_into(node, part.graph, final), reason))
+    return found
+
+
+def _refused(
+    partitions: Sequence[Partition], target: CodegenTarget, dtype: str, formats: Mapping[str, QuantizedFormat]
+) -> dict[str, str]:
+    """Why nodes of device partitions must go to the CPU: the target makes no machine code for their calls."""
+    found: dict[str, str] = {}
+    for part in partitions:
+        if part.device == "npu":
+            try:
+                compile(part.graph, target, compute_dtype=dtype, quantization=formats)
+            except ConstraintError as error:
+                if not error.nodes:
+                    raise
+                *_, (_, final) = trace_stages(part.graph, target, compute_dtype=dtype, quantization=formats)
+                for node in final.nodes:
+                    if node.name in error.nodes:
+                        found.update(dict.fromkeys(_made_into(node, part.graph, final), error.nodes[node.name]))
     return found
 
 

@@ -1,11 +1,31 @@
-"""Latency, traffic and energy of a compiled program on a chip that is described in a file (docs/npu_model.md)."""
+"""The simulated NPU: chips, an instruction set, the lowering of op-level programs to it, and a machine that runs it."""
 
+from typing import TYPE_CHECKING
+
+from npu_compiler.deferred_import import deferred
 from npu_compiler.program.products import Product
-from npu_model.chip import Chip, load_chip, parse_chip, shipped_chips
-from npu_model.result import CallResult, Energy, Result
-from npu_model.simulation import simulate
-from npu_model.simulator import Cause
-from npu_model.systolic import ArrayCycles, Dataflow, array_cycles
+from npu_model.chip import ArrayCycles, Chip, Dataflow, array_cycles, load_chip, parse_chip, shipped_chips
+
+if TYPE_CHECKING:
+    from npu_model.analysis.result import CallResult, Energy, Result
+    from npu_model.analysis.simulation import simulate
+    from npu_model.device import NPUBackend
+    from npu_model.machine.machine import Cause
+    from npu_model.target import NPUTarget
+
+# Imported when used: they need the op table.
+__getattr__ = deferred(
+    "npu_model",
+    {
+        "CallResult": "analysis.result",
+        "Cause": "machine.machine",
+        "Energy": "analysis.result",
+        "NPUBackend": "device",
+        "NPUTarget": "target",
+        "Result": "analysis.result",
+        "simulate": "analysis.simulation",
+    },
+)
 
 __all__ = [
     "ArrayCycles",
@@ -14,6 +34,8 @@ __all__ = [
     "Chip",
     "Dataflow",
     "Energy",
+    "NPUBackend",
+    "NPUTarget",
     "Product",
     "Result",
     "array_cycles",

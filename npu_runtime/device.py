@@ -103,7 +103,7 @@ class Device:
 
     Args:
         name: Name of the device. Where a machine has several of a kind, a number follows a colon: `:1` is the second.
-            A simulated chip is named there too: `npu-model:edge`.
+            A simulated chip is named there too: `npu:edge`.
 
     Raises:
         DeviceError: no such device, or it is not usable on this machine.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from npu_compiler.errors import DeviceError
 from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_compiler.program.views import View
 from npu_compiler.target_config import TargetConfig
@@ -147,8 +148,11 @@ class Hardware(DeviceMemory, ABC):
         """
         raise DeviceError(f"{self.device} cannot share a model with other devices")
 
-    def sequence(self, launches: Sequence[Launch]) -> Launch:
-        """One callable that runs the launches in order; a device may batch them."""
+    def sequence(self, launches: Sequence[Launch], plan: ExecutionPlan) -> Launch:
+        """One callable that runs the launches of a plan's calls in order; a device may batch them.
+
+        Launches of a caller's own may come before and after them.
+        """
         fixed = tuple(launches)
 
         def run() -> None:

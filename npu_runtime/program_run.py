@@ -101,14 +101,14 @@ class BoundProgram:
     def launch(self) -> None:
         """Run the program; the caller holds the backend's lock."""
         self._run.launch()
+        self._backend.ran(self._program)
 
     def run(self) -> None:
         """Run the program on what `inputs` hold; it is launched, not waited for."""
         with self._backend.lock:
             if self.is_outdated:
                 self.bind()
-            self._run.launch()
-            self._backend.ran(self._program)
+            self.launch()
 
     def result(self, name: str) -> DeviceBuffer:
         """An output of the last run, which refuses to be read once there has been a later one."""
@@ -263,7 +263,7 @@ class ThreadRun:
     def _make_sequence(self) -> None:
         before, after = self._around
         own = [launch for launch in self._launches if launch is not None]
-        self._sequence = self._backend.sequence([*before, *own, *after])
+        self._sequence = self._backend.sequence([*before, *own, *after], self._plan)
         self._counters["sequences"] += 1
 
     def surround(self, before: Sequence[Launch], after: Sequence[Launch]) -> None:

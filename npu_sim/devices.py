@@ -1,7 +1,15 @@
 """Devices made of packages that do not import each other; pyproject.toml registers them as entry points."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from npu_compiler.errors import DeviceError
 from npu_runtime import Backend
+
+if TYPE_CHECKING:
+    from npu_model import NPUBackend
+    from npu_runtime import Device
 
 
 def metal_emulator() -> Backend:
@@ -28,8 +36,8 @@ def _emulated(checks: bool) -> Backend:
     return MetalBackend(metal_emulator.api(checks=checks))
 
 
-def npu_model(chip: str) -> Backend:
-    """The CPU backend with the clock of a simulated chip.
+def npu(chip: str) -> Backend:
+    """A simulated chip, which computes by tile programs and whose clock is simulated.
 
     Args:
         chip: A .toml file, or the name of a chip that comes with `npu_model`.
@@ -38,13 +46,26 @@ def npu_model(chip: str) -> Backend:
         DeviceError: there is no such chip, or its file is malformed.
     """
     from npu_compiler.errors import InputError
-    from npu_model import load_chip
-    from npu_sim.model_device import ModelBackend
+    from npu_model import NPUBackend, load_chip
 
     try:
-        return ModelBackend(load_chip(chip))
+        return NPUBackend(load_chip(chip))
     except InputError as error:
         raise DeviceError(str(error)) from error
+
+
+def npu_model(chip: str) -> Backend:
+    """Refuse the name that simulated chips had when the CPU computed for them. Raises `DeviceError`."""
+    raise DeviceError(f"the device 'npu-model:{chip}' is now 'npu:{chip}', and computes on the simulated chip")
+
+
+def simulated(device: Device) -> NPUBackend | None:
+    """The backend of a device that simulates a chip; None for all others."""
+    if not device.name.startswith("npu:"):
+        return None
+    from npu_model import NPUBackend
+
+    return device.backend if isinstance(device.backend, NPUBackend) else None
 
 
 def cuda(device_id: int = 0) -> Backend:

@@ -70,6 +70,7 @@ class ExecutionPlan:
         donations: Output name → the input whose buffer it updates in place.
         unused_weights: `state_dict` keys that the model has but the program does not need.
         sources: Source text by the name that calls give as their `source`, for targets that generate kernels.
+        machine_code: The instructions of a target that runs no kernels by name, in its own encoding.
     """
 
     prologue: list[KernelCall]
@@ -84,6 +85,7 @@ class ExecutionPlan:
     arena_bytes: int = 0
     unused_weights: tuple[str, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
+    machine_code: bytes = b""
 
     def count_readers(self) -> Counter[str]:
         """Buffer → how many operands of calls and program outputs read it."""

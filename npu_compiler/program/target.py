@@ -68,6 +68,20 @@ class CodegenTarget(ABC):
         """
         return []
 
+    @property
+    def assembles(self) -> bool:
+        """Whether this target makes machine code, and may then find calls that the hardware cannot run."""
+        return type(self).assemble is not CodegenTarget.assemble
+
+    def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """What this target does with a plan whose memory has been planned: add its machine code.
+
+        Raises:
+            ConstraintError: the hardware cannot run some calls, whose nodes it names; `partition()` runs these on the
+                CPU.
+        """
+        return plan
+
 
 class OpLevelTarget(CodegenTarget):
     """The kernels of the op table by their own names, for devices that have them built in: calls carry no source."""

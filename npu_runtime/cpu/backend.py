@@ -16,6 +16,7 @@ import numpy as np
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.ops.quantized import is_quantized
 from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
@@ -201,7 +202,7 @@ class CPUBackend(Backend):
 
         return move
 
-    def sequence(self, launches: Sequence[Launch]) -> Launch:
+    def sequence(self, launches: Sequence[Launch], plan: ExecutionPlan) -> Launch:
         """Runs of native launches become one foreign call each."""
         steps: list[Launch] = []
         run: list[NativeLaunch] = []

@@ -15,6 +15,7 @@ import numpy as np
 
 from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
@@ -214,7 +215,7 @@ class MetalBackend(Backend):
             work.insert(0 if product is not None and product.beta else len(work), kernel)
         return MetalLaunch(self._device, work)
 
-    def sequence(self, launches: Sequence[Launch]) -> Launch:
+    def sequence(self, launches: Sequence[Launch], plan: ExecutionPlan) -> Launch:
         """All launches in one command buffer (more only beyond `max_dispatches_per_batch`)."""
         encode = [part for launch in launches if isinstance(launch, MetalLaunch) for part in launch.encode]
 

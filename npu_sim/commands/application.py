@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands import (
-    calibrate,
     graphs,
     keys,
     models,
@@ -48,7 +47,6 @@ for command in (
     models.classify,
     quantize.quantize,
     quantize.quantize_network,
-    calibrate.calibrate,
     tools.bench,
     tools.doctor,
 ):

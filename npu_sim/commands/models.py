@@ -92,7 +92,7 @@ def generate(
     interactive = prompt_settings.is_interactive
     if interactive and (prompt_settings.no_chat or json or trace):
         raise InputError("--no-chat, --json and --trace need a prompt: give it with --prompt or on standard input")
-    if trace is not None and (device_settings.device or "").startswith("npu-model:"):
+    if trace is not None and (device_settings.device or "").startswith("npu:"):
         raise InputError("--trace is of this machine's time; npu-sim simulate --trace is of a chip's")
     check_not_overwritten(trace, [Path(model)])
     prompt = "" if interactive else prompt_settings.prompt or _piped_prompt()
@@ -155,7 +155,7 @@ def _encoded(checkpoint: Checkpoint, prompt: str, settings: PromptSettings, rank
 
 
 def _print_generation(model: str, device: Device, text: str, stats: GenerationStats, trace: Path | None) -> None:
-    from npu_sim.model_device import simulated
+    from npu_sim.devices import simulated
 
     print_json(
         {
@@ -173,7 +173,7 @@ def _print_generation(model: str, device: Device, text: str, stats: GenerationSt
 
 def _note_generation(device: Device, stats: GenerationStats, trace: Path | None, most: int | None) -> None:
     from npu_sim.llm import filled_cache
-    from npu_sim.model_device import simulated
+    from npu_sim.devices import simulated
 
     note(speed(stats))
     if chip := simulated(device):
@@ -245,7 +245,7 @@ def classify(
     json: AsJSON = False,
 ) -> None:
     """Classify an image into the 1000 ImageNet classes."""
-    from npu_sim.model_device import simulated
+    from npu_sim.devices import simulated
     from npu_sim.vision import Classifier, find_model, load_image
 
     find_model(model)

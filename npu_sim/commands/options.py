@@ -218,7 +218,7 @@ DeviceName = Annotated[
         callback=checks.check_device,
         autocompletion=devices,
         help="cpu, metal, metal-emulator (or, without its memory checks, metal-emulator-fast), cuda, cuda:N or "
-        "npu-model:CHIP. Default: the best one on this machine.",
+        "npu:CHIP. Default: the best one on this machine.",
     ),
 ]
 CPULevel = Annotated[

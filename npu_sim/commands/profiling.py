@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from npu_sim.commands.checks import check_not_overwritten, check_program_or_ir
 from npu_sim.commands.completion import programs_and_ir
-from npu_sim.commands.console import print_json, progress, step
+from npu_sim.commands.console import note, print_json, progress, step
 from npu_sim.commands.options import AllowCode, AsJSON, Inputs, Seed, Trace, Weights
 from npu_sim.commands.resources import inputs_for, load_onto, weights_for
 from npu_sim.commands.settings import DeviceSettings
@@ -49,6 +48,7 @@ def profile(
     from npu_compiler import CompiledProgram
     from npu_runtime import Profiler
     from npu_sim.arrays import assigned_files
+    from npu_sim.devices import simulated
 
     check_not_overwritten(trace, [file, weights, *assigned_files(inputs)])
     if file.suffix != ".json":
@@ -56,18 +56,23 @@ def profile(
         state = weights_for(model, weights)
         arrays, used_seed = inputs_for(model.input_specs, inputs, seed)
         chosen = device_settings.open_for(model)
-        run = _program_run(model, chosen, state, arrays)
+        run, programs = _program_run(model, chosen, state, arrays), [model]
     else:
         chosen = device_settings.open()
         plan = _partitioned(file, chosen.backend.target)
         state = weights_for(plan.graph, weights)
         arrays, used_seed = inputs_for([plan.graph.tensors[name] for name in plan.graph.inputs], inputs, seed)
-        run = _plan_run(plan, chosen, state, arrays)
-    profiler = Profiler()
+        run, programs = _plan_run(plan, chosen, state, arrays)
+    chip, profiler = simulated(chosen), Profiler()
     median = _timed(run, runs, chosen, profiler)
     if trace is not None:
         with step(f"writing {trace}"):
-            profiler.save_trace(trace)
+            if chip is None:
+                profiler.save_trace(trace)
+            else:
+                from npu_model.analysis.trace import timeline
+
+                timeline(*(chip.result(program, spans=True) for program in programs)).save(trace)
     if json:
         print_json(
             {
@@ -82,6 +87,10 @@ def profile(
         return
     typer.echo(profiler.report())
     typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")
+    if chip is not None:
+        note(
+            f"kernels, median and trace are in time of chip {chip.chip.name}; transfers and the total in this machine's"
+        )
     if trace is not None:
         typer.echo(f"trace written to {trace}; ui.perfetto.dev opens it")
 
@@ -121,12 +130,15 @@ def _program_run(
     return lambda profiler: executor.run(buffers, loaded, profiler)
 
 
-def _plan_run(plan: PartitionPlan, device: Device, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Run:
-    """Runs a plan, whose inputs are uploaded and outputs downloaded in each run."""
+def _plan_run(
+    plan: PartitionPlan, device: Device, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> tuple[Run, list[CompiledProgram]]:
+    """What runs a plan, whose inputs are uploaded and outputs downloaded in each run; the programs of the device."""
     from npu_runtime import DAGExecutor
 
     with step(f"compiling {plan.graph.name}"):
         executor = DAGExecutor(plan, device)
     with step("loading weights"):
         executor.load_weights(state)
-    return lambda profiler: executor.execute(arrays, profiler)
+    programs = [each.program for each in executor.executors.values()]
+    return lambda profiler: executor.execute(arrays, profiler), programs

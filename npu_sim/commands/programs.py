@@ -48,7 +48,7 @@ def compile(
         typer.Option(
             metavar="NAME",
             autocompletion=targets,
-            help="Target: op_level (for the CPU and Metal), metal_gpu, cuda_gpu or an installed package's.",
+            help="Target: op_level (for the CPU and Metal), metal_gpu, cuda_gpu, npu:CHIP or an installed package's.",
         ),
     ] = "op_level",
     dtype: Dtype = None,
@@ -153,6 +153,8 @@ def describe(
     program = CompiledProgram.load(file)
     if not json:
         typer.echo(program.describe(full=full))
+        if program.target.startswith("npu:"):
+            typer.echo(_tile_program(program, full), nl=False)
         return
     print_json(
         {
@@ -172,6 +174,27 @@ def describe(
             "summary": summary(program.plan),
         }
     )
+
+
+def _tile_program(program: CompiledProgram, full: bool) -> str:
+    """The instructions of a program for a simulated chip, as assembly.
+
+    Args:
+        full: With those of every call; otherwise calls like an earlier one are left out.
+    """
+    from dataclasses import replace
+
+    from npu_model.isa.assembly import disassemble
+    from npu_model.isa.encoding import decode
+
+    tiles = decode(program.plan.machine_code)
+    shown = {(section.kernel, section.comment): section for section in reversed(tiles.sections)}
+    if full:
+        return disassemble(tiles)
+    first = tuple(section for section in tiles.sections if section is shown[section.kernel, section.comment])
+    left_out = len(tiles.sections) - len(first)
+    text = disassemble(replace(tiles, sections=first))
+    return f"{text}# and {left_out} more sections like these (--full)\n" if left_out else text
 
 
 def _header(program: CompiledProgram) -> dict[str, Any]:
@@ -212,6 +235,7 @@ def run(
     from npu_runtime import Executor
     from npu_runtime.numerics import doubtful_values
     from npu_sim.arrays import assigned_files
+    from npu_sim.devices import simulated
 
     check_not_overwritten(output, [program_file, weights, *assigned_files(inputs)])
     if program_file.suffix == MODULE:
@@ -219,7 +243,9 @@ def run(
             raise InputError(f"'{program_file}' has its weights inside; leave out --weights")
         chosen = device_settings.open()
         values, used_seed = run_module(program_file, chosen, inputs, allow_code, seed)
-        _report(chosen.name, used_seed, values, output, json)
+        chip = simulated(chosen)
+        time = None if chip is None else {"chip": chip.chip.name, "latency_us": 1e6 * chip.simulated_seconds}
+        _report(chosen.name, used_seed, values, output, json, time)
         return
     program = CompiledProgram.load(program_file, allow_code)
     state = weights_for(program, weights)
@@ -231,11 +257,23 @@ def run(
     values = {spec.name: results[spec.name].to_numpy(spec=spec) for spec in program.output_specs}
     for problem in doubtful_values(values, program.output_specs):
         note(f"warning: {problem}")
-    _report(chosen.name, used_seed, values, output, json)
+    chip = simulated(chosen)
+    _report(chosen.name, used_seed, values, output, json, None if chip is None else chip.result(program).to_dict())
 
 
-def _report(device: str, seed: int | None, values: Mapping[str, np.ndarray], output: Path | None, json: bool) -> None:
-    """Write a run's outputs to the file, if there is one, and print what they are like."""
+def _report(
+    device: str,
+    seed: int | None,
+    values: Mapping[str, np.ndarray],
+    output: Path | None,
+    json: bool,
+    simulation: Mapping[str, Any] | None,
+) -> None:
+    """Write a run's outputs to the file, if there is one, and print what they are like.
+
+    Args:
+        simulation: The run on a simulated chip, with what `npu-sim simulate --json` says of it.
+    """
     from npu_sim.arrays import write_outputs
 
     if output is not None:
@@ -247,6 +285,7 @@ def _report(device: str, seed: int | None, values: Mapping[str, np.ndarray], out
                 "device": device,
                 "seed": seed,
                 "outputs": rows,
+                **({} if simulation is None else {"simulated": simulation}),
                 "file": None if output is None else str(output),
             }
         )
@@ -256,6 +295,8 @@ def _report(device: str, seed: int | None, values: Mapping[str, np.ndarray], out
         typer.echo(f"{row['name']}: {row['dtype']}{row['shape']} {numbers}")
     if output is not None:
         typer.echo(f"outputs written to {output}")
+    if simulation is not None:
+        note(f"simulated: {1e-3 * simulation['latency_us']:.4g} ms on chip {simulation['chip']}")
 
 
 def _statistics(value: np.ndarray) -> dict[str, Any]:

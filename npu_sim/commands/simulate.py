@@ -14,7 +14,7 @@ from npu_sim.commands.console import concerning, note, print_json, progress, ste
 from npu_sim.commands.options import AsJSON, Dtype, Trace, WeightFormat
 
 if TYPE_CHECKING:
-    from npu_compiler import CompiledProgram
+    from npu_compiler import CodegenTarget, CompiledProgram
     from npu_model import CallResult, Chip, Result
 
 PROMPT = 512
@@ -82,9 +82,10 @@ def simulate(
     Of a language model, the prefill of a prompt and a decode step are simulated; --trace, --picture and --sweep are of
     the decode step.
     """
+    from npu_compiler import OpLevelTarget
     from npu_compiler.errors import InputError
-    from npu_model import load_chip
-    from npu_model.sweep import parse_sweep
+    from npu_model import NPUTarget, load_chip
+    from npu_model.analysis.sweep import parse_sweep
 
     if csv is not None and sweep is None:
         raise InputError("--csv is for --sweep")
@@ -98,11 +99,12 @@ def simulate(
         chip = load_chip(npu)
     swept = None if sweep is None else parse_sweep(sweep, chip)
     if picture is not None:
-        from npu_model.picture import check_picture
+        from npu_model.analysis.picture import check_picture
 
         check_picture(picture)
     with step(f"preparing {model}"):
-        programs, count = _programs(kind, model, dtype, quantization, tokens, cache_length)
+        target = NPUTarget(chip) if swept is None else OpLevelTarget()
+        programs, count = _programs(kind, model, target, dtype, quantization, tokens, cache_length)
     if swept is not None:
         _sweep(programs[-1], swept, picture, csv, json)
         return
@@ -111,14 +113,14 @@ def simulate(
     results = []
     with progress("simulating") as report:
         for program in programs:
-            results.append(simulate_program(program, chip))
+            results.append(simulate_program(program, chip, spans=trace is not None or picture is not None))
             report(len(results), len(programs))
     if trace is not None:
-        from npu_model.trace import timeline
+        from npu_model.analysis.trace import timeline
 
         timeline(results[-1]).save(trace)
     if picture is not None:
-        from npu_model.picture import draw_run
+        from npu_model.analysis.picture import draw_run
 
         draw_run(results[-1], picture)
     if json:
@@ -164,32 +166,42 @@ def _check_model(
 
 
 def _programs(
-    kind: str, model: str, dtype: str | None, quantization: str | None, tokens: int | None, cache_length: int | None
+    kind: str,
+    model: str,
+    target: CodegenTarget,
+    dtype: str | None,
+    quantization: str | None,
+    tokens: int | None,
+    cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int | None]:
     """The model's programs; of a language model, prefill and decode, and the length of the prompt."""
-    from npu_compiler import CompiledProgram, CompileOptions, OpLevelTarget, read_ir
+    from npu_compiler import CompiledProgram, CompileOptions, read_ir
     from npu_compiler import compile as compile_ir
 
     if kind == "program":
         return [CompiledProgram.load(model)], None
     if kind == "language":
-        return _language_programs(model, dtype, quantization, tokens, cache_length)
+        return _language_programs(model, target, dtype, quantization, tokens, cache_length)
     if kind == "ir":
         graph = read_ir(Path(model))
         return [
-            compile_ir(graph, OpLevelTarget(), CompileOptions(compute_dtype=dtype, quantization=quantization))
+            compile_ir(graph, target, CompileOptions(compute_dtype=dtype, quantization=quantization))
         ], None
     from npu_sim.vision.models import extract_model_ir, find_model, quantized_files
 
     quantized = quantized_files(Path(model)) if kind == "quantized" else None
     ir = extract_model_ir(find_model(model)) if quantized is None else quantized[0]
-    return [compile_ir(ir, OpLevelTarget(), CompileOptions(compute_dtype=dtype, quantization=quantization))], None
+    return [compile_ir(ir, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
 
 
 def _language_programs(
-    model: str, dtype: str | None, quantization: str | None, tokens: int | None, cache_length: int | None
+    model: str,
+    target: CodegenTarget,
+    dtype: str | None,
+    quantization: str | None,
+    tokens: int | None,
+    cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int]:
-    from npu_compiler import OpLevelTarget
     from npu_compiler.errors import InputError
     from npu_sim.llm import cache_capacity, compile_decode_loop, compile_prefill, load_architecture
     from npu_sim.llm.loading import STORED
@@ -200,7 +212,6 @@ def _language_programs(
     tokens = min(PROMPT, capacity) if tokens is None else tokens
     if tokens > capacity:
         raise InputError(f"a prompt of {tokens} tokens (--tokens) does not fit a KV cache of {capacity}")
-    target = OpLevelTarget()
     programs = [
         compile_prefill(checkpoint, tokens, capacity, target),
         compile_decode_loop(checkpoint, capacity, target),
@@ -229,15 +240,18 @@ def _lines(result: Result, full: bool) -> list[str]:
     chip, seconds = result.chip, result.chip.seconds
     energy = result.energy
     stalls = ", ".join(f"{cause} {cycles / result.cycles:.1%}" for cause, cycles in result.stalls.items())
+    busy = ", ".join(f"{engine} {cycles / result.cycles:.1%}" for engine, cycles in result.busy.items())
     kept = f", {format_bytes(result.kept_weight_bytes)} of weights kept in SRAM" if result.kept_weight_bytes else ""
     parts = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in vars(energy).items())
     lines = [
         f"{result.program} on {chip.name}: {_time(result.seconds)}, {result.cycles:.0f} cycles "
         f"(the roofline allows {_time(seconds(result.roofline_cycles))})",
         f"  in use   matrix peak {result.utilization:.1%}, DRAM bandwidth {result.bandwidth_utilization:.1%}",
+        f"  busy     {busy}",
         f"  stalls   {stalls}",
         f"  DRAM     {format_bytes(result.dram_bytes)}, at least {format_bytes(result.compulsory_bytes)}{kept}",
-        f"  SRAM     {format_bytes(result.sram_bytes)} read and written; tiles take {format_bytes(result.tile_bytes)}",
+        f"  SRAM     {format_bytes(result.sram_bytes)} read and written; a call uses up to "
+        f"{format_bytes(result.sram_used)}",
         f"  energy   {1e3 * energy.total:.3g} mJ: {parts}",
     ]
     lines.append(f"  {'time':>10} {'share':>6}  {'calls':>5} {'tiles':>7}  {'tile':20} {'DRAM':>10}  kernel, node")
@@ -246,7 +260,7 @@ def _lines(result: Result, full: bool) -> list[str]:
         first, cycles = calls[0], sum(call.cycles for call in calls)
         lines.append(
             f"  {_time(seconds(cycles)):>10} {cycles / result.cycles:6.1%}  {len(calls):5} {first.tiles:7}  "
-            f"{first.shape:20.20} {format_bytes(first.dram_bytes):>10}  {first.kernel}, {first.node}"
+            f"{first.tile:20.20} {format_bytes(first.dram_bytes):>10}  {first.kernel}, {first.node}"
         )
     if not full and len(groups) > _ROWS:
         rest = sum(len(calls) for calls in groups[_ROWS:])
@@ -258,7 +272,7 @@ def _alike(calls: Iterable[CallResult]) -> list[list[CallResult]]:
     """Calls of the same kernel, work and tiles together, those that take the most time in all first."""
     groups: dict[Hashable, list[CallResult]] = {}
     for call in calls:
-        key = (call.kernel, call.macs, call.vector_operations, call.tiles, call.shape, call.dram_bytes)
+        key = (call.kernel, call.macs, call.counts.operations, call.tiles, call.tile, call.dram_bytes)
         groups.setdefault(key, []).append(call)
     return sorted(groups.values(), key=lambda group: (-sum(call.cycles for call in group), group[0].index))
 
@@ -278,9 +292,9 @@ def _sweep(
     csv: Path | None,
     json: bool,
 ) -> None:
-    from npu_model.picture import draw_sweep
-    from npu_model.sweep import as_csv, write_csv
-    from npu_model.sweep import sweep as simulate_all
+    from npu_model.analysis.picture import draw_sweep
+    from npu_model.analysis.sweep import as_csv, write_csv
+    from npu_model.analysis.sweep import sweep as simulate_all
 
     with progress(f"simulating {program.name}") as report:
         points = simulate_all(program, swept, report)

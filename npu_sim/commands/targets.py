@@ -30,6 +30,10 @@ def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
         return MetalCodegenTarget()
     if name in ("cpu", "op_level"):
         return OpLevelTarget()
+    if name.startswith("npu:"):
+        from npu_model import NPUTarget, load_chip
+
+        return NPUTarget(load_chip(name.removeprefix("npu:")))
     target = load_plugin_target(name)
     if target is None:
         known = ", ".join(["op_level (for the CPU and Metal)", *target_names()[1:]])
@@ -40,5 +44,6 @@ def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
 def target_names() -> list[str]:
     """Names of the targets known here, op_level first."""
     from npu_compiler.program.target import plugin_targets
+    from npu_model.chip import shipped_chips
 
-    return ["op_level", "metal_gpu", "cuda_gpu", *plugin_targets()]
+    return ["op_level", "metal_gpu", "cuda_gpu", *(f"npu:{chip}" for chip in shipped_chips()), *plugin_targets()]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npu_compiler.errors import InputError, IRError, NPUError
+from npu_compiler.errors import ConstraintError, InputError, IRError, NPUError
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, source_digest
@@ -514,6 +514,8 @@ def _unsupported(checkpoint: Checkpoint, error: BaseException) -> InputError:
     lines = str(error).strip().splitlines()
     if isinstance(error, KeyError):
         lines = [f"transformers knows no {error}"]
+    if isinstance(error, ConstraintError):  # all that the device lacks
+        lines = [str(error)]
     kind = checkpoint.config.model_type
     kind_note = "" if kind in SUPPORTED else f" (model type '{kind}')"
     return InputError(f"cannot compile {checkpoint.name}{kind_note}: {lines[0] if lines else type(error).__name__}")

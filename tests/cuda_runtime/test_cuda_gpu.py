@@ -141,7 +141,7 @@ def test_sequences_replay_as_one_graph_and_times_are_the_devices(backend: CUDABa
         backend.prepare(call, [Operand(a, call.inputs[0], 0, False)], [Operand(b, call.outputs[0], 0, False)])
         for a, b in zip(buffers, buffers[1:], strict=False)
     ]
-    sequence = backend.sequence(steps)
+    sequence = backend.sequence(steps, None)
     for value, made in [(1, {"launches": 2}), (3, {"captures": 1, "graph_launches": 1}), (5, {"graph_launches": 1})]:
         buffers[0].write(np.full(32, value, np.float32))
         before = backend.counters.copy()
@@ -194,7 +194,7 @@ def test_products_by_cublas(
         backend.allocate_buffer(array.astype(numpy_dtype(kind))) for array, kind in zip(memory, kinds, strict=True)
     ]
     operands = [Operand(buffer, at, 0, False) for buffer, at in zip(buffers, views, strict=True)]
-    sequence = backend.sequence([backend.prepare(call, operands[:-1], operands[-1:])])
+    sequence = backend.sequence([backend.prepare(call, operands[:-1], operands[-1:])], None)
     before = buffers[-1].to_numpy()
     for _ in range(3):
         buffers[-1].write(before)

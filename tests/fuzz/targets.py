@@ -74,6 +74,8 @@ def corpus(name: str) -> list[bytes]:
         return _cached_files()
     if name == "module":
         return _saved_modules()
+    if name == "tiles":
+        return _tile_programs()
     if name == "chip":
         return [resource.read_bytes() for resource in _chips()]
     if name == "sweep":
@@ -105,7 +107,7 @@ def _read_program(folder: Path) -> Check:
         assert again.to_bytes() == program.to_bytes(), "a program that loads is not saved as it is"
         try:
             simulate(program, chip)
-        except InputError:
+        except (ConstraintError, InputError):
             return "loaded"
         return "simulated"
 
@@ -225,12 +227,72 @@ def _read_weights(folder: Path) -> Check:
     return check
 
 
+def _tile_programs() -> list[bytes]:
+    from npu_model.isa.assembler import assemble
+    from npu_model.isa.encoding import encode
+
+    return [encode(assemble(path.read_text())) for path in sorted((CORPUS / "tiles").iterdir())]
+
+
+_MOST_TIMED = 2**15  # instructions
+_MOST_CYCLES = 2**21  # of a run that computes
+
+
+def _run_tiles(folder: Path) -> Check:
+    """Reads a tile program, verifies it, writes its text and reads that, times it, and runs it on memory of zeros."""
+    import numpy as np
+
+    from npu_model.chip import load_chip
+    from npu_model.isa.assembler import assemble
+    from npu_model.isa.assembly import disassemble
+    from npu_model.isa.encoding import decode, encode
+    from npu_model.isa.instructions import instructions
+    from npu_model.isa.verifier import verify
+    from npu_model.machine.machine import Machine
+    from npu_model.machine.memory import Memory
+
+    chip = load_chip("edge")
+
+    def check(data: bytes) -> str:
+        program = decode(data)
+        verify(program, chip)
+        assert encode(assemble(disassemble(program))) == encode(program), "its text is that of another program"
+        bodies = [section.body for section in (*program.preload, *program.sections)]
+        if sum(math.prod(counts) for body in bodies for _, counts in instructions(body)) > _MOST_TIMED:
+            return "verified"
+        if Machine(chip, program).run().cycles > _MOST_CYCLES or sum(b.size for b in program.buffers) > _LARGEST_RUN:
+            return "timed"
+        memory = {b.name: Memory(b.name, np.zeros(b.size, np.uint8), False) for b in program.buffers}
+        machine = Machine(chip, program, memory, checked=True)
+        try:
+            machine.preload()
+            machine.run()
+        except IndexError as error:
+            assert "is out of range for" in str(error), "no index of the program's own"
+            return "ran to a wrong index"
+        return "ran"
+
+    return check
+
+
+def _open_tiles(data: bytes) -> Any:
+    import msgpack
+
+    return msgpack.unpackb(data)
+
+
+def _seal_tiles(content: Any) -> bytes:
+    import msgpack
+
+    return bytes(msgpack.packb(content, unicode_errors="surrogatepass"))
+
+
 def _chips() -> list[Any]:
     from importlib.resources import files
 
     from npu_model import shipped_chips
 
-    return [files("npu_model") / "chips" / f"{name}.toml" for name in shipped_chips()]
+    return [files("npu_model.chip") / "chips" / f"{name}.toml" for name in shipped_chips()]
 
 
 def _program_to_simulate() -> CompiledProgram:
@@ -245,7 +307,11 @@ def _read_chip(folder: Path) -> Check:
 
     def check(data: bytes) -> str:
         path.write_bytes(data)
-        result = simulate(program, load_chip(path))
+        chip = load_chip(path)
+        try:
+            result = simulate(program, chip)
+        except ConstraintError:
+            return "loaded"
         assert 0 <= result.seconds < math.inf and 0 <= result.energy.total < math.inf, "no time or energy"
         return "simulated"
 
@@ -255,7 +321,7 @@ def _read_chip(folder: Path) -> Check:
 def _read_sweep(folder: Path) -> Check:
     """Reads a sweep and simulates a program on its first chip and its last."""
     from npu_model import load_chip
-    from npu_model.sweep import as_csv, parse_sweep, sweep
+    from npu_model.analysis.sweep import as_csv, parse_sweep, sweep
 
     program, chip = _program_to_simulate(), load_chip("edge")
 
@@ -451,6 +517,7 @@ TARGETS = {
     "gguf": Target(_read_language_model, NPUError, ((file_formats.open_gguf, file_formats.seal_gguf),)),
     "safetensors": Target(_read_weights, WeightError, _WEIGHTS, 20),
     "module": Target(_load_module, NPUError, _MODULE, 10),
+    "tiles": Target(_run_tiles, NPUError, ((_open_tiles, _seal_tiles),), 10),
     "chip": Target(_read_chip, InputError, ((file_formats.open_chip, file_formats.seal_chip),), 10),
     "sweep": Target(_read_sweep, InputError, ((file_formats.open_sweep, file_formats.seal_sweep),)),
     "generation": Target(_read_generation, NPUError, ((file_formats.open_json, file_formats.seal_json),)),

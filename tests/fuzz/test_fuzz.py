@@ -73,6 +73,12 @@ def with_eos(value: Any) -> Callable[[Any], None]:
     return lambda config: config.update(eos_token_id=value)
 
 
+def with_a_wide_box(tiles: Any) -> None:
+    transfer = tiles[2][4][0][3][0]
+    assert tiles[1][transfer[0]] == "Transfer"
+    transfer[4][0][0] = transfer[4][0][2] = 2**40
+
+
 FINDINGS: dict[str, tuple[str, int, Callable[[Any], None], type[NPUError], str]] = {
     "ir, a missing input": ("ir", 0, without_an_input, IRError, r"node 'index_copy' .*not enough values"),
     "ir, a dimension that is no number": ("ir", 0, with_dim("x"), IRError, r"node 'index_copy' .*must be integers"),
@@ -92,6 +98,13 @@ FINDINGS: dict[str, tuple[str, int, Callable[[Any], None], type[NPUError], str]]
     ),
     "generation, no token": ("generation", 0, with_eos(["</s>"]), InputError, "is neither a token id nor a list"),
     "generation, lists of tokens": ("generation", 0, with_eos([[2]]), InputError, "is neither a token id nor a list"),
+    "tiles, a wide box": (
+        "tiles",
+        1,
+        with_a_wide_box,
+        ProgramFormatError,
+        "transfer 0 on dma0 of section 'gathered': ",
+    ),
     "safetensors, too many dimensions": ("safetensors", 0, of_many_dimensions, WeightError, "'empty' cannot have"),
 }
 

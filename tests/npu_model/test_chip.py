@@ -42,12 +42,9 @@ def test_a_chip_is_read_with_its_defaults() -> None:
     assert chip.launch.overlapped and chip.energy.pj_per_dram_byte == 0.0
 
 
-def test_a_dtype_without_a_rate_is_computed_as_a_wider_one() -> None:
+def test_a_chip_multiplies_the_dtypes_that_it_lists() -> None:
     chip = parse_chip(CHIP, "small.toml")
-    assert chip.matrix_rate("int4") == 1.0  # as int8
-    assert chip.matrix_rate("float8") == 0.5  # as float16
-    assert chip.matrix_rate("float32") is None
-    assert chip.peak_macs("float32") == 8.0  # the vector unit's
+    assert (chip.peak_macs("int8"), chip.peak_macs("float16"), chip.peak_macs("float32")) == (64.0, 32.0, 0.0)
 
 
 def test_the_edge_chip_has_4_tops_and_a_mebibyte() -> None:
@@ -84,14 +81,7 @@ MALFORMED = [
     ("[chip]", "[chips]", "lacks the table [chip]"),
     ("latency_ns = 100", "latency_ns = -1", "'dram.latency_ns' is -1; it must be a number of at least 0"),
     ("[dma]", "[launch]\noverlapped = 1\n[dma]", "'launch.overlapped' is 1; write true or false"),
-    ("[dma]", "[measured]\nproducts = []\n[dma]", "unknown key 'measured.products'; known are product, convolution"),
-    ("[dma]", "[measured]\nproduct = []\n[dma]", "'measured.product' has None; write rows of 6 numbers above 0"),
-    (
-        "[dma]",
-        "[measured]\nnorm = [[64, 8, 0]]\n[dma]",
-        "'measured.norm' has [64, 8, 0]; write rows of 3",
-    ),
-    ("[dma]", "[measured]\nnorm = [[64, 2.0]]\n[dma]", "above 0 and at most 1e+18: elements, row, factor"),
+    ("[dma]", "[measured]\nproduct = []\n[dma]", "unknown key 'measured'; known are name, clock_ghz"),
     ("[chip]", "[chip", "is not TOML"),
     ("rows = 8", f"rows = {'9' * 5000}", "is not TOML: Exceeds the limit"),
     ("rows = 8", f"rows = 0x{'f' * 20000}", "'matrix.rows' is inf; write a whole number of at least 1"),
@@ -99,7 +89,6 @@ MALFORMED = [
     ('name = "small"', f"name = 0x{'f' * 20000}", "'name' is an int; write a name in quotes"),
     ('dataflow = "output"', f"dataflow = [[0x{'f' * 20000}]]", "'matrix.dataflow' is a list; choose one of"),
     ("latency_ns = 100", f"latency_ns = {'[' * 5000}", "is not TOML"),
-    ("[dma]", f"[measured]\nnorm = [[0x{'f' * 20000}, 1, 1]]\n[dma]", "'measured.norm' has a list; write rows of 3"),
 ]
 
 

@@ -15,7 +15,7 @@ from npu_compiler import CompiledProgram
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import InputError, ProgramFormatError
 from npu_model import load_chip
-from npu_model.sweep import area, as_csv, parse_sweep, sweep, write_csv
+from npu_model.analysis.sweep import area, as_csv, parse_sweep, sweep, write_csv
 
 EDGE = load_chip("edge")
 
@@ -99,11 +99,10 @@ def test_the_front_holds_what_no_other_chip_beats(program: CompiledProgram) -> N
         assert better, "each chip is on the front or behind it"
 
 
-def test_chips_on_which_the_program_does_not_run_say_why() -> None:
-    g = IRBuilder()
-    g.output(g("aten.softmax.int", g.input("x", 2, 100_000), -1))
-    points = sweep(compile_ir(g.ir()), parse_sweep("sram=64K..4M", EDGE), workers=1)
-    assert "fits no SRAM" in points[0].problem and not points[0].is_best
+def test_chips_on_which_the_program_does_not_run_say_why(program: CompiledProgram) -> None:
+    points = sweep(program, parse_sweep("sram=1K..4M", EDGE), workers=1)
+    assert "cannot run on chip 'edge': its smallest tiles do not fit 1024 bytes" in points[0].problem
+    assert not points[0].is_best
     assert points[-1].problem == "" and points[-1].seconds > 0
 
 

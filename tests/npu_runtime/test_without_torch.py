@@ -146,7 +146,7 @@ import npu_compiler.ops
 from npu_compiler.program.elementwise import ELEMENTWISE
 from npu_compiler.program.kernels import KERNELS, Family
 from npu_runtime.cpu.kernels import CPU_KERNELS
-from npu_runtime.cpu.kernels.expression import parse
+from npu_compiler.program.expression import parse
 
 declared = {name for name, kernel in KERNELS.items() if kernel.family is not Family.COLLECTIVE}  # gloo is PyTorch's
 assert declared == CPU_KERNELS.keys(), declared ^ CPU_KERNELS.keys()

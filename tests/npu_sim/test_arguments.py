@@ -249,16 +249,6 @@ WRONG = [
     (["simulate", "absent.npubin", "--npu", "edge"], "cannot read program 'absent.npubin'"),
     (["simulate", "absent.json", "--npu", "edge"], "cannot read IR file 'absent.json'"),
     (["simulate", "empty", "--npu", "edge"], "has no config.json"),
-    # calibrate
-    *options(["calibrate"], *OUTPUT),
-    *options(
-        ["calibrate", "-o", "chip.toml"],
-        (["--device", "tpu"], "unknown device 'tpu'; choose one of"),
-        (["--device", "cuda", "--cpu-level", "PRESENT"], "--cpu-level is for --device cpu only"),
-        (["--arrays", "0"], "Invalid value for '--arrays'"),
-        (["--sram", "1023"], "Invalid value for '--sram'"),
-    ),
-    (["calibrate", "-o", "chip.json"], "'chip.json' is no chip file: its name must end in .toml"),
     # generate
     *options(
         DEVICE_COMMANDS["generate"],

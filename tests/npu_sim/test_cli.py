@@ -57,7 +57,6 @@ COMMANDS = [
     "classify",
     "quantize",
     "quantize-network",
-    "calibrate",
     "bench",
     "doctor",
 ]

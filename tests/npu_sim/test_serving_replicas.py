@@ -59,7 +59,7 @@ def test_a_numbered_gpu_is_refused_as_each_replica_has_its_own() -> None:
         InputError, match="--device cuda:1: with --ray, each replica gets a device of its own; write cuda"
     ):
         NOTHING.check("cuda:1")
-    for device in (None, "cpu", "cuda", "npu-model:chip.toml", "npu-model:edge"):
+    for device in (None, "cpu", "cuda", "npu:chip.toml", "npu:edge"):
         NOTHING.check(device)
 
 

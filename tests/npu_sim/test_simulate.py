@@ -50,7 +50,7 @@ def test_a_program_is_described(program: Path) -> None:
     text = npu_sim("simulate", program, "--npu", "edge")
     first = text.splitlines()[0]
     assert first.startswith("net on edge: ") and "the roofline allows" in first
-    assert all(word in text for word in ("stalls", "DRAM", "SRAM", "energy", "matmul_kernel"))
+    assert all(word in text for word in ("busy", "stalls", "DRAM", "SRAM", "energy", "matmul_kernel"))
 
 
 def test_json_has_every_call_and_adds_up(program: Path) -> None:
@@ -68,8 +68,8 @@ def test_ir_is_compiled_first_as_asked(ir: dict[str, Any], tmp_path: Path) -> No
         for options in ([], ["--quantization", "int8"])
     )
     weights = 2 * 512 * 256
-    assert plain["kept_weight_bytes"] == 2 * weights
-    assert weights < narrow["kept_weight_bytes"] < 1.1 * weights
+    whole, bytes_ = (run["dram_bytes"] + run["kept_weight_bytes"] for run in (plain, narrow))
+    assert whole >= 2 * weights and 0.8 * weights < whole - bytes_ < weights
 
 
 def test_a_trace_and_a_picture_are_written(program: Path, tmp_path: Path) -> None:

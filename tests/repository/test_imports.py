@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "cuda_runtime": {"npu_compiler", "npu_runtime", "cuda_compiler"},
     "metal_kernels": set(),
     "metal_emulator": {"metal_kernels", "npu_compiler"},
-    "npu_model": {"npu_compiler"},
+    "npu_model": {"npu_compiler", "npu_runtime"},
 }
 ALLOWED["npu_sim"] = set(ALLOWED)
 PRESENT = [name for name in ALLOWED if (ROOT / name).is_dir()]

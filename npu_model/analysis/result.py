@@ -1,0 +1,328 @@
+"""`Result`: a run of a program on a chip as its counts say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.elementwise import declaration
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.plan import ExecutionPlan
+from npu_model.chip import Chip
+from npu_model.isa.instructions import (
+    Compute,
+    Engine,
+    Instruction,
+    Multiply,
+    Section,
+    Space,
+    Tile,
+    TileProgram,
+    Transfer,
+    instructions,
+)
+from npu_model.machine.machine import Cause, Counts, Run, Span
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules of a run by part."""
+
+    macs: float
+    vector: float
+    sram: float
+    dram: float
+    static: float
+
+    @property
+    def total(self) -> float:
+        return self.macs + self.vector + self.sram + self.dram + self.static
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """A kernel call on the chip.
+
+    Attributes:
+        counts: Its work, busy engines and stalls.
+        tiles, tile: How often its first instruction that computes is executed, and the sizes of that one's box.
+        sram_used: Bytes of the scratchpad that it touches.
+        joules: Static energy left out.
+    """
+
+    index: int
+    node: str
+    kernel: str
+    family: str
+    counts: Counts
+    tiles: int
+    tile: str
+    sram_used: int
+    joules: float
+
+    @property
+    def start(self) -> int:
+        """The cycle in which its first instruction starts; calls overlap."""
+        return max(0, self.counts.start)
+
+    @property
+    def end(self) -> int:
+        """The cycle in which its last instruction ends."""
+        return self.counts.end
+
+    @property
+    def cycles(self) -> int:
+        """The part of the run's cycles that is this call's."""
+        return self.counts.progress + sum(self.counts.stalls.values())
+
+    @property
+    def macs(self) -> int:
+        return sum(self.counts.macs.values())
+
+    @property
+    def dram_bytes(self) -> int:
+        return self.counts.dram_read + self.counts.dram_written
+
+    def busy(self, engine: str) -> int:
+        """Cycles in which an engine worked for it."""
+        return self.counts.busy.get(engine, 0)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run of a program on a chip.
+
+    Attributes:
+        cycles: Of the chip's clock.
+        compulsory_bytes: The DRAM traffic that no chip avoids: what calls touch of weights, inputs and outputs, once
+            each; weights that stay in the scratchpad (`kept_weight_bytes`) left out.
+        spans: What each engine did when, if they were asked for.
+    """
+
+    program: str
+    chip: Chip
+    cycles: int
+    calls: tuple[CallResult, ...]
+    energy: Energy
+    compulsory_bytes: int
+    kept_weight_bytes: int
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.chip.seconds(self.cycles)
+
+    @property
+    def macs(self) -> int:
+        return sum(call.macs for call in self.calls)
+
+    @property
+    def dram_bytes(self) -> int:
+        return sum(call.dram_bytes for call in self.calls)
+
+    @property
+    def sram_bytes(self) -> int:
+        return sum(call.counts.sram_bytes for call in self.calls)
+
+    @property
+    def sram_used(self) -> int:
+        """The most bytes of the scratchpad that a call touches."""
+        return max((call.sram_used for call in self.calls), default=0)
+
+    @property
+    def stalls(self) -> dict[Cause, int]:
+        """Cycles in which no engine that computes got on, by cause."""
+        return {cause: sum(call.counts.stalls.get(cause, 0) for call in self.calls) for cause in Cause}
+
+    @property
+    def busy(self) -> dict[str, int]:
+        """Engine → cycles in which it worked."""
+        names = sorted({name for call in self.calls for name in call.counts.busy})
+        return {name: sum(call.busy(name) for call in self.calls) for name in names}
+
+    @property
+    def compute_cycles(self) -> float:
+        """Cycles that the program's products take on the matrix engine at its peak."""
+        return sum(least_cycles(call.counts, self.chip) for call in self.calls)
+
+    @property
+    def utilization(self) -> float:
+        """The share of the matrix engine's peak at which the program multiplies, 0 to 1."""
+        return self.compute_cycles / self.cycles if self.cycles else 0.0
+
+    @property
+    def bandwidth_utilization(self) -> float:
+        """The share of DRAM's bandwidth in use, 0 to 1."""
+        return self.dram_bytes / self.chip.dram_bytes_per_cycle / self.cycles if self.cycles else 0.0
+
+    @property
+    def roofline_cycles(self) -> float:
+        """The least that the program can take: its compulsory traffic at full bandwidth, its products at the peak."""
+        return max(self.compulsory_bytes / self.chip.dram_bytes_per_cycle, self.compute_cycles)
+
+    def to_dict(self, *, calls: bool = True) -> dict[str, Any]:
+        """The result as JSON data; times in microseconds, energy in microjoules."""
+        chip = self.chip
+        data: dict[str, Any] = {
+            "program": self.program,
+            "chip": chip.name,
+            "latency_us": 1e6 * self.seconds,
+            "cycles": self.cycles,
+            "roofline_us": 1e6 * chip.seconds(self.roofline_cycles),
+            "instructions": sum(call.counts.instructions for call in self.calls),
+            "macs": self.macs,
+            "utilization": self.utilization,
+            "bandwidth_utilization": self.bandwidth_utilization,
+            "busy_us": _microseconds(self.busy, chip),
+            "stall_us": _microseconds(self.stalls, chip),
+            "dram_bytes": self.dram_bytes,
+            "compulsory_dram_bytes": self.compulsory_bytes,
+            "kept_weight_bytes": self.kept_weight_bytes,
+            "sram_bytes": self.sram_bytes,
+            "tile_sram_bytes": self.sram_used,
+            "energy_uj": {
+                "total": 1e6 * self.energy.total,
+                **{name: 1e6 * value for name, value in vars(self.energy).items()},
+            },
+        }
+        if calls:
+            data["calls"] = [_call_dict(call, chip) for call in self.calls]
+        return data
+
+
+def _microseconds(cycles: Mapping[Any, float], chip: Chip) -> dict[str, float]:
+    return {str(name): 1e6 * chip.seconds(value) for name, value in cycles.items()}
+
+
+def _call_dict(call: CallResult, chip: Chip) -> dict[str, Any]:
+    counts = call.counts
+    return {
+        "node": call.node,
+        "kernel": call.kernel,
+        "start_us": 1e6 * chip.seconds(call.start),
+        "end_us": 1e6 * chip.seconds(call.end),
+        "own_us": 1e6 * chip.seconds(call.cycles),
+        "busy_us": _microseconds(counts.busy, chip),
+        "stall_us": _microseconds({cause: cycles for cause, cycles in counts.stalls.items() if cycles}, chip),
+        "macs": call.macs,
+        "dtype": ", ".join(counts.macs),
+        "vector_operations": counts.operations,
+        "instructions": counts.instructions,
+        "tiles": call.tiles,
+        "tile": call.tile,
+        "dram_bytes": call.dram_bytes,
+        "sram_bytes": counts.sram_bytes,
+        "energy_uj": 1e6 * call.joules,
+    }
+
+
+def make_result(name: str, plan: ExecutionPlan, chip: Chip, tiles: TileProgram, run: Run, kept: int) -> Result:
+    """The result of a run.
+
+    Args:
+        plan: Its calls stand for the tile program's sections, one for each.
+        kept: Bytes of weights that the preload sections brought into the scratchpad.
+    """
+    calls = tuple(
+        _call_result(index, call, section, counts, chip)
+        for index, (call, section, counts) in enumerate(zip(plan.calls, tiles.sections, run.sections, strict=True))
+    )
+    preloaded = {
+        tile.buffer
+        for section in tiles.preload
+        for instruction, _ in instructions(section.body)
+        for tile in instruction.reads
+        if tile.space is Space.DRAM
+    }
+    energy = _energy(chip, run.sections, run.cycles)
+    compulsory = compulsory_bytes(plan, preloaded)
+    return Result(name, chip, run.cycles, calls, energy, compulsory, kept, tuple(run.spans))
+
+
+def _call_result(index: int, call: KernelCall, section: Section, counts: Counts, chip: Chip) -> CallResult:
+    tiles, tile = _first_tile(section)
+    joules = _energy(chip, [counts], 0).total
+    used, family = _scratchpad_used(section), declaration(call).family.value
+    return CallResult(index, call.node, call.kernel, family, counts, tiles, tile, used, joules)
+
+
+def _energy(chip: Chip, every: Sequence[Counts], cycles: int) -> Energy:
+    costs, pico = chip.energy, 1e-12
+    return Energy(
+        macs=pico * sum(n * chip.mac_energy(dtype) for counts in every for dtype, n in counts.macs.items()),
+        vector=pico * costs.pj_per_vector_operation * sum(counts.operations for counts in every),
+        sram=pico * costs.pj_per_sram_byte * sum(counts.sram_bytes for counts in every),
+        dram=pico * costs.pj_per_dram_byte * sum(counts.dram_read + counts.dram_written for counts in every),
+        static=costs.static_watts * chip.seconds(cycles),
+    )
+
+
+def least_cycles(counts: Counts, chip: Chip) -> float:
+    """Cycles of multiply-accumulates at the matrix engine's peak."""
+    return sum(macs / chip.peak_macs(dtype) for dtype, macs in counts.macs.items())
+
+
+def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
+    """What the calls touch of buffers outside the arena, the most that a call does of each, in each direction.
+
+    Args:
+        kept: Buffers that stay in the scratchpad.
+    """
+    touched: dict[tuple[str, bool], int] = {}
+    left_out = {*kept, *(name for name, buffer in plan.buffers.items() if buffer.kind == "arena")}
+    outputs = {name for name, buffer in plan.buffers.items() if buffer.kind == "output"}
+    for call in plan.calls:
+        sizes = [distinct_bytes(view) for view in (*call.inputs, *call.outputs)]
+        if (excess := sum(sizes) - call.bytes_moved) > 0:  # a lookup touches but some rows of its table
+            largest = sizes.index(max(sizes))
+            sizes[largest] = max(0, sizes[largest] - excess)
+        for position, (view, size) in enumerate(zip((*call.inputs, *call.outputs), sizes, strict=True)):
+            key = (view.buffer, position >= len(call.inputs))
+            if view.buffer not in left_out:
+                touched[key] = max(touched.get(key, 0), size)
+    return sum(size for (name, is_write), size in touched.items() if is_write or name not in outputs)
+
+
+def _first_tile(section: Section) -> tuple[int, str]:
+    """How often the first instruction that computes is executed, a product if there is one, and its box."""
+    every = list(instructions(section.body))
+    for kind in (Multiply, Compute, Transfer):
+        for instruction, counts in every:
+            if isinstance(instruction, kind):
+                return math.prod(counts), "×".join(str(axis.size) for axis in instruction.axes)
+    return 0, ""
+
+
+def _scratchpad_used(section: Section) -> int:
+    """Bytes of the scratchpad that a section touches."""
+    areas = sorted(
+        _area(tile, instruction, counts)
+        for instruction, counts in instructions(section.body)
+        for tile in (*instruction.reads, *instruction.writes)
+        if tile.space is Space.SCRATCHPAD
+    )
+    used = end = 0
+    for first, last in areas:
+        used += max(0, last - max(first, end))
+        end = max(end, last)
+    return used
+
+
+def _area(tile: Tile, instruction: Instruction, counts: tuple[int, ...]) -> tuple[int, int]:
+    """The first byte that a tile touches in all rounds, and the one behind the last."""
+    first, last = tile.address.bounds(counts)
+    last += itemsize(tile.dtype) + tile.slot_bytes * (tile.slots - 1)
+    for axis, stride in zip(instruction.axes, tile.strides, strict=False):
+        first, last = first + min(0, stride * (axis.size - 1)), last + max(0, stride * (axis.size - 1))
+    return max(0, first), last
+
+
+def is_transfer(engine: str) -> bool:
+    """Whether an engine is one of DMA."""
+    return engine.startswith(Engine.DMA)
+
+
+__all__ = ["CallResult", "Energy", "Result", "compulsory_bytes", "is_transfer", "least_cycles", "make_result"]

@@ -1,0 +1,69 @@
+"""A simulation as a timeline: what each engine of the chip did when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from npu_compiler.timeline import Timeline
+from npu_model.analysis.result import CallResult, Result
+from npu_model.machine.machine import Span
+
+MOST_SLICES = 50_000  # with more instructions than this, a call is one slice on an engine
+
+
+def timeline(*results: Result) -> Timeline:
+    """A track for each engine, a slice for each instruction on it, and counters of DRAM's bandwidth and of SRAM in use.
+
+    Args:
+        results: Runs on one chip, with their spans, which follow each other in time.
+    """
+    chip = results[0].chip
+    process = f"chip {chip.name}"
+    title = ", ".join(dict.fromkeys(result.program for result in results))
+    seconds = sum(result.seconds for result in results)
+    trace = Timeline({"program": title, "chip": chip.name, "latency_us": 1e6 * seconds})
+    names = sorted({span.engine for result in results for span in result.spans})
+    tracks = {name: trace.track(process, name) for name in names}
+    begin = 0.0
+    for result in results:
+        for span in _slices(result.spans):
+            call = result.calls[span.section]
+            start, length = (1e6 * chip.seconds(cycles) for cycles in (span.start, span.end - span.start))
+            trace.slice(tracks[span.engine], f"{span.name} {call.node}", begin + start, length, _facts(call, result))
+        for call in result.calls:
+            at, end = (begin + 1e6 * chip.seconds(cycles) for cycles in (call.start, call.end))
+            trace.counter(process, "SRAM bytes in use", at, call.sram_used)
+            if call.dram_bytes and end > at:
+                trace.counter(process, "GB/s from and to DRAM", at, 1e-3 * call.dram_bytes / (end - at))
+                trace.counter(process, "GB/s from and to DRAM", end, 0.0)
+        begin += 1e6 * result.seconds
+    return trace
+
+
+def _slices(spans: Sequence[Span]) -> Iterable[Span]:
+    """The spans; if there are very many, those of a call on an engine as one."""
+    if len(spans) <= MOST_SLICES:
+        return spans
+    ordered = sorted(spans, key=lambda span: (span.engine, span.section))
+    groups = (list(group) for _, group in groupby(ordered, key=lambda span: (span.engine, span.section)))
+    return [
+        Span(g[0].section, g[0].engine, f"{len(g)} instructions of", min(s.start for s in g), max(s.end for s in g))
+        for g in groups
+    ]
+
+
+def _facts(call: CallResult, result: Result) -> dict[str, object]:
+    counts, chip = call.counts, result.chip
+    return {
+        "kernel": call.kernel,
+        "tiles": call.tiles,
+        "tile": call.tile,
+        "MACs": call.macs,
+        "DRAM bytes": call.dram_bytes,
+        "SRAM bytes": counts.sram_bytes,
+        "stalls (us)": {str(cause): round(1e6 * chip.seconds(c), 3) for cause, c in counts.stalls.items() if c},
+    }
+
+
+__all__ = ["timeline"]

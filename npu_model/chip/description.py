@@ -1,0 +1,368 @@
+"""`Chip`: hardware as numbers, read from a TOML file (docs/npu_model.md lists its keys)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from npu_compiler.errors import InputError
+from npu_model.chip.systolic import Dataflow
+
+DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
+_MOST = 1e18  # no number of a chip is larger
+# The functions that a vector unit computes unless its chip says otherwise: C's math library, as far as activations,
+# norms and the arithmetic of element-wise ops call it, and the integer divisions of `program/elementwise.py`.
+VECTOR_FUNCTIONS = tuple(
+    "acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf exp exp2 expm1 fabs floor floor_div floor_mod "
+    "fmod int_pow isinf isnan log log10 log1p log2 pow rint sin sinh sqrt tan tanh trunc trunc_div trunc_mod".split()
+)
+
+
+def _above(least: float = 0.0, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
+    """A field whose value, or each value of whose table, is above `least` and at most `most`."""
+    return field(default=default, metadata={"above": least, "most": most})
+
+
+def _one_of(*values: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field that is one of these words."""
+    return field(default=default, metadata={"values": values})
+
+
+def _from(least: float, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
+    """A field whose value, or each value of whose table, is at least `least` and at most `most`."""
+    return field(default=default, metadata={"from": least, "most": most})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """The systolic arrays, all alike.
+
+    Attributes:
+        arrays: How many there are.
+        rows, columns: Processing elements of one of them.
+        rates: Dtype → multiply-accumulates of a processing element per cycle.
+        overlapped_folds: Whether what stays in the array is loaded while the fold before is computed, and a fold begins
+            to stream while the last one leaves. Without it every fold waits for the one before, as in SCALE-Sim.
+        accumulator_bytes: Memory for sums of 4 bytes, of all arrays together.
+        windows: How a convolution is computed: `taps`, one product for each position in the window; or `columns`, one
+            product over all positions, since the arrays are fed with whole windows.
+    """
+
+    arrays: int = _from(1, 65536)
+    rows: int = _from(1, 65536)
+    columns: int = _from(1, 65536)
+    dataflow: Dataflow
+    rates: Mapping[str, float] = _above(0, 4096)
+    overlapped_folds: bool = False
+    accumulator_bytes: int = _from(64, 2**40, default=65536)
+    windows: str = _one_of("taps", "columns", default="taps")
+
+
+@dataclass(frozen=True)
+class Vector:
+    """The vector unit.
+
+    Attributes:
+        lanes: Operations per cycle of a dtype whose rate is 1.
+        rates: Dtype → operations of a lane per cycle; a multiply-accumulate is one operation.
+        functions: The functions that it computes, each in one operation. Default: those of C's math library, without
+            functions that take loops, such as `hurwitz_zeta` (`npu_compiler/program/functions.py`).
+    """
+
+    lanes: int = _from(1, 2**24)
+    rates: Mapping[str, float] = _above(0, 4096)
+    functions: tuple[str, ...] = VECTOR_FUNCTIONS
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output stage, which takes sums from the accumulators: scales, adds, activates and rounds them.
+
+    Attributes:
+        lanes: Results per cycle.
+    """
+
+    lanes: int = _from(1, 2**24)
+
+
+@dataclass(frozen=True)
+class Sram:
+    """The memory on the chip: `banks` × `ports` × `bytes_per_cycle` is the most that it moves in a cycle."""
+
+    size: int = _from(1024, 2**40)
+    banks: int = _from(1, 65536)
+    ports: int = _from(1, 1024)
+    bytes_per_cycle: int = _from(1, 2**20)
+    alignment: int = _from(4, 4096, default=64)
+
+    @property
+    def bandwidth(self) -> int:
+        """Bytes per cycle."""
+        return self.banks * self.ports * self.bytes_per_cycle
+
+
+@dataclass(frozen=True)
+class Dram:
+    """The memory beside the chip.
+
+    Attributes:
+        bandwidth_gb_s: 10^9 bytes per second.
+        latency_ns: Nanoseconds from a request to its first byte.
+        burst_bytes: A run of consecutive bytes takes as long as the next multiple of this many.
+    """
+
+    bandwidth_gb_s: float = _above(0, 1e9)
+    latency_ns: float = _from(0, 1e9)
+    burst_bytes: int = _from(1, 65536, default=1)
+
+
+@dataclass(frozen=True)
+class Dma:
+    """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency."""
+
+    channels: int = _from(1, 1024)
+
+
+@dataclass(frozen=True)
+class Control:
+    """What orders the engines.
+
+    Attributes:
+        tokens: Counters of each engine that others may wait for.
+    """
+
+    tokens: int = _from(1, 65536, default=64)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What it costs to start a kernel call.
+
+    Attributes:
+        overlapped: Whether calls are prepared while others run. Otherwise a call is launched when the one before has
+            ended, and nothing of it begins before.
+    """
+
+    cost_us: float = _from(0, 1e9, default=0.0)
+    overlapped: bool = True
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Picojoules, and watts that flow whatever the chip does.
+
+    Attributes:
+        pj_per_mac: Dtype → energy of a multiply-accumulate.
+        pj_per_vector_operation: Of any dtype.
+    """
+
+    pj_per_mac: Mapping[str, float] = _from(0, 1e9)
+    pj_per_sram_byte: float = _from(0, 1e9)
+    pj_per_dram_byte: float = _from(0, 1e9)
+    pj_per_vector_operation: float = _from(0, 1e9, default=0.0)
+    static_watts: float = _from(0, 1e6, default=0.0)
+
+
+_NO_ENERGY = Energy({}, 0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A chip.
+
+    Attributes:
+        clock_ghz: The clock of all its parts.
+        matrix: None for a chip that has a vector unit only.
+        energy: All zeros where the file says nothing of it.
+    """
+
+    name: str
+    clock_ghz: float = _above(0, 1000)
+    vector: Vector
+    sram: Sram
+    dram: Dram
+    dma: Dma
+    matrix: Matrix | None = None
+    output: Output | None = None
+    control: Control = Control()
+    launch: Launch = Launch()
+    energy: Energy = _NO_ENERGY
+
+    @property
+    def dram_bytes_per_cycle(self) -> float:
+        return self.dram.bandwidth_gb_s / self.clock_ghz
+
+    @property
+    def dram_latency_cycles(self) -> float:
+        return self.dram.latency_ns * self.clock_ghz
+
+    def seconds(self, cycles: float) -> float:
+        return cycles / (self.clock_ghz * 1e9)
+
+    def peak_macs(self, dtype: str) -> float:
+        """The most multiply-accumulates of the matrix engine per cycle; 0 where it does not multiply that dtype."""
+        matrix = self.matrix
+        return 0.0 if matrix is None else matrix.rates.get(dtype, 0.0) * matrix.arrays * matrix.rows * matrix.columns
+
+    def mac_energy(self, dtype: str) -> float:
+        """Picojoules of a multiply-accumulate; of a dtype that the file lacks, those of the costliest."""
+        known = self.energy.pj_per_mac
+        return known.get(dtype, max(known.values(), default=0.0))
+
+
+def shipped_chips() -> list[str]:
+    """The names of the chips that come with this package."""
+    folder = files("npu_model.chip") / "chips"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_chip(source: str | Path) -> Chip:
+    """Read a chip from a TOML file, or the one of that name that comes with this package.
+
+    Raises:
+        InputError: there is no such chip, or its file is malformed; the message names the file and the key.
+    """
+    text = str(source)
+    if "/" not in text and not text.endswith(".toml"):
+        if text not in shipped_chips():
+            listed = ", ".join(shipped_chips())
+            raise InputError(f"unknown chip '{text}'; give a .toml file or one of {listed}")
+        return parse_chip((files("npu_model.chip") / "chips" / f"{text}.toml").read_text("utf-8"), text)
+    try:
+        content = Path(source).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read chip '{text}': {error.strerror or error}") from error
+    try:
+        return parse_chip(content.decode("utf-8"), text)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"chip '{text}' is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}"
+        ) from None
+
+
+def parse_chip(text: str, origin: str) -> Chip:
+    """A chip from TOML text; `origin` is named in errors. Raises `InputError` where it is malformed."""
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # the latter of brackets, the former also of thousands of digits
+        raise InputError(f"chip '{origin}' is not TOML: {error}") from error
+    where = f"chip '{origin}'"
+    general = _table(tables.pop("chip", None), "chip", where)
+    if duplicate := general.keys() & tables.keys():
+        raise InputError(f"{where}: unknown key 'chip.{min(duplicate)}'")
+    chip = _fields(Chip, {**tables, **general}, "", where)
+    assert isinstance(chip, Chip)
+    return chip
+
+
+def _shown(value: Any) -> str:
+    """A value for a message; its type where Python refuses to write it: an integer may have thousands of digits."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return f"a{'n' if isinstance(value, int) else ''} {type(value).__name__}"
+
+
+def _table(value: Any, name: str, where: str) -> dict[str, Any]:
+    if value is None:
+        raise InputError(f"{where} lacks the table [{name}]")
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: '{name}' is no table; write [{name}]")
+    return value
+
+
+def _fields(kind: type, given: Mapping[str, Any], path: str, where: str) -> Any:
+    """A dataclass from a table of a chip file, each value checked."""
+    hints = typing.get_type_hints(kind)
+    known = {item.name: item for item in dataclasses.fields(kind)}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise InputError(f"{where}: unknown key '{path}{unknown[0]}'; known are {', '.join(known)}")
+    values = {}
+    for name, item in known.items():
+        if name in given:
+            values[name] = _value(hints[name], item, given[name], f"{path}{name}", where)
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            is_table = dataclasses.is_dataclass(hints[name])
+            in_general = kind is Chip and not is_table
+            lacking = f"the table [{name}]" if is_table else f"the key '{'chip.' if in_general else path}{name}'"
+            raise InputError(f"{where} lacks {lacking}")
+    return kind(**values)
+
+
+def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Any:
+    kind = next((part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)), hint)
+    if dataclasses.is_dataclass(kind):
+        assert isinstance(kind, type)
+        return _fields(kind, _table(value, path, where), f"{path}.", where)
+    if kind is Dataflow:
+        names = [dataflow.value for dataflow in Dataflow]
+        if value not in names:
+            raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(names)}")
+        return Dataflow(value)
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise InputError(f"{where}: '{path}' is {_shown(value)}; write true or false")
+        return value
+    if values := item.metadata.get("values"):
+        if value not in values:
+            raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(values)}")
+        return value
+    if kind is str:
+        if not isinstance(value, str) or not value.strip():
+            raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
+        return value
+    if item.name == "functions":
+        return _functions(value, path, where)
+    if typing.get_origin(kind) is Mapping:
+        return _rates(item, value, path, where)
+    return _number(kind is int, item, value, path, where)
+
+
+def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Mapping[str, float]:
+    table = _table(value, path, where)
+    if unknown := sorted(table.keys() - set(DTYPES)):
+        raise InputError(f"{where}: '{path}' has no dtype '{unknown[0]}'; known are {', '.join(DTYPES)}")
+    if not table:
+        raise InputError(f"{where}: '{path}' is empty; give a number for at least one of {', '.join(DTYPES)}")
+    return {name: _number(False, item, x, f"{path}.{name}", where) for name, x in table.items()}
+
+
+def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:
+    from npu_compiler import ops  # fills the table of functions
+    from npu_compiler.program.functions import FUNCTIONS
+
+    assert ops
+    allowed = (*VECTOR_FUNCTIONS, *FUNCTIONS)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; write a list of names in quotes")
+    if unknown := sorted(set(value) - set(allowed)):
+        raise InputError(f"{where}: '{path}' has no function '{unknown[0]}'; there are {', '.join(allowed)}")
+    return tuple(value)
+
+
+def check_number(owner: Any, name: str, value: Any, where: str) -> Any:
+    """A number for a field of a part of a chip, as that takes it. Raises `InputError` if it does not."""
+    item = next(item for item in dataclasses.fields(owner) if item.name == name)
+    whole = typing.get_type_hints(type(owner))[name] is int
+    return _number(whole, item, value, name, where)
+
+
+def _number(whole: bool, item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Any:
+    limits = item.metadata
+    if isinstance(value, int) and abs(value) > _MOST:
+        value = math.inf if value > 0 else -math.inf  # it may have too many digits to be written
+    least, most = limits.get("above", limits.get("from")), limits["most"]
+    fits_kind = isinstance(value, int) if whole else isinstance(value, (int, float))
+    wanted = f"{'a whole number' if whole else 'a number'} {'above' if 'above' in limits else 'of at least'} {least:g}"
+    if not fits_kind or isinstance(value, bool) or math.isnan(value):
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; write {wanted}")
+    if value < least or ("above" in limits and value == least) or value > most:
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; it must be {wanted} and at most {most:g}")
+    return value if whole else float(value)

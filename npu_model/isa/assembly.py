@@ -1,0 +1,181 @@
+"""`disassemble`: the text of tile programs, which `assemble` reads back to equal ones (docs/npu_isa.md).
+
+An instruction is a line: engine, what it does, operands, box, and in the margin, or in a line of its own, what it waits
+for and raises. The steps of a vector program are lines below. `t0`, `t1`, … are the counters of the loops around, the
+outermost first. An operand whose elements lie densely, in the order of the box, has no strides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.views import contiguous_strides
+from npu_model.isa.instructions import (
+    ZERO,
+    Affine,
+    Axis,
+    Compute,
+    Fence,
+    Instruction,
+    Loop,
+    Multiply,
+    Node,
+    Role,
+    Section,
+    Space,
+    Tile,
+    TileProgram,
+    Transfer,
+    Value,
+)
+from npu_model.isa.traffic import dram_traffic
+
+_MARGIN = 80  # column at which waits and signals begin, in lines of at most so many:
+_WIDTH = 150
+NAME = r"[A-Za-z_]\w*(?:\.\w+)*"
+SPACES = {space.value for space in Space} - {Space.DRAM.value}
+
+
+def disassemble(program: TileProgram) -> str:
+    """The text of a program that the verifier takes; comments say what each section moves from and to DRAM."""
+    lines = [f"chip {_word(program.chip)} {_word(program.digest)}"]
+    lines += [f"buffer {_word(buffer.name)} {buffer.size}" for buffer in program.buffers]
+    for keyword, sections in (("preload", program.preload), ("section", program.sections)):
+        for section in sections:
+            lines += ["", *section_lines(section, keyword)]
+    return "\n".join(lines) + "\n"
+
+
+def section_lines(section: Section, keyword: str = "section") -> Iterator[str]:
+    """The lines of a section."""
+    yield f"{keyword} {_word(section.node)} {_word(section.kernel)} {json.dumps(section.comment)}"
+    yield from _node_lines(section.body, 0)
+    read, written = dram_traffic(section.body)
+    yield f"  # {read:,} bytes read from DRAM, {written:,} written"
+
+
+def _node_lines(nodes: Sequence[Node], depth: int) -> Iterator[str]:
+    indent = "  " * (depth + 1)
+    for node in nodes:
+        if isinstance(node, Loop):
+            yield f"{indent}loop t{depth} in {node.count}:"
+            yield from _node_lines(node.body, depth + 1)
+            continue
+        does, *rest = instruction_text(node)
+        line = f"{indent}{node.engine:<7} {does}"
+        margin = "   ".join(_margin(node))
+        beside = f"{line:<{_MARGIN}} {margin}".rstrip()
+        if len(line) <= _MARGIN and len(beside) <= _WIDTH:
+            yield beside
+        else:
+            yield from (line, f"{indent}{'':16}{margin}".rstrip())
+        yield from (f"{indent}        {line}" for line in rest)
+
+
+def _margin(instruction: Instruction) -> Iterator[str]:
+    if instruction.waits:
+        yield f"wait {', '.join(f'{wait.token} >= {_affine(wait.count)}' for wait in instruction.waits)}"
+    if instruction.signals:
+        yield f"signal {', '.join(map(str, instruction.signals))}"
+
+
+def instruction_text(instruction: Instruction) -> list[str]:
+    """What an instruction does: a line, and for a vector program a line for each input, step and store."""
+    box = f"[{', '.join(map(_axis, instruction.axes))}]"
+    if isinstance(instruction, Fence):
+        return ["fence"]
+    if isinstance(instruction, Transfer):
+        return [" ".join(_transfer_words(instruction, box))]
+    if isinstance(instruction, Multiply):
+        return [" ".join(_multiply_words(instruction))]
+    assert isinstance(instruction, Compute)
+    carried = dict(instruction.carried)
+    sizes = [axis.size for axis in instruction.box]
+    lines = [f"compute {box}{_begin(instruction.begins)}"]
+    for number, tile in enumerate(instruction.inputs):
+        first = f" first {_number(carried[number])}" if number in carried else ""
+        lines.append(f"r{number} = {_tile(tile, sizes)}{first}")
+    for number, step in enumerate(instruction.steps, len(instruction.inputs)):
+        operands = ", ".join(f"r{x}" if isinstance(x, int) else _number(x) for x in step.operands)
+        attrs = f"; {', '.join(map(_number, step.attrs))}" if step.attrs else ""
+        lines.append(f"r{number} = {step.op}({operands}{attrs})")
+    return [*lines, *(f"{_tile(tile, sizes)} <- r{register}" for register, tile in instruction.stores)]
+
+
+def _transfer_words(instruction: Transfer, box: str) -> Iterator[str]:
+    is_read, is_written = (tile.space is Space.DRAM for tile in (instruction.source, instruction.target))
+    yield "copy   " if is_read == is_written else "load   " if is_read else "store  "
+    sizes = [axis.size for axis in instruction.box]
+    yield f"{_tile(instruction.target, sizes)} <- {_tile(instruction.source, sizes)} {box}"
+    if instruction.fill is not None:
+        yield f"fill {_number(instruction.fill)}"
+    if instruction.index is not None:
+        word = "scatter" if instruction.scatters else "index"
+        yield f"{word} {_tile(instruction.index, sizes)} below {instruction.index_limit}"
+
+
+def _multiply_words(instruction: Multiply) -> Iterator[str]:
+    yield "conv   " if Role.WINDOW in instruction.roles else "matmul "
+    adds = "=" if instruction.begins is None else "+="
+    sizes = [axis.size for axis in instruction.box]
+    sums, left, right = (_tile(tile, sizes) for tile in (instruction.sums, instruction.left, instruction.right))
+    yield f"{sums} {adds} {left} * {right}"
+    axes = (f"{role.value} {_axis(axis)}" for role, axis in zip(instruction.roles, instruction.box, strict=True))
+    yield f"[{', '.join(axes)}]{_begin(instruction.begins or ())}"
+    if instruction.left_zero:
+        yield f"left_zero {instruction.left_zero}"
+    if instruction.right_zeros is not None:
+        yield f"right_zeros {_tile(instruction.right_zeros, sizes)}"
+
+
+def _begin(depths: Sequence[int]) -> str:
+    return f" begin {', '.join(f't{depth}' for depth in depths)}" if depths else ""
+
+
+def dense_strides(sizes: Sequence[int], dtype: str) -> tuple[int, ...]:
+    return tuple(stride * itemsize(dtype) for stride in contiguous_strides(sizes))
+
+
+def _tile(tile: Tile, sizes: Sequence[int]) -> str:
+    name = tile.space.value
+    if tile.space is Space.DRAM:
+        name = json.dumps(tile.buffer) if tile.buffer in SPACES else _word(tile.buffer)
+    place = _affine(tile.address)
+    if (tile.slots, tile.slot_bytes, tile.turn) != (1, 0, ZERO):
+        turn = _affine(tile.turn)
+        turn = turn if re.fullmatch(r"\d+|(\d+\*)?t\d", turn) else f"({turn})"
+        place = f"{'' if place == '0' else f'{place} + '}{tile.slot_bytes}*({turn} % {tile.slots})"
+    strides = "" if tile.strides == dense_strides(sizes, tile.dtype) else f" ({', '.join(map(str, tile.strides))})"
+    return f"{name}[{place}] {tile.dtype}{strides}"
+
+
+def _axis(axis: Axis) -> str:
+    start = f" at {_affine(axis.start)}" if axis.start != ZERO else ""
+    total = f" of {axis.total}" if axis.total != axis.size else ""
+    return f"{axis.size}{start}{total}"
+
+
+def _affine(value: Affine) -> str:
+    terms = [(s, f"t{depth}" if abs(s) == 1 else f"{abs(s)}*t{depth}") for depth, s in enumerate(value.steps)]
+    terms.append((value.base, str(abs(value.base))))
+    text = ""
+    for factor, term in terms:
+        if factor:
+            sign = "-" if factor < 0 else "+" if text else ""
+            text += f" {sign} {term}" if text else f"{sign}{term}"
+    return text or "0"
+
+
+def _number(value: Value) -> str:
+    return repr(value)
+
+
+def _word(text: str) -> str:
+    """A name as it is, or any other text in quotes."""
+    return text if re.fullmatch(NAME, text, re.ASCII) else json.dumps(text)
+
+
+__all__ = ["disassemble", "instruction_text", "section_lines"]

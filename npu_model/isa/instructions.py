@@ -1,0 +1,391 @@
+"""The instructions of a tile program, as data.
+
+A tile program is a list of sections, one for each kernel call. A section is a list of instructions and hardware loops.
+Each instruction belongs to an engine; an engine executes its instructions in their order, and engines run side by side.
+Only tokens order engines: an instruction starts when every count that it waits for has been reached, and raises its own
+tokens by one each when it has ended.
+
+An instruction works on a box of elements: its `axes`. Each operand is a `Tile`, which says where the element at (i, j,
+…) of the box lies. All numbers that change from round to round of a loop are `Affine` in the loops' counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+MAX_LOOPS = 8  # loops within each other
+
+
+class Engine(StrEnum):
+    """What executes instructions; a chip has several DMA engines, numbered from 0, and one of each other."""
+
+    MATRIX = "matrix"
+    OUTPUT = "output"
+    VECTOR = "vector"
+    DMA = "dma"
+
+
+class Space(StrEnum):
+    """A memory of the chip."""
+
+    DRAM = "dram"
+    SCRATCHPAD = "sram"
+    ACCUMULATORS = "acc"
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """`base` + Σ `steps[d]` × the counter of the loop at depth `d`, the outermost first; no step of 0 comes last."""
+
+    base: int = 0
+    steps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.steps and not self.steps[-1]:
+            length = max((depth + 1 for depth, step in enumerate(self.steps) if step), default=0)
+            object.__setattr__(self, "steps", self.steps[:length])
+
+    def at(self, counters: Sequence[int]) -> int:
+        """The value in a round of the loops; counters of inner loops that do not matter may be absent."""
+        value = self.base
+        for step, counter in zip(self.steps, counters, strict=False):
+            value += step * counter
+        return value
+
+    def __add__(self, other: Affine | int) -> Affine:
+        if isinstance(other, int):
+            return Affine(self.base + other, self.steps)
+        longer = max(len(self.steps), len(other.steps))
+        padded = (steps + (0,) * (longer - len(steps)) for steps in (self.steps, other.steps))
+        return Affine(self.base + other.base, tuple(map(sum, zip(*padded, strict=True))))
+
+    def __mul__(self, factor: int) -> Affine:
+        return Affine(self.base * factor, tuple(step * factor for step in self.steps))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def bounds(self, counts: Sequence[int]) -> tuple[int, int]:
+        """The least and the greatest value over all rounds of loops of these counts."""
+        ends = [step * (count - 1) for step, count in zip(self.steps, counts, strict=False)]
+        return self.base + sum(min(end, 0) for end in ends), self.base + sum(max(end, 0) for end in ends)
+
+
+ZERO = Affine()
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis of the box that an instruction works on.
+
+    Attributes:
+        size: Elements along it.
+        start: The coordinate of its first element in the tensor that is tiled.
+        total: The tensor's size; elements whose coordinate is not in 0 … total − 1 do not exist and are left out.
+    """
+
+    size: int
+    start: Affine = ZERO
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.total:
+            object.__setattr__(self, "total", self.size)
+
+    def inside(self, counters: Sequence[int]) -> tuple[int, int]:
+        """The first existing element and the one behind the last."""
+        start = self.start.at(counters)
+        return max(0, -start), min(self.size, self.total - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Where an operand lies: element (i, j, …) of the instruction's box at `address` + i·strides[0] + j·strides[1] + ….
+
+    Attributes:
+        space: The memory.
+        address: Bytes from the beginning of the memory or, in DRAM, of the buffer.
+        strides: Bytes, one for each axis of the instruction; 0 where the operand does not have the axis.
+        buffer: In DRAM, the buffer's name.
+        slots, slot_bytes, turn: A tile that changes places from round to round lies `slot_bytes` × (`turn` mod `slots`)
+            behind `address`.
+    """
+
+    space: Space
+    dtype: str
+    address: Affine
+    strides: tuple[int, ...]
+    buffer: str = ""
+    slots: int = 1
+    slot_bytes: int = 0
+    turn: Affine = ZERO
+
+    def place(self, counters: Sequence[int]) -> int:
+        """The byte address in a round of the loops."""
+        address = self.address.at(counters)
+        return address if self.slots == 1 else address + self.slot_bytes * (self.turn.at(counters) % self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A counter that one engine raises and others wait for.
+
+    Attributes:
+        engine: Name of the engine that raises it: `matrix`, `output`, `vector`, `dma0`, ….
+    """
+
+    engine: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.engine}.{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A condition: the token has been raised at least `count` times since the program's begin."""
+
+    token: Token
+    count: Affine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """What all instructions have.
+
+    Attributes:
+        engine: Name of the engine that executes it.
+        waits: Conditions that hold before it starts.
+        signals: Tokens that it raises when it has ended.
+    """
+
+    engine: str
+    waits: tuple[Wait, ...] = ()
+    signals: tuple[Token, ...] = ()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return ()
+
+    @property
+    def reads(self) -> tuple[Tile, ...]:
+        return ()
+
+    @property
+    def writes(self) -> tuple[Tile, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence(Instruction):
+    """Waits and raises tokens, and does nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer(Instruction):
+    """Moves a box between two memories, element by element and unchanged.
+
+    Attributes:
+        box: The axes, up to five.
+        fill: What is written in place of elements that do not exist; without it, nothing is written there.
+        index: A tile of int32: the element at (i, j, …) is taken from (index[i, j, …], j, …) of the source instead. An
+            index outside 0 … `index_limit` − 1 is an error.
+        scatters: The index chooses places of the target, not of the source.
+    """
+
+    box: tuple[Axis, ...]
+    source: Tile
+    target: Tile
+    fill: float | int | None = None
+    index: Tile | None = None
+    index_limit: int = 0
+    scatters: bool = False
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.box
+
+    @property
+    def chosen(self) -> Tile | None:
+        """The operand that the index chooses places of."""
+        return None if self.index is None else self.target if self.scatters else self.source
+
+    @property
+    def reads(self) -> tuple[Tile, ...]:
+        return (self.source,) if self.index is None else (self.source, self.index)
+
+    @property
+    def writes(self) -> tuple[Tile, ...]:
+        return (self.target,)
+
+
+class Role(StrEnum):
+    """What an axis of a product is."""
+
+    BATCH = "b"  # of all three operands
+    ROW = "m"  # of the left operand and the sums
+    COLUMN = "n"  # of the right operand and the sums
+    SUM = "k"  # of the left and the right operand
+    WINDOW = "w"  # summed as well: a position in the window of a convolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multiply(Instruction):
+    """sums[b, m, n] (+)= Σ over k and w of left[b, m, k, w] × right[b, n, k, w], on the matrix engine.
+
+    Integers are multiplied exactly and summed in int32, floats in float32.
+
+    Attributes:
+        box, roles: The axes and what each is. A convolution is a product whose left operand has overlapping strides.
+        sums: A tile in the accumulators.
+        begins: Depths of loops in whose first round, all at once, the sums start at zero; elsewhere, and never without
+            a depth, they go on. None: they always start at zero.
+        left_zero: An integer that is subtracted from each element of the left operand.
+        right_zeros: Integers that are subtracted from the right operand's elements, by column.
+    """
+
+    box: tuple[Axis, ...]
+    roles: tuple[Role, ...]
+    left: Tile
+    right: Tile
+    sums: Tile
+    begins: tuple[int, ...] | None = None
+    left_zero: int = 0
+    right_zeros: Tile | None = None
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.box
+
+    @property
+    def reads(self) -> tuple[Tile, ...]:
+        return (self.left, self.right) if self.right_zeros is None else (self.left, self.right, self.right_zeros)
+
+    @property
+    def writes(self) -> tuple[Tile, ...]:
+        return (self.sums,)
+
+    def starts(self, counters: Sequence[int]) -> bool:
+        """Whether the sums start at zero in this round."""
+        return self.begins is None or (bool(self.begins) and not any(counters[depth] for depth in self.begins))
+
+
+Value: TypeAlias = int | float
+"""The number of a register (an int), or a constant (a float)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a vector program; its result is the next register.
+
+    Attributes:
+        op: The name of an element-wise op of the op table, or one of `npu_model.machine.arithmetic.OPERATIONS`.
+        operands: Registers, by number, and constants.
+        attrs: The op's attributes, in the order of its declaration; for a reduction, a running sum or a coordinate, the
+            axes.
+    """
+
+    op: str
+    operands: tuple[Value, ...]
+    attrs: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute(Instruction):
+    """A vector program over a box, on the vector engine or the output stage.
+
+    Registers 0, 1, … hold the inputs, as float32 or int32; each step adds one. `results` are stored, rounded once.
+
+    Attributes:
+        stores: (register, tile) pairs.
+        begins: As in `Multiply`: in other rounds the inputs are what they hold; in the first, those of `carried` are
+            replaced by a constant.
+        carried: (input, value) pairs: inputs that hold `value` where the sums of a loop begin.
+    """
+
+    box: tuple[Axis, ...]
+    inputs: tuple[Tile, ...]
+    steps: tuple[Step, ...]
+    stores: tuple[tuple[int, Tile], ...]
+    begins: tuple[int, ...] = ()
+    carried: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.box
+
+    @property
+    def reads(self) -> tuple[Tile, ...]:
+        return self.inputs
+
+    @property
+    def writes(self) -> tuple[Tile, ...]:
+        return tuple(tile for _, tile in self.stores)
+
+    def begin(self, counters: Sequence[int]) -> bool:
+        """Whether carried inputs hold their first values in this round."""
+        return not any(counters[depth] for depth in self.begins)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Hardware loop: executes its body `count` times."""
+
+    count: int
+    body: tuple[Node, ...]
+
+
+Node: TypeAlias = Instruction | Loop
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The instructions of one kernel call.
+
+    Attributes:
+        node, kernel: Where they come from, for reports.
+        comment: Shapes, for reports.
+    """
+
+    node: str
+    kernel: str
+    comment: str
+    body: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory in DRAM that a program names."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileProgram:
+    """A program for one chip.
+
+    Attributes:
+        chip: The chip's name.
+        digest: Hash of the chip's numbers: a program runs on no other chip.
+        buffers: DRAM that it reads and writes.
+        preload: Sections that run once per set of weights: they bring weights that stay into the scratchpad.
+        sections: What runs each time.
+    """
+
+    chip: str
+    digest: str
+    buffers: tuple[Buffer, ...]
+    preload: tuple[Section, ...]
+    sections: tuple[Section, ...]
+
+
+def instructions(nodes: Sequence[Node], counts: tuple[int, ...] = ()) -> Iterator[tuple[Instruction, tuple[int, ...]]]:
+    """Each instruction of nested loops once, with the counts of the loops around it."""
+    for node in nodes:
+        if isinstance(node, Loop):
+            yield from instructions(node.body, (*counts, node.count))
+        else:
+            yield node, counts

@@ -1,0 +1,37 @@
+"""`load_tiles`: the tile program that a compiled program holds, checked for the chip that is to run it."""
+
+from __future__ import annotations
+
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.errors import DeviceError, ProgramFormatError
+from npu_compiler.program.plan import ExecutionPlan
+from npu_model.chip import Chip
+from npu_model.isa.encoding import decode
+from npu_model.isa.instructions import TileProgram
+from npu_model.isa.verifier import verify
+from npu_model.lowering.program import buffers_of, chip_digest
+
+
+def load_tiles(program: CompiledProgram | ExecutionPlan, chip: Chip) -> TileProgram:
+    """The tile program of a program for this chip.
+
+    Raises:
+        DeviceError: it was compiled for another chip, or for one whose numbers have changed.
+        ProgramFormatError: its tile program is no correct one, or does not belong to its calls.
+    """
+    plan = program.plan if isinstance(program, CompiledProgram) else program
+    tiles = decode(plan.machine_code)
+    if tiles.digest != chip_digest(chip):
+        raise DeviceError(
+            f"the program was compiled for another chip '{tiles.chip}': its numbers are not those of '{chip.name}'; "
+            "compile it again"
+        )
+    if [(section.node, section.kernel) for section in tiles.sections] != [(c.node, c.kernel) for c in plan.calls]:
+        raise ProgramFormatError("the tile program's sections are not those of the program's kernel calls")
+    if tiles.buffers != buffers_of(plan):
+        raise ProgramFormatError("the tile program's buffers are not those of the program's kernel calls")
+    verify(tiles, chip)
+    return tiles
+
+
+__all__ = ["load_tiles"]

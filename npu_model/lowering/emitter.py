@@ -1,0 +1,578 @@
+"""`Emitter`: writes the section of one kernel call, as if its instructions ran one after the other.
+
+A lowering opens loops, asks for pieces of operands, computes with them and stores results; it never mentions tokens.
+Each piece is a place in a memory of the chip. A piece that is asked for within a loop has several places in turn
+(double buffering), so that an engine may fill one while another engine reads the one before.
+
+When the section is finished, the emitter adds the tokens that make engines, which run side by side, do what the
+sequence says. For an instruction I that touches a piece which another engine E touches too, one of the two writing:
+
+1. Every instruction of E that touches the piece raises a token. In the sequence, that token has been raised `before(I)`
+   times when I comes. That number is affine in the loops' counters. One token does for all pieces that the same
+   instructions of E touch.
+2. If I reads what E writes, I waits for `before(I)`.
+3. If I only writes, and E has not touched the piece in this round yet, I replaces what lay in this place `slots` rounds
+   ago: it waits for `before(I)` less what E does in `slots` − 1 rounds. Otherwise it waits for `before(I)` too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.views import View, contiguous_strides
+from npu_model.isa.instructions import (
+    ZERO,
+    Affine,
+    Axis,
+    Compute,
+    Engine,
+    Fence,
+    Instruction,
+    Loop,
+    Multiply,
+    Node,
+    Role,
+    Space,
+    Step,
+    Tile,
+    Token,
+    Transfer,
+    Value,
+    Wait,
+)
+
+DOUBLE = 2  # places of a piece within a loop
+
+
+class DoesNotFit(Exception):
+    """A piece is larger than the memory that a section may use."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the buffer of an operand lies: in DRAM, or in the scratchpad for as long as it lives.
+
+    Attributes:
+        name: The buffer in DRAM that holds it; empty in the scratchpad.
+        offset: Bytes from the beginning of that buffer, or of the scratchpad.
+    """
+
+    space: Space
+    name: str
+    offset: int
+    size: int
+
+
+@dataclass(eq=False)
+class Memory:
+    """Room of a section for a piece, in the scratchpad or the accumulators.
+
+    Attributes:
+        depth: The number of loops around the request; the rounds of these loops take turns.
+        address, size: Bytes of one place.
+        slots: Number of places.
+    """
+
+    space: Space
+    depth: int
+    address: int
+    size: int
+    slots: int
+    turn: Affine
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, where the engines find it.
+
+    Attributes:
+        axes: Its axes, of which some elements may not exist at the tensor's end.
+        strides: Bytes.
+        memory: The section's own room for it; None for a part of an operand that lies in the scratchpad.
+        place: That operand's place.
+    """
+
+    axes: tuple[Axis, ...]
+    dtype: str
+    space: Space
+    address: Affine
+    strides: tuple[int, ...]
+    memory: Memory | None = None
+    place: Place | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    def tile(self, *dims: int | None) -> Tile:
+        """The piece as an operand of an instruction whose axes are these dimensions of it; None where it has none."""
+        strides = tuple(0 if dim is None else self.strides[dim] for dim in dims)
+        return self.with_strides(strides)
+
+    def with_strides(self, strides: tuple[int, ...], offset: int = 0) -> Tile:
+        """The piece as an operand that is walked with these strides, from `offset` bytes on."""
+        memory = self.memory
+        address = self.address + offset
+        if memory is None or memory.slots == 1:
+            return Tile(self.space, self.dtype, address, strides)
+        return Tile(self.space, self.dtype, address, strides, "", memory.slots, memory.size, memory.turn)
+
+    def reshaped(self, axes: Sequence[Axis], strides: Sequence[int], offset: int | Affine = 0) -> Piece:
+        """A part of the same memory under other axes."""
+        return replace(self, axes=tuple(axes), strides=tuple(strides), address=self.address + offset)
+
+
+@dataclass(eq=False)
+class _Item:
+    instruction: Instruction
+    path: tuple[_LoopItem, ...]
+    order: int
+    touches: dict[Memory, tuple[bool, bool]]  # with whether it is read, and whether it is written
+    outside: list[tuple[Place, int, int, bool]]  # bytes of operands' places, with whether they are written
+
+    def executions(self, depth: int = 0) -> int:
+        """How often it is executed in a round of the loops outside of `depth`."""
+        return math.prod(loop.count for loop in self.path[depth:])
+
+
+@dataclass(eq=False)
+class _LoopItem:
+    count: int
+    items: list[_Item | _LoopItem] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Touch:
+    """Bytes of a memory that an engine of a section reads or writes."""
+
+    engine: str
+    space: Space
+    name: str
+    first: int
+    end: int
+    writes: bool
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A section without tokens for what happens outside of it.
+
+    Attributes:
+        touches: What its engines touch, as far as other sections might too.
+        raised: Token → how often the section raises it.
+        scratchpad, accumulators: Bytes of its own that it uses.
+    """
+
+    body: tuple[Node, ...]
+    touches: tuple[Touch, ...]
+    raised: Mapping[Token, int]
+    scratchpad: int
+    accumulators: int
+
+
+class Emitter:
+    """Writes one section.
+
+    Args:
+        places: Buffer → where it lies.
+        queues: Number of DMA engines.
+        scratchpad: First byte and number of bytes that the section may use for pieces.
+        accumulators: As `scratchpad`, of the accumulators.
+        alignment: Every piece begins at a multiple of so many bytes.
+        has_output: Whether the chip has an output stage; otherwise the vector engine does its work.
+        raised: Token → how often earlier sections raise it.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, Place],
+        queues: int,
+        scratchpad: tuple[int, int],
+        accumulators: tuple[int, int],
+        alignment: int,
+        has_output: bool = False,
+        raised: Mapping[Token, int] | None = None,
+    ) -> None:
+        self.places = places
+        self.output_engine = Engine.OUTPUT if has_output else Engine.VECTOR
+        self._queues = queues
+        self._room = {Space.SCRATCHPAD: scratchpad, Space.ACCUMULATORS: accumulators}
+        self._used = {Space.SCRATCHPAD: 0, Space.ACCUMULATORS: 0}
+        self._alignment = alignment
+        self._raised = raised or {}
+        self._root = _LoopItem(1)
+        self._path: list[_LoopItem] = []
+        self._items: list[_Item] = []
+
+    # Loops and room
+
+    @contextmanager
+    def loop(self, count: int) -> Iterator[Affine]:
+        """A hardware loop of `count` rounds around what is emitted meanwhile; gives its counter."""
+        if count == 1:
+            yield ZERO
+            return
+        item = _LoopItem(count)
+        self._body.append(item)
+        self._path.append(item)
+        yield Affine(0, (0,) * (len(self._path) - 1) + (1,))
+        self._path.pop()
+
+    @property
+    def depth(self) -> int:
+        """The number of loops that are open."""
+        return len(self._path)
+
+    @property
+    def rounds(self) -> list[int]:
+        """The counts of the loops that are open, the outermost first."""
+        return [loop.count for loop in self._path]
+
+    @property
+    def _body(self) -> list[_Item | _LoopItem]:
+        return self._path[-1].items if self._path else self._root.items
+
+    def _turn(self) -> Affine:
+        steps: list[int] = []
+        for loop in self._path:
+            steps = [step * loop.count for step in steps] + [1]
+        return Affine(0, tuple(steps))
+
+    def room(
+        self, shape: Sequence[int] | Sequence[Axis], dtype: str, space: Space = Space.SCRATCHPAD, slots: int = DOUBLE
+    ) -> Piece:
+        """Room for a dense piece, which each round of the open loops uses in turn.
+
+        Raises:
+            DoesNotFit: there is not enough.
+        """
+        axes = tuple(axis if isinstance(axis, Axis) else Axis(axis) for axis in shape)
+        sizes = [axis.size for axis in axes]
+        bytes_ = max(1, math.prod(sizes)) * itemsize(dtype)
+        size = -(-bytes_ // self._alignment) * self._alignment
+        slots = min(slots, math.prod(loop.count for loop in self._path))
+        first, room = self._room[space]
+        address = self._used[space]
+        self._used[space] = address + size * slots
+        if self._used[space] > room:
+            raise DoesNotFit
+        memory = Memory(space, self.depth, first + address, size, slots, self._turn())
+        strides = tuple(step * itemsize(dtype) for step in contiguous_strides(sizes))
+        return Piece(axes, dtype, space, Affine(memory.address), strides, memory)
+
+    # Transfers
+
+    def load(
+        self, view: View, box: Sequence[tuple[Affine, int]], fill: float | int | None = None, queue: int = 0
+    ) -> Piece:
+        """A box of a tensor in the scratchpad; it is moved there unless it lies there already.
+
+        Args:
+            box: Coordinate of the first element and number of elements, by dimension. Coordinates outside the tensor
+                are where elements do not exist.
+            fill: A value for elements that do not exist.
+            queue: Which DMA engine moves it.
+        """
+        axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
+        source = self.whole(view, axes)
+        if fill is not None and not self._leaves(axes):
+            fill = None
+        if source.space is Space.SCRATCHPAD and fill is None:
+            return source
+        target = self.room(axes, view.dtype)
+        self._move(source, target, axes, fill, queue)
+        if fill is not None:
+            target = replace(target, axes=tuple(Axis(axis.size) for axis in axes))
+        return target
+
+    def store(self, piece: Piece, view: View, box: Sequence[tuple[Affine, int]], queue: int = 2) -> None:
+        """Move a piece to a box of a tensor."""
+        axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
+        self._move(piece, self.whole(view, axes), axes, None, queue)
+
+    def result(self, view: View, box: Sequence[tuple[Affine, int]]) -> tuple[Piece, bool]:
+        """A piece for a box of a result: the result itself where it lies in the scratchpad, else room.
+
+        Returns:
+            The piece, and whether it has to be stored.
+        """
+        axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
+        target = self.whole(view, axes)
+        if target.space is Space.SCRATCHPAD:
+            return target, False
+        return self.room(axes, view.dtype), True
+
+    def whole(self, view: View, axes: tuple[Axis, ...]) -> Piece:
+        """A box of a tensor where the tensor lies."""
+        place = self.places[view.buffer]
+        size = itemsize(view.dtype)
+        strides = tuple(stride * size for stride in view.strides)
+        address = Affine(place.offset + view.offset * size)
+        for axis, stride in zip(axes, strides, strict=True):
+            address = address + axis.start * stride
+        return Piece(axes, view.dtype, place.space, address, strides, None, place)
+
+    def _leaves(self, axes: Sequence[Axis]) -> bool:
+        """Whether elements of a box do not exist in some round."""
+        counts = [loop.count for loop in self._path]
+        bounds = [(axis.start.bounds(counts), axis) for axis in axes]
+        return any(low < 0 or high + axis.size > axis.total for (low, high), axis in bounds)
+
+    def _move(
+        self, source: Piece, target: Piece, axes: tuple[Axis, ...], fill: float | int | None, queue: int
+    ) -> None:
+        self.transfer(axes, source, target, fill=fill, queue=queue)
+
+    def transfer(
+        self,
+        axes: tuple[Axis, ...],
+        source: Piece,
+        target: Piece,
+        *,
+        fill: float | int | None = None,
+        queue: int = 0,
+        index: Piece | None = None,
+        index_limit: int = 0,
+        scatters: bool = False,
+    ) -> None:
+        """Move a box between two pieces of these axes; `index`, of the first of these axes or all, as in `Transfer`.
+
+        Axes of one element that always exists are left out.
+        """
+        dims = [
+            d for d, axis in enumerate(axes) if axis.size > 1 or self._leaves([axis]) or (d == 0 and index is not None)
+        ]
+        self._add(
+            Transfer(
+                engine=f"{Engine.DMA}{queue % self._queues}",
+                box=tuple(axes[d] for d in dims),
+                source=self._located(source, source.tile(*dims)),
+                target=self._located(target, target.tile(*dims)),
+                fill=fill,
+                index=None if index is None else index.tile(*(d if d < len(index.axes) else None for d in dims)),
+                index_limit=index_limit,
+                scatters=scatters,
+            ),
+            reads=[source] if index is None else [source, index],
+            writes=[target],
+        )
+
+    @staticmethod
+    def _located(piece: Piece, tile: Tile) -> Tile:
+        return tile if piece.place is None else replace(tile, buffer=piece.place.name)
+
+    # Computing
+
+    def multiply(
+        self,
+        axes: Mapping[Role, Sequence[Axis]] | Sequence[tuple[Role, Axis]],
+        left: tuple[Piece, Tile],
+        right: tuple[Piece, Tile],
+        sums: tuple[Piece, Tile],
+        *,
+        begins: tuple[int, ...] | None = None,
+        left_zero: int = 0,
+        right_zeros: tuple[Piece, Tile] | None = None,
+    ) -> None:
+        """A product; see `Multiply`."""
+        pairs = list(axes) if not isinstance(axes, Mapping) else [(r, a) for r, group in axes.items() for a in group]
+        zeros = None if right_zeros is None else self._located(*right_zeros)
+        self._add(
+            Multiply(
+                engine=Engine.MATRIX,
+                box=tuple(axis for _, axis in pairs),
+                roles=tuple(role for role, _ in pairs),
+                left=self._located(*left),
+                right=self._located(*right),
+                sums=sums[1],
+                begins=begins,
+                left_zero=left_zero,
+                right_zeros=zeros,
+            ),
+            reads=[left[0], right[0], *([] if begins is None else [sums[0]]), *([right_zeros[0]] if right_zeros else [])],
+            writes=[sums[0]],
+        )
+
+    def compute(
+        self,
+        axes: Sequence[Axis],
+        inputs: Sequence[tuple[Piece, Tile]],
+        steps: Sequence[Step],
+        stores: Sequence[tuple[int, tuple[Piece, Tile]]],
+        *,
+        engine: Engine = Engine.VECTOR,
+        begins: tuple[int, ...] = (),
+        carried: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        """A vector program; see `Compute`."""
+        self._add(
+            Compute(
+                engine=engine,
+                box=tuple(axes),
+                inputs=tuple(self._located(*each) for each in inputs),
+                steps=tuple(steps),
+                stores=tuple((register, self._located(*each)) for register, each in stores),
+                begins=begins,
+                carried=tuple(carried),
+            ),
+            reads=[piece for piece, _ in inputs],
+            writes=[piece for _, (piece, _) in stores],
+        )
+
+    def _add(
+        self, instruction: Instruction, reads: Sequence[Piece], writes: Sequence[Piece]
+    ) -> None:
+        touches: dict[Memory, tuple[bool, bool]] = {}
+        outside: list[tuple[Place, int, int, bool]] = []
+        for piece, is_written in [*((p, False) for p in reads), *((p, True) for p in writes)]:
+            if piece.memory is not None:
+                was_read, was_written = touches.get(piece.memory, (False, False))
+                touches[piece.memory] = was_read or not is_written, was_written or is_written
+            elif piece.place is not None:
+                outside.append((piece.place, piece.place.offset, piece.place.offset + piece.place.size, is_written))
+        item = _Item(instruction, tuple(self._path), len(self._items), touches, outside)
+        self._items.append(item)
+        self._body.append(item)
+
+    # What was emitted
+
+    @property
+    def used(self) -> int:
+        """Bytes of the scratchpad for pieces."""
+        return self._used[Space.SCRATCHPAD]
+
+    def executions(self) -> Iterator[tuple[Instruction, int, str]]:
+        """Each instruction, how often it is executed, and the buffer in DRAM that it moves from or to."""
+        for item in self._items:
+            names = [place.name for place, *_ in item.outside if place.space is Space.DRAM]
+            yield item.instruction, item.executions(), names[0] if names else ""
+
+    def rooms(self) -> dict[str, int]:
+        """Buffer in DRAM → bytes of the scratchpad for pieces of it, which need none where it lies in the scratchpad.
+
+        A piece with filled surroundings is not among them: it is a copy in any case.
+        """
+        sizes: dict[str, dict[Memory, int]] = {}
+        for item in self._items:
+            for place, *_ in item.outside:
+                moves = isinstance(item.instruction, Transfer) and item.instruction.fill is None
+                for memory in item.touches if moves else ():
+                    sizes.setdefault(place.name, {})[memory] = memory.size * memory.slots
+        return {name: sum(memories.values()) for name, memories in sizes.items() if name}
+
+    # Tokens
+
+    def finish(self) -> Draft:
+        """The section, with tokens among its own instructions."""
+        sharing: dict[Memory, dict[str, list[_Item]]] = {}
+        for item in self._items:
+            for memory in item.touches:
+                sharing.setdefault(memory, {}).setdefault(item.instruction.engine, []).append(item)
+        conditions: dict[tuple[_Item, ...], list[dict[_Item, Affine]]] = {}
+        for memory, by_engine in sharing.items():
+            for engine, touching in by_engine.items():
+                is_written = any(item.touches[memory][1] for item in touching)
+                counts: dict[_Item, Affine] = {}
+                for item in (item for other, items in by_engine.items() for item in items if other != engine):
+                    if not (is_written or item.touches[memory][1]):
+                        continue
+                    needed = _before(touching, item)
+                    if not (item.touches[memory][0] and is_written) and not _same_round(touching, item, memory.depth):
+                        in_a_round = sum(other.executions(memory.depth) for other in touching)
+                        needed = needed + -(memory.slots - 1) * in_a_round
+                    if needed.bounds([loop.count for loop in item.path])[1] > 0:
+                        counts[item] = needed
+                if counts:
+                    _add_token(conditions.setdefault(tuple(touching), []), counts)
+        waits: dict[_Item, dict[Token, Affine]] = {}
+        signals: dict[_Item, list[Token]] = {}
+        numbers: dict[str, int] = {}
+        raised: dict[Token, int] = {}
+        for raising, tokens in conditions.items():
+            engine = raising[0].instruction.engine
+            for counts in tokens:
+                numbers[engine] = numbers.get(engine, 0) + 1
+                token = Token(engine, numbers[engine])
+                raised[token] = sum(item.executions() for item in raising)
+                for item in raising:
+                    signals.setdefault(item, []).append(token)
+                for item, needed in counts.items():
+                    waits.setdefault(item, {})[token] = needed + self._raised.get(token, 0)
+        outside = tuple(
+            {
+                Touch(item.instruction.engine, place.space, place.name, first, end, is_written)
+                for item in self._items
+                for place, first, end, is_written in item.outside
+            }
+        ) + tuple(
+            {
+                Touch(engine, memory.space, "", memory.address, memory.address + memory.size * memory.slots, writes)
+                for memory, by_engine in sharing.items()
+                for engine, touching in by_engine.items()
+                for writes in {item.touches[memory][1] for item in touching}
+            }
+        )
+        body = tuple(_built(item, waits, signals) for item in self._root.items)
+        return Draft(
+            body, outside, raised, self._used[Space.SCRATCHPAD], self._used[Space.ACCUMULATORS]
+        )
+
+
+def _add_token(tokens: list[dict[_Item, Affine]], counts: Mapping[_Item, Affine]) -> None:
+    """Enter the counts that instructions wait for, in one of the tokens of the same instructions if one will do.
+
+    One does where each instruction that waits for it waits for the larger count in all rounds.
+    """
+    for token in tokens:
+        larger = {item: _larger(token.get(item, count), count, item) for item, count in counts.items()}
+        if None not in larger.values():
+            token.update({item: count for item, count in larger.items() if count is not None})
+            return
+    tokens.append(dict(counts))
+
+
+def _larger(first: Affine, second: Affine, item: _Item) -> Affine | None:
+    """The one of two counts that is the larger one in all rounds; None if neither is."""
+    low, high = (first + second * -1).bounds([loop.count for loop in item.path])
+    return first if low >= 0 else second if high <= 0 else None
+
+
+def _common(first: _Item, second: _Item) -> int:
+    """Number of loops around both."""
+    pairs = zip(first.path, second.path, strict=False)
+    return next((depth for depth, (a, b) in enumerate(pairs) if a is not b), min(len(first.path), len(second.path)))
+
+
+def _same_round(others: Sequence[_Item], item: _Item, depth: int) -> bool:
+    """Whether some of the others come before `item` in a round of the loops outside of `depth`."""
+    return any(
+        (common := _common(other, item)) > depth or (common == depth and other.order < item.order) for other in others
+    )
+
+
+def _before(others: Sequence[_Item], item: _Item) -> Affine:
+    """How often the others have been executed when `item` comes, in the sequence."""
+    base, steps = 0, [0] * len(item.path)
+    for other in others:
+        common = _common(other, item)
+        for depth in range(common):
+            steps[depth] += other.executions(depth + 1)
+        if other.order < item.order:
+            base += other.executions(common)
+    return Affine(base, tuple(steps))
+
+
+def _built(
+    item: _Item | _LoopItem, waits: Mapping[_Item, Mapping[Token, Affine]], signals: Mapping[_Item, Sequence[Token]]
+) -> Node:
+    if isinstance(item, _LoopItem):
+        return Loop(item.count, tuple(_built(inner, waits, signals) for inner in item.items))
+    conditions = tuple(Wait(token, count) for token, count in waits.get(item, {}).items())
+    return replace(item.instruction, waits=conditions, signals=tuple(signals.get(item, ())))
+
+
+__all__ = ["DoesNotFit", "Draft", "Emitter", "Fence", "Piece", "Place", "Touch", "Value"]

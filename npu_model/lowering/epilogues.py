@@ -1,0 +1,117 @@
+"""What follows the sums of a product: scales, bias, activation, residual, requantization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from npu_model.isa.instructions import ZERO, Affine, Axis
+from npu_model.lowering.emitter import Emitter, Piece
+from npu_model.lowering.families import Operands
+from npu_model.lowering.vector_program import VectorProgram
+
+Box = Sequence[tuple[Affine, int]]
+
+
+def float_epilogue(
+    e: Emitter,
+    o: Operands,
+    axes: Sequence[Axis],
+    sums: tuple[Piece, Sequence[int | None]],
+    bias: tuple[Piece, Sequence[int | None]] | None,
+    residual: tuple[Piece, Sequence[int | None]] | None,
+    out: tuple[Piece, Sequence[int | None]],
+    *,
+    residual_first: bool,
+) -> None:
+    """out = act(sums + bias) + residual; or act(sums + bias + residual) where the residual comes first."""
+    program = VectorProgram(axes)
+    value = program.input(sums[0], *sums[1])
+    added = None if bias is None else program.input(bias[0], *bias[1])
+    other = None if residual is None else program.input(residual[0], *residual[1])
+    if added is not None:
+        value = program.op("add", value, added)
+    if other is not None and residual_first:
+        value = program.op("add", value, other)
+    value = program.activation(value, o.activation)
+    if other is not None and not residual_first:
+        value = program.op("add", value, other)
+    program.emit(e, [(value, out[0], out[1])], e.output_engine)
+
+
+def integer_epilogue(
+    e: Emitter,
+    o: Operands,
+    axes: Sequence[Axis],
+    sums: tuple[Piece, Sequence[int | None]],
+    scales: tuple[Piece, Sequence[int | None]],
+    bias: tuple[Piece, Sequence[int | None]] | None,
+    residual: tuple[Piece, Sequence[int | None]] | None,
+    out: tuple[Piece, Sequence[int | None]],
+) -> None:
+    """out = act(sums · (scales · x_scale) + bias + residual), rounded to codes where the result is stored in bytes.
+
+    The order of operations is that of the CPU device, so that results are equal bit for bit.
+    """
+    program = VectorProgram(axes)
+    total = program.input(sums[0], *sums[1])
+    scale = program.input(scales[0], *scales[1])
+    added = None if bias is None else program.input(bias[0], *bias[1])
+    other = None if residual is None else program.input(residual[0], *residual[1])
+    value = program.op(
+        "mul", program.op("to_float", total), program.op("mul", program.op("to_float", scale), float(o.x_scale))
+    )
+    if added is not None:
+        value = program.op("add", value, added)
+    if other is not None:
+        value = program.op("add", value, dequantized_residual(program, other, residual[0].dtype, o))  # type: ignore[index]
+    value = program.activation(value, o.activation)
+    program.emit(e, [(finished(program, value, out[0].dtype, o), out[0], out[1])], e.output_engine)
+
+
+def dequantized_residual(program: VectorProgram, register: int, dtype: str, o: Operands) -> int:
+    """The residual as a float: its codes count from their zero point in steps of their scale."""
+    if dtype not in ("int8", "uint8"):
+        return register
+    return dequantized(program, register, o.residual_scale, o.residual_zero_point)
+
+
+def dequantized(program: VectorProgram, register: int, scale: float, zero_point: int) -> int:
+    """(codes − zero point) · scale, in float32."""
+    value = program.op("to_float", register)
+    if zero_point:
+        value = program.op("sub", value, float(zero_point))
+    return program.op("mul", value, float(scale))
+
+
+def finished(program: VectorProgram, value: int, dtype: str, o: Operands) -> int:
+    """A float as it is stored: rounded to codes where the dtype is one of bytes."""
+    return quantized(program, value, o) if dtype in ("int8", "uint8") else value
+
+
+def quantized(program: VectorProgram, value: int, o: Operands) -> int:
+    """Codes of a float: round(value · (1 / scale)) + zero point, within the format's limits."""
+    inverse = float(np.float32(1) / np.float32(o.out_scale))
+    codes = program.op("round", program.op("mul", value, inverse))
+    if o.out_zero_point:
+        codes = program.op("add", codes, float(o.out_zero_point))
+    return program.op("minimum", program.op("maximum", codes, float(o.low)), float(o.high))
+
+
+def gated_epilogue(e: Emitter, o: Operands, columns: Axis, halves: list[Piece]) -> None:
+    """out = act(gate + bias) · (up + bias), of the sums of both halves."""
+    biases = []
+    if o.bias is not None:
+        biases = [e.load(o.bias, [(columns.start + first, columns.size)], queue=1) for first in (0, o.n)]
+    program = VectorProgram([Axis(1), columns])
+    gate, up = (program.input(half, 0, 1) for half in halves)
+    added = [program.input(bias, None, 0) for bias in biases]
+    if added:
+        gate, up = program.op("add", gate, added[0]), program.op("add", up, added[1])
+    value = program.op("mul", program.activation(gate, o.activation), up)
+    box = [(ZERO, 1), (columns.start, columns.size)]
+    out, is_stored = e.result(o.out, box)
+    program.emit(e, [(value, out, (0, 1))], e.output_engine)
+    if is_stored:
+        e.store(out, o.out, box)

@@ -1,0 +1,96 @@
+"""`Lowering`: how the calls of a kernel become instructions; and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+from npu_compiler.program.elementwise import declaration
+from npu_compiler.program.kernels import KernelCall
+from npu_model.chip import Chip
+from npu_model.lowering.emitter import Emitter
+
+Tiling: TypeAlias = Mapping[str, int]
+"""The sizes that a lowering leaves open, by name: tiles, loop orders."""
+
+
+class CannotLower(Exception):
+    """A chip cannot run a call; the message is why, as an ending of "… cannot run on chip X: "."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A call with its views and sizes by their declared names, as in `KernelDecl`."""
+
+    call: KernelCall
+    names: SimpleNamespace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.names, name)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How calls of some kernels become instructions.
+
+    Attributes:
+        tilings: The tilings to try for a call on a chip, likely ones first.
+            Raises `CannotLower` where the chip cannot run it.
+        emit: Writes the section of a call in one of these tilings.
+    """
+
+    tilings: Callable[[Operands, Chip], Iterable[Tiling]]
+    emit: Callable[[Emitter, Operands, Tiling], None]
+
+
+LOWERINGS: dict[str, Lowering] = {}
+
+
+def lowering(
+    *kernels: str, tilings: Callable[[Operands, Chip], Iterable[Tiling]]
+) -> Callable[[Callable[[Emitter, Operands, Tiling], None]], Callable[[Emitter, Operands, Tiling], None]]:
+    """Decorator: the function writes the sections of these kernels' calls."""
+
+    def add(emit: Callable[[Emitter, Operands, Tiling], None]) -> Callable[[Emitter, Operands, Tiling], None]:
+        LOWERINGS.update(dict.fromkeys(kernels, Lowering(tilings, emit)))
+        return emit
+
+    return add
+
+
+def operands_of(call: KernelCall) -> Operands:
+    """A call's views, sizes and parameters by name; optional operands that are absent are None."""
+    kernel = declaration(call)
+    views = kernel.bind(call)
+    names = [operand.name for operand in (*kernel.inputs, *kernel.outputs)]
+    by_name = dict(zip(names, views, strict=True))
+    return Operands(call, SimpleNamespace(**{**call.params, **by_name}))
+
+
+def parts(size: int, tile: int) -> int:
+    """Number of tiles along an axis."""
+    return -(-size // tile)
+
+
+def halvings(size: int, least: int, multiple: int = 1) -> list[int]:
+    """Tile sizes to try along an axis: the whole, and halves of it, rounded up to a multiple, down to `least`."""
+    sizes = [size]
+    part = size
+    while part > least:
+        part = -(-part // 2)
+        rounded = min(size, -(-part // multiple) * multiple)
+        if rounded < sizes[-1]:
+            sizes.append(rounded)
+        elif part <= multiple:
+            break
+    return sizes
+
+
+def divisors(size: int) -> list[int]:
+    """The numbers that divide a size evenly, the largest first."""
+    return [part for part in range(size, 0, -1) if size % part == 0]
+
+
+__all__ = ["LOWERINGS", "CannotLower", "Lowering", "Operands", "Sequence", "Tiling", "divisors", "halvings", "lowering", "operands_of", "parts"]

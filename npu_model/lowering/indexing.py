@@ -1,0 +1,236 @@
+"""Kernels that pick or replace elements by index tensors: transfers with an index list, which check its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from npu_compiler.program.views import View
+from npu_model.chip import Chip
+from npu_model.isa.instructions import Axis
+from npu_model.lowering.elementwise import STORES, copy
+from npu_model.lowering.emitter import Emitter, Piece
+from npu_model.lowering.families import CannotLower, Operands, Tiling, lowering
+from npu_model.lowering.tiles import (
+    Round,
+    element_tilings,
+    grouped,
+    spread,
+    tile_shape,
+    tiled,
+)
+
+_MOST_PICKED = 4  # axes of a transfer besides the one that the index chooses along
+
+
+def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+    return element_tilings(max(view.numel for view in o.call.outputs))
+
+
+def _along(view: View, dim: int) -> View:
+    """A view with one dimension in front of the others."""
+    return view.permute([dim, *(d for d in range(view.rank) if d != dim)])
+
+
+def _merged_behind_first(*views: View) -> list[View]:
+    """Views of one shape with their first dimension as it is, and the others merged as far as possible."""
+    order = sorted(range(1, views[0].rank), key=lambda d: -abs(views[0].strides[d]))
+    merged, _ = grouped([order], *views)
+    return [
+        replace(each, shape=(view.shape[0], *each.shape), strides=(view.strides[0], *each.strides))
+        for view, each in zip(views, merged, strict=True)
+    ]
+
+
+def pick(e: Emitter, source: View, index: View, out: View, elements: int) -> None:
+    """out[i, j, …] = source[index[i, j, …], j, …].
+
+    Args:
+        source: Its first dimension is as long as it is; the others are those of `out`.
+        index: A view of `out`'s shape, which may repeat.
+    """
+    if not out.numel:
+        return
+    limit = source.shape[0]
+    chosen, index = (replace(view, shape=out.shape) for view in (source, index))
+    out, chosen, index = _merged_behind_first(out, chosen, index)
+    tile = tile_shape(out.shape, elements, _MOST_PICKED)
+    with tiled(e, out.shape, tile, [index]) as turn:
+        (places,) = turn.pieces
+        axes = tuple(turn.axis(d) for d in range(len(tile)))
+        piece = _picked(e, chosen, axes, places, limit)
+        _store_as(e, turn, piece, out)
+
+
+def _picked(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, limit: int) -> Piece:
+    """A tile of the elements that an index chooses along the first axis, in the scratchpad."""
+    target = e.room(axes, chosen.dtype)
+    source = e.whole(chosen, (Axis(axes[0].size), *axes[1:]))
+    e.transfer(axes, source, target, index=places, index_limit=limit)
+    return target
+
+
+def _store_as(e: Emitter, turn: Round, piece: Piece, out: View) -> None:
+    """Store a piece of all dimensions, in the result's dtype."""
+    if piece.dtype == out.dtype:
+        e.store(piece, out, turn.box)
+        return
+    program = turn.program()
+    turn.store(e, program, program.op("copy", program.input(piece, *turn.axes)), out)
+
+
+@lowering("embedding_kernel", tilings=_tilings)
+def embedding(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out[…, :] = table[ids[…], :]; ids of several dimensions that do not lie as one take turns."""
+    if not o.out.numel:
+        return
+    last = o.ids.rank
+    ids = spread(o.ids, o.out.shape, range(last))
+    (out, ids), (count, _) = grouped([range(last), [last]], o.out, ids)
+    _rows_of(e, o.table, ids, out, count, tiling["elements"])
+
+
+def _rows_of(e: Emitter, table: View, ids: View, out: View, count: int, elements: int) -> None:
+    """out[i…, j…] = table[ids[i…], j…] with `count` dimensions of ids, of which all but the last are looped over."""
+    for_rows = tile_shape(out.shape[count - 1 :], elements, _MOST_PICKED + 1)
+    tile = (*[1] * (count - 1), *for_rows)
+    with tiled(e, out.shape, tile, [ids]) as turn:
+        (places,) = turn.pieces
+        axes = tuple(turn.axis(d) for d in range(count - 1, len(tile)))
+        own = replace(table, shape=(axes[0].total, *table.shape[1:]))
+        picked = _picked(e, own, axes, _last_axes(places, count - 1), table.shape[0])
+        outer = [turn.axis(d) for d in range(count - 1)]
+        piece = picked.reshaped((*outer, *picked.axes), (*[0] * len(outer), *picked.strides))
+        _store_as(e, turn, piece, out)
+
+
+def _last_axes(piece: Piece, first: int) -> Piece:
+    """A piece without its first axes, which have one element."""
+    return piece.reshaped(piece.axes[first:], piece.strides[first:])
+
+
+@lowering("index_select_kernel", tilings=_tilings)
+def index_select(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out[…, i, …] = x[…, index[i], …] along a dimension."""
+    out = _along(o.out, o.dim)
+    pick(e, _along(o.x, o.dim), spread(o.index, out.shape, [0]), out, tiling["elements"])
+
+
+@lowering("gather_kernel", tilings=_tilings)
+def gather(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out[…, i, …] = x[…, index[…, i, …], …] along a dimension; of others the index may have fewer elements than x."""
+    out, index, x = (_along(view, o.dim) for view in (o.out, o.index, o.x))
+    pick(e, x, index, out, tiling["elements"])
+
+
+@lowering("index_kernel", tilings=_tilings)
+def index(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """Advanced indexing of adjacent dimensions, where negative indices count from the back.
+
+    The vector engine makes one index of all: the distance of the element from the first, or -1 where one is out of
+    range, which the transfer then refuses.
+    """
+    if not o.out.numel:
+        return
+    first, count = o.first, o.count
+    indices = [getattr(o, f"index{i}") for i in range(count)]
+    chosen = range(first, first + count)
+    spread_rank = indices[0].rank
+    behind = first + spread_rank
+    # The dimensions of the index come first; those before and behind stay as they are.
+    order = [*range(first, behind), *range(first), *range(behind, o.out.rank)]
+    others = [d for d in range(o.x.rank) if d not in chosen]
+    out = o.out.permute(order)
+    wide = [spread(view, out.shape, range(spread_rank)) for view in indices]
+    rest = replace(
+        o.x,
+        shape=out.shape,
+        strides=(*[0] * spread_rank, *(o.x.strides[d] for d in others)),
+    )
+    (out, rest, *wide), (places, _) = grouped([range(spread_rank), range(spread_rank, out.rank)], out, rest, *wide)
+    sizes, strides = ([values[d] for d in chosen] for values in (o.x.shape, o.x.strides))
+    tile = (*[1] * (places - 1), *tile_shape(out.shape[places - 1 :], tiling["elements"], _MOST_PICKED + 1))
+    with tiled(e, out.shape, tile, wide) as turn:
+        list_axis = turn.axis(places - 1)
+        flat = _flat_index(e, turn, places - 1, sizes, strides)
+        axes = (list_axis, *(turn.axis(d) for d in range(places, len(tile))))
+        limit = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+        step = 1
+        if len(sizes) == 1:
+            limit, step = sizes[0], strides[0]
+        own = replace(rest, shape=(list_axis.total, *rest.shape[places:]), strides=(step, *rest.strides[places:]))
+        picked = _picked(e, own, axes, flat, limit)
+        outer = [turn.axis(d) for d in range(places - 1)]
+        _store_as(e, turn, picked.reshaped((*outer, *picked.axes), (*[0] * len(outer), *picked.strides)), out)
+
+
+def _flat_index(e: Emitter, turn: Round, d: int, sizes: Sequence[int], strides: Sequence[int]) -> Piece:
+    """One index of the index tensors' pieces, along dimension `d`: the place itself if there is one tensor."""
+    own = Round([turn.box[d]], (turn.sizes[d],))
+    program = own.program()
+    registers = [program.input(piece, d) for piece in turn.pieces]
+    total: int | None = None
+    wrong: int | None = None
+    for register, size, stride in zip(registers, sizes, strides, strict=True):
+        place = program.op("where", program.op("lt", register, 0.0), program.op("add", register, float(size)), register)
+        outside = program.op("logical_or", program.op("lt", place, 0.0), program.op("ge", place, float(size)))
+        wrong = outside if wrong is None else program.op("logical_or", wrong, outside)
+        distance = place if len(sizes) == 1 else program.op("mul", place, float(stride))
+        total = distance if total is None else program.op("add", total, distance)
+    assert total is not None and wrong is not None
+    flat = e.room([own.axis(0)], "int32")
+    value = total if len(sizes) == 1 else program.op("where", wrong, -1.0, total)
+    program.emit(e, [(value, flat, own.axes)])
+    return flat
+
+
+@lowering("index_copy_kernel", "index_copy_pair_kernel", tilings=_tilings)
+def index_copy(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out[…, index[i], …] = source[…, i, …] in place, for each pair of source and out."""
+    pairs = [(o.source, o.out)] if o.call.kernel == "index_copy_kernel" else [(o.source0, o.out0), (o.source1, o.out1)]
+    for source, out in pairs:
+        if source.numel:
+            rows = _along(source, o.dim)
+            places = spread(o.index, rows.shape, range(o.index.rank))
+            _replace(e, places, rows, _along(out, o.dim), tiling["elements"])
+
+
+def _scatter_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+    if o.reduce != "last":
+        raise CannotLower("its DMA engines put elements in their places, but do not join them with what is there")
+    if o.base.dtype != o.out.dtype:
+        raise CannotLower("its DMA engines do not change the dtype of what they copy")
+    return element_tilings(o.out.numel)
+
+
+@lowering("scatter_kernel", tilings=_scatter_tilings)
+def scatter(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out[…, index[…, k]] = source[…, k], the last of several; what no index names is as in `base`."""
+    copy(e, o.base, o.out, tiling["elements"])
+    if o.source.numel:
+        index, source, out = (_along(view, view.rank - 1) for view in (o.index, o.source, o.out))
+        _replace(e, index, source, out, tiling["elements"])
+
+
+def _replace(e: Emitter, places: View, source: View, out: View, elements: int) -> None:
+    """out[places[i, j, …], j, …] = source[i, j, …]."""
+    limit = out.shape[0]
+    target = replace(out, shape=source.shape)
+    source, target, places = _merged_behind_first(source, target, places)
+    tile = tile_shape(source.shape, elements, _MOST_PICKED)
+    with tiled(e, source.shape, tile, [source, places]) as turn:
+        piece, rows = turn.pieces
+        axes = tuple(turn.axis(d) for d in range(len(tile)))
+        piece = _converted(e, turn, piece, target.dtype)
+        whole = e.whole(target, (Axis(axes[0].size), *axes[1:]))
+        e.transfer(axes, piece, whole, queue=STORES, index=rows, index_limit=limit, scatters=True)
+
+
+def _converted(e: Emitter, turn: Round, piece: Piece, dtype: str) -> Piece:
+    """A piece in another dtype."""
+    if piece.dtype == dtype:
+        return piece
+    program = turn.program()
+    target = e.room([turn.axis(d) for d in range(len(turn.box))], dtype)
+    program.emit(e, [(program.op("copy", program.input(piece, *turn.axes)), target, turn.axes)])
+    return target

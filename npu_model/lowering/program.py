@@ -1,0 +1,207 @@
+"""`lower_program`: the tile program of an op-level program for one chip."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from npu_compiler.constraint_checker import ADVICE
+from npu_compiler.errors import ConstraintError
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
+from npu_model.chip import Chip
+from npu_model.isa.instructions import (
+    Affine,
+    Axis,
+    Buffer,
+    Engine,
+    Fence,
+    Section,
+    Space,
+    Tile,
+    TileProgram,
+    Token,
+    Transfer,
+    Wait,
+)
+from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
+from npu_model.lowering.families import CannotLower
+from npu_model.lowering.implied_waits import without_implied_waits
+from npu_model.lowering.mapper import Mapper, emit_call, new_emitter
+from npu_model.lowering.residency import Residency, choose_residency, positions
+from npu_model.lowering.tokens import without_idle_tokens
+from npu_model.machine.machine import engines_of, token_totals
+
+ARENA = "arena"  # the buffer in DRAM that holds intermediate values
+
+
+def chip_digest(chip: Chip) -> str:
+    """Hash of all numbers of a chip."""
+    return hashlib.sha256(repr(chip).encode()).hexdigest()[:16]
+
+
+def lower_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper | None = None) -> TileProgram:
+    """The tile program of a plan whose memory has been planned.
+
+    Args:
+        mapper: Of the chip, which remembers the calls that it has mapped.
+
+    Raises:
+        ConstraintError: the chip cannot run calls; all of them are named with the reason.
+    """
+    mapper = mapper or Mapper(chip)
+    check_calls(plan.calls, chip, mapper)
+    try:
+        return _lowered(plan, chip, mapper, choose_residency(plan, chip, mapper))
+    except ConstraintError:  # values that stay leave too little room for some call
+        return _lowered(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
+
+
+def _lowered(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
+    places = dram_places(plan)
+    preload = [
+        _preloaded(name, places[name], address, chip)
+        for name in residency.weights
+        for address in [residency.addresses[name]]
+    ]
+    for name, address in residency.addresses.items():
+        places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
+    linker = Linker(chip, places, token_totals(preload))
+    for call, room in zip(plan.calls, residency.rooms, strict=True):
+        linker.add(call, mapper, room, frozenset(residency.addresses))
+    sections = tuple(linker.sections)
+    program = TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
+    return without_idle_tokens(without_implied_waits(program, chip))
+
+
+def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:
+    """Raise a `ConstraintError` that names all calls which a chip cannot run, if there are any."""
+    refused: dict[str, str] = {}
+    problems = []
+    for call in calls:
+        try:
+            mapper.candidates(call)
+        except CannotLower as error:
+            reason = f"kernel '{call.kernel}' cannot run on chip '{chip.name}': {error}"
+            refused.setdefault(call.node, reason)
+            problems.append(f"node '{call.node}': {reason}; {ADVICE}")
+    if problems:
+        raise ConstraintError(list(dict.fromkeys(problems)), refused)
+
+
+def _preloaded(name: str, place: Place, address: int, chip: Chip) -> Section:
+    """The section that brings a weight into the scratchpad, where it stays."""
+    axes = (Axis(place.size),)
+    engine = f"{Engine.DMA}{1 % chip.dma.channels}"
+    move = Transfer(
+        engine=engine,
+        box=axes,
+        source=Tile(Space.DRAM, "uint8", Affine(place.offset), (1,), place.name),
+        target=Tile(Space.SCRATCHPAD, "uint8", Affine(address), (1,)),
+    )
+    return Section(name, "preload", f"{place.size} bytes", (move,))
+
+
+def dram_places(plan: ExecutionPlan) -> dict[str, Place]:
+    """Buffer → its place in DRAM; intermediate values lie in the arena."""
+    places = {}
+    for name, buffer in plan.buffers.items():
+        if buffer.kind == "arena":
+            places[name] = Place(Space.DRAM, ARENA, buffer.offset, buffer.size_bytes)
+        else:
+            places[name] = Place(Space.DRAM, plan.donations.get(name, name), 0, buffer.size_bytes)
+    return places
+
+
+def buffers_of(plan: ExecutionPlan) -> tuple[Buffer, ...]:
+    """The memory in DRAM that the plan's calls touch."""
+    names = {view.buffer for call in plan.calls for view in (*call.inputs, *call.outputs)}
+    own = [Buffer(n, plan.buffers[n].size_bytes) for n in sorted(names) if plan.buffers[n].kind != "arena"]
+    return (*own, *([Buffer(ARENA, plan.arena_bytes)] if plan.arena_bytes else []))
+
+
+@dataclass
+class _Access:
+    touch: Touch
+    mark: int
+
+
+@dataclass
+class Linker:
+    """Puts sections one behind the other: places their pieces, and orders what they share by fences and marks.
+
+    Every engine of a section ends it by raising its token 0, its mark. A later section's engine that touches the same
+    bytes waits for that mark first.
+    """
+
+    chip: Chip
+    places: Mapping[str, Place]
+    raised: dict[Token, int]
+    sections: list[Section] = field(default_factory=list)
+    _accesses: dict[tuple[Space, str], list[_Access]] = field(default_factory=dict)
+    _waited: dict[str, dict[str, int]] = field(default_factory=dict)
+    _next: int = 0
+
+    def add(self, call: KernelCall, mapper: Mapper, room: int, resident: frozenset[str]) -> None:
+        """Append a call's section, whose pieces lie in the first `room` bytes of the scratchpad.
+
+        Pieces begin behind those of the section before, so that loads of one may go on while the other computes.
+        """
+        own = positions(call, resident)
+        for candidate in mapper.ranked(call, own, room):
+            for first in (self._next, 0):
+                emitter = new_emitter(self.chip, self.places, (first, room - first), self.raised)
+                try:
+                    emit_call(call, candidate.tiling, emitter)
+                except DoesNotFit:
+                    continue
+                self._next = first + emitter.used
+                self._append(call, emitter.finish())
+                return
+        reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.chip.name}'"
+        raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
+
+    def _append(self, call: KernelCall, draft: Draft) -> None:
+        fences: dict[str, dict[str, int]] = {}
+        for touch in draft.touches:
+            for access in self._accesses.get((touch.space, touch.name), ()):
+                other = access.touch
+                overlaps = other.first < touch.end and touch.first < other.end
+                if overlaps and (other.writes or touch.writes) and other.engine != touch.engine:
+                    needs = fences.setdefault(touch.engine, {})
+                    needs[other.engine] = max(needs.get(other.engine, 0), access.mark)
+        engines = sorted(engines_of(draft.body))
+        before = []
+        for engine, needs in sorted(fences.items()):
+            waited = self._waited.setdefault(engine, {})
+            new = {other: count for other, count in needs.items() if count > waited.get(other, 0)}
+            waited.update(new)
+            if new:
+                waits = tuple(Wait(Token(other, 0), Affine(count)) for other, count in sorted(new.items()))
+                before.append(Fence(engine=engine, waits=waits))
+        marks = [Fence(engine=engine, signals=(Token(engine, 0),)) for engine in engines]
+        for token, count in draft.raised.items():
+            self.raised[token] = self.raised.get(token, 0) + count
+        for engine in engines:
+            self.raised[Token(engine, 0)] = self.raised.get(Token(engine, 0), 0) + 1
+        for touch in draft.touches:
+            if touch.writes:  # whoever waits for this one waits for those before it
+                known = self._accesses.get((touch.space, touch.name), [])
+                known[:] = [a for a in known if not (touch.first <= a.touch.first and a.touch.end <= touch.end)]
+        for touch in draft.touches:
+            mark = self.raised[Token(touch.engine, 0)]
+            self._accesses.setdefault((touch.space, touch.name), []).append(_Access(touch, mark))
+        self.sections.append(Section(call.node, call.kernel, shapes(call), (*before, *draft.body, *marks)))
+
+
+def shapes(call: KernelCall) -> str:
+    """A call's shapes in a line: `f16[1,64] * f16[64,64] -> f16[1,64]`."""
+
+    def text(view: object) -> str:
+        return f"{view.dtype}[{','.join(map(str, view.shape))}]"  # type: ignore[attr-defined]
+
+    return f"{' * '.join(map(text, call.inputs))} -> {', '.join(map(text, call.outputs))}"
+
+
+__all__ = ["ARENA", "Linker", "chip_digest", "lower_program"]

@@ -1,0 +1,150 @@
+"""Products with weights in few bits: each tile of codes is turned into numbers by the vector engine, then multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from npu_compiler.graph.quantization import CODES, FLOAT8_MAX, SYMMETRIC_ZERO
+from npu_model.chip import Chip
+from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
+from npu_model.lowering.emitter import Emitter, Piece
+from npu_model.lowering.epilogues import float_epilogue, gated_epilogue
+from npu_model.lowering.families import Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.products import need_matrix
+from npu_model.lowering.vector_program import VectorProgram
+
+_TINY = 1.1754943508222875e-38  # the least normal float32
+
+
+def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+    need_matrix(chip, o.x.dtype)
+    assert chip.matrix is not None
+    sums = chip.matrix.accumulator_bytes // 4
+    group = o.k // o.groups
+    for count in halvings(o.groups, 1)[:8] if o.groups > 1 else [1]:
+        for tm in halvings(o.m, 8, 8)[:4]:
+            for tn in halvings(o.n, 8, chip.matrix.columns)[:10]:
+                if tm * tn <= sums:
+                    yield {"m": tm, "n": tn, "k": count * group}
+
+
+_KERNELS = ("quantized_matmul_kernel", "quantized_matmul_vec_kernel", "dynamic_quantized_matmul_kernel")
+_GATED = ("quantized_gated_matmul_vec_kernel", "dynamic_quantized_gated_matmul_vec_kernel")
+
+
+@lowering(*_KERNELS, tilings=_tilings)
+def quantized_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out = act(x · weightᵀ + bias) + residual, with a weight of codes."""
+    tm, tn, tk = tiling["m"], tiling["n"], tiling["k"]
+    with e.loop(parts(o.m, tm)) as i:
+        x = rows_of(e, o, i * tm, tm)
+        with e.loop(parts(o.n, tn)) as j:
+            rows, columns = Axis(tm, i * tm, o.m), Axis(tn, j * tn, o.n)
+            sums = _sums(e, o, x, rows, columns, j * tn, o.n, tk)
+            box = [(rows.start, tm), (columns.start, tn)]
+            bias = None if o.bias is None else (e.load(o.bias, box[1:], queue=1), (None, 0))
+            residual = None if o.residual is None else (e.load(o.residual, box, queue=3), (0, 1))
+            out, is_stored = e.result(o.out, box)
+            float_epilogue(
+                e, o, (rows, columns), (sums, (0, 1)), bias, residual, (out, (0, 1)), residual_first=False
+            )
+            if is_stored:
+                e.store(out, o.out, box)
+
+
+@lowering(*_GATED, tilings=_tilings)
+def quantized_gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out[1, n] = act(gate) · up, where [gate, up] = x · weightᵀ + bias, with a weight of codes."""
+    tn, tk = tiling["n"], tiling["k"]
+    x = rows_of(e, o, ZERO, 1)
+    with e.loop(parts(o.n, tn)) as j:
+        columns = Axis(tn, j * tn, o.n)
+        halves = [_sums(e, o, x, Axis(1), columns, j * tn + first, 2 * o.n, tk) for first in (0, o.n)]
+        gated_epilogue(e, o, columns, halves)
+
+
+def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
+    """Rows of x as they are multiplied: as they are stored, or rounded to codes of 8 bits and back."""
+    x = e.load(o.x, [(first, count), (ZERO, o.k)], queue=0)
+    kind = getattr(o.names, "activations", "none")
+    if kind == "none":
+        return x
+    axes = (Axis(count, first, o.m), Axis(o.k))
+    rounded = e.room(axes, o.x.dtype)
+    program = VectorProgram(axes)
+    value = program.input(x, 0, 1)
+    most = 127.0 if kind == "int8" else float(FLOAT8_MAX)
+    scale = program.op("true_divide", program.op("max", program.op("abs", value), attrs=(1,)), most)
+    scale = program.op("where", program.op("lt", scale, _TINY), 0.0, scale)
+    inverse = program.op("where", program.op("gt", scale, 0.0), program.op("true_divide", 1.0, scale), 0.0)
+    codes = program.op("mul", value, inverse)
+    codes = program.op("round", codes) if kind == "int8" else program.op("to_float8", codes)
+    program.emit(e, [(program.op("mul", codes, scale), rounded, (0, 1))])
+    return rounded
+
+
+def _sums(
+    e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: Affine, total: int, tk: int
+) -> Piece:
+    """The sums of a tile of results; `first` is the first of the weight's rows that it needs, of `total`."""
+    sums = e.room((rows, columns), "float32", Space.ACCUMULATORS)
+    with e.loop(parts(o.k, tk)) as part:
+        begins = None if tk == o.k else (e.depth - 1,)
+        weight = dequantized_tile(e, o, first, columns, part, tk)
+        summed = Axis(tk, part * tk, o.k)
+        left = x.reshaped(x.axes, x.strides, part * (tk * x.strides[1]))
+        e.multiply(
+            [(Role.ROW, rows), (Role.COLUMN, columns), (Role.SUM, summed)],
+            (left, left.tile(0, None, 1)),
+            (weight, weight.tile(None, 0, 1)),
+            (sums, sums.tile(0, 1, None)),
+            begins=begins,
+        )
+    return sums
+
+
+def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affine, tk: int) -> Piece:
+    """A tile [columns, tk] of the weight as numbers of x's dtype: scale · (code − zero point), or scale · code + minimum."""
+    per_byte = 8 // CODES[o.codes]
+    group = o.k // o.groups
+    groups, each = tk // group, group // per_byte
+    count = columns.size
+    codes = e.load(o.data, [(first, count), (part * (tk // per_byte), tk // per_byte)], queue=1)
+    scales = e.load(o.scales, [(first, count), (part * groups, groups)], queue=1)
+    offset = None if o.offset is None else e.load(o.offset, [(first, count), (part * groups, groups)], queue=1)
+    weight = e.room((columns, Axis(tk)), o.x.dtype)
+    axes = (columns, Axis(groups, part * groups, o.groups), Axis(each))
+    program = VectorProgram(axes)
+    row, element = codes.strides
+    code = program.input_tile(codes, codes.with_strides((row, element * each, element)))
+    scale = program.input(scales, 0, 1, None)
+    zero = None if offset is None else program.input(offset, 0, 1, None)
+    stores = []
+    for place in range(per_byte):
+        value = _number(program, o, code, place, zero)
+        value = program.op("mul", value, program.op("to_float", scale))
+        if zero is not None and o.offsets == "minimum":
+            value = program.op("add", value, zero)
+        row, element = weight.strides
+        tile = weight.with_strides((row, element * group, element * per_byte), place * element)
+        stores.append((value, weight, tile))
+    program.emit_tiles(e, stores)
+    return weight
+
+
+def _number(program: VectorProgram, o: Operands, code: int, place: int, zero: int | None) -> int:
+    """A code as a float, counted from its zero point."""
+    if o.codes == "float8_e4m3":
+        return program.op("from_float8", code)
+    if o.codes == "int4":
+        value = program.op("bits", code, attrs=(4 * place, 15))
+    else:
+        value = program.op("signed_byte", code)
+    if zero is not None and o.offsets == "zero_point":
+        value = program.op("sub", value, zero if o.codes == "int4" else program.op("signed_byte", zero))
+    elif zero is None and SYMMETRIC_ZERO[o.codes]:
+        value = program.op("sub", value, float(SYMMETRIC_ZERO[o.codes]))
+    return program.op("to_float", value)
+
+
+__all__ = ["dequantized_tile", "quantized_gated_linear", "quantized_linear", "rows_of"]

@@ -1,0 +1,82 @@
+"""`VectorProgram`: collects the inputs, steps and stores of a `Compute` instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE
+from npu_model.isa.instructions import Axis, Engine, Step, Tile, Value
+from npu_model.lowering.emitter import Emitter, Piece
+
+
+class VectorProgram:
+    """A vector program over a box; registers are numbers, constants are floats.
+
+    Args:
+        axes: The box.
+    """
+
+    def __init__(self, axes: Sequence[Axis]) -> None:
+        self.axes = tuple(axes)
+        self._inputs: list[tuple[Piece, Tile]] = []
+        self._steps: list[tuple[str, tuple[Value, ...], tuple[Value, ...]]] = []
+        self._registers: dict[str, int] = {}
+        self._carried: list[tuple[int, float]] = []
+        self._begins: tuple[int, ...] = ()
+
+    def input(self, piece: Piece, *dims: int | None) -> int:
+        """The register that holds a piece, whose dimensions lie along the box's axes as `Piece.tile` has them."""
+        return self.input_tile(piece, piece.tile(*dims))
+
+    def input_tile(self, piece: Piece, tile: Tile) -> int:
+        """The register that holds an operand."""
+        assert not self._steps, "inputs come before steps"
+        self._inputs.append((piece, tile))
+        return len(self._inputs) - 1
+
+    def carried(self, piece: Piece, first: float, begins: tuple[int, ...], *dims: int | None) -> int:
+        """The register of a piece that is kept from round to round of loops, `first` where these begin."""
+        register = self.input(piece, *dims)
+        self._carried.append((register, first))
+        self._begins = begins
+        return register
+
+    def op(self, name: str, *operands: Value, attrs: Sequence[Value] = ()) -> int:
+        """The register of an operation's result, which is computed once; attributes not given have their defaults."""
+        op = ELEMENTWISE.get(name)
+        if op is not None and not attrs:
+            attrs = tuple(float(value) for value in op.attrs.values())
+        step = (name, operands, tuple(attrs))
+        if repr(step) not in self._registers:
+            self._steps.append(step)
+            self._registers[repr(step)] = len(self._inputs) + len(self._steps) - 1
+        return self._registers[repr(step)]
+
+    def activation(self, register: int, name: str) -> int:
+        """The register of a value under one of the activations that products apply."""
+        return register if name == "none" else self.op(ACTIVATIONS[name], register)
+
+    def emit(
+        self, emitter: Emitter, stores: Sequence[tuple[int, Piece, Sequence[int | None]]], engine: Engine = Engine.VECTOR
+    ) -> None:
+        """Emit the instruction, which stores registers in pieces."""
+        self.emit_tiles(emitter, [(register, piece, piece.tile(*dims)) for register, piece, dims in stores], engine)
+
+    def emit_tiles(
+        self, emitter: Emitter, stores: Sequence[tuple[int, Piece, Tile]], engine: Engine = Engine.VECTOR
+    ) -> None:
+        emitter.compute(
+            self.axes,
+            self._inputs,
+            [Step(*step) for step in self._steps],
+            [(register, (piece, tile)) for register, piece, tile in stores],
+            engine=engine,
+            begins=self._begins,
+            carried=self._carried,
+        )
+
+
+def attributes(op: str, params: Mapping[str, Any]) -> tuple[float, ...]:
+    """The values of an element-wise op's attributes in a call, in the order of its declaration."""
+    return tuple(float(params[name]) for name in ELEMENTWISE[op].attrs)

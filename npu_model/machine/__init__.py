@@ -1,0 +1,1 @@
+"""The machine that runs tile programs: what they compute, and when."""

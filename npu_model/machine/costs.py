@@ -1,0 +1,250 @@
+"""Cycles, bytes and operations of single instructions on a chip, without any waiting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from npu_compiler.errors import InputError
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.products import Product
+from npu_model.chip import Chip, Dataflow
+from npu_model.chip.systolic import mapping, sram_accesses
+from npu_model.isa.instructions import Compute, Engine, Fence, Instruction, Multiply, Role, Space, Tile, Transfer
+from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, REDUCTIONS, RUNNING_SUM
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The work of one execution of an instruction.
+
+    Attributes:
+        cycles: Cycles that its engine is busy with it.
+        port_cycles: Those of them in which it waits for the scratchpad's ports.
+        dram_read, dram_written: Bytes moved from and to DRAM.
+        sram_bytes: Bytes read from and written to the scratchpad.
+        macs, operations: Multiply-accumulates; operations of vector lanes or of the output stage.
+        dtype: What is multiplied.
+    """
+
+    cycles: int = 0
+    dram_read: int = 0
+    dram_written: int = 0
+    sram_bytes: int = 0
+    macs: int = 0
+    operations: int = 0
+    dtype: str = ""
+    port_cycles: int = 0
+
+
+_NOTHING = Cost()
+
+
+class Costs:
+    """The cost of instructions on one chip.
+
+    Costs of equal instructions of equal extents are computed once.
+    """
+
+    def __init__(self, chip: Chip) -> None:
+        self.chip = chip
+        self._products: dict[tuple[object, ...], tuple[int, int, int]] = {}
+
+    @cached_property
+    def bytes_per_cycle(self) -> float:
+        """Of DRAM."""
+        return self.chip.dram_bytes_per_cycle
+
+    def cost(self, instruction: Instruction, extents: Sequence[int]) -> Cost:
+        """The cost of an execution in which `extents` elements exist along each axis."""
+        if isinstance(instruction, Fence) or 0 in extents:
+            return _NOTHING
+        if isinstance(instruction, Transfer):
+            return self._transfer(instruction, extents)
+        if isinstance(instruction, Multiply):
+            return self._multiply(instruction, extents)
+        assert isinstance(instruction, Compute)
+        return self._compute(instruction, extents)
+
+    def _transfer(self, instruction: Transfer, extents: Sequence[int]) -> Cost:
+        source, target = instruction.source, instruction.target
+        size = itemsize(source.dtype)
+        moved = size * math.prod(extents)
+        filled = size * math.prod(axis.size for axis in instruction.box) if instruction.fill is not None else moved
+        read, written = (moved if tile.space is Space.DRAM else 0 for tile in (source, target))
+        index = instruction.index
+        inside = (moved if source.space is Space.SCRATCHPAD else 0) + (
+            filled if target.space is Space.SCRATCHPAD else 0
+        )
+        if index is not None:
+            inside += _distinct(index, extents) * itemsize(index.dtype)
+        cycles = filled / self.chip.sram.bandwidth
+        if read or written:
+            outside = source if source.space is Space.DRAM else target
+            bursts = self._bursts(outside, extents, size, index if outside is instruction.chosen else None)
+            cycles = max(cycles, bursts / self.bytes_per_cycle)
+        return Cost(math.ceil(cycles), read, written, inside)
+
+    def _bursts(self, tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> int:
+        """Bytes that DRAM is busy with: each run of consecutive bytes rounded up to whole bursts.
+
+        The scratchpad is reached in any order, so DRAM is walked in its own. An index chooses each run by itself.
+        """
+        run, runs = size, 1
+        chosen = [False] * len(extents) if index is None else [True, *map(bool, index.strides[1:])]
+        walked = sorted(zip(map(abs, tile.strides), extents, chosen, strict=True), key=lambda each: each[0])
+        for stride, extent, is_chosen in walked:
+            if stride == run and not is_chosen:
+                run *= extent
+            else:
+                runs *= extent
+        burst = self.chip.dram.burst_bytes
+        return runs * -(-run // burst) * burst
+
+    def _multiply(self, instruction: Multiply, extents: Sequence[int]) -> Cost:
+        matrix = self.chip.matrix
+        assert matrix is not None
+        sizes = dict.fromkeys(Role, 1)
+        for role, extent in zip(instruction.roles, extents, strict=True):
+            sizes[role] *= extent
+        left, right = itemsize(instruction.left.dtype), itemsize(instruction.right.dtype)
+        dtype = "int8" if left == 1 else (instruction.left if left >= right else instruction.right).dtype
+        key = (*sizes.values(), dtype, left, right)
+        if key not in self._products:
+            self._products[key] = self._product(sizes, dtype, left, right)
+        cycles, accessed, ports = self._products[key]
+        return Cost(cycles, sram_bytes=accessed, macs=math.prod(sizes.values()), dtype=dtype, port_cycles=ports)
+
+    def _product(self, sizes: dict[Role, int], dtype: str, left: int, right: int) -> tuple[int, int, int]:
+        matrix = self.chip.matrix
+        assert matrix is not None
+        rate = matrix.rates.get(dtype)
+        if rate is None:
+            raise InputError(f"the matrix engine of chip '{self.chip.name}' does not multiply {dtype}")
+        taps = 1 if matrix.windows == "columns" else sizes[Role.WINDOW]
+        k = sizes[Role.SUM] * sizes[Role.WINDOW] // taps
+        product = Product(sizes[Role.ROW], sizes[Role.COLUMN], k, sizes[Role.BATCH] * taps)
+        return _array_time(product, self.chip, rate, left, right)
+
+    def _compute(self, instruction: Compute, extents: Sequence[int]) -> Cost:
+        elements = math.prod(extents)
+        operations = max(elements, _lane_operations(instruction, extents))
+        moved = sum(
+            _distinct(tile, extents) * itemsize(tile.dtype)
+            for tile in (*instruction.inputs, *instruction.writes)
+            if tile.space is Space.SCRATCHPAD
+        )
+        if instruction.engine == Engine.OUTPUT:
+            assert self.chip.output is not None
+            cycles = elements / self.chip.output.lanes
+        else:
+            cycles = operations / (self.chip.vector.lanes * self._vector_rate(instruction))
+        least = math.ceil(cycles)
+        cycles = math.ceil(max(cycles, moved / self.chip.sram.bandwidth))
+        return Cost(cycles, sram_bytes=moved, operations=operations, port_cycles=cycles - least)
+
+    def _vector_rate(self, instruction: Compute) -> float:
+        """Operations of a lane per cycle: of the widest dtype among what the program reads and writes."""
+        rates = self.chip.vector.rates
+        names = {
+            "int8" if t.dtype in ("uint8", "bool") else "float32" if t.dtype == "int32" else t.dtype
+            for t in (*instruction.inputs, *instruction.writes)
+        }
+        return min((rates[name] for name in names if name in rates), default=min(rates.values()))
+
+
+def step_operations(op: str) -> int:
+    """Operations of a vector lane for one element of a step: the operators and calls of the op's expression."""
+    known = ELEMENTWISE.get(op)
+    return 1 if known is None else known.operations
+
+
+def _lane_operations(instruction: Compute, extents: Sequence[int]) -> int:
+    """Operations of lanes for all steps: each works on the elements that its operands have, not on their repetitions.
+
+    A running sum takes as many rounds of additions as the axis has binary digits.
+    """
+    axes = [frozenset(axis for axis, stride in enumerate(tile.strides) if stride) for tile in instruction.inputs]
+    total = 0
+    for step in instruction.steps:
+        own = frozenset({int(step.attrs[0])}) if step.op == COORDINATE else frozenset[int]()
+        own = own.union(*(axes[operand] for operand in step.operands if isinstance(operand, int)))
+        own |= frozenset(map(int, step.attrs)) if step.op in ALONG_AXES else frozenset()
+        elements = math.prod(extents[axis] for axis in own)
+        rounds = math.ceil(math.log2(max(2, extents[int(step.attrs[0])]))) if step.op == RUNNING_SUM else 1
+        total += elements * step_operations(step.op) * rounds
+        axes.append(own - frozenset(map(int, step.attrs)) if step.op in REDUCTIONS else own)
+    return total
+
+
+def _distinct(tile: Tile, extents: Sequence[int]) -> int:
+    return math.prod(extent for extent, stride in zip(extents, tile.strides, strict=True) if stride)
+
+
+def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int) -> tuple[int, int, int]:
+    """(cycles, bytes of the scratchpad, cycles that wait for its ports) of a product that the arrays share.
+
+    They share it in the way that is fastest. Arrays read the scratchpad side by side: where its ports would hold all of
+    them up, fewer may be faster.
+    """
+    matrix = chip.matrix
+    assert matrix is not None
+    best: tuple[int, int, int] | None = None
+    for arrays in _counts(matrix.arrays):
+        for part, copies in _shares(product, arrays):
+            cycles = fold_cycles(part, chip) / rate
+            accesses = sram_accesses(part, matrix.rows, matrix.columns, matrix.dataflow)
+            size = copies * (accesses.input_reads * left + accesses.weight_reads * right) // part.batch
+            total = math.ceil(max(cycles, size / chip.sram.bandwidth))
+            found = (total, size, total - math.ceil(cycles))
+            best = found if best is None else min(best, found)
+        if best is not None and not best[2]:
+            break
+    assert best is not None
+    return best
+
+
+_MANY_ARRAYS = 16
+
+
+def _counts(arrays: int) -> list[int]:
+    """Numbers of arrays to try, the largest first: all of a few, and powers of two beyond."""
+    powers = (1 << power for power in range(arrays.bit_length()))
+    return sorted({arrays, *range(1, min(arrays, _MANY_ARRAYS) + 1), *powers}, reverse=True)
+
+
+def _shares(product: Product, arrays: int) -> list[tuple[Product, int]]:
+    """Ways to share a product among arrays: (what each computes, at most; products of a batch that are computed)."""
+    if product.batch >= arrays:
+        return [(Product(product.m, product.n, product.k, -(-product.batch // arrays)), product.batch)]
+    each = arrays // product.batch
+    ways = []
+    for name in ("m", "n"):
+        size = getattr(product, name)
+        parts = min(each, size)
+        sizes = {"m": product.m, "n": product.n} | {name: -(-size // parts)}
+        ways.append((Product(sizes["m"], sizes["n"], product.k, 1), parts * product.batch))
+    return ways
+
+
+def fold_cycles(product: Product, chip: Chip) -> int:
+    """Cycles of one array for a product without waiting for memory, in folds as `chip.systolic` has them.
+
+    With overlapped folds, what stays in the array is replaced while the fold before streams, and a fold begins to
+    stream while the last results of the one before leave.
+    """
+    matrix = chip.matrix
+    assert matrix is not None
+    rows, columns = matrix.rows, matrix.columns
+    laid = mapping(product, rows, columns, matrix.dataflow)
+    folds = laid.row_folds * laid.column_folds * product.batch
+    load = 0 if matrix.dataflow is Dataflow.OUTPUT else rows
+    if not matrix.overlapped_folds:
+        return folds * (load + laid.time + rows + columns - 2)
+    return load + folds * max(laid.time, load) + rows + columns - 2
+
+
+__all__ = ["Cost", "Costs", "fold_cycles", "step_operations"]

@@ -1,0 +1,377 @@
+"""`Machine`: runs a tile program on a chip: in time, on data, or both, with the same cycles.
+
+Engines work side by side, each on one instruction at a time and in the order of its queue:
+
+1. An instruction is ready when its engine has begun all before it and is free, and all counts that it waits for have
+   been reached. Instructions start in the order in which they become ready.
+2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine
+   is free for the next transfer meanwhile. All engines share DRAM.
+3. Any other instruction keeps its engine for its cycles.
+4. At its end an instruction raises its tokens; an engine's instructions end in their order.
+5. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
+   the chip overlaps them; otherwise a launch begins when the section before has ended.
+
+Times are whole cycles. If data are computed, an instruction does all its work when it starts; since what it needs has
+ended by then, the order of starts is one that a chip might have taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import heappop, heappush
+
+from npu_model.chip import Chip
+from npu_model.isa.instructions import Engine, Loop, Node, Section, Space, Tile, TileProgram, Token
+from npu_model.machine.arithmetic import execute
+from npu_model.machine.costs import Cost, Costs
+from npu_model.machine.memory import MachineError, Memory
+from npu_model.machine.races import Races
+from npu_model.machine.streams import Entry, Prepared, Raised, Streams
+
+
+class Cause(StrEnum):
+    """Why no engine gets on."""
+
+    DRAM_BANDWIDTH = "dram bandwidth"
+    DRAM_LATENCY = "dram latency"
+    LAUNCH = "launch"
+    DEPENDENCY = "dependency"
+    SRAM_PORTS = "sram ports"
+
+
+@dataclass
+class Counts:
+    """The work of a section, as it was done.
+
+    Attributes:
+        busy: Engine → cycles.
+        progress: Cycles by which it moved on the end of all computing; with `stalls`, over all sections, they add up to
+            the cycles of the run. In a section that only moves data, moving is what counts as computing.
+        stalls: Cause → cycles that all engines which compute waited for an instruction of this section.
+        macs: Dtype → multiply-accumulates.
+        start, end: When its first instruction started and its last one ended, in cycles.
+    """
+
+    start: int = -1
+    end: int = 0
+    instructions: int = 0
+    dram_read: int = 0
+    dram_written: int = 0
+    sram_bytes: int = 0
+    operations: int = 0
+    macs: dict[str, int] = field(default_factory=dict)
+    busy: dict[str, int] = field(default_factory=dict)
+    progress: int = 0
+    stalls: dict[Cause, int] = field(default_factory=dict)
+
+    def add(self, cost: Cost, engine: str, times: int) -> None:
+        """Enter the work of an instruction that was executed so many times."""
+        self.instructions += times
+        self.dram_read += times * cost.dram_read
+        self.dram_written += times * cost.dram_written
+        self.sram_bytes += times * cost.sram_bytes
+        self.operations += times * cost.operations
+        self.busy[engine] = self.busy.get(engine, 0) + times * cost.cycles
+        if cost.macs:
+            self.macs[cost.dtype] = self.macs.get(cost.dtype, 0) + times * cost.macs
+
+    def stall(self, cause: Cause, cycles: int) -> None:
+        if cycles > 0:
+            self.stalls[cause] = self.stalls.get(cause, 0) + cycles
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An instruction's execution, for traces."""
+
+    section: int
+    engine: str
+    name: str
+    start: int
+    end: int
+
+
+@dataclass
+class Run:
+    """What happened in a run: cycles in all, and by section."""
+
+    cycles: int
+    sections: list[Counts]
+    spans: list[Span]
+
+
+class Machine:
+    """A chip with a tile program.
+
+    Args:
+        memory: Buffer name → its bytes in DRAM (uint8); without it, a run takes its time but computes nothing.
+        checked: Look for reads of what was never written, and for accesses that no token orders.
+    """
+
+    def __init__(
+        self, chip: Chip, program: TileProgram, memory: Mapping[str, Memory] | None = None, checked: bool = False
+    ) -> None:
+        self.chip, self.program = chip, program
+        self.memory = memory
+        self.checked = checked
+        self.costs = Costs(chip)
+        if memory is not None:
+            matrix = chip.matrix
+            self._scratchpad = Memory("the scratchpad", chip.sram.size, checked)
+            self._accumulators = Memory("the accumulators", matrix.accumulator_bytes if matrix else 0, checked)
+
+    def preload(self) -> Run:
+        """Bring weights that stay into the scratchpad; once, and again when weights change."""
+        return self._run(self.program.preload, {}, spans=False)
+
+    def run(self, *, spans: bool = False) -> Run:
+        """Run the program once.
+
+        Raises:
+            MachineError: an instruction does what no correct program does; names the instruction, node and address.
+        """
+        raised = token_totals(self.program.preload)
+        return self._run(self.program.sections, raised, spans)
+
+    def run_section(self, index: int) -> None:
+        """Compute one section by itself, for looking at what is between sections; all before it have been."""
+        raised = token_totals((*self.program.preload, *self.program.sections[:index]))
+        self._run(self.program.sections[index : index + 1], raised, spans=False)
+
+    def memories(self, tile: Tile) -> Memory:
+        """The memory that an operand is in."""
+        if tile.space is Space.SCRATCHPAD:
+            return self._scratchpad
+        if tile.space is Space.ACCUMULATORS:
+            return self._accumulators
+        assert self.memory is not None
+        return self.memory[tile.buffer]
+
+    def _run(self, sections: Sequence[Section], raised: Mapping[Token, int], spans: bool) -> Run:
+        scheduler = _Scheduler(self, sections, raised, spans)
+        return scheduler.run()
+
+
+def token_totals(sections: Sequence[Section]) -> dict[Token, int]:
+    """How often sections raise each token."""
+    totals: dict[Token, int] = {}
+
+    def count(nodes: Sequence[Node], times: int) -> None:
+        for node in nodes:
+            if isinstance(node, Loop):
+                count(node.body, times * node.count)
+            else:
+                for token in node.signals:
+                    totals[token] = totals.get(token, 0) + times
+
+    for section in sections:
+        count(section.body, 1)
+    return totals
+
+
+def engines_of(nodes: Sequence[Node]) -> set[str]:
+    """Names of the engines that execute something of these."""
+    found: set[str] = set()
+    for node in nodes:
+        found |= engines_of(node.body) if isinstance(node, Loop) else {node.engine}
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """An engine's state.
+
+    Attributes:
+        current: Its next instruction.
+        free: When the engine is free for it.
+        ended: When all before it have ended.
+        ready, missing: When it can start, as far as is known, and for how many tokens it still waits.
+    """
+
+    name: str
+    stream: Iterator[Entry] = field(default_factory=lambda: iter(()))
+    current: Entry | None = None
+    free: int = 0
+    ended: int = 0
+    missing: int = 0
+    ready: int = 0
+
+
+class _Scheduler:
+    """One run: queues, tokens and time."""
+
+    def __init__(self, machine: Machine, sections: Sequence[Section], raised: Mapping[Token, int], spans: bool) -> None:
+        self.machine = machine
+        self.sections = sections
+        self.counts = [Counts() for _ in sections]
+        self.spans: list[Span] = []
+        self.keeps_spans = spans
+        self.streams = Streams(sections, machine.costs, raised)
+        self.heap: list[tuple[int, int]] = []
+        engines = [self.streams.engines(number) for number in range(len(sections))]
+        names = sorted(set().union(*engines))
+        self.queues = [_Queue(name) for name in names]
+        computing = {name for name in names if not name.startswith(Engine.DMA)}
+        self.moves_only = [not each & computing for each in engines]
+        self.launched = [0] * len(sections)
+        self.last = self.frontier = self.exposed = 0
+        self.dram_free = 0
+        self.latency = round(machine.chip.dram_latency_cycles)
+        self.races = Races(names) if machine.checked else None
+
+    def run(self) -> Run:
+        launch, clock = self.machine.chip.launch, self.machine.chip.clock_ghz
+        cost = round(1e3 * clock * launch.cost_us)
+        numbers = range(len(self.sections))
+        together = [numbers] if launch.overlapped else [numbers[number : number + 1] for number in numbers]
+        for sections in together:
+            for index in sections:
+                self.launched[index] = (index + 1) * cost if launch.overlapped else self.last + cost
+            for number, queue in enumerate(self.queues):
+                queue.stream = self.streams.stream(sections, queue.name)
+                self._next(number, queue)
+            self._run_all()
+            self._check_finished()
+        for counts, work in zip(self.counts, self.streams.work, strict=True):
+            for (engine, each), times in work.items():
+                counts.add(each, engine, times)
+        if self.counts:
+            tail = self.last - self.frontier  # the last results leave
+            latency = min(tail, self.latency)
+            final = max(self.counts, key=lambda counts: counts.end)
+            final.stall(Cause.DRAM_LATENCY, latency)
+            final.stall(Cause.DRAM_BANDWIDTH, tail - latency)
+        return Run(self.last, self.counts, self.spans)
+
+    def _run_all(self) -> None:
+        heap, queues, latency = self.heap, self.queues, self.latency
+        looks_closer = self.machine.memory is not None or self.races is not None or self.keeps_spans
+        while heap:
+            start, number = heappop(heap)
+            queue = queues[number]
+            assert queue.current is not None
+            prepared, _, cost, waits = queue.current
+            index, cycles = prepared.section, cost.cycles
+            if prepared.moves and (cost.dram_read or cost.dram_written):
+                self.exposed = min(latency, max(0, start - self.dram_free))
+                start = max(start, self.dram_free)
+                self.dram_free = queue.free = start + cycles
+                end = queue.free + latency
+            else:
+                end = queue.free = start + cycles
+            if end < queue.ended:
+                end = queue.ended
+            queue.ended = end
+            counts = self.counts[index]
+            if end > counts.end:
+                counts.end = end
+                self.last = max(self.last, end)
+            if start < counts.start or counts.start < 0:
+                counts.start = start
+            if cycles and start + cycles > self.frontier and (not prepared.moves or self.moves_only[index]):
+                self._advance(counts, prepared, waits, start, cost)
+            if looks_closer:
+                self._look_closer(queue, number, start)
+            for raised in prepared.signals:
+                raised.times.append(end)
+                if raised.waiting:
+                    self._wake(raised)
+            self._next(number, queue)
+
+    def _next(self, number: int, queue: _Queue) -> None:
+        """Take the queue's next instruction, and have it started when it is ready."""
+        queue.current = entry = next(queue.stream, None)
+        if entry is None:
+            return
+        ready, missing = self.launched[entry[0].section], 0
+        if queue.free > ready:
+            ready = queue.free
+        for raised, count in zip(entry[0].waits, entry[3], strict=True):
+            times = raised.times
+            if count >= len(times):
+                raised.waiting.append((count, number))
+                missing += 1
+            elif times[count] > ready:
+                ready = times[count]
+        if missing:
+            queue.ready, queue.missing = ready, missing
+        else:
+            heappush(self.heap, (ready, number))
+
+    def _wake(self, raised: Raised) -> None:
+        """Have those started that waited for what has just been raised."""
+        times, waiting = raised.times, raised.waiting
+        raised.waiting = [each for each in waiting if each[0] >= len(times)]
+        for count, number in waiting:
+            if count < len(times):
+                queue = self.queues[number]
+                queue.ready = max(queue.ready, times[count])
+                queue.missing -= 1
+                if not queue.missing:
+                    heappush(self.heap, (queue.ready, number))
+
+    def _advance(self, counts: Counts, prepared: Prepared, waits: Sequence[int], start: int, cost: Cost) -> None:
+        """Enter the time from the end of all computing so far to an instruction's: what it waited for, and its work."""
+        at, end = self.frontier, start + cost.cycles
+        self.frontier = end
+        if start > at:
+            launched = min(start, max(at, self.launched[prepared.section]))
+            counts.stall(Cause.LAUNCH, launched - at)
+            if launched < start:
+                tokens = zip(prepared.waits, waits, strict=True)
+                held_up = (raised.is_data for raised, count in tokens if count and raised.times[count] == start)
+                if next(held_up, prepared.moves):
+                    latency = min(start - launched, self.exposed)
+                    counts.stall(Cause.DRAM_LATENCY, latency)
+                    counts.stall(Cause.DRAM_BANDWIDTH, start - launched - latency)
+                else:
+                    counts.stall(Cause.DEPENDENCY, start - launched)
+            at = start
+        ports = min(end - at, cost.port_cycles)
+        counts.stall(Cause.SRAM_PORTS, ports)
+        counts.progress += end - at - ports
+
+    def _look_closer(self, queue: _Queue, number: int, start: int) -> None:
+        """Note a span, compute, and look for races, as this run does."""
+        assert queue.current is not None
+        prepared, counters, cost, waits = queue.current
+        instruction = prepared.instruction
+        if self.keeps_spans and cost.cycles:
+            name = type(instruction).__name__.lower()
+            self.spans.append(Span(prepared.section, queue.name, name, start, start + cost.cycles))
+        try:
+            if self.races is not None:
+                self.races.step(number, prepared, counters, waits)
+            if self.machine.memory is not None:
+                execute(instruction, counters, self.machine.memories)
+        except MachineError as error:
+            raise MachineError(f"{self._where(prepared, counters)}: {error}") from None
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise MachineError(f"{self._where(prepared, counters)} cannot be executed: {error}") from error
+
+    def _where(self, prepared: Prepared, counters: tuple[int, ...]) -> str:
+        instruction, section = prepared.instruction, self.sections[prepared.section]
+        name = type(instruction).__name__.lower()
+        rounds = f" in round {', '.join(map(str, counters))}" if counters else ""
+        return f"{name} on {instruction.engine}{rounds} of node '{section.node}'"
+
+    def _check_finished(self) -> None:
+        reasons = []
+        for queue in self.queues:
+            if queue.current is None:
+                continue
+            prepared, _, _, waits = queue.current
+            tokens = zip(prepared.waits, waits, strict=True)
+            raised, count = next((raised, count) for raised, count in tokens if count >= len(raised.times))
+            times = len(raised.times) - 1 + raised.before
+            reasons.append(
+                f"{queue.name} (node '{self.sections[prepared.section].node}') waits for {raised.token} to be raised "
+                f"{count + raised.before} times, which it is {times} times"
+            )
+        if reasons:
+            raise MachineError(f"deadlock: {'; '.join(reasons)}")
+
+
+__all__ = ["Cause", "Counts", "Machine", "Run", "Span", "engines_of", "token_totals"]

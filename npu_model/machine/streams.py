@@ -1,0 +1,228 @@
+"""`Streams`: what engines execute one after the other, with all that changes from round to round worked out ahead.
+
+Loops are unrolled by some thousands of instructions at a time, for many rounds at once: starting an instruction is then
+a matter of looking at a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from typing import TypeAlias
+
+from npu_model.isa.instructions import Affine, Engine, Instruction, Loop, Node, Section, Token, Transfer
+from npu_model.machine.costs import Cost, Costs
+
+_AHEAD = 256  # instructions, about: each is a few objects, and the garbage collector visits those that live long
+
+Counters: TypeAlias = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Raised:
+    """When a token was raised in this run.
+
+    Attributes:
+        times: The cycle in which it was raised for the nth time; for n = 0, the run's begin.
+        before: How often it was raised before this run.
+        waiting: (count, number of the queue) of those that wait for it.
+        is_data: Whether a DMA engine raises it.
+        clocks: For each time that it was raised, what is certain to have ended by then (`races.py`).
+    """
+
+    token: Token
+    before: int
+    is_data: bool
+    times: list[int] = field(default_factory=lambda: [0])
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    clocks: list[tuple[int, ...]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """An instruction of a section, with its tokens looked up.
+
+    Attributes:
+        section: Number of its section.
+        waits, counts: The tokens that it waits for, and how often each must have been raised since the program's begin.
+        moves: Whether it is a transfer.
+        sizes: Engine → number of instructions that it executes in a round of the loops around.
+        varying: Axes of which some elements do not exist in some rounds.
+        fixed: Its cost, if there are no such axes.
+        by_extents: Cost by extents of these axes.
+    """
+
+    instruction: Instruction
+    section: int
+    moves: bool
+    sizes: Mapping[str, int]
+    waits: list[Raised]
+    counts: list[Affine]
+    signals: list[Raised]
+    varying: list[int]
+    fixed: Cost | None
+    by_extents: dict[tuple[int, ...], Cost]
+
+
+@dataclass(slots=True, eq=False)
+class _Rounds:
+    count: int
+    body: list[_Rounds | Prepared]
+    sizes: Mapping[str, int]
+
+
+Entry: TypeAlias = tuple[Prepared, Counters, Cost, tuple[int, ...]]
+"""An execution: the instruction, its round, its cost, and how often each token that it waits for has to be raised in
+this run, at least 0."""
+
+
+class Streams:
+    """The executions of sections, by engine.
+
+    Args:
+        raised: Token → how often it was raised before.
+
+    Attributes:
+        tokens: Those that are raised or waited for.
+        work: By section, the cost of what has been streamed, and how often.
+    """
+
+    def __init__(self, sections: Sequence[Section], costs: Costs, raised: Mapping[Token, int]) -> None:
+        self.tokens: dict[Token, Raised] = {}
+        self.work: list[Counter[tuple[str, Cost]]] = [Counter() for _ in sections]
+        self._costs = costs
+        self._raised = raised
+        self._sections = [self._nodes(section.body, (), number) for number, section in enumerate(sections)]
+
+    @property
+    def executions(self) -> int:
+        """Number of instructions that are executed in all."""
+        return sum(size for nodes in self._sections for node in nodes for size in node.sizes.values())
+
+    def engines(self, section: int) -> set[str]:
+        """Names of the engines that execute something of a section."""
+        return {name for node in self._sections[section] for name in node.sizes}
+
+    def stream(self, sections: Sequence[int], engine: str) -> Iterator[Entry]:
+        """What an engine executes of these sections."""
+        return chain.from_iterable(self._stream(self._sections[number], engine, ()) for number in sections)
+
+    def _nodes(self, nodes: Sequence[Node], counts: tuple[int, ...], section: int) -> list[_Rounds | Prepared]:
+        result: list[_Rounds | Prepared] = []
+        for node in nodes:
+            if isinstance(node, Loop):
+                body = self._nodes(node.body, (*counts, node.count), section)
+                sizes: Counter[str] = Counter()
+                for inner in body:
+                    for name, size in inner.sizes.items():
+                        sizes[name] += size * node.count
+                result.append(_Rounds(node.count, body, sizes))
+            else:
+                result.append(self._prepared(node, counts, section))
+        return result
+
+    def _prepared(self, instruction: Instruction, counts: tuple[int, ...], section: int) -> Prepared:
+        bounds = [(axis.start.bounds(counts), axis) for axis in instruction.axes]
+        clipped = [low < 0 or high + axis.size > axis.total for (low, high), axis in bounds]
+        fixed = None if any(clipped) else self._costs.cost(instruction, [axis.size for axis in instruction.axes])
+        return Prepared(
+            instruction,
+            section,
+            isinstance(instruction, Transfer),
+            {instruction.engine: 1},
+            [self._token(wait.token) for wait in instruction.waits],
+            [wait.count for wait in instruction.waits],
+            [self._token(token) for token in instruction.signals],
+            [position for position, is_clipped in enumerate(clipped) if is_clipped],
+            fixed,
+            {},
+        )
+
+    def _token(self, token: Token) -> Raised:
+        if token not in self.tokens:
+            is_data = token.engine.startswith(Engine.DMA)
+            self.tokens[token] = Raised(token, self._raised.get(token, 0), is_data)
+        return self.tokens[token]
+
+    def _stream(self, nodes: Sequence[_Rounds | Prepared], engine: str, counters: Counters) -> Iterator[Entry]:
+        for node in nodes:
+            size = node.sizes.get(engine, 0)
+            if isinstance(node, Prepared) or size <= _AHEAD:
+                yield from self._unrolled([node], engine, [counters])
+                continue
+            each = size // node.count
+            if each > _AHEAD:
+                for counter in range(node.count):
+                    yield from self._stream(node.body, engine, (*counters, counter))
+                continue
+            step = _AHEAD // each
+            for first in range(0, node.count, step):
+                rounds = [(*counters, counter) for counter in range(first, min(node.count, first + step))]
+                yield from self._unrolled(node.body, engine, rounds)
+
+    def _unrolled(self, nodes: Sequence[_Rounds | Prepared], engine: str, rounds: Sequence[Counters]) -> list[Entry]:
+        """What the engine executes of nodes in these rounds of the loops around them, in order."""
+        parts: list[list[Entry]] = []
+        for node in nodes:
+            if engine not in node.sizes:
+                continue
+            if isinstance(node, Prepared):
+                parts.append(self._executions(node, rounds))
+            else:
+                inner = [(*counters, counter) for counters in rounds for counter in range(node.count)]
+                parts.append(self._unrolled(node.body, engine, inner))
+        if len(parts) <= 1:
+            return parts[0] if parts else []
+        if all(len(part) == len(rounds) for part in parts):
+            return list(chain.from_iterable(zip(*parts, strict=True)))
+        sizes = [len(part) // len(rounds) for part in parts]
+        return [
+            entry
+            for number in range(len(rounds))
+            for part, size in zip(parts, sizes, strict=True)
+            for entry in part[number * size : (number + 1) * size]
+        ]
+
+    def _executions(self, node: Prepared, rounds: Sequence[Counters]) -> list[Entry]:
+        costs = self._costs_of(node, rounds)
+        if not node.waits:
+            return list(zip([node] * len(rounds), rounds, costs, repeat(()), strict=False))
+        waits = []
+        for raised, count in zip(node.waits, node.counts, strict=True):
+            waits.append([n if n > 0 else 0 for n in _values(count + -raised.before, rounds)])
+        return list(zip([node] * len(rounds), rounds, costs, zip(*waits, strict=True), strict=True))
+
+    def _costs_of(self, node: Prepared, rounds: Sequence[Counters]) -> Sequence[Cost]:
+        work, engine = self.work[node.section], node.instruction.engine
+        if node.fixed is not None:
+            work[engine, node.fixed] += len(rounds)
+            return [node.fixed] * len(rounds)
+        axes = node.instruction.axes
+        columns = []
+        for position in node.varying:
+            size, total = axes[position].size, axes[position].total
+            starts = _values(axes[position].start, rounds)
+            columns.append([max(0, min(size, total - start) - max(0, -start)) for start in starts])
+        keys = list(zip(*columns, strict=True))
+        for key, times in Counter(keys).items():
+            if key not in node.by_extents:
+                extents = [axis.size for axis in axes]
+                for position, extent in zip(node.varying, key, strict=True):
+                    extents[position] = extent
+                node.by_extents[key] = self._costs.cost(node.instruction, extents)
+            work[engine, node.by_extents[key]] += times
+        return [node.by_extents[key] for key in keys]
+
+
+def _values(affine: Affine, rounds: Sequence[Counters]) -> list[int]:
+    """An affine number in each of these rounds."""
+    values = [affine.base] * len(rounds)
+    for depth, step in enumerate(affine.steps):
+        if step:
+            values = [value + step * counters[depth] for value, counters in zip(values, rounds, strict=True)]
+    return values
+
+
+__all__ = ["Entry", "Prepared", "Raised", "Streams"]

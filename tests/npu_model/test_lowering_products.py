@@ -1,0 +1,181 @@
+"""Products, convolutions and attention on chips: drawn at random, compared with the CPU device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from ir_builder import IRBuilder
+from on_chips import assert_close, run_on
+from quantized_networks import Network
+
+CHIPS = ("edge", "odd")
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+DRAWS = settings(max_examples=12, deadline=None)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@DRAWS
+@given(
+    m=st.integers(1, 40), n=st.integers(1, 300), k=st.integers(1, 300), seed=st.integers(0, 2**32),
+    dtype=st.sampled_from(list(TOLERANCE)), act=st.sampled_from(["relu", "gelu", "silu", ""]), extra=st.booleans(),
+)  # fmt: skip
+def test_a_linear_layer(name: str, m: int, n: int, k: int, seed: int, dtype: str, act: str, extra: bool) -> None:
+    rng = np.random.default_rng(seed)
+    g = IRBuilder()
+    y = g("aten.linear.default", g.input("x", m, k), g.weight("w", n, k), g.weight("b", n))
+    if act:
+        y = g(f"aten.{act}.default", y)
+    if extra:
+        y = g("aten.add.Tensor", y, g.input("r", m, n))
+    g.output(y)
+    inputs = {"x": normal(rng, m, k), **({"r": normal(rng, m, n)} if extra else {})}
+    outcome = run_on(name, g, inputs, {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}, dtype)
+    assert_close(outcome, TOLERANCE[dtype])
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> dict[str, int]:
+    kernel, dilation = draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    groups = draw(st.sampled_from([1, 1, 2, 4]))
+    least = (kernel - 1) * dilation + 1
+    padding = draw(st.integers(0, kernel - 1))
+    return {
+        "images": draw(st.integers(1, 2)), "groups": groups, "kernel": kernel, "dilation": dilation,
+        "channels": groups * draw(st.integers(1, 9)), "outputs": groups * draw(st.integers(1, 20)),
+        "stride": draw(st.integers(1, 3)), "padding": padding,
+        "height": draw(st.integers(max(1, least - 2 * padding), 24)),
+        "width": draw(st.integers(max(1, least - 2 * padding), 24)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@DRAWS
+@given(c=convolutions(), seed=st.integers(0, 2**32), dtype=st.sampled_from(list(TOLERANCE)))
+def test_a_convolution(name: str, c: dict[str, int], seed: int, dtype: str) -> None:
+    rng = np.random.default_rng(seed)
+    g = IRBuilder()
+    shape = (c["images"], c["channels"], c["height"], c["width"])
+    weight = (c["outputs"], c["channels"] // c["groups"], c["kernel"], c["kernel"])
+    pairs = [[c[key]] * 2 for key in ("stride", "padding", "dilation")]
+    y = g("aten.conv2d.default", g.input("x", *shape), g.weight("w", *weight), g.weight("b", weight[0]), *pairs, c["groups"])
+    g.output(g("aten.relu.default", y))
+    fan = weight[1] * c["kernel"] ** 2
+    weights = {"w": normal(rng, *weight) / fan**0.5, "b": normal(rng, weight[0])}
+    assert_close(run_on(name, g, {"x": normal(rng, *shape)}, weights, dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@DRAWS
+@given(c=convolutions(), seed=st.integers(0, 2**32), depthwise=st.booleans(), signed=st.booleans())
+def test_a_convolution_of_codes_is_equal_bit_for_bit(
+    name: str, c: dict[str, int], seed: int, depthwise: bool, signed: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    if depthwise:
+        c = {**c, "groups": c["channels"], "outputs": c["channels"]}
+    dtype, zero = ("int8", -3) if signed else ("uint8", 7)
+    net = Network()
+    shape = (c["images"], c["channels"], c["height"], c["width"])
+    weight = (c["outputs"], c["channels"] // c["groups"], c["kernel"], c["kernel"])
+    x = net.rounded(net.g.input("x", *shape), 0.05, zero, dtype)
+    w = net.weight("w", rng.integers(-127, 128, weight).astype(np.int8), rng.uniform(0.001, 0.01, weight[0]))
+    net.state["b"] = normal(rng, weight[0])
+    pairs = [[c[key]] * 2 for key in ("stride", "padding", "dilation")]
+    y = net.g("aten.conv2d.default", x, w, net.g.weight("b", weight[0]), *pairs, c["groups"])
+    y = net.rounded(net.g("aten.relu.default", y), 0.03, zero, dtype)
+    net.g.output(y)
+    outcome = run_on(name, net.g, {"x": normal(rng, *shape)}, net.state, "float32")
+    for key, expected in outcome.reference.items():
+        np.testing.assert_array_equal(outcome.ours[key], expected)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@DRAWS
+@given(m=st.integers(1, 20), n=st.integers(1, 100), k=st.integers(1, 300), seed=st.integers(0, 2**32))
+def test_a_linear_layer_of_codes_is_equal_bit_for_bit(name: str, m: int, n: int, k: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    net = Network()
+    x = net.rounded(net.g.input("x", m, k), 0.05, 5)
+    w = net.weight("w", rng.integers(-127, 128, (n, k)).astype(np.int8), rng.uniform(0.001, 0.01, n))
+    net.state["b"] = normal(rng, n)
+    net.g.output(net.rounded(net.g("aten.linear.default", x, w, net.g.weight("b", n)), 0.1, 9))
+    outcome = run_on(name, net.g, {"x": normal(rng, m, k)}, net.state, "float32")
+    for key, expected in outcome.reference.items():
+        np.testing.assert_array_equal(outcome.ours[key], expected)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@DRAWS
+@given(
+    b=st.integers(1, 2), shared=st.integers(1, 2), rep=st.integers(1, 3), t=st.integers(1, 40), keys=st.integers(1, 90),
+    d=st.sampled_from([8, 16, 40]), causal=st.booleans(), mask=st.sampled_from(["", "float", "bool"]),
+    seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_attention(
+    name: str, b: int, shared: int, rep: int, t: int, keys: int, d: int, causal: bool, mask: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    if causal:
+        mask, keys = "", t
+    g = IRBuilder()
+    inputs = {"q": normal(rng, b, shared * rep, t, d), "k": normal(rng, b, shared, keys, d), "v": normal(rng, b, shared, keys, d)}
+    operands = [g.input(key, *x.shape) for key, x in inputs.items()]
+    masked = None
+    if mask:
+        hidden = rng.random((b, 1, t, keys)) < 0.3
+        inputs["mask"] = ~hidden if mask == "bool" else np.where(hidden, -np.inf, 0.5).astype(np.float32)
+        masked = g.input("mask", b, 1, t, keys, dtype="bool" if mask == "bool" else "float32")
+    options = {"enable_gqa": True} if rep > 1 else {}
+    g.output(g("aten.scaled_dot_product_attention.default", *operands, masked, 0.0, causal, **options))
+    assert_close(run_on(name, g, inputs, {}, "float32"), 1e-5)
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8", "int4+int8", "int8+int8"])
+@pytest.mark.parametrize("name", CHIPS)
+def test_weights_in_few_bits(name: str, format: str) -> None:
+    rng = np.random.default_rng(5)
+    for m, n, k in ((1, 64, 256), (3, 50, 128)):
+        g = IRBuilder()
+        g.output(g("aten.linear.default", g.input("x", m, k), g.weight("w", n, k), g.weight("b", n)))
+        weights = {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}
+        outcome = run_on(name, g, {"x": normal(rng, m, k)}, weights, "float16", quantization=format)
+        assert_close(outcome, 4e-3)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_batched_products(name: str) -> None:
+    rng = np.random.default_rng(6)
+    for b, m, n, k in ((3, 5, 7, 9), (4, 64, 50, 33)):
+        g = IRBuilder()
+        g.output(g("aten.bmm.default", g.input("a", b, m, k), g.input("b", b, k, n)))
+        assert_close(run_on(name, g, {"a": normal(rng, b, m, k), "b": normal(rng, b, k, n)}), 2e-3)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@DRAWS
+@given(
+    c=convolutions(), extra=st.integers(0, 2), seed=st.integers(0, 2**32), dtype=st.sampled_from(list(TOLERANCE))
+)  # fmt: skip
+def test_a_transposed_convolution(name: str, c: dict[str, int], extra: int, seed: int, dtype: str) -> None:
+    rng = np.random.default_rng(seed)
+    extra = min(extra, max(c["stride"], c["dilation"]) - 1)
+    size = [(c[key] - 1) * c["stride"] - 2 * c["padding"] + (c["kernel"] - 1) * c["dilation"] + extra + 1
+            for key in ("height", "width")]  # fmt: skip
+    assume(min(size) > 0)
+    g = IRBuilder()
+    shape = (c["images"], c["channels"], c["height"], c["width"])
+    weight = (c["channels"], c["outputs"] // c["groups"], c["kernel"], c["kernel"])
+    pairs = [[value] * 2 for value in (c["stride"], c["padding"], extra)]
+    y = g(
+        "aten.conv_transpose2d.input", g.input("x", *shape), g.weight("w", *weight), g.weight("b", c["outputs"]),
+        *pairs, c["groups"], [c["dilation"]] * 2,
+    )  # fmt: skip
+    g.output(y)
+    weights = {"w": normal(rng, *weight) / weight[0] ** 0.5, "b": normal(rng, c["outputs"])}
+    assert_close(run_on(name, g, {"x": normal(rng, *shape)}, weights, dtype), TOLERANCE[dtype])

@@ -1,0 +1,96 @@
+"""Programs on simulated chips beside the CPU device: one that ships, and one of odd sizes that lacks what it can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from ir_builder import IRBuilder
+
+import npu_compiler
+from npu_model.chip import Chip, load_chip, parse_chip
+from npu_model.device import NPUBackend
+from npu_model.machine.machine import Run
+from npu_runtime import CPUBackend, Executor, load_weights
+
+ODD = """
+[chip]
+name = "odd"
+clock_ghz = 0.7
+[matrix]
+arrays = 1
+rows = 7
+columns = 13
+dataflow = "output"
+rates = { int8 = 1.0, float16 = 0.5, bfloat16 = 0.5, float32 = 0.25 }
+accumulator_bytes = 4096
+windows = "columns"
+[vector]
+lanes = 5
+rates = { int8 = 1.0, float16 = 1.0, bfloat16 = 1.0, float32 = 1.0 }
+[sram]
+size = 102_400
+banks = 3
+ports = 1
+bytes_per_cycle = 8
+alignment = 16
+[dram]
+bandwidth_gb_s = 1.7
+latency_ns = 33
+[dma]
+channels = 1
+"""
+
+
+@cache
+def chip(name: str) -> Chip:
+    """A chip that ships, or `odd`: a 7 × 13 array, 100 KB, one DMA engine, no output stage."""
+    return parse_chip(ODD, "odd") if name == "odd" else load_chip(name)
+
+
+@dataclass
+class Outcome:
+    """Results by name: of the chip, of the CPU device; and the run on the chip."""
+
+    ours: dict[str, np.ndarray]
+    reference: dict[str, np.ndarray]
+    run: Run
+
+
+def run_on(
+    name: str,
+    graph: IRBuilder,
+    inputs: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray] | None = None,
+    compute_dtype: str = "float16",
+    **options: Any,
+) -> Outcome:
+    """Run a graph on a chip, every access checked, and on the CPU device's NumPy kernels."""
+    ir = graph.ir()
+    npu = NPUBackend(chip(name), checked=True)
+    results = []
+    for backend in (npu, CPUBackend(native=False, pytorch=False)):
+        program = npu_compiler.compile(ir, backend.target, npu_compiler.CompileOptions(compute_dtype=compute_dtype), **options)
+        loaded = load_weights(weights or {}, program, backend)
+        outputs = Executor(program, backend).run(inputs, loaded)
+        results.append({spec.name: outputs[spec.name].to_numpy(spec).copy() for spec in program.output_specs})
+        if backend is npu:
+            run = npu.timing(program)
+    return Outcome(results[0], results[1], run)
+
+
+def assert_close(outcome: Outcome, tolerance: float) -> None:
+    """Results agree within a share of the largest value; integers agree exactly."""
+    for name, expected in outcome.reference.items():
+        ours = outcome.ours[name]
+        if expected.dtype.kind in "iub":
+            np.testing.assert_array_equal(ours, expected, err_msg=name)
+            continue
+        expected, ours = expected.astype(np.float32), ours.astype(np.float32)
+        np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(expected), err_msg=name)
+        finite = np.isfinite(expected)
+        largest = np.abs(expected[finite]).max(initial=1e-6)
+        np.testing.assert_allclose(ours[finite], expected[finite], rtol=0, atol=tolerance * largest, err_msg=name)
