@@ -254,7 +254,9 @@ def load(path: Path) -> list[Comparison]:
             layer["convolution"] = Convolution(**{**sizes, **pairs})
         else:
             layer["product"] = Product(**layer["product"])
-        comparisons.append(Comparison(Layer(**layer), row["array"], Dataflow(row["dataflow"]), row["theirs"], row["ours"]))
+        comparisons.append(
+            Comparison(Layer(**layer), row["array"], Dataflow(row["dataflow"]), row["theirs"], row["ours"])
+        )
     return comparisons
 
 

@@ -33,7 +33,9 @@ class Decoder:
 
         # IR to a program: passes, fusions, kernels, one arena. Weights in few bits stay as they are.
         program = npu_compiler.compile(
-            graph, device.backend.target, compute_dtype=checkpoint.dtype, quantization=program_formats(checkpoint)
+            graph,
+            device.backend.target,
+            npu_compiler.CompileOptions(compute_dtype=checkpoint.dtype, quantization=program_formats(checkpoint)),
         )
         print(f"{len(program.kernels)} kernel calls a token")
 

@@ -214,16 +214,17 @@ def _lacking(
 def _refused(
     partitions: Sequence[Partition], target: CodegenTarget, dtype: str, formats: Mapping[str, QuantizedFormat]
 ) -> dict[str, str]:
-    """Why nodes of device partitions must go to the CPU: the target makes no machine code for their calls."""
+    """Node → the reason why nodes of device partitions must go to the CPU: the target makes no machine code for their calls."""
     found: dict[str, str] = {}
+    options = CompileOptions(compute_dtype=dtype, quantization=formats)
     for part in partitions:
         if part.device == "npu":
             try:
-                compile(part.graph, target, compute_dtype=dtype, quantization=formats)
+                compile(part.graph, target, options)
             except ConstraintError as error:
                 if not error.nodes:
                     raise
-                *_, (_, final) = trace_stages(part.graph, target, compute_dtype=dtype, quantization=formats)
+                *_, (_, final) = trace_stages(part.graph, target, options)
                 for node in final.nodes:
                     if node.name in error.nodes:
                         found.update(dict.fromkeys(_made_into(node, part.graph, final), error.nodes[node.name]))

@@ -23,7 +23,6 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.code_formats import CODE_FORMATS, CodeFormat
 from npu_compiler.graph.dtypes import FLOAT_DTYPES, itemsize, numpy_dtype
 
-CODES = {name: row.bits for name, row in CODE_FORMATS.items()}  # name → bits
 OFFSETS = ("none", "minimum", "zero_point")
 PARTS = ("codes", "scales", "offsets")
 ROW_FORMATS = ("int8", "float8_e4m3")  # to which rows of activations and of KV caches are rounded at run time

@@ -27,7 +27,7 @@ _TOKEN = re.compile(
 
 
 def _arithmetic(function: Callable[[Value, Value], Value]) -> Callable[[Value, Value], Value]:
-    """In C a comparison is an integer, with which one can calculate."""
+    """Wrap a function of two numbers for booleans too, which are integers as in C."""
     return lambda a, b: function(_number(a), _number(b))
 
 

@@ -74,7 +74,7 @@ class CodegenTarget(ABC):
         return type(self).assemble is not CodegenTarget.assemble
 
     def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """What this target does with a plan whose memory has been planned: add its machine code.
+        """Return a plan whose memory has been planned with this target's machine code.
 
         Raises:
             ConstraintError: the hardware cannot run some calls, whose nodes it names; `partition()` runs these on the

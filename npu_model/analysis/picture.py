@@ -45,7 +45,7 @@ def draw_sweep(points: Sequence[Point], name: str, path: Path) -> None:
     """Draw the chips of a sweep by area and latency, coloured by energy, the Pareto front joined. Raises as `draw_run`.
 
     Args:
-        name: What was simulated.
+        name: Name of what was simulated.
     """
     plot = _pyplot()
     figure, axes = plot.subplots(figsize=(8, 5), layout="constrained")

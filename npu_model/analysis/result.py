@@ -96,7 +96,7 @@ class Result:
     """One run of a program on a chip.
 
     Attributes:
-        cycles: Of the chip's clock.
+        cycles: Cycles of the chip's clock.
         compulsory_bytes: The DRAM traffic that no chip avoids: what calls touch of weights, inputs and outputs, once
             each; weights that stay in the scratchpad (`kept_weight_bytes`) left out.
         spans: What each engine did when, if they were asked for.
@@ -266,7 +266,7 @@ def least_cycles(counts: Counts, chip: Chip) -> float:
 
 
 def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
-    """What the calls touch of buffers outside the arena, the most that a call does of each, in each direction.
+    """Bytes of buffers outside the arena, the most that one call touches of each, in each direction.
 
     Args:
         kept: Buffers that stay in the scratchpad.
@@ -287,7 +287,7 @@ def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
 
 
 def _first_tile(section: Section) -> tuple[int, str]:
-    """How often the first instruction that computes is executed, a product if there is one, and its box."""
+    """Number of times that the first instruction that computes is executed, a product if there is one, and its box."""
     every = list(instructions(section.body))
     for kind in (Multiply, Compute, Transfer):
         for instruction, counts in every:

@@ -52,9 +52,9 @@ class Point:
     """One chip of a sweep.
 
     Attributes:
-        values: What was set, by its name in `KNOBS`.
+        values: Settings by their names in `KNOBS`.
         area: Square millimetres, roughly (see `area`).
-        problem: Why the program does not run on it; the numbers are 0 then.
+        problem: Reason why the program does not run on it; the numbers are 0 then.
         is_best: Whether no other chip is as good in latency and area, and better in one of them.
     """
 

@@ -45,13 +45,13 @@ class Matrix:
     """The systolic arrays, all alike.
 
     Attributes:
-        arrays: How many there are.
+        arrays: Number of arrays.
         rows, columns: Processing elements of one of them.
         rates: Dtype → multiply-accumulates of a processing element per cycle.
         overlapped_folds: Whether what stays in the array is loaded while the fold before is computed, and a fold begins
             to stream while the last one leaves. Without it every fold waits for the one before, as in SCALE-Sim.
         accumulator_bytes: Memory for sums of 4 bytes, of all arrays together.
-        windows: How a convolution is computed: `taps`, one product for each position in the window; or `columns`, one
+        windows: Way to compute a convolution: `taps`, one product for each position in the window; or `columns`, one
             product over all positions, since the arrays are fed with whole windows.
     """
 
@@ -132,7 +132,7 @@ class Dma:
 
 @dataclass(frozen=True)
 class Control:
-    """What orders the engines.
+    """Ordering of the engines.
 
     Attributes:
         tokens: Counters of each engine that others may wait for.
@@ -143,7 +143,7 @@ class Control:
 
 @dataclass(frozen=True)
 class Launch:
-    """What it costs to start a kernel call.
+    """Cost of starting a kernel call.
 
     Attributes:
         overlapped: Whether calls are prepared while others run. Otherwise a call is launched when the one before has
@@ -160,7 +160,7 @@ class Energy:
 
     Attributes:
         pj_per_mac: Dtype → energy of a multiply-accumulate.
-        pj_per_vector_operation: Of any dtype.
+        pj_per_vector_operation: Energy of an operation of any dtype.
     """
 
     pj_per_mac: Mapping[str, float] = _from(0, 1e9)

@@ -27,7 +27,7 @@ from npu_compiler.program.products import Product
 
 
 class Dataflow(StrEnum):
-    """Which operand stays in the array."""
+    """The operand that stays in the array."""
 
     WEIGHT = "weight"
     OUTPUT = "output"
@@ -36,7 +36,7 @@ class Dataflow(StrEnum):
 
 @dataclass(frozen=True)
 class ArrayCycles:
-    """How long an array takes without waiting for memory, and how much of it works meanwhile (0 to 1)."""
+    """Cycles of an array without waiting for memory, and the share of it that works meanwhile (0 to 1)."""
 
     cycles: int
     utilization: float

@@ -172,7 +172,7 @@ class _Line:
         return value
 
     def listed(self, close: str) -> Iterator[None]:
-        """Once for each item of a list with commas that ends with `close`."""
+        """Iterate once for each item of a list with commas that ends with `close`."""
         if self.accepts(close):
             return
         while True:

@@ -83,7 +83,7 @@ def _margin(instruction: Instruction) -> Iterator[str]:
 
 
 def instruction_text(instruction: Instruction) -> list[str]:
-    """What an instruction does: a line, and for a vector program a line for each input, step and store."""
+    """Return an instruction as text: a line, and for a vector program a line for each input, step and store."""
     box = f"[{', '.join(map(_axis, instruction.axes))}]"
     if isinstance(instruction, Fence):
         return ["fence"]

@@ -20,7 +20,7 @@ MAX_LOOPS = 8  # loops within each other
 
 
 class Engine(StrEnum):
-    """What executes instructions; a chip has several DMA engines, numbered from 0, and one of each other."""
+    """Engine that executes instructions; a chip has several DMA engines, numbered from 0, and one of each other."""
 
     MATRIX = "matrix"
     OUTPUT = "output"
@@ -102,13 +102,13 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Where an operand lies: element (i, j, …) of the instruction's box at `address` + i·strides[0] + j·strides[1] + ….
+    """Place of an operand: element (i, j, …) of the instruction's box at `address` + i·strides[0] + j·strides[1] + ….
 
     Attributes:
         space: The memory.
         address: Bytes from the beginning of the memory or, in DRAM, of the buffer.
         strides: Bytes, one for each axis of the instruction; 0 where the operand does not have the axis.
-        buffer: In DRAM, the buffer's name.
+        buffer: Name of the buffer in DRAM.
         slots, slot_bytes, turn: A tile that changes places from round to round lies `slot_bytes` × (`turn` mod `slots`)
             behind `address`.
     """
@@ -153,7 +153,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """What all instructions have.
+    """Base class of instructions.
 
     Attributes:
         engine: Name of the engine that executes it.
@@ -189,7 +189,7 @@ class Transfer(Instruction):
 
     Attributes:
         box: The axes, up to five.
-        fill: What is written in place of elements that do not exist; without it, nothing is written there.
+        fill: Value written in place of elements that do not exist; without it, nothing is written there.
         index: A tile of int32: the element at (i, j, …) is taken from (index[i, j, …], j, …) of the source instead. An
             index outside 0 … `index_limit` − 1 is an error.
         scatters: The index chooses places of the target, not of the source.
@@ -222,7 +222,7 @@ class Transfer(Instruction):
 
 
 class Role(StrEnum):
-    """What an axis of a product is."""
+    """Role of an axis of a product."""
 
     BATCH = "b"  # of all three operands
     ROW = "m"  # of the left operand and the sums
@@ -372,7 +372,7 @@ class TileProgram:
         digest: Hash of the chip's numbers: a program runs on no other chip.
         buffers: DRAM that it reads and writes.
         preload: Sections that run once per set of weights: they bring weights that stay into the scratchpad.
-        sections: What runs each time.
+        sections: Sections that run each time.
     """
 
     chip: str

@@ -64,7 +64,7 @@ def verify(program: TileProgram, chip: Chip) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an instruction stands, for messages."""
+    """Position of an instruction, for messages."""
 
     section: Section
     number: int
@@ -171,7 +171,7 @@ class _Verifier:
     def _bounded(self, value: Affine, counts: Sequence[int], name: str) -> tuple[int, int]:
         self.need(len(value.steps) <= len(counts), f"{name} depends on a loop that is not around it")
         low, high = value.bounds(counts)
-        self.need(-_MOST <= low and high <= _MOST, f"{name} is out of range")
+        self.need(low >= -_MOST and high <= _MOST, f"{name} is out of range")
         return low, high
 
     def _begins(self, depths: Sequence[int], counts: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ class _Verifier:
         low, high = _reach(tile, box, counts)
         if low < 0 or high > room:
             low, high = _exact_reach(tile, box, counts) or (low, high)
-        self.need(0 <= low and high <= room, f"bytes {low} to {high} are outside of {name} of {room} bytes")
+        self.need(low >= 0 and high <= room, f"bytes {low} to {high} are outside of {name} of {room} bytes")
 
     def _written(self, tile: Tile, box: Sequence[Axis]) -> None:
         """Check that an operand has no more elements than room, so that no work on it is out of proportion."""
@@ -382,7 +382,7 @@ def _reach(tile: Tile, box: Sequence[Axis], counts: Sequence[int]) -> tuple[int,
 
 
 def _exact_reach(tile: Tile, box: Sequence[Axis], counts: Sequence[int]) -> tuple[int, int] | None:
-    """As `_reach`, but exactly, round by round; None if there are too many. Without any element, (0, 0)."""
+    """Return the exact reach, round by round (see `_reach`); None for too many rounds, (0, 0) without any element."""
     extents = [axis.size * stride for axis, stride in zip(box, tile.strides, strict=True)]
     if math.prod(counts) > _ENUMERATED or max(map(abs, extents), default=0) > _MOST:
         return None

@@ -166,9 +166,7 @@ def _arrays(e: Emitter, o: Operands, tiling: Tiling, zero: int) -> None:
                 _finish(e, o, box, sums)
 
 
-def _input(
-    e: Emitter, o: Operands, window: _Window, box: _Outer, part: Affine, tiling: Tiling, zero: int
-) -> Piece:
+def _input(e: Emitter, o: Operands, window: _Window, box: _Outer, part: Affine, tiling: Tiling, zero: int) -> Piece:
     """The rows of the input that a tile of the output needs, its halo and padding included."""
     channels = window.channels * tiling["groups"] if tiling["groups"] > 1 or window.groups > 1 else tiling["c"]
     first = box.group * window.channels + part * tiling["c"]
@@ -185,9 +183,7 @@ def _input(
     )
 
 
-def _weight(
-    e: Emitter, o: Operands, window: _Window, group: Affine, j: Affine, part: Affine, tiling: Tiling
-) -> Piece:
+def _weight(e: Emitter, o: Operands, window: _Window, group: Affine, j: Affine, part: Affine, tiling: Tiling) -> Piece:
     if window.groups > 1:
         outputs = (group * window.outputs + j * tiling["o"], tiling["groups"] * tiling["o"])
     else:
@@ -266,9 +262,7 @@ def _finish(e: Emitter, o: Operands, box: _Outer, sums: Piece) -> None:
     if scales is not None:
         integer_epilogue(e, o, axes, (sums, (0, 1, 2, 3)), scales, bias, residual, target)
     else:
-        float_epilogue(
-            e, o, axes, (sums, (0, 1, 2, 3)), bias, residual, target, residual_first=True
-        )
+        float_epilogue(e, o, axes, (sums, (0, 1, 2, 3)), bias, residual, target, residual_first=True)
     if is_stored:
         e.store(out, o.out, size)
 

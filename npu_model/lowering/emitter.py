@@ -54,7 +54,7 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where the buffer of an operand lies: in DRAM, or in the scratchpad for as long as it lives.
+    """Place of an operand's buffer: in DRAM, or in the scratchpad for as long as it lives.
 
     Attributes:
         name: The buffer in DRAM that holds it; empty in the scratchpad.
@@ -135,7 +135,7 @@ class _Item:
     outside: list[tuple[Place, int, int, bool]]  # bytes of operands' places, with whether they are written
 
     def executions(self, depth: int = 0) -> int:
-        """How often it is executed in a round of the loops outside of `depth`."""
+        """Number of times that it is executed in a round of the loops outside of `depth`."""
         return math.prod(loop.count for loop in self.path[depth:])
 
 
@@ -162,7 +162,7 @@ class Draft:
     """A section without tokens for what happens outside of it.
 
     Attributes:
-        touches: What its engines touch, as far as other sections might too.
+        touches: Memory that its engines touch, as far as other sections might too.
         raised: Token → how often the section raises it.
         scratchpad, accumulators: Bytes of its own that it uses.
     """
@@ -181,7 +181,7 @@ class Emitter:
         places: Buffer → where it lies.
         queues: Number of DMA engines.
         scratchpad: First byte and number of bytes that the section may use for pieces.
-        accumulators: As `scratchpad`, of the accumulators.
+        accumulators: Allocator of the accumulators, like `scratchpad`.
         alignment: Every piece begins at a multiple of so many bytes.
         has_output: Whether the chip has an output stage; otherwise the vector engine does its work.
         raised: Token → how often earlier sections raise it.
@@ -243,7 +243,7 @@ class Emitter:
         return Affine(0, tuple(steps))
 
     def room(
-        self, shape: Sequence[int] | Sequence[Axis], dtype: str, space: Space = Space.SCRATCHPAD, slots: int = DOUBLE
+        self, shape: Sequence[int | Axis], dtype: str, space: Space = Space.SCRATCHPAD, slots: int = DOUBLE
     ) -> Piece:
         """Room for a dense piece, which each round of the open loops uses in turn.
 
@@ -275,7 +275,7 @@ class Emitter:
             box: Coordinate of the first element and number of elements, by dimension. Coordinates outside the tensor
                 are where elements do not exist.
             fill: A value for elements that do not exist.
-            queue: Which DMA engine moves it.
+            queue: Number of the DMA engine that moves it.
         """
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
         source = self.whole(view, axes)
@@ -322,9 +322,7 @@ class Emitter:
         bounds = [(axis.start.bounds(counts), axis) for axis in axes]
         return any(low < 0 or high + axis.size > axis.total for (low, high), axis in bounds)
 
-    def _move(
-        self, source: Piece, target: Piece, axes: tuple[Axis, ...], fill: float | int | None, queue: int
-    ) -> None:
+    def _move(self, source: Piece, target: Piece, axes: tuple[Axis, ...], fill: float | int | None, queue: int) -> None:
         self.transfer(axes, source, target, fill=fill, queue=queue)
 
     def transfer(
@@ -393,7 +391,12 @@ class Emitter:
                 left_zero=left_zero,
                 right_zeros=zeros,
             ),
-            reads=[left[0], right[0], *([] if begins is None else [sums[0]]), *([right_zeros[0]] if right_zeros else [])],
+            reads=[
+                left[0],
+                right[0],
+                *([] if begins is None else [sums[0]]),
+                *([right_zeros[0]] if right_zeros else []),
+            ],
             writes=[sums[0]],
         )
 
@@ -423,9 +426,7 @@ class Emitter:
             writes=[piece for _, (piece, _) in stores],
         )
 
-    def _add(
-        self, instruction: Instruction, reads: Sequence[Piece], writes: Sequence[Piece]
-    ) -> None:
+    def _add(self, instruction: Instruction, reads: Sequence[Piece], writes: Sequence[Piece]) -> None:
         touches: dict[Memory, tuple[bool, bool]] = {}
         outside: list[tuple[Place, int, int, bool]] = []
         for piece, is_written in [*((p, False) for p in reads), *((p, True) for p in writes)]:
@@ -517,9 +518,7 @@ class Emitter:
             }
         )
         body = tuple(_built(item, waits, signals) for item in self._root.items)
-        return Draft(
-            body, outside, raised, self._used[Space.SCRATCHPAD], self._used[Space.ACCUMULATORS]
-        )
+        return Draft(body, outside, raised, self._used[Space.SCRATCHPAD], self._used[Space.ACCUMULATORS])
 
 
 def _add_token(tokens: list[dict[_Item, Affine]], counts: Mapping[_Item, Affine]) -> None:
@@ -555,7 +554,7 @@ def _same_round(others: Sequence[_Item], item: _Item, depth: int) -> bool:
 
 
 def _before(others: Sequence[_Item], item: _Item) -> Affine:
-    """How often the others have been executed when `item` comes, in the sequence."""
+    """Number of times that the others have been executed when `item` comes, in the sequence."""
     base, steps = 0, [0] * len(item.path)
     for other in others:
         common = _common(other, item)

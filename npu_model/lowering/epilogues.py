@@ -1,4 +1,4 @@
-"""What follows the sums of a product: scales, bias, activation, residual, requantization."""
+"""Epilogues of a product: scales, bias, activation, residual, requantization."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Lowering:
-    """How calls of some kernels become instructions.
+    """Lowering of calls of some kernels to instructions.
 
     Attributes:
         tilings: The tilings to try for a call on a chip, likely ones first.
@@ -93,4 +93,16 @@ def divisors(size: int) -> list[int]:
     return [part for part in range(size, 0, -1) if size % part == 0]
 
 
-__all__ = ["LOWERINGS", "CannotLower", "Lowering", "Operands", "Sequence", "Tiling", "divisors", "halvings", "lowering", "operands_of", "parts"]
+__all__ = [
+    "LOWERINGS",
+    "CannotLower",
+    "Lowering",
+    "Operands",
+    "Sequence",
+    "Tiling",
+    "divisors",
+    "halvings",
+    "lowering",
+    "operands_of",
+    "parts",
+]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from npu_compiler.program.kernels import KernelCall
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Engine, Space
+from npu_model.isa.instructions import Engine, Space, Token
 from npu_model.lowering.emitter import DOUBLE, DoesNotFit, Emitter, Place
 from npu_model.lowering.families import LOWERINGS, CannotLower, Lowering, Operands, Tiling, operands_of
 from npu_model.machine.costs import Costs
@@ -169,13 +169,11 @@ class Mapper:
 
 
 def new_emitter(
-    chip: Chip, places: Mapping[str, Place], room: tuple[int, int], raised: Mapping[object, int] | None = None
+    chip: Chip, places: Mapping[str, Place], room: tuple[int, int], raised: Mapping[Token, int] | None = None
 ) -> Emitter:
     """An emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad."""
     sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
-    return Emitter(
-        places, chip.dma.channels, room, (0, sums), chip.sram.alignment, chip.output is not None, raised  # type: ignore[arg-type]
-    )
+    return Emitter(places, chip.dma.channels, room, (0, sums), chip.sram.alignment, chip.output is not None, raised)
 
 
 def emit_call(call: KernelCall, tiling: Tiling, emitter: Emitter) -> None:
@@ -184,7 +182,7 @@ def emit_call(call: KernelCall, tiling: Tiling, emitter: Emitter) -> None:
 
 
 def _signature(call: KernelCall) -> object:
-    """What calls have in common that are mapped alike."""
+    """Return a key that is equal for calls that are mapped alike."""
     names: dict[str, int] = {}
     views = tuple(
         (view.shape, view.strides, view.dtype, names.setdefault(view.buffer, len(names)))

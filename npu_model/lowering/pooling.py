@@ -177,7 +177,7 @@ def avg_pool(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _held(o: Operands, w: _Windows) -> int | float:
-    """How many elements each window holds, padding included if it counts."""
+    """Number of elements that each window holds, padding included if it counts."""
     counts: list[int | float] = []
     for i, d in enumerate((w.image.height, w.image.width)):
         size, pad, taps, step = o.x.shape[2 + i], o.padding[i], o.window[i], o.stride[i]
@@ -245,7 +245,7 @@ def _bins(size: int, count: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """For each place along an axis of a result, the two places of the image that it lies between.
+    """The two places, for each place along an axis of a result, of the image that it lies between.
 
     Attributes:
         first, second: int32.

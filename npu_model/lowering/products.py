@@ -41,9 +41,7 @@ def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
     return product_tilings(o.m, o.n, o.k, chip)
 
 
-@lowering(
-    "matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel", tilings=_tilings
-)
+@lowering("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel", tilings=_tilings)
 def linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out[m, n] = act(x[m, k] · weight[n, k]ᵀ + bias) + residual."""
     _tiled(e, o, tiling)
@@ -72,8 +70,10 @@ def _tiled(e: Emitter, o: Operands, tiling: Tiling) -> None:
     with e.loop(outer) as first:
         kept: Piece | None = None
         if whole_k:
-            kept = _side(e, o.x, first, tm, Affine(), tk, 0) if tiling["rows_outer"] else _side(
-                e, o.weight, first, tn, Affine(), tk, 1
+            kept = (
+                _side(e, o.x, first, tm, Affine(), tk, 0)
+                if tiling["rows_outer"]
+                else _side(e, o.weight, first, tn, Affine(), tk, 1)
             )
         with e.loop(inner) as second:
             i, j = (first, second) if tiling["rows_outer"] else (second, first)
@@ -138,7 +138,7 @@ def _side(e: Emitter, view: View, row: Affine, rows: int, part: Affine, k: int, 
 
 
 def _epilogue(e: Emitter, o: Operands, sums: Piece, rows: Axis, columns: Axis) -> None:
-    """What follows the sums of a tile: bias, activation and residual, or those of an integer product."""
+    """Emit the epilogue of a tile: bias, activation and residual, or those of an integer product."""
     box = [(rows.start, rows.size), (columns.start, columns.size)]
 
     def by_column(view: View | None) -> tuple[Piece, tuple[int | None, ...]] | None:

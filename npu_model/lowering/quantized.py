@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from npu_compiler.graph.quantization import CODES, FLOAT8_MAX, SYMMETRIC_ZERO
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
 from npu_model.lowering.emitter import Emitter, Piece
@@ -45,9 +45,7 @@ def quantized_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
             bias = None if o.bias is None else (e.load(o.bias, box[1:], queue=1), (None, 0))
             residual = None if o.residual is None else (e.load(o.residual, box, queue=3), (0, 1))
             out, is_stored = e.result(o.out, box)
-            float_epilogue(
-                e, o, (rows, columns), (sums, (0, 1)), bias, residual, (out, (0, 1)), residual_first=False
-            )
+            float_epilogue(e, o, (rows, columns), (sums, (0, 1)), bias, residual, (out, (0, 1)), residual_first=False)
             if is_stored:
                 e.store(out, o.out, box)
 
@@ -73,7 +71,7 @@ def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
     rounded = e.room(axes, o.x.dtype)
     program = VectorProgram(axes)
     value = program.input(x, 0, 1)
-    most = 127.0 if kind == "int8" else float(FLOAT8_MAX)
+    most = float(CODE_FORMATS[kind].largest)
     scale = program.op("true_divide", program.op("max", program.op("abs", value), attrs=(1,)), most)
     scale = program.op("where", program.op("lt", scale, _TINY), 0.0, scale)
     inverse = program.op("where", program.op("gt", scale, 0.0), program.op("true_divide", 1.0, scale), 0.0)
@@ -83,9 +81,7 @@ def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
     return rounded
 
 
-def _sums(
-    e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: Affine, total: int, tk: int
-) -> Piece:
+def _sums(e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: Affine, total: int, tk: int) -> Piece:
     """The sums of a tile of results; `first` is the first of the weight's rows that it needs, of `total`."""
     sums = e.room((rows, columns), "float32", Space.ACCUMULATORS)
     with e.loop(parts(o.k, tk)) as part:
@@ -105,7 +101,7 @@ def _sums(
 
 def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affine, tk: int) -> Piece:
     """A tile [columns, tk] of the weight as numbers of x's dtype: scale · (code − zero point), or scale · code + minimum."""
-    per_byte = 8 // CODES[o.codes]
+    per_byte = 8 // CODE_FORMATS[o.codes].bits
     group = o.k // o.groups
     groups, each = tk // group, group // per_byte
     count = columns.size
@@ -142,8 +138,8 @@ def _number(program: VectorProgram, o: Operands, code: int, place: int, zero: in
         value = program.op("signed_byte", code)
     if zero is not None and o.offsets == "zero_point":
         value = program.op("sub", value, zero if o.codes == "int4" else program.op("signed_byte", zero))
-    elif zero is None and SYMMETRIC_ZERO[o.codes]:
-        value = program.op("sub", value, float(SYMMETRIC_ZERO[o.codes]))
+    elif zero is None and CODE_FORMATS[o.codes].zero:
+        value = program.op("sub", value, float(CODE_FORMATS[o.codes].zero))
     return program.op("to_float", value)
 
 

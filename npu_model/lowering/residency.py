@@ -1,4 +1,4 @@
-"""What stays in the scratchpad: intermediate values from the call that makes them to the last one that reads them, and
+"""Residency in the scratchpad: intermediate values from the call that makes them to the last that reads them, and
 weights from run to run.
 
 Values that stay are placed from the scratchpad's end downwards; a call's pieces have what is below the lowest of those
@@ -21,11 +21,11 @@ from npu_model.lowering.mapper import Mapper
 
 @dataclass
 class Residency:
-    """Where values stay.
+    """Addresses of the values that stay in the scratchpad.
 
     Attributes:
         addresses: Buffer → address in the scratchpad.
-        rooms: For each call, the bytes from 0 on that its pieces may use.
+        rooms: Bytes from 0 on that the pieces of each call may use.
         weights: The buffers that stay from run to run.
     """
 
@@ -120,7 +120,7 @@ def _highest_free(value: _Live, placed: Sequence[tuple[_Live, int]], size: int, 
 def _keep_weights(
     plan: ExecutionPlan, found: Residency, resident: list[frozenset[str]], mapper: Mapper, alignment: int
 ) -> None:
-    """Have weights stay where that takes no room that a call uses."""
+    """Keep weights in the scratchpad where that takes no room that a call uses."""
     if not plan.calls:
         return
     spare = found.rooms[:]

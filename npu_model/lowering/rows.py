@@ -29,7 +29,7 @@ _MOST_INT, _LEAST_INT = float(2**31 - 1), float(-(2**31))
 
 @dataclass
 class Row:
-    """What expressions over rows are made of.
+    """Builder of expressions over rows.
 
     Attributes:
         inputs: The registers of the operands, by their number.
@@ -68,7 +68,7 @@ class Fold:
     Attributes:
         inputs: The operands that the expression reads.
         first: The result of no elements.
-        dtype: Of what is carried from part to part.
+        dtype: Dtype of the values carried from part to part.
     """
 
     name: str
@@ -118,7 +118,7 @@ class RowKernel:
 
     Attributes:
         views: The operands, all with the same dimensions: first those of rows, then those within a row.
-        target: As the operands; without the dimensions within a row if the result is of the folds only.
+        target: Result, like the operands; without the dimensions within a row if it is of the folds only.
         kept: Number of dimensions of rows.
         inputs: The operands that the result reads.
     """
@@ -441,7 +441,7 @@ def layer_norm(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 @lowering("groupnorm_kernel", tilings=_norm_tilings)
 def group_norm(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """As `layer_norm`, over groups of channels; weight and bias are of channels."""
+    """Emit a norm over groups of channels, like `layer_norm`; weight and bias are of channels."""
     if not o.out.numel:
         return
     batch, channels, *rest = o.out.shape

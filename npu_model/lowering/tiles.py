@@ -76,7 +76,7 @@ class Round:
     """A round of the loops over tiles: the box, and the operands' pieces of it, with all dimensions.
 
     Attributes:
-        sizes: Of the whole tensors.
+        sizes: Sizes of the whole tensors.
         counted: The first of the dimensions whose coordinates matter, also where the box has one element.
     """
 
@@ -126,7 +126,7 @@ def tiled(
     """Loops over tiles of a box; a view is loaded as soon as the loops are open along which it changes.
 
     Args:
-        box: What loops that are open already have chosen.
+        box: Ranges that open loops have chosen.
         dims: The dimensions that are still to be looped over. Default: all.
     """
     box = [(ZERO, size) for size in tile] if box is None else list(box)

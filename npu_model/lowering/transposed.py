@@ -46,9 +46,7 @@ def conv_transpose2d(e: Emitter, o: Operands, tiling: Tiling) -> None:
                 _, row, element = x.strides
                 per_channel, per_output, per_row, per_column = w.strides
                 taps = o.weight.shape[2:]
-                back = sum(
-                    (taps[d] - 1) * o.dilation[d] * stride for d, stride in enumerate((row, element))
-                )
+                back = sum((taps[d] - 1) * o.dilation[d] * stride for d, stride in enumerate((row, element)))
                 e.multiply(
                     [
                         (Role.COLUMN, column),

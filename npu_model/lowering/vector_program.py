@@ -58,7 +58,10 @@ class VectorProgram:
         return register if name == "none" else self.op(ACTIVATIONS[name], register)
 
     def emit(
-        self, emitter: Emitter, stores: Sequence[tuple[int, Piece, Sequence[int | None]]], engine: Engine = Engine.VECTOR
+        self,
+        emitter: Emitter,
+        stores: Sequence[tuple[int, Piece, Sequence[int | None]]],
+        engine: Engine = Engine.VECTOR,
     ) -> None:
         """Emit the instruction, which stores registers in pieces."""
         self.emit_tiles(emitter, [(register, piece, piece.tile(*dims)) for register, piece, dims in stores], engine)

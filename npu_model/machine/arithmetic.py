@@ -1,4 +1,4 @@
-"""What instructions compute, in NumPy: transfers, products and vector programs on the machine's memories."""
+"""Meaning of instructions in NumPy: transfers, products and vector programs on the machine's memories."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _matrices(left: np.ndarray, right: np.ndarray, roles: Sequence[Role], sizes:
     b, m, n, k = (int(np.prod(each)) for each in (batch, rows, columns, summed))
     full_left = np.broadcast_to(left, [*batch, *rows, *[1] * len(columns), *summed]).reshape(b, m, k)
     full_right = np.broadcast_to(right, [*batch, *[1] * len(rows), *columns, *summed]).reshape(b, n, k)
-    product = full_left @ full_right.swapaxes(1, 2)
+    product: np.ndarray = full_left @ full_right.swapaxes(1, 2)
     return product.reshape([*batch, *rows, *columns, *[1] * len(summed)])
 
 

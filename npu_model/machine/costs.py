@@ -23,11 +23,11 @@ class Cost:
 
     Attributes:
         cycles: Cycles that its engine is busy with it.
-        port_cycles: Those of them in which it waits for the scratchpad's ports.
+        port_cycles: Cycles of these in which it waits for the scratchpad's ports.
         dram_read, dram_written: Bytes moved from and to DRAM.
         sram_bytes: Bytes read from and written to the scratchpad.
         macs, operations: Multiply-accumulates; operations of vector lanes or of the output stage.
-        dtype: What is multiplied.
+        dtype: Dtype that is multiplied.
     """
 
     cycles: int = 0
@@ -55,7 +55,7 @@ class Costs:
 
     @cached_property
     def bytes_per_cycle(self) -> float:
-        """Of DRAM."""
+        """Bytes per cycle of DRAM."""
         return self.chip.dram_bytes_per_cycle
 
     def cost(self, instruction: Instruction, extents: Sequence[int]) -> Cost:

@@ -32,7 +32,7 @@ from npu_model.machine.streams import Entry, Prepared, Raised, Streams
 
 
 class Cause(StrEnum):
-    """Why no engine gets on."""
+    """Cause of a stall of all engines."""
 
     DRAM_BANDWIDTH = "dram bandwidth"
     DRAM_LATENCY = "dram latency"
@@ -95,7 +95,7 @@ class Span:
 
 @dataclass
 class Run:
-    """What happened in a run: cycles in all, and by section."""
+    """Result of a run: cycles in all, and by section."""
 
     cycles: int
     sections: list[Counts]
@@ -155,7 +155,7 @@ class Machine:
 
 
 def token_totals(sections: Sequence[Section]) -> dict[Token, int]:
-    """How often sections raise each token."""
+    """Number of times that sections raise each token."""
     totals: dict[Token, int] = {}
 
     def count(nodes: Sequence[Node], times: int) -> None:
@@ -301,7 +301,7 @@ class _Scheduler:
             heappush(self.heap, (ready, number))
 
     def _wake(self, raised: Raised) -> None:
-        """Have those started that waited for what has just been raised."""
+        """Start those that waited for what has just been raised."""
         times, waiting = raised.times, raised.waiting
         raised.waiting = [each for each in waiting if each[0] >= len(times)]
         for count, number in waiting:

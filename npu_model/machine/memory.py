@@ -20,7 +20,7 @@ class Memory:
     """One memory: bytes, of which none has been written at first.
 
     Args:
-        name: For messages.
+        name: Name in messages.
         data: uint8 array; new and poisoned if it is a size.
         checked: Whether to keep track of what was written.
     """

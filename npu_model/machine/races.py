@@ -37,7 +37,7 @@ class _Box:
     size: int
 
     def mask(self, first: int, end: int) -> np.ndarray:
-        """Which bytes from `first` to `end` are among them."""
+        """The bytes from `first` to `end` are among them."""
         flags = np.zeros(self.end - self.first, bool)
         place = self.address - self.first
         np.ndarray((*self.shape, self.size), bool, flags.data, place, (*self.strides, 1))[...] = True

@@ -22,7 +22,7 @@ Counters: TypeAlias = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Raised:
-    """When a token was raised in this run.
+    """The times at which a token was raised in this run.
 
     Attributes:
         times: The cycle in which it was raised for the nth time; for n = 0, the run's begin.
@@ -106,7 +106,7 @@ class Streams:
         return {name for node in self._sections[section] for name in node.sizes}
 
     def stream(self, sections: Sequence[int], engine: str) -> Iterator[Entry]:
-        """What an engine executes of these sections."""
+        """The executions of an engine in these sections."""
         return chain.from_iterable(self._stream(self._sections[number], engine, ()) for number in sections)
 
     def _nodes(self, nodes: Sequence[Node], counts: tuple[int, ...], section: int) -> list[_Rounds | Prepared]:
@@ -163,7 +163,7 @@ class Streams:
                 yield from self._unrolled(node.body, engine, rounds)
 
     def _unrolled(self, nodes: Sequence[_Rounds | Prepared], engine: str, rounds: Sequence[Counters]) -> list[Entry]:
-        """What the engine executes of nodes in these rounds of the loops around them, in order."""
+        """The executions of the engine of nodes in these rounds of the loops around them, in order."""
         parts: list[list[Entry]] = []
         for node in nodes:
             if engine not in node.sizes:

@@ -172,8 +172,8 @@ def _print_generation(model: str, device: Device, text: str, stats: GenerationSt
 
 
 def _note_generation(device: Device, stats: GenerationStats, trace: Path | None, most: int | None) -> None:
-    from npu_sim.llm import filled_cache
     from npu_sim.devices import simulated
+    from npu_sim.llm import filled_cache
 
     note(speed(stats))
     if chip := simulated(device):

@@ -139,7 +139,7 @@ def simulate(
 def _check_model(
     model: str, dtype: str | None, quantization: str | None, tokens: int | None, cache_length: int | None
 ) -> str:
-    """What kind of model it is, as far as its name tells; options that it does not take are refused."""
+    """Return the kind of model, as far as its name tells; refuse options that it does not take."""
     from npu_compiler.errors import InputError
     from npu_sim.llm.loading import find_checkpoint
     from npu_sim.vision.models import MODELS, quantized_files
@@ -184,9 +184,7 @@ def _programs(
         return _language_programs(model, target, dtype, quantization, tokens, cache_length)
     if kind == "ir":
         graph = read_ir(Path(model))
-        return [
-            compile_ir(graph, target, CompileOptions(compute_dtype=dtype, quantization=quantization))
-        ], None
+        return [compile_ir(graph, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
     from npu_sim.vision.models import extract_model_ir, find_model, quantized_files
 
     quantized = quantized_files(Path(model)) if kind == "quantized" else None

@@ -125,7 +125,7 @@ class Programs:
         self._memory = _by_storage(x for key, x in weights.items() if key in read)
 
     def shared(self, inputs: Values) -> str | None:
-        """What messages call an input that the graph changes and whose memory another input or a weight has too.
+        """Name in messages of an input that the graph changes and whose memory another input or a weight has too.
 
         The graph knows nothing of that: what it computes of the other would be of the values before.
         """

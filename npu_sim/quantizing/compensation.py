@@ -29,7 +29,7 @@ def compensated(
     Args:
         weight: float32 [n, k].
         hessian: float32 [k, k], the sum of x xᵀ over the inputs x of the layer.
-        fractions: As for `rounding.fit`.
+        fractions: Fractions for `rounding.fit`.
 
     Raises:
         InputError: as `rounding.nearest`; or the calibration inputs are not finite.
@@ -78,7 +78,7 @@ def matched(weight: torch.Tensor, hessian: torch.Tensor, shift: torch.Tensor) ->
 
 
 def _damped(hessian: torch.Tensor) -> torch.Tensor:
-    """In float64, with `DAMPING` on its diagonal."""
+    """Return the Hessian in float64, with `DAMPING` on its diagonal."""
     damped = hessian.double()
     diagonal = damped.diagonal()
     diagonal += torch.where(diagonal == 0, 1.0, 0.0) + DAMPING * diagonal.mean()

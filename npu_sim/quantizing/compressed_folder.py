@@ -70,7 +70,7 @@ def write_model(
         quantized: Parameter name → weight, all in the same format.
         tuned: Parameter name → what takes the place of the checkpoint's tensor; for none, if the model was not tuned.
         linears: The names of all linear layers' weights.
-        dtype: Of all other tensors: `float16`, `bfloat16` or `float32`.
+        dtype: Dtype of all other tensors: `float16`, `bfloat16` or `float32`.
 
     Returns:
         The number of bytes of the weights, scales and zero points included.

@@ -43,7 +43,7 @@ class Layerwise:
 
     Args:
         checkpoint: Opened for float32, with weights that are not in few bits.
-        device: As for `computing_device`; the layers and all that they compute are there.
+        device: Device for `computing_device`; the layers and all that they compute are there.
 
     Attributes:
         shapes: Name → [n, k] of the linear layers' weights, in the module's order.
@@ -75,7 +75,7 @@ class Layerwise:
         """Each layer in turn; its weights are freed when the next one is taken.
 
         Args:
-            length: Of all samples, in tokens.
+            length: Length of all samples, in tokens.
         """
         positions = torch.arange(length, device=self._device)[None]
         rotary = type(self._model.model.rotary_emb)(config=self._model.config)
@@ -94,7 +94,7 @@ class LoadedLayer:
     """One decoder layer with its weights.
 
     Attributes:
-        prefix: Of its parameters' names.
+        prefix: Prefix of its parameters' names.
     """
 
     def __init__(self, prefix: str, layer: nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ def moments(rounded: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> t
 
     Args:
         rounded: The inputs of a linear layer in the quantized model, batches x [samples, length, k].
-        exact: Those in the model that is not quantized, y.
+        exact: Inputs in the model that is not quantized, y.
 
     Returns:
         The sum of x xᵀ, which is the layer's Hessian, and that of (y - x) xᵀ: both float32 [k, k].

@@ -13,7 +13,7 @@ SAMPLES = 64
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """How `quantize` rounds the weights of a language model.
+    """Options of how `quantize` rounds the weights of a language model.
 
     Attributes:
         weights: `int4`, `int8` or `fp8` (float8 e4m3).

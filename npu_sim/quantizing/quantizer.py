@@ -215,7 +215,7 @@ def with_written(checkpoint: Checkpoint, ids: torch.Tensor, count: int, device: 
         checkpoint: Opened for float32, with weights that are not in few bits.
         ids: Token ids [samples, length].
         count: Number of parts to write.
-        device: As for `computing_device`.
+        device: Device for `computing_device`.
 
     Returns:
         Token ids [samples + count, length].
@@ -237,7 +237,7 @@ def quantized_layers(
     """The weights of a model's linear layers in a format, one after the other, each with its errors.
 
     Args:
-        ids: Of the calibration text, [samples, length]; only with them can errors be compensated.
+        ids: Token ids of the calibration text, [samples, length]; only with them can errors be compensated.
         compensate, search: `method == "gptq"` and `search` of `quantize`.
 
     Raises:
@@ -284,7 +284,7 @@ def _by_layers(
 
 
 def _dequantized(array: QuantizedArray, weight: torch.Tensor) -> torch.Tensor:
-    """On the device of the weight that it was."""
+    """Dequantize to the device of the original weight."""
     return numpy_to_tensor(array.dequantize()).to(weight.device)
 
 

@@ -1,4 +1,4 @@
-"""What quantizing did to each layer."""
+"""Report of the errors of quantized layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class LayerReport:
     """One linear layer.
 
     Attributes:
-        name: Of its weight.
+        name: Name of its weight.
         shape: [n, k].
-        format: How it is stored, in words.
+        format: Storage format in words.
         weight_error: ‖W - Q‖ / ‖W‖.
         output_error: ‖(W - Q) X‖ / ‖W X‖ for the calibration inputs X, in which first tokens count more (see
             `layerwise.moments`); None without a calibration text.
-        bytes_before: In 16 bits.
-        bytes_after: As stored.
+        bytes_before: Bytes in 16 bits.
+        bytes_after: Bytes as stored.
     """
 
     name: str
@@ -36,7 +36,7 @@ class LayerReport:
 
     @property
     def error(self) -> float:
-        """By which layers are compared."""
+        """The error by which layers are compared."""
         return self.weight_error if self.output_error is None else self.output_error
 
 
@@ -46,17 +46,17 @@ class Report:
 
     Attributes:
         model: The model's name.
-        layers: In the model's order.
+        layers: Layers in the model's order.
         kept: The names of the weights that stay in 16 bits because their error was among the greatest.
         method: `rtn` or `gptq`.
         calibration_tokens: 0 without a calibration text.
-        bytes_before: Of the whole model in 16 bits.
-        bytes_after: Of the whole model as stored.
+        bytes_before: Bytes of the whole model in 16 bits.
+        bytes_after: Bytes of the whole model as stored.
         requantized: Whether the model's weights were in few bits already.
         tuning_steps: 0 where the model was not tuned; otherwise the layers' errors are those before.
-        divergences: Of the quantized model from the original before and after tuning, as in `Tuned`.
+        divergences: Divergences of the quantized model from the original before and after tuning, as in `Tuned`.
         group: Number of consecutive weights that share a scale; 0 means a whole row.
-        usual_group: What that would have been if it divided all rows.
+        usual_group: The group size if it divided all rows.
     """
 
     model: str
@@ -77,7 +77,7 @@ class Report:
         return sorted(self.layers, key=lambda layer: layer.error, reverse=True)[:count]
 
     def keeping_worst(self, count: int) -> Report:
-        """The same report with the worst layers kept in 16 bits."""
+        """Return the report with the worst layers kept in 16 bits."""
         return replace(self, kept=tuple(layer.name for layer in self.worst(count)))
 
     def to_dict(self) -> dict[str, Any]:

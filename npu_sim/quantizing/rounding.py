@@ -21,7 +21,7 @@ _PIECE = 2**17  # elements that are searched at once: their temporary arrays sta
 
 @dataclass(frozen=True)
 class Scales:
-    """What the codes of some columns are multiplied with: value = scale · (code - zero).
+    """Scales and zero points of the codes of some columns: value = scale · (code - zero).
 
     Attributes:
         scale: float32 [n, groups], rounded to the dtype in which the format stores it; never 0.
@@ -36,7 +36,7 @@ def fit(columns: torch.Tensor, format: QuantizedFormat, fractions: Sequence[floa
     """Scales for a group of columns, float32 [n, group].
 
     Args:
-        fractions: Of each row's range; that with the least squared error is taken, the first where there are several.
+        fractions: Fractions of each row's range; the first with the least squared error is taken.
     """
     best, *others = (_of_range(columns, format, fraction) for fraction in fractions)
     if not others:
@@ -51,7 +51,7 @@ def fit(columns: torch.Tensor, format: QuantizedFormat, fractions: Sequence[floa
 
 
 def _squared_error(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
-    """Of each row: [n, 1]."""
+    """Squared error of each row: [n, 1]."""
     return (rounded(columns, scales, format) - columns).square().sum(1, keepdim=True)
 
 
@@ -79,7 +79,7 @@ def codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> tor
 
 
 def exact_codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
-    """What `codes` rounds, within the range of the codes."""
+    """Return the numbers that `codes` rounds, within the range of the codes."""
     exact = columns / scales.scale
     return (exact if format.code_format.is_float else exact + scales.zero).clamp(*format.code_range)
 

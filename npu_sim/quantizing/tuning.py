@@ -51,7 +51,7 @@ _EXACT_CASTS = {"emulate_precision_casts": True}  # scales are rounded to 16 bit
 
 @dataclass(frozen=True)
 class Tuned:
-    """What training has made.
+    """Result of training.
 
     Attributes:
         arrays: The weights in few bits, in the formats that they had.
@@ -70,9 +70,9 @@ class Tuner:
 
     Args:
         checkpoint: Opened for float32, with weights that are not in few bits.
-        ids: Of the calibration text, [samples, length]: the more, the better.
+        ids: Token ids of the calibration text, [samples, length]: the more, the better.
         written: Number of rows of text that the original model writes.
-        device: As for `computing_device`.
+        device: Device for `computing_device`.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Tuner:
         """Train the model.
 
         Args:
-            arrays: What training begins with: names and weights of linear layers, all in one format without minimums.
-            steps: Of training, of up to `ROWS` rows of `LENGTH` tokens.
+            arrays: Initial weights of linear layers by name, all in one format without minimums.
+            steps: Steps of training, of up to `ROWS` rows of `LENGTH` tokens.
             progress: Called with the number of steps done.
 
         Raises:
@@ -169,7 +169,7 @@ class Tuner:
                 progress(step + 1)
 
     def _rows_at_once(self, vocabulary: int) -> int:
-        """How many rows of a step are computed together: the logits of both models and what is made of them may take
+        """Number of rows of a step to compute together: the logits of both models and what is made of them may take
         half of a GPU's free memory."""
         if self._device != "cuda":
             return _ROWS_AT_ONCE
@@ -180,7 +180,7 @@ class Tuner:
 
     @torch.no_grad()
     def _divergence(self, model: Any) -> float:
-        """On the text that is not trained on."""
+        """Mean divergence on the held-out text."""
         total = 0.0
         with torch.compiler.set_stance("force_eager"):  # other shapes than in training
             for rows in self._held_out.split(_READ_AT_ONCE):
@@ -194,7 +194,7 @@ class _RoundedLinear(nn.Module):
 
     Args:
         linear: The layer, with its original weight.
-        array: What training begins with.
+        array: Initial weight.
     """
 
     def __init__(self, linear: nn.Linear, array: QuantizedArray) -> None:
@@ -225,7 +225,7 @@ class _RoundedLinear(nn.Module):
 
     @torch.no_grad()
     def _start(self, original: torch.Tensor, dequantized: torch.Tensor) -> torch.Tensor:
-        """What training begins with: between the original weight and what it was rounded to, as near to the original as
+        """Initial weight of training: between the original and the rounded weight, as near to the original as
         may be and still rounded to the same. In the middle of a rounding's range, small steps would change nothing."""
         scales = self.scales()
         wanted = self._codes(dequantized, scales)

@@ -22,11 +22,11 @@ def write_text(
     """Rows of text, sampled as the model predicts them, each after a token of a given text.
 
     Args:
-        model: Of transformers, with a language model's logits.
+        model: Model of transformers, with a language model's logits.
         given: Token ids of any shape, on the model's device.
         count: Number of rows.
-        length: Of each row in tokens, the first of which is a given one.
-        generator: Of that device. Default: one with seed 0.
+        length: Length of each row in tokens, the first of which is a given one.
+        generator: Random generator of that device. Default: one with seed 0.
 
     Returns:
         Token ids [count, length], on that device.

@@ -176,7 +176,7 @@ class _Verification:
         self.remark = ""
 
     def _options(self, disabled: Collection[str]) -> CompileOptions:
-        """How to compile without these fusions and these stages of the target."""
+        """Compile options without these fusions and these stages of the target."""
 
         def without(stages: list[Stage]) -> list[Stage]:
             return [stage for stage in stages if stage[0] not in disabled]
@@ -257,7 +257,7 @@ class _Verification:
             return False
 
     def _blamed(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of some fusions, or of the target's stages, without which alone the model passes."""
+        """The ones among some fusions, or among the target's stages, without which alone the model passes."""
         blamed = []
         for index, name in enumerate(names):
             if self._changes(name) and self._passes((name,)):

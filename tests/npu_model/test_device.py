@@ -14,7 +14,7 @@ from ir_builder import IRBuilder
 from typer.testing import CliRunner
 
 import npu_runtime.device
-from npu_compiler import CompileOptions, CompiledProgram, ConstraintError, ProgramFormatError, partition
+from npu_compiler import CompiledProgram, CompileOptions, ConstraintError, ProgramFormatError, partition
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import DeviceError
 from npu_model import NPUBackend, NPUTarget, load_chip, simulate

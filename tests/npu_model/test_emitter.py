@@ -91,7 +91,9 @@ class Writer:
             steps.insert(0, step)
             step *= count
         view = View("y", (OUTPUTS * SIZE,), (1,), 0, "float32")
-        self.e.store(piece, view, [(Affine(self.stored, tuple(steps)) * SIZE, SIZE)], queue=self.draw(st.integers(0, 3)))
+        self.e.store(
+            piece, view, [(Affine(self.stored, tuple(steps)) * SIZE, SIZE)], queue=self.draw(st.integers(0, 3))
+        )
         self.stored += rounds
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
 
-from npu_compiler import CompileOptions, CompiledProgram, ConstraintError
+from npu_compiler import CompiledProgram, CompileOptions, ConstraintError
 from npu_compiler import compile as compile_ir
 from npu_model import Chip, NPUBackend, NPUTarget, Result, load_chip, simulate
 from npu_model.analysis.simulation import most_cycles
@@ -42,7 +42,8 @@ def graphs(draw: st.DrawFn) -> dict[str, Any]:
     return g.ir()
 
 
-programs = st.builds(compile_ir, graphs(), compute_dtype=st.sampled_from(("float16", "float32")))
+options = st.builds(CompileOptions, compute_dtype=st.sampled_from(("float16", "float32")))
+programs = st.builds(compile_ir, graphs(), options=options)
 
 
 @st.composite

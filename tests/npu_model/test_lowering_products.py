@@ -63,7 +63,14 @@ def test_a_convolution(name: str, c: dict[str, int], seed: int, dtype: str) -> N
     shape = (c["images"], c["channels"], c["height"], c["width"])
     weight = (c["outputs"], c["channels"] // c["groups"], c["kernel"], c["kernel"])
     pairs = [[c[key]] * 2 for key in ("stride", "padding", "dilation")]
-    y = g("aten.conv2d.default", g.input("x", *shape), g.weight("w", *weight), g.weight("b", weight[0]), *pairs, c["groups"])
+    y = g(
+        "aten.conv2d.default",
+        g.input("x", *shape),
+        g.weight("w", *weight),
+        g.weight("b", weight[0]),
+        *pairs,
+        c["groups"],
+    )
     g.output(g("aten.relu.default", y))
     fan = weight[1] * c["kernel"] ** 2
     weights = {"w": normal(rng, *weight) / fan**0.5, "b": normal(rng, weight[0])}
@@ -124,7 +131,11 @@ def test_attention(
     if causal:
         mask, keys = "", t
     g = IRBuilder()
-    inputs = {"q": normal(rng, b, shared * rep, t, d), "k": normal(rng, b, shared, keys, d), "v": normal(rng, b, shared, keys, d)}
+    inputs = {
+        "q": normal(rng, b, shared * rep, t, d),
+        "k": normal(rng, b, shared, keys, d),
+        "v": normal(rng, b, shared, keys, d),
+    }
     operands = [g.input(key, *x.shape) for key, x in inputs.items()]
     masked = None
     if mask:

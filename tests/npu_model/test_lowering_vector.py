@@ -21,7 +21,7 @@ from npu_model.isa.instructions import Affine, Axis, Compute, Space, Step, Tile,
 from npu_model.lowering.elementwise import copy, need_functions
 from npu_model.lowering.emitter import Place
 from npu_model.lowering.families import CannotLower
-from npu_model.lowering.program import new_emitter
+from npu_model.lowering.mapper import new_emitter
 from npu_model.machine.costs import Costs
 
 both_chips = pytest.mark.parametrize("chip", list(CHIPS))

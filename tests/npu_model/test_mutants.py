@@ -57,7 +57,11 @@ MODELS = {build.__name__: build for build in (linear, convolution, strided, atte
 def program(name: str, on: str) -> TileProgram:
     g = IRBuilder()
     g.output(MODELS[name](g))
-    return decode(npu_compiler.compile(g.ir(), NPUTarget(chip(on)), npu_compiler.CompileOptions(compute_dtype="float16")).plan.machine_code)
+    return decode(
+        npu_compiler.compile(
+            g.ir(), NPUTarget(chip(on)), npu_compiler.CompileOptions(compute_dtype="float16")
+        ).plan.machine_code
+    )
 
 
 @cache
@@ -73,7 +77,7 @@ def all_mutants() -> list[tuple[str, str, Mutant]]:
 
 
 def explained(mutant: Mutant, original: TileProgram) -> str | None:
-    """Why a mutant that has no effect is the same program; None if nobody knows.
+    """The reason why a mutant that has no effect is the same program; None if nobody knows.
 
     The machine that found no race in it has compared all accesses by what tokens order, not by when they happened.
     """

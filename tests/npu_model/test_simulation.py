@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ir_builder import IRBuilder
 
-from npu_compiler import CompileOptions, CompiledProgram, ConstraintError
+from npu_compiler import CompiledProgram, CompileOptions, ConstraintError
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import InputError
 from npu_model import Cause, Chip, NPUTarget, load_chip, simulate

@@ -352,7 +352,7 @@ def test_a_written_argument_has_the_strides_of_the_example() -> None:
 
 @torch.no_grad()
 def test_a_written_argument_of_a_loaded_module_has_the_strides_of_the_example(tmp_path: Path) -> None:
-    """Of a transposed matrix `contiguous` is a copy, of others the matrix itself, which PyTorch would write."""
+    """`contiguous` of a transposed matrix is a copy, of others the matrix itself, which PyTorch would write."""
     module = Function(lambda x: x.contiguous().add_(1)).eval()
     rows = {"args": ({0: torch.export.Dim("rows")},)}
     npu_sim.compile(module, (torch.zeros(4, 3).t(),), dynamic_shapes=rows).save(tmp_path / "net.npumod")

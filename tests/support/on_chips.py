@@ -73,7 +73,9 @@ def run_on(
     npu = NPUBackend(chip(name), checked=True)
     results = []
     for backend in (npu, CPUBackend(native=False, pytorch=False)):
-        program = npu_compiler.compile(ir, backend.target, npu_compiler.CompileOptions(compute_dtype=compute_dtype), **options)
+        program = npu_compiler.compile(
+            ir, backend.target, npu_compiler.CompileOptions(compute_dtype=compute_dtype, **options)
+        )
         loaded = load_weights(weights or {}, program, backend)
         outputs = Executor(program, backend).run(inputs, loaded)
         results.append({spec.name: outputs[spec.name].to_numpy(spec).copy() for spec in program.output_specs})

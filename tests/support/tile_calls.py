@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,15 +15,14 @@ from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
 from npu_model.chip import Chip, load_chip, parse_chip
 from npu_model.isa.encoding import decode, encode
-from npu_model.isa.instructions import Buffer, Space, TileProgram, instructions
-from npu_model.lowering.emitter import DoesNotFit, Place
-from npu_model.lowering.families import LOWERINGS, operands_of
-from npu_model.lowering.mapper import Choice, Mapper
-from npu_model.lowering.program import Linker, chip_digest, dram_places, lower_program, new_emitter
+from npu_model.isa.instructions import Buffer, Space, TileProgram
+from npu_model.lowering.emitter import Place
+from npu_model.lowering.mapper import Candidate, Mapper
+from npu_model.lowering.program import Linker, chip_digest, dram_places, lower_program
 from npu_model.machine.machine import Machine, Run
 from npu_model.machine.memory import Memory
-from npu_runtime.cpu.numpy_kernels.elementwise import bound_elementwise
-from npu_runtime.cpu.numpy_kernels.registry import NUMPY_KERNELS
+from npu_runtime.cpu.kernels import CPU_KERNELS
+from npu_runtime.cpu.kernels.elementwise import bound_elementwise
 
 TINY = parse_chip(
     """
@@ -76,7 +73,7 @@ class Tensor:
         )
 
     def like(self) -> Tensor:
-        """The same view of a copy of the buffer."""
+        """A view of the same shape of a copy of the buffer."""
         return replace(self, data=self.data.copy())
 
 
@@ -137,22 +134,11 @@ class SomeTiling(Mapper):
         super().__init__(chip)
         self.rng = rng
 
-    def choice(self, call: KernelCall, places: Mapping[str, Place], room: int) -> Choice:
-        operands, lowering = operands_of(call), LOWERINGS[call.kernel]
-        fitting = []
-        for tiling in islice(lowering.tilings(operands, self.chip), 64):
-            emitter = new_emitter(self.chip, places, (0, room))
-            try:
-                lowering.emit(emitter, operands, tiling)
-            except DoesNotFit:
-                continue
-            draft = emitter.finish()
-            if sum(math.prod(counts) for _, counts in instructions(draft.body)) <= MOST_INSTRUCTIONS:
-                fitting.append((tiling, draft.scratchpad))
-        if not fitting:
-            return super().choice(call, places, room)
-        tiling, used = fitting[int(self.rng.integers(len(fitting)))]
-        return Choice(tiling, 0.0, used, lambda e: lowering.emit(e, operands, tiling))
+    def ranked(self, call: KernelCall, resident: Collection[int], room: int) -> list[Candidate]:
+        """The candidates that fit in any order, short ones first."""
+        fitting = super().ranked(call, resident, room)
+        self.rng.shuffle(fitting)  # type: ignore[arg-type]
+        return sorted(fitting, key=lambda each: each.executions > MOST_INSTRUCTIONS)
 
 
 def run_on_chip(
@@ -172,8 +158,8 @@ def run_on_chip(
     plan = ExecutionPlan([], [call], buffers, [], [], {}, {}, {}, {})
     program = lower_program(plan, chip)
     if mapper is not None:
-        linker = Linker(chip, dram_places(plan), 0)
-        linker.add(call, mapper)
+        linker = Linker(chip, dram_places(plan), {})
+        linker.add(call, mapper, chip.sram.size, frozenset())
         program = replace(program, sections=tuple(linker.sections))
     program = decode(encode(program))
     memory = {name: Memory(name, t.data.view(np.uint8), False) for name, t in tensors.items()}
@@ -189,14 +175,16 @@ def run_in_scratchpad(
         Whether it did: they must not fill more than half of it.
     """
     tensors = {t.view.buffer: t for t in (*inputs, *outputs)}
+    alignment = chip.sram.alignment
+    room = chip.sram.size // 2 // alignment * alignment
     places, used = {}, 0
     for name, t in tensors.items():
         places[f"{name} in dram"] = Place(Space.DRAM, name, 0, t.data.nbytes)
-        places[name] = Place(Space.SCRATCHPAD, "", used, t.data.nbytes)
-        used += -(-t.data.nbytes // chip.sram.alignment) * chip.sram.alignment
-    if used > chip.sram.size // 2:
+        places[name] = Place(Space.SCRATCHPAD, "", room + used, t.data.nbytes)
+        used += -(-t.data.nbytes // alignment) * alignment
+    if used > room:
         return False
-    linker, mapper = Linker(chip, places, used), Mapper(chip)
+    linker, mapper, resident = Linker(chip, places, {}), Mapper(chip), frozenset(tensors)
     whole = {name: View(name, t.data.shape, (1,), 0, t.view.dtype) for name, t in tensors.items()}
     home = {name: replace(view, buffer=f"{name} in dram") for name, view in whole.items()}
 
@@ -204,11 +192,11 @@ def run_in_scratchpad(
         return KernelCall("copy_kernel", "", (source,), (target,), {"scalars": [None]}, "copy")
 
     for name in tensors:
-        linker.add(copy(home[name], whole[name]), mapper)
+        linker.add(copy(home[name], whole[name]), mapper, room, resident)
     views = [tuple(t.view for t in tensors) for tensors in (inputs, outputs)]
-    linker.add(KernelCall(kernel, "", *views, dict(params), "node"), mapper)
+    linker.add(KernelCall(kernel, "", *views, dict(params), "node"), mapper, room, resident)
     for t in outputs:
-        linker.add(copy(whole[t.view.buffer], home[t.view.buffer]), mapper)
+        linker.add(copy(whole[t.view.buffer], home[t.view.buffer]), mapper, room, resident)
     buffers = tuple(Buffer(name, t.data.nbytes) for name, t in tensors.items())
     program = TileProgram(chip.name, chip_digest(chip), buffers, (), tuple(linker.sections))
     memory = {name: Memory(name, t.data.view(np.uint8), False) for name, t in tensors.items()}
@@ -223,7 +211,7 @@ def run_on_cpu(kernel: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor],
         bound_elementwise(ELEMENTWISE_KERNELS[kernel].op, arrays, outputs[0].array, params)()
         return
     with np.errstate(all="ignore"):
-        NUMPY_KERNELS[kernel](arrays, [t.array for t in outputs], params)
+        CPU_KERNELS[kernel](arrays, [t.array for t in outputs], params)
 
 
 TOLERANCE = {"float32": 3e-6, "float16": 1.1e-3, "bfloat16": 8.5e-3}

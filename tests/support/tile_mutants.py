@@ -151,7 +151,7 @@ def results(program: TileProgram, chip: Chip, arrays: Arrays) -> Arrays:
 
 
 def judge(mutant: Mutant, chip: Chip, arrays: Arrays, expected: Arrays) -> str:
-    """What becomes of a mutant: `refused`, `found`, `changed`, or `equal`."""
+    """The fate of a mutant: `refused`, `found`, `changed`, or `equal`."""
     try:
         outcome = results(mutant.program, chip, arrays)
     except ProgramFormatError:
