@@ -214,7 +214,7 @@ def _lacking(
 def _refused(
     partitions: Sequence[Partition], target: CodegenTarget, dtype: str, formats: Mapping[str, QuantizedFormat]
 ) -> dict[str, str]:
-    """Node → the reason why nodes of device partitions must go to the CPU: the target makes no machine code for their calls."""
+    """Node → the reason why it must go to the CPU: the target makes no machine code for its calls."""
     found: dict[str, str] = {}
     options = CompileOptions(compute_dtype=dtype, quantization=formats)
     for part in partitions:

@@ -1,4 +1,4 @@
-"""The functions that the expressions of element-wise ops call, on NumPy arrays: name → function, for floats and ints."""
+"""Functions that the expressions of element-wise ops call, on NumPy arrays: name → function, for floats and ints."""
 
 from __future__ import annotations
 

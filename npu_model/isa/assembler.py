@@ -337,10 +337,10 @@ class _Reader:
             line.fail("fence, load, store, copy, matmul, conv or compute")
         line.at += 1
         instruction = read(line, engine, depth)
-        if not line.next and (below := self._next()) is not None and below.indent > line.indent:
-            if below.next in ("wait", "signal"):
-                self.at += 1
-                line = below
+        below = None if line.next else self._next()
+        if below is not None and below.indent > line.indent and below.next in ("wait", "signal"):
+            self.at += 1
+            line = below
         waits, signals = line.margin(depth)
         if isinstance(instruction, Compute):
             instruction = self._steps(instruction, indent, depth)

@@ -69,7 +69,7 @@ Reader = Callable[[Any, "list[str]", int], Any]
 
 
 @cache
-def _reader(hint: Any) -> Reader:
+def _reader(hint: Any) -> Reader:  # noqa: C901  (a case for each kind of type)
     kind, args = get_origin(hint), get_args(hint)
     if hint == isa.Node:
         return _node

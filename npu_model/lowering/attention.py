@@ -1,8 +1,8 @@
 """Attention in tiles of queries and keys, with running maxima and sums.
 
-T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", arXiv:2205.14135: scores
-of a tile of keys are turned into weights by the largest score so far; what was summed before is scaled when a later tile
-has a larger one.
+T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", arXiv:2205.14135: the
+scores of a tile of keys are turned into weights by the largest score so far; what was summed before is scaled when a
+later tile has a larger one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _softmax(
     total: Piece,
     begins: tuple[int, ...],
 ) -> None:
-    """Weights of a tile of keys: exponentials of the scores less the largest so far; and the factor for what was before."""
+    """Exponentials of a tile's scores less the largest so far, and the factor for the sums before."""
     program = VectorProgram([rows, columns])
     value = program.input(scores, 0, 1)
     allowed = None if mask is None else program.input(mask, 2, 3)

@@ -1,4 +1,4 @@
-"""Convolutions: tiles of rows with their halos, on the matrix engine or, depthwise, on the lanes of the vector engine."""
+"""Convolutions: tiles of rows with halos, on the matrix engine or, depthwise, on the lanes of the vector engine."""
 
 from __future__ import annotations
 

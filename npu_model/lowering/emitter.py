@@ -467,7 +467,7 @@ class Emitter:
 
     # Tokens
 
-    def finish(self) -> Draft:
+    def finish(self) -> Draft:  # noqa: C901, PLR0912
         """The section, with tokens among its own instructions."""
         sharing: dict[Memory, dict[str, list[_Item]]] = {}
         for item in self._items:

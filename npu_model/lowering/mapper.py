@@ -1,7 +1,7 @@
 """`Mapper`: the tilings of calls, by a bounded search over their lowering.
 
-A candidate is emitted and its instructions are added up: cycles of each engine, and of DRAM by operand. The estimate of a
-call is the time of its busiest engine, or of DRAM, and what comes before and behind: the first loads and the last
+A candidate is emitted and its instructions are added up: cycles of each engine, and of DRAM by operand. The estimate of
+a call is the time of its busiest engine, or of DRAM, and what comes before and behind: the first loads and the last
 stores. An operand that stays in the scratchpad takes no DRAM and no room for its pieces, so that one search tells the
 estimates for any choice of such operands. Equal calls are searched once.
 """

@@ -1,4 +1,4 @@
-"""Products with weights in few bits: each tile of codes is turned into numbers by the vector engine, then multiplied."""
+"""Products with weights in few bits: the vector engine makes numbers of each tile of codes, which are multiplied."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _sums(e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: A
 
 
 def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affine, tk: int) -> Piece:
-    """A tile [columns, tk] of the weight as numbers of x's dtype: scale · (code − zero point), or scale · code + minimum."""
+    """A tile [columns, tk] of the weight in x's dtype: scale · (code − zero point), or scale · code + minimum."""
     per_byte = 8 // CODE_FORMATS[o.codes].bits
     group = o.k // o.groups
     groups, each = tk // group, group // per_byte
@@ -130,14 +130,12 @@ def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part
 
 def _number(program: VectorProgram, o: Operands, code: int, place: int, zero: int | None) -> int:
     """A code as a float, counted from its zero point."""
-    if o.codes == "float8_e4m3":
+    if CODE_FORMATS[o.codes].is_float:
         return program.op("from_float8", code)
-    if o.codes == "int4":
-        value = program.op("bits", code, attrs=(4 * place, 15))
-    else:
-        value = program.op("signed_byte", code)
+    is_packed = CODE_FORMATS[o.codes].bits < 8
+    value = program.op("bits", code, attrs=(4 * place, 15)) if is_packed else program.op("signed_byte", code)
     if zero is not None and o.offsets == "zero_point":
-        value = program.op("sub", value, zero if o.codes == "int4" else program.op("signed_byte", zero))
+        value = program.op("sub", value, zero if is_packed else program.op("signed_byte", zero))
     elif zero is None and CODE_FORMATS[o.codes].zero:
         value = program.op("sub", value, float(CODE_FORMATS[o.codes].zero))
     return program.op("to_float", value)

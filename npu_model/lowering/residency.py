@@ -1,8 +1,8 @@
-"""Residency in the scratchpad: intermediate values from the call that makes them to the last that reads them, and
-weights from run to run.
+"""Residency: the values that stay in the scratchpad, within a run or from run to run.
 
-Values that stay are placed from the scratchpad's end downwards; a call's pieces have what is below the lowest of those
-that live then. A value stays if the calls' estimates say that the program becomes faster: calls that touch it move fewer
+An intermediate value stays from the call that makes it to the last one that reads it, a weight from run to run. Values
+that stay are placed from the scratchpad's end downwards; a call's pieces have what is below the lowest of those that
+live then. A value stays if the calls' estimates say that the program becomes faster: calls that touch it move fewer
 bytes, and all calls that it outlives have less room. Weights that fit without taking room from any call stay too, those
 first that are loaded the most often for their size.
 """

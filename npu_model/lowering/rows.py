@@ -341,7 +341,7 @@ def _softmax_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @lowering("softmax_kernel", "log_softmax_kernel", "masked_softmax_kernel", tilings=_softmax_tilings)
 def softmax(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = softmax(scale · x + mask), or its logarithm without a mask, over the last dimension."""
+    """Softmax of scale · x + mask, or its logarithm without a mask, over the last dimension."""
     if not o.out.numel:
         return
     masks = [o.mask] if o.call.kernel == "masked_softmax_kernel" else []

@@ -83,7 +83,7 @@ def conv_transpose2d(e: Emitter, o: Operands, tiling: Tiling) -> None:
 def _spread(
     e: Emitter, o: Operands, image: Affine, channel: Affine, count: int, tile: Affine, tp: int, columns: int
 ) -> Piece:
-    """The part of the input that a tile of rows needs, with zeros between rows and columns: [channels, rows, columns]."""
+    """The part of the input that a tile of rows needs, with zeros between its elements: [channels, rows, columns]."""
     starts, sizes, firsts, reaches = [], [], [], []
     for axis, size in enumerate((tp, columns)):
         stride, dilation, taps = o.stride[axis], o.dilation[axis], o.weight.shape[2 + axis]

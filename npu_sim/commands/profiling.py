@@ -133,7 +133,7 @@ def _program_run(
 def _plan_run(
     plan: PartitionPlan, device: Device, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> tuple[Run, list[CompiledProgram]]:
-    """A function that runs a plan, whose inputs are uploaded and outputs downloaded in each run; the programs of the device."""
+    """A function that runs a plan with uploads and downloads in each run, and the programs of the device."""
     from npu_runtime import DAGExecutor
 
     with step(f"compiling {plan.graph.name}"):

@@ -1,4 +1,4 @@
-"""Sections drawn at random: engines side by side, ordered by tokens alone, do what the sequence of instructions says."""
+"""Sections drawn at random: engines side by side, ordered by tokens alone, do what the sequence says."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def sections(draw: st.DrawFn, name: str) -> tuple[Node, ...]:
     places = {"x": Place(Space.DRAM, "x", 0, 4 * INPUTS * SIZE), "y": Place(Space.DRAM, "y", 0, 4 * OUTPUTS * SIZE)}
     assert hardware.matrix is not None
     emitter = Emitter(
-        places, hardware.dma.channels, (0, hardware.sram.size), (0, hardware.matrix.accumulator_bytes), hardware.sram.alignment,
-        hardware.output is not None,
+        places, hardware.dma.channels, (0, hardware.sram.size), (0, hardware.matrix.accumulator_bytes),
+        hardware.sram.alignment, hardware.output is not None,
     )  # fmt: skip
     try:
         Writer(draw, emitter).block(0, [], Affine())

@@ -54,7 +54,7 @@ def layer_norm(
 
 
 def softmax(x: np.ndarray, scale: float, out: np.ndarray) -> NativeLaunch | None:
-    """out = softmax(scale * x) along the last dimension."""
+    """Softmax of scale * x along the last dimension."""
     if not available() or x.shape != out.shape or x.size == 0 or not {x.dtype, out.dtype} <= DTYPES.keys():
         return None
     x_rows, out_rows = as_rows(x), as_rows(out)
