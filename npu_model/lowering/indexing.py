@@ -70,6 +70,12 @@ def _picked(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, lim
     return target
 
 
+def picked_rows(e: Emitter, table: View, rows: Axis, places: Piece) -> Piece:
+    """The rows of a matrix at a tile of places: `rows` is the tile's part of the places."""
+    chosen = replace(table, shape=(rows.total, table.shape[1]))
+    return _picked(e, chosen, (rows, Axis(table.shape[1])), places, table.shape[0])
+
+
 def _store_as(e: Emitter, turn: Round, piece: Piece, out: View) -> None:
     """Store a piece of all dimensions, in the result's dtype."""
     if piece.dtype == out.dtype:

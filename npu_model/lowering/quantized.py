@@ -9,7 +9,8 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.epilogues import float_epilogue, gated_epilogue
-from npu_model.lowering.families import Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.families import CannotLower, Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.indexing import picked_rows
 from npu_model.lowering.products import need_matrix
 from npu_model.lowering.vector_program import VectorProgram
 
@@ -109,7 +110,21 @@ def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part
     scales = e.load(o.scales, [(first, count), (part * groups, groups)], queue=1)
     offset = None if o.offset is None else e.load(o.offset, [(first, count), (part * groups, groups)], queue=1)
     weight = e.room((columns, Axis(tk)), o.x.dtype)
-    axes = (columns, Axis(groups, part * groups, o.groups), Axis(each))
+    _store_numbers(e, o, (codes, scales, offset), (columns, Axis(groups, part * groups, o.groups), Axis(each)), weight)
+    return weight
+
+
+def _store_numbers(
+    e: Emitter,
+    o: Operands,
+    parts: tuple[Piece, Piece, Piece | None],
+    axes: tuple[Axis, Axis, Axis],
+    weight: Piece,
+) -> None:
+    """Turn a tile of codes, scales and offsets (rows, groups, bytes of a group) into numbers [rows, elements]."""
+    codes, scales, offset = parts
+    per_byte = 8 // CODE_FORMATS[o.codes].bits
+    each = axes[2].size
     program = VectorProgram(axes)
     row, element = codes.strides
     code = program.input_tile(codes, codes.with_strides((row, element * each, element)))
@@ -122,10 +137,38 @@ def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part
         if zero is not None and o.offsets == "minimum":
             value = program.op("add", value, zero)
         row, element = weight.strides
-        tile = weight.with_strides((row, element * group, element * per_byte), place * element)
+        tile = weight.with_strides((row, element * each * per_byte, element * per_byte), place * element)
         stores.append((value, weight, tile))
     program.emit_tiles(e, stores)
-    return weight
+
+
+def _embedding_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+    rows = o.ids.numel
+    if o.ids.reshape((rows,)) is None or o.out.reshape((rows, o.k)) is None:
+        raise CannotLower("its DMA engines take ids and rows that follow each other")
+    for count in halvings(rows, 1)[:12]:
+        yield {"rows": count}
+
+
+@lowering("quantized_embedding_kernel", tilings=_embedding_tilings)
+def quantized_embedding(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """out[…, :] = the rows ids[…] of a table of codes, as numbers."""
+    rows, count = o.ids.numel, tiling["rows"]
+    if not rows:
+        return
+    ids, out = o.ids.reshape((rows,)), o.out.reshape((rows, o.k))
+    bytes_ = o.data.shape[1]
+    with e.loop(parts(rows, count)) as i:
+        row = Axis(count, i * count, rows)
+        places = e.load(ids, [(i * count, count)])
+        picked = [None if view is None else picked_rows(e, view, row, places) for view in (o.data, o.scales, o.offset)]
+        codes, scales, offset = picked
+        assert codes is not None and scales is not None
+        box = [(i * count, count), (ZERO, o.k)]
+        target, is_stored = e.result(out, box)
+        _store_numbers(e, o, (codes, scales, offset), (row, Axis(o.groups), Axis(bytes_ // o.groups)), target)
+        if is_stored:
+            e.store(target, out, box)
 
 
 def _number(program: VectorProgram, o: Operands, code: int, place: int, zero: int | None) -> int:

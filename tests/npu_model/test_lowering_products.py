@@ -10,6 +10,8 @@ from ir_builder import IRBuilder
 from on_chips import assert_close, run_on
 from quantized_networks import Network
 
+from npu_compiler.graph.quantization import named_format
+
 CHIPS = ("edge", "odd")
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 DRAWS = settings(max_examples=12, deadline=None)
@@ -190,3 +192,14 @@ def test_a_transposed_convolution(name: str, c: dict[str, int], extra: int, seed
     g.output(y)
     weights = {"w": normal(rng, *weight) / weight[0] ** 0.5, "b": normal(rng, c["outputs"])}
     assert_close(run_on(name, g, {"x": normal(rng, *shape)}, weights, dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("name", CHIPS)
+def test_lookups_in_tables_of_few_bits(name: str, format: str) -> None:
+    rng = np.random.default_rng(7)
+    g = IRBuilder()
+    g.output(g("aten.embedding.default", g.weight("w", 50, 256), g.input("ids", 2, 7, dtype="int64")))
+    inputs = {"ids": rng.integers(0, 50, (2, 7))}
+    outcome = run_on(name, g, inputs, {"w": normal(rng, 50, 256)}, "float16", quantization={"w": named_format(format)})
+    assert_close(outcome, 1e-6)
