@@ -22,7 +22,7 @@ from npu_model.machine.costs import Costs
 MOST_CANDIDATES = 40
 MOST_TRIED = 400  # tilings that are looked at for one call, those that do not fit included
 _HIDDEN = 0.5  # part of the first loads and last stores that the calls around hide, where there is room for both
-_ISSUE = 1.0  # cycles that an instruction is taken to cost besides, so that of equal tilings the shortest is taken
+_ISSUE = 16.0  # cycles that an instruction is taken to cost besides, so that of equal tilings the shortest is taken
 
 
 @dataclass(frozen=True)
