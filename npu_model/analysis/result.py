@@ -39,6 +39,7 @@ class Energy:
 
     @property
     def total(self) -> float:
+        """Joules of all parts."""
         return self.macs + self.vector + self.sram + self.dram + self.static
 
 
@@ -80,10 +81,12 @@ class CallResult:
 
     @property
     def macs(self) -> int:
+        """Multiply-accumulates of all dtypes."""
         return sum(self.counts.macs.values())
 
     @property
     def dram_bytes(self) -> int:
+        """Bytes read from and written to DRAM."""
         return self.counts.dram_read + self.counts.dram_written
 
     def busy(self, engine: str) -> int:
@@ -113,18 +116,22 @@ class Result:
 
     @property
     def seconds(self) -> float:
+        """Time of a run."""
         return self.chip.seconds(self.cycles)
 
     @property
     def macs(self) -> int:
+        """Multiply-accumulates of all calls."""
         return sum(call.macs for call in self.calls)
 
     @property
     def dram_bytes(self) -> int:
+        """Bytes read from and written to DRAM."""
         return sum(call.dram_bytes for call in self.calls)
 
     @property
     def sram_bytes(self) -> int:
+        """Bytes read from and written to the scratchpad."""
         return sum(call.counts.sram_bytes for call in self.calls)
 
     @property

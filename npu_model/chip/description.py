@@ -197,13 +197,16 @@ class Chip:
 
     @property
     def dram_bytes_per_cycle(self) -> float:
+        """Bytes that DRAM moves in a cycle."""
         return self.dram.bandwidth_gb_s / self.clock_ghz
 
     @property
     def dram_latency_cycles(self) -> float:
+        """Cycles from a request to its first byte."""
         return self.dram.latency_ns * self.clock_ghz
 
     def seconds(self, cycles: float) -> float:
+        """Time of a number of cycles, in seconds."""
         return cycles / (self.clock_ghz * 1e9)
 
     def peak_macs(self, dtype: str) -> float:

@@ -46,7 +46,8 @@ class Row:
         return self.program.op(name, *operands)
 
     def reduce(self, name: str, register: int) -> int:
-        return self.program.op(name, register, attrs=tuple(axis for axis, _ in self.reduced))
+        axes = tuple(axis for axis, _ in self.reduced)
+        return self.program.op(name, register, attrs=axes) if axes else register
 
     def place(self) -> int:
         """The places of elements in their row."""

@@ -11,9 +11,9 @@ import numpy as np
 
 import npu_compiler.ops  # noqa: F401  (fills the table of element-wise ops)
 from npu_compiler.graph.dtypes import itemsize, numpy_dtype
+from npu_compiler.ops.numpy_functions import FLOAT_FUNCTIONS, INTEGER_FUNCTIONS
 from npu_compiler.program.elementwise import ELEMENTWISE, Elementwise, as_float32
 from npu_compiler.program.expression import parse
-from npu_compiler.program.numpy_functions import FLOAT_FUNCTIONS, INTEGER_FUNCTIONS
 from npu_model.isa.instructions import Axis, Compute, Instruction, Multiply, Role, Step, Tile, Transfer
 from npu_model.machine.memory import MachineError, Memory
 

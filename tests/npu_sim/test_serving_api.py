@@ -150,7 +150,7 @@ def test_64_clients_at_once_are_each_answered(checkpoint: Checkpoint) -> None:
         with ThreadPoolExecutor(64) as pool:
             replies = list(pool.map(ask, range(64)))
         assert replies == [f"You said number {number}." for number in range(64)]
-        running.wait_until(lambda: running.application.gate.active == 0 and not running.engine.active)
+        running.wait_until(lambda: running.application.guard.active == 0 and not running.engine.active)
 
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [

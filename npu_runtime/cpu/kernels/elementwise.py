@@ -8,10 +8,10 @@ import numpy as np
 
 import npu_compiler.ops  # noqa: F401  (fills the table of functions)
 from npu_compiler.graph.dtypes import as_int32
+from npu_compiler.ops.numpy_functions import FLOAT_FUNCTIONS, INTEGER_FUNCTIONS
 from npu_compiler.program.elementwise import Elementwise
 from npu_compiler.program.elementwise import as_float32 as float32_scalar
 from npu_compiler.program.expression import Value, parse
-from npu_compiler.program.numpy_functions import FLOAT_FUNCTIONS, INTEGER_FUNCTIONS
 from npu_compiler.program.views import collapse
 from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import Params
