@@ -39,13 +39,15 @@ class Memory:
             MachineError: part of the box is outside the memory, or the address is not a multiple of the element size.
         """
         size = itemsize(dtype)
-        first = address + sum(min(0, stride * (n - 1)) for stride, n in zip(strides, shape, strict=True))
-        end = address + sum(max(0, stride * (n - 1)) for stride, n in zip(strides, shape, strict=True)) + size
-        if first < 0 or end > len(self.data):
-            raise MachineError(f"bytes {first} to {end} are outside of {self.name} of {len(self.data)} bytes")
         if address % size:
             raise MachineError(f"address {address} in {self.name} is no multiple of {size} bytes, for {dtype}")
-        return np.ndarray(tuple(shape), numpy_dtype(dtype), self.data.data, address, tuple(strides))
+        try:
+            return np.ndarray(tuple(shape), numpy_dtype(dtype), self.data.data, address, tuple(strides))
+        except (ValueError, TypeError, OverflowError):
+            reach = [stride * (n - 1) for stride, n in zip(strides, shape, strict=True)]
+            first = address + sum(min(0, bytes_) for bytes_ in reach)
+            end = address + sum(max(0, bytes_) for bytes_ in reach) + size
+            raise MachineError(f"bytes {first} to {end} are outside of {self.name} of {len(self.data)} bytes") from None
 
     def check_written(self, address: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -> None:
         """Raise `MachineError` if part of a box has never been written."""
