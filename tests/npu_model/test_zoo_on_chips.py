@@ -1,0 +1,47 @@
+"""The zoo's models on simulated chips: right by section 6 of the architecture, or refused in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from on_chips import chip
+from zoo import ZOO
+from zoo_runs import build, check, draw, extracted, run_compiled, run_torch, weights_of
+
+from npu_compiler import ConstraintError
+from npu_model import NPUBackend
+
+REFUSED = {"CRNN": "op 'aten.lstm.input' is not in the op table"}
+SOON = ("ResNet", "UNet", "bert", "llama", "vit")  # in the fast tests
+ON_ODD_CHIP = ("ResNet", "MobileNetV3", "UNet", "YoloHead", "bert", "gpt2", "llama", "vit", "convnext", "whisper")
+
+
+def check_on(name: str, chip_name: str, seed: int) -> None:
+    """Run a model on a chip and compare with PyTorch."""
+    samples, model = draw(name, seed), build(name)
+    ours = run_compiled(extracted(name), weights_of(model), samples, NPUBackend(chip(chip_name)))
+    check(ours, run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples), seed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in ZOO if name not in REFUSED],
+)
+def test_models_are_right_on_edge(name: str, seed: int) -> None:
+    check_on(name, "edge", seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_ODD_CHIP)
+def test_models_are_right_on_a_chip_of_odd_sizes(name: str, seed: int) -> None:
+    check_on(name, "odd", seed)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_others_are_refused_in_words(name: str) -> None:
+    with pytest.raises(ConstraintError, match=REFUSED[name]):
+        run_compiled(extracted(name), weights_of(build(name)), draw(name, 0), NPUBackend(chip("edge")))
+
+
+def test_almost_all_models_run() -> None:
+    assert len(REFUSED) <= 0.05 * len(ZOO)
