@@ -40,7 +40,7 @@ NPU_INLINE Vec activate(Vec x) {
   } else if constexpr (kind == Activation::hardswish || kind == Activation::hardsigmoid) {
     const Vec shifted = x + 3.0f;
     const Vec clamped = shifted < zero ? zero : shifted > 6.0f ? splat(6.0f) : shifted;
-    return clamped * (1.0f / 6.0f) * (kind == Activation::hardswish ? x : splat(1.0f));
+    return clamped * (kind == Activation::hardswish ? x : splat(1.0f)) * (1.0f / 6.0f);
   } else if constexpr (kind == Activation::sigmoid) {
     return sigmoid(x);
   } else {
