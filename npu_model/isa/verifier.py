@@ -50,6 +50,7 @@ MOST_AXES = 8
 _MOST = 2**50  # no size, address or count is larger
 _ENUMERATED = 2**16  # rounds that are gone through where bounds by themselves are too wide
 _REUSE = 64  # elements of a product's operand, overlapping windows laid out, for each byte of the scratchpad
+_MOST_ELEMENTS = 2**22  # of a vector program, where that is more than the memories hold
 _COMPUTED = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
@@ -299,6 +300,7 @@ class _Verifier:
         self.need(instruction.engine in (Engine.VECTOR, Engine.OUTPUT), "only vector and output engines compute")
         self.need(len(box) <= MOST_AXES, f"a vector program has {len(box)} axes, more than {MOST_AXES}")
         most = self.chip.sram.size + (self.chip.matrix.accumulator_bytes if self.chip.matrix else 0)
+        most = max(most, min(_REUSE * most, _MOST_ELEMENTS))  # windows overlap
         elements = math.prod(axis.size for axis in box)
         self.need(elements <= most, f"a vector program has {elements} elements, more than {most}")
         for tile in (*inputs, *instruction.writes):

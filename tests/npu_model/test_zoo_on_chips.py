@@ -1,4 +1,4 @@
-"""The zoo's models on simulated chips: right by section 6 of the architecture, or refused in words."""
+"""The zoo's models on simulated chips: as close to PyTorch as on other devices, or refused in words."""
 
 from __future__ import annotations
 
