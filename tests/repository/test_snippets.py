@@ -119,6 +119,7 @@ def registries() -> Iterator[None]:
 @pytest.mark.usefixtures("folder", "registries")
 def test_the_code_of_a_page_runs(page: Path) -> None:
     torch.manual_seed(0)
+    torch._dynamo.reset()  # what tests before compiled of the same libraries
     names: dict[str, Any] = {}
     if page.name in SET_UP:
         exec(SETUP, names)
