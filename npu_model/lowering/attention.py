@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from npu_model.chip import Chip
-from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
+from npu_model.isa.instructions import ZERO, Axis, Role, Space
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.families import Operands, Tiling, halvings, lowering, parts
 from npu_model.lowering.products import need_matrix
@@ -145,67 +145,3 @@ def _softmax(
             (after, total, (0, 1, None)),
         ],
     )
-
-
-def _batched_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
-    need_matrix(chip, o.a.dtype)
-    assert chip.matrix is not None
-    sums = chip.matrix.accumulator_bytes // 4
-    for tk in halvings(o.k, 64, chip.matrix.rows)[:5]:
-        for tm in halvings(o.m, 8, 8)[:6]:
-            for tn in halvings(o.n, chip.matrix.columns, chip.matrix.columns)[:6]:
-                if tm * tn <= sums:
-                    yield {"m": tm, "n": tn, "k": tk}
-
-
-@lowering("batched_matmul_kernel", tilings=_batched_tilings)
-def batched_matmul(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, m, n] = scale · a[…, m, k] · b[…, k, n]."""
-    lead = o.out.shape[:-2]
-    if any(size != 1 for size in lead):
-        _over_lead(e, o, tiling, lead, [])
-    else:
-        _one_product(e, o, tiling, [ZERO] * len(lead))
-
-
-def _over_lead(e: Emitter, o: Operands, tiling: Tiling, lead: tuple[int, ...], counters: list[Affine]) -> None:
-    if len(counters) == len(lead):
-        _one_product(e, o, tiling, counters)
-        return
-    with e.loop(lead[len(counters)]) as counter:
-        _over_lead(e, o, tiling, lead, [*counters, counter])
-
-
-def _one_product(e: Emitter, o: Operands, tiling: Tiling, lead: list[Affine]) -> None:
-    tm, tn, tk = tiling["m"], tiling["n"], tiling["k"]
-    outside = [(counter, 1) for counter in lead]
-    at = len(lead)
-    whole_k = tk == o.k
-    with e.loop(parts(o.m, tm)) as i:
-        a = e.load(o.a, [*outside, (i * tm, tm), (ZERO, tk)], queue=0) if whole_k else None
-        with e.loop(parts(o.n, tn)) as j:
-            rows, columns = Axis(tm, i * tm, o.m), Axis(tn, j * tn, o.n)
-            sums = e.room((rows, columns), "float32", Space.ACCUMULATORS)
-            with e.loop(parts(o.k, tk)) as part:
-                begins = None if whole_k else (e.depth - 1,)
-                left = a or e.load(o.a, [*outside, (i * tm, tm), (part * tk, tk)], queue=0)
-                right = e.load(o.b, [*outside, (part * tk, tk), (j * tn, tn)], queue=1)
-                e.multiply(
-                    [(Role.ROW, rows), (Role.COLUMN, columns), (Role.SUM, Axis(tk, part * tk, o.k))],
-                    (left, left.tile(at, None, at + 1)),
-                    (right, right.tile(None, at + 1, at)),
-                    (sums, sums.tile(0, 1, None)),
-                    begins=begins,
-                )
-            box = [*outside, (i * tm, tm), (j * tn, tn)]
-            out, is_stored = e.result(o.out, box)
-            program = VectorProgram([rows, columns])
-            value = program.input(sums, 0, 1)
-            if o.scale != 1.0:
-                value = program.op("mul", value, float(o.scale))
-            program.emit(e, [(value, out, (at, at + 1))], e.output_engine)
-            if is_stored:
-                e.store(out, o.out, box)
-
-
-__all__ = ["attention", "batched_matmul"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from npu_model.chip import Chip
@@ -114,9 +114,6 @@ class _Outer:
     output: Axis
     rows: Axis
     columns: Axis
-
-
-Epilogue = Callable[[Emitter, Operands, _Outer, Piece], None]
 
 
 @lowering("conv2d_kernel", tilings=_tilings)

@@ -30,7 +30,6 @@ from npu_model.isa.instructions import (
     Axis,
     Compute,
     Engine,
-    Fence,
     Instruction,
     Loop,
     Multiply,
@@ -41,7 +40,6 @@ from npu_model.isa.instructions import (
     Tile,
     Token,
     Transfer,
-    Value,
     Wait,
 )
 
@@ -284,7 +282,7 @@ class Emitter:
         if source.space is Space.SCRATCHPAD and fill is None:
             return source
         target = self.room(axes, view.dtype)
-        self._move(source, target, axes, fill, queue)
+        self.transfer(axes, source, target, fill=fill, queue=queue)
         if fill is not None:
             target = replace(target, axes=tuple(Axis(axis.size) for axis in axes))
         return target
@@ -292,7 +290,7 @@ class Emitter:
     def store(self, piece: Piece, view: View, box: Sequence[tuple[Affine, int]], queue: int = 2) -> None:
         """Move a piece to a box of a tensor."""
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
-        self._move(piece, self.whole(view, axes), axes, None, queue)
+        self.transfer(axes, piece, self.whole(view, axes), queue=queue)
 
     def result(self, view: View, box: Sequence[tuple[Affine, int]]) -> tuple[Piece, bool]:
         """A piece for a box of a result: the result itself where it lies in the scratchpad, else room.
@@ -321,9 +319,6 @@ class Emitter:
         counts = [loop.count for loop in self._path]
         bounds = [(axis.start.bounds(counts), axis) for axis in axes]
         return any(low < 0 or high + axis.size > axis.total for (low, high), axis in bounds)
-
-    def _move(self, source: Piece, target: Piece, axes: tuple[Axis, ...], fill: float | int | None, queue: int) -> None:
-        self.transfer(axes, source, target, fill=fill, queue=queue)
 
     def transfer(
         self,
@@ -367,7 +362,7 @@ class Emitter:
 
     def multiply(
         self,
-        axes: Mapping[Role, Sequence[Axis]] | Sequence[tuple[Role, Axis]],
+        axes: Sequence[tuple[Role, Axis]],
         left: tuple[Piece, Tile],
         right: tuple[Piece, Tile],
         sums: tuple[Piece, Tile],
@@ -377,13 +372,12 @@ class Emitter:
         right_zeros: tuple[Piece, Tile] | None = None,
     ) -> None:
         """A product; see `Multiply`."""
-        pairs = list(axes) if not isinstance(axes, Mapping) else [(r, a) for r, group in axes.items() for a in group]
         zeros = None if right_zeros is None else self._located(*right_zeros)
         self._add(
             Multiply(
                 engine=Engine.MATRIX,
-                box=tuple(axis for _, axis in pairs),
-                roles=tuple(role for role, _ in pairs),
+                box=tuple(axis for _, axis in axes),
+                roles=tuple(role for role, _ in axes),
                 left=self._located(*left),
                 right=self._located(*right),
                 sums=sums[1],
@@ -574,4 +568,4 @@ def _built(
     return replace(item.instruction, waits=conditions, signals=tuple(signals.get(item, ())))
 
 
-__all__ = ["DoesNotFit", "Draft", "Emitter", "Fence", "Piece", "Place", "Touch", "Value"]
+__all__ = ["DoesNotFit", "Draft", "Emitter", "Piece", "Place", "Touch"]

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import npu_compiler.ops  # noqa: F401  (fills the table of element-wise ops)
-from npu_compiler.graph.dtypes import itemsize, numpy_dtype
+from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.ops.numpy_functions import FLOAT_FUNCTIONS, INTEGER_FUNCTIONS
 from npu_compiler.program.elementwise import ELEMENTWISE, Elementwise, as_float32
 from npu_compiler.program.expression import parse
@@ -19,8 +19,7 @@ from npu_model.machine.memory import MachineError, Memory
 
 Memories = Callable[[Tile], Memory]
 
-_EXACT_FLOAT32 = 2**24
-_EXACT_FLOAT64 = 2**53
+_EXACT_TERMS = 2**24 // 2**17  # products of two bytes less their zero points, of which float32 holds any sum
 
 
 def execute(instruction: Instruction, counters: Sequence[int], memories: Memories) -> None:
@@ -119,7 +118,7 @@ def _multiply(instruction: Multiply, counters: Sequence[int], memories: Memories
     integer = instruction.left.dtype in ("int8", "uint8", "int32")
     k = int(np.prod([size for size, role in zip(sizes, roles, strict=True) if role in (Role.SUM, Role.WINDOW)]))
     kind: Any = np.float32
-    if integer and k > _EXACT_FLOAT32 >> 17:
+    if integer and k > _EXACT_TERMS:
         kind = np.float64
     left, right = left.astype(kind), right.astype(kind)
     if instruction.left_zero:
@@ -295,7 +294,7 @@ def _functions(floats: bool) -> Mapping[str, Any]:
 
 
 def _stored(value: Any, target: np.ndarray) -> None:
-    target[...] = np.asarray(value).reshape(np.asarray(value).shape).astype(target.dtype, copy=False)
+    target[...] = np.asarray(value).astype(target.dtype, copy=False)
 
 
-__all__ = ["ALONG_AXES", "COORDINATE", "OPERATIONS", "REDUCTIONS", "RUNNING_SUM", "execute", "itemsize"]
+__all__ = ["ALONG_AXES", "COORDINATE", "OPERATIONS", "REDUCTIONS", "RUNNING_SUM", "execute"]

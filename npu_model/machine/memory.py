@@ -27,10 +27,8 @@ class Memory:
 
     def __init__(self, name: str, data: np.ndarray | int, checked: bool) -> None:
         self.name = name
-        own = isinstance(data, int)
         self.data = np.full(data, POISON, np.uint8) if isinstance(data, int) else data
         self.written = np.zeros(data, bool) if checked and isinstance(data, int) else None
-        self.is_own = own
 
     def view(self, address: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -> np.ndarray:
         """The array of a box; its elements are the memory's own bytes.
