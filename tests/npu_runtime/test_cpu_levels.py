@@ -193,10 +193,10 @@ def level_checks() -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("compiler", "name"), level_checks())
 def test_the_sources_are_valid_at_every_level(compiler: str, name: str) -> None:
-    flags = [*build.FLAGS, *levels.find_level(name).flags, "-w", "-fsyntax-only", "-x", "c++", "-"]
+    flags = [*build.FLAGS, *levels.find_level(name).flags, "-I", str(build.SOURCE_FOLDER), "-w", "-fsyntax-only"]
     for unit in build._units():
         checked = subprocess.run(
-            [compiler, *flags], input=build._source(unit), capture_output=True, text=True, check=False
+            [compiler, *flags, "-x", "c++", "-"], input=build._source(unit), capture_output=True, text=True, check=False
         )
         assert checked.returncode == 0, checked.stderr[-4000:]
 
