@@ -53,6 +53,8 @@ class Matrix:
         accumulator_bytes: Memory for sums of 4 bytes, of all arrays together.
         windows: Way to compute a convolution: `taps`, one product for each position in the window; or `columns`, one
             product over all positions, since the arrays are fed with whole windows.
+        load_rows: Rows of an array that are loaded in a cycle with what stays in it.
+        efficiency: Share of the peak that arrays reach while they stream; the rest is what the chip does not document.
     """
 
     arrays: int = _from(1, 65536)
@@ -63,6 +65,8 @@ class Matrix:
     overlapped_folds: bool = False
     accumulator_bytes: int = _from(64, 2**40, default=65536)
     windows: str = _one_of("taps", "columns", default="taps")
+    load_rows: int = _from(1, 65536, default=1)
+    efficiency: float = _above(0, 1, default=1.0)
 
 
 @dataclass(frozen=True)
@@ -116,18 +120,26 @@ class Dram:
         bandwidth_gb_s: 10^9 bytes per second.
         latency_ns: Nanoseconds from a request to its first byte.
         burst_bytes: A run of consecutive bytes takes as long as the next multiple of this many.
+        efficiency: Share of the bandwidth that transfers reach.
     """
 
     bandwidth_gb_s: float = _above(0, 1e9)
     latency_ns: float = _from(0, 1e9)
     burst_bytes: int = _from(1, 65536, default=1)
+    efficiency: float = _above(0, 1, default=1.0)
 
 
 @dataclass(frozen=True)
 class Dma:
-    """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency."""
+    """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency.
+
+    Attributes:
+        staged_bytes: Scratchpad for operands of a product that are moved there whole before it begins, the weight
+            first, as compilers do that place tensors and not tiles. Default: operands are always streamed by tiles.
+    """
 
     channels: int = _from(1, 1024)
+    staged_bytes: int = _from(0, 2**40, default=0)
 
 
 @dataclass(frozen=True)

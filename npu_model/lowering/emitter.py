@@ -287,6 +287,13 @@ class Emitter:
             target = replace(target, axes=tuple(Axis(axis.size) for axis in axes))
         return target
 
+    @staticmethod
+    def part(whole: Piece, view: View, box: Sequence[tuple[Affine, int]]) -> Piece:
+        """A box of a tensor that lies in the scratchpad whole."""
+        axes = [Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True)]
+        offset = sum((start * stride for (start, _), stride in zip(box, whole.strides, strict=True)), ZERO)
+        return whole.reshaped(axes, whole.strides, offset)
+
     def store(self, piece: Piece, view: View, box: Sequence[tuple[Affine, int]], queue: int = 2) -> None:
         """Move a piece to a box of a tensor."""
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))

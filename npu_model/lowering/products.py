@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
@@ -23,23 +24,48 @@ def need_matrix(chip: Chip, dtype: str) -> None:
         raise CannotLower(f"its matrix engine multiplies {', '.join(chip.matrix.rates)}, not {dtype}")
 
 
-def product_tilings(m: int, n: int, k: int, chip: Chip) -> Iterator[dict[str, int]]:
-    """Tile sizes of a product and what stays while the other side is loaded again (`rows_outer`)."""
+def product_tilings(
+    m: int, n: int, k: int, chip: Chip, sizes: tuple[int, int] = (1, 1), staged: int = 0
+) -> list[dict[str, int]]:
+    """Tile sizes of a product and what stays while the other side is loaded again (`rows_outer`), likely ones first.
+
+    Likely ones load the least. For each number of rows only the most columns are tried whose sums fit.
+
+    Args:
+        sizes: Bytes of an element of the left side, and of the weight.
+        staged: The sides that are in the scratchpad before: 1 for the weight, 2 for the rows.
+    """
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
+    found: list[tuple[int, dict[str, int]]] = []
     for tk in halvings(k, 64, chip.matrix.rows)[:_MOST_TRIED]:
-        for tm in halvings(m, 8, 8)[:_MOST_TRIED]:
-            for tn in halvings(n, chip.matrix.columns, chip.matrix.columns)[:_MOST_TRIED]:
-                if tm * tn > sums:
+        for tm in halvings(m, 8, 8):
+            fitting = [tn for tn in halvings(n, chip.matrix.columns, chip.matrix.columns) if tm * tn <= sums]
+            for tn in fitting[:_MOST_TRIED]:
+                if tk * (tm * sizes[0] + tn * sizes[1]) > chip.sram.size:
                     continue
-                orders = (0, 1) if tm < m and tn < n else (0,)
-                for rows_outer in orders:
-                    yield {"m": tm, "n": tn, "k": tk, "rows_outer": rows_outer}
+                for rows_outer in (0, 1) if tm < m and tn < n else (0,):
+                    left = 1 if staged & 2 or (rows_outer and tk == k) else parts(n, tn)
+                    right = 1 if staged & 1 or (not rows_outer and tk == k) else parts(m, tm)
+                    loads = m * left * sizes[0] + n * right * sizes[1]
+                    found.append((loads, {"m": tm, "n": tn, "k": tk, "rows_outer": rows_outer, "staged": staged}))
+    return [tiling for _, tiling in sorted(found, key=lambda each: each[0])]
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     need_matrix(chip, o.x.dtype)
-    return product_tilings(o.m, o.n, o.k, chip)
+    return _linear_tilings(o, chip)
+
+
+def _linear_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+    """Tilings with what the chip's compiler stages; a single row is streamed past the weight."""
+    m, k = o.x.shape
+    room, staged = chip.dma.staged_bytes, 0
+    for bit, view in ((1, o.weight), (2, o.x)) if m > 1 else ():
+        if (size := view.numel * itemsize(view.dtype)) <= room:
+            room, staged = room - size, staged | bit
+    sizes = itemsize(o.x.dtype), itemsize(o.weight.dtype)
+    return product_tilings(m, o.weight.shape[0], k, chip, sizes, staged)
 
 
 @lowering("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel", tilings=_tilings)
@@ -48,9 +74,9 @@ def linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     _tiled(e, o, tiling)
 
 
-def _integer_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _integer_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     need_matrix(chip, "int8")
-    return product_tilings(o.x.shape[0], o.weight.shape[0], o.x.shape[1], chip)
+    return _linear_tilings(o, chip)
 
 
 @lowering("integer_linear_kernel", tilings=_integer_tilings)
@@ -68,22 +94,27 @@ def _tiled(e: Emitter, o: Operands, tiling: Tiling) -> None:
     if tiling["rows_outer"]:
         outer, inner = inner, outer
     whole_k = tk == k
+    staged: dict[int, Piece] = {}
+    for queue, view in enumerate((o.x, o.weight)):
+        if tiling["staged"] & 2 >> queue:
+            staged[queue] = e.load(view, [(ZERO, size) for size in view.shape], queue=queue)
+
+    def side(queue: int, view: View, row: Affine, rows: int, part: Affine) -> Piece:
+        box = [(row * rows, rows), (part * tk, tk)]
+        return e.part(staged[queue], view, box) if queue in staged else e.load(view, box, queue=queue)
+
     with e.loop(outer) as first:
         kept: Piece | None = None
         if whole_k:
-            kept = (
-                _side(e, o.x, first, tm, Affine(), tk, 0)
-                if tiling["rows_outer"]
-                else _side(e, o.weight, first, tn, Affine(), tk, 1)
-            )
+            kept = side(0, o.x, first, tm, ZERO) if tiling["rows_outer"] else side(1, o.weight, first, tn, ZERO)
         with e.loop(inner) as second:
             i, j = (first, second) if tiling["rows_outer"] else (second, first)
             rows, columns = Axis(tm, i * tm, m), Axis(tn, j * tn, n)
             sums = e.room((rows, columns), "int32" if is_integer else "float32", Space.ACCUMULATORS)
             with e.loop(parts(k, tk)) as part:
                 begins = None if whole_k else (e.depth - 1,)
-                x = kept if kept is not None and tiling["rows_outer"] else _side(e, o.x, i, tm, part, tk, 0)
-                w = kept if kept is not None and not tiling["rows_outer"] else _side(e, o.weight, j, tn, part, tk, 1)
+                x = kept if kept is not None and tiling["rows_outer"] else side(0, o.x, i, tm, part)
+                w = kept if kept is not None and not tiling["rows_outer"] else side(1, o.weight, j, tn, part)
                 e.multiply(
                     [(Role.ROW, rows), (Role.COLUMN, columns), (Role.SUM, Axis(tk, part * tk, k))],
                     (x, x.tile(0, None, 1)),
@@ -96,7 +127,7 @@ def _tiled(e: Emitter, o: Operands, tiling: Tiling) -> None:
             _epilogue(e, o, sums, rows, columns)
 
 
-def _gated_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _gated_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     need_matrix(chip, o.x.dtype)
     return (tiling for tiling in product_tilings(1, o.n, o.k, chip) if not tiling["rows_outer"])
 
@@ -132,10 +163,6 @@ def _zeros(e: Emitter, o: Operands, first: Affine, count: int) -> tuple[Piece, T
         return None
     piece = e.load(view, [(first, count)], queue=1)
     return piece, piece.tile(None, 0, None)
-
-
-def _side(e: Emitter, view: View, row: Affine, rows: int, part: Affine, k: int, queue: int) -> Piece:
-    return e.load(view, [(row * rows, rows), (part * k, k)], queue=queue)
 
 
 def _epilogue(e: Emitter, o: Operands, sums: Piece, rows: Axis, columns: Axis) -> None:

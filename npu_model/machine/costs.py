@@ -55,8 +55,8 @@ class Costs:
 
     @cached_property
     def bytes_per_cycle(self) -> float:
-        """Bytes per cycle of DRAM."""
-        return self.chip.dram_bytes_per_cycle
+        """Bytes per cycle that transfers from and to DRAM reach."""
+        return self.chip.dram_bytes_per_cycle * self.chip.dram.efficiency
 
     def cost(self, instruction: Instruction, extents: Sequence[int]) -> Cost:
         """The cost of an execution in which `extents` elements exist along each axis."""
@@ -195,7 +195,7 @@ def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int
     best: tuple[int, int, int] | None = None
     for arrays in _counts(matrix.arrays):
         for part, copies in _shares(product, arrays):
-            cycles = fold_cycles(part, chip) / rate
+            cycles = fold_cycles(part, chip) / (rate * matrix.efficiency)
             accesses = sram_accesses(part, matrix.rows, matrix.columns, matrix.dataflow)
             size = copies * (accesses.input_reads * left + accesses.weight_reads * right) // part.batch
             total = math.ceil(max(cycles, size / chip.sram.bandwidth))
@@ -241,7 +241,7 @@ def fold_cycles(product: Product, chip: Chip) -> int:
     rows, columns = matrix.rows, matrix.columns
     laid = mapping(product, rows, columns, matrix.dataflow)
     folds = laid.row_folds * laid.column_folds * product.batch
-    load = 0 if matrix.dataflow is Dataflow.OUTPUT else rows
+    load = 0 if matrix.dataflow is Dataflow.OUTPUT else -(-rows // matrix.load_rows)
     if not matrix.overlapped_folds:
         return folds * (load + laid.time + rows + columns - 2)
     return load + folds * max(laid.time, load) + rows + columns - 2
