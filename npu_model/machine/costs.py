@@ -11,7 +11,7 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.elementwise import ELEMENTWISE
 from npu_compiler.program.products import Product
-from npu_model.chip import Chip, Dataflow
+from npu_model.chip import Chip, Dataflow, Matrix
 from npu_model.chip.systolic import mapping, sram_accesses
 from npu_model.isa.instructions import Compute, Engine, Fence, Instruction, Multiply, Role, Space, Tile, Transfer
 from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, REDUCTIONS, RUNNING_SUM
@@ -23,6 +23,7 @@ class Cost:
 
     Attributes:
         cycles: Cycles that its engine is busy with it.
+        latency: Cycles until it has ended after that, while its engine begins the next one.
         port_cycles: Cycles of these in which it waits for the scratchpad's ports.
         dram_read, dram_written: Bytes moved from and to DRAM.
         sram_bytes: Bytes read from and written to the scratchpad.
@@ -38,6 +39,7 @@ class Cost:
     operations: int = 0
     dtype: str = ""
     port_cycles: int = 0
+    latency: int = 0
 
 
 _NOTHING = Cost()
@@ -116,7 +118,9 @@ class Costs:
         if key not in self._products:
             self._products[key] = self._product(sizes, dtype, left, right)
         cycles, accessed, ports = self._products[key]
-        return Cost(cycles, sram_bytes=accessed, macs=math.prod(sizes.values()), dtype=dtype, port_cycles=ports)
+        latency = math.ceil(_depth(matrix) / (matrix.rates[dtype] * matrix.efficiency)) if matrix.overlapped_folds else 0
+        macs = math.prod(sizes.values())
+        return Cost(cycles, 0, 0, accessed, macs, dtype=dtype, port_cycles=ports, latency=latency)
 
     def _product(self, sizes: dict[Role, int], dtype: str, left: int, right: int) -> tuple[int, int, int]:
         matrix = self.chip.matrix
@@ -234,17 +238,26 @@ def fold_cycles(product: Product, chip: Chip) -> int:
     """Cycles of one array for a product without waiting for memory, in folds as `chip.systolic` has them.
 
     With overlapped folds, what stays in the array is replaced while the fold before streams, and a fold begins to
-    stream while the last results of the one before leave.
+    stream while the last results of the one before leave; also from one product to the next. The first load and the
+    last results are the depth of the array, not counted here.
     """
     matrix = chip.matrix
     assert matrix is not None
-    rows, columns = matrix.rows, matrix.columns
-    laid = mapping(product, rows, columns, matrix.dataflow)
+    laid = mapping(product, matrix.rows, matrix.columns, matrix.dataflow)
     folds = laid.row_folds * laid.column_folds * product.batch
-    load = 0 if matrix.dataflow is Dataflow.OUTPUT else -(-rows // matrix.load_rows)
     if not matrix.overlapped_folds:
-        return folds * (load + laid.time + rows + columns - 2)
-    return load + folds * max(laid.time, load) + rows + columns - 2
+        return folds * (laid.time + _depth(matrix))
+    return folds * max(laid.time, _load(matrix))
+
+
+def _load(matrix: Matrix) -> int:
+    """Cycles in which what stays in the array is loaded."""
+    return 0 if matrix.dataflow is Dataflow.OUTPUT else -(-matrix.rows // matrix.load_rows)
+
+
+def _depth(matrix: Matrix) -> int:
+    """Cycles of a fold besides those in which it streams: to load it, and for its last element to cross the array."""
+    return _load(matrix) + matrix.rows + matrix.columns - 2
 
 
 __all__ = ["Cost", "Costs", "fold_cycles", "step_operations"]
