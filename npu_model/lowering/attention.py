@@ -7,7 +7,7 @@ later tile has a larger one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from npu_model.chip import Chip
@@ -20,29 +20,45 @@ from npu_model.lowering.vector_program import VectorProgram
 _LOWEST = float("-inf")
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     need_matrix(chip, o.q.dtype)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     _, heads, queries, _ = o.q.shape
     _, shared, keys, width = o.v.shape
     members = heads // shared
-    for together in dict.fromkeys((members, 1)):  # query heads that read one tile of keys and values
+    found: list[tuple[int, int, Tiling]] = []
+    # Query heads that read one tile of keys and values, and heads of keys and values.
+    for together, groups in [*((members, groups) for groups in halvings(shared, 1)), (1, 1)]:
         for tk in halvings(keys, 16, 16)[:7]:
             for tq in halvings(queries, 8, 8)[:7]:
-                if together * tq * (tk + width) <= sums:
-                    yield {"heads": together, "q": tq, "k": tk}
+                if groups * together * tq * (tk + width) > sums:
+                    continue
+                loads = parts(queries, tq) * (members // together)
+                rounds = loads * parts(keys, tk) * parts(shared, groups)
+                found.append((loads, rounds, {"groups": groups, "heads": together, "q": tq, "k": tk}))
+    return [tiling for *_, tiling in sorted(found, key=lambda each: each[:2])]
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """The axes of a tile: query heads, queries, keys, and elements of a value; and where its keys begin anew."""
+    """The axes of a tile, and where its keys begin anew.
 
-    heads: Axis
-    queries: Axis
+    Attributes:
+        own: Heads of keys and values, query heads of each of them, queries.
+        wide: Elements of a value.
+    """
+
+    own: tuple[Axis, Axis, Axis]
     keys: Axis
     wide: Axis
     begins: tuple[int, ...]
+
+
+def _by_groups(piece: Piece, members: int) -> tuple[int, int, int, int]:
+    """Strides of a piece [1, heads, queries, …] along the axes of a tile, and of its last dimension."""
+    _, head, query, last = piece.strides
+    return head * members, head, query, last
 
 
 @lowering("attention_kernel", tilings=_tilings)
@@ -50,30 +66,30 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share heads of keys and values."""
     batch, heads, queries, width = o.q.shape
     shared, keys, value_width = o.k.shape[1], o.k.shape[2], o.v.shape[3]
-    together, tq, tk = tiling["heads"], tiling["q"], tiling["k"]
+    groups, together, tq, tk = tiling["groups"], tiling["heads"], tiling["q"], tiling["k"]
     members = heads // shared
-    with e.loop(batch) as b, e.loop(shared) as group, e.loop(members // together) as member:
-        head = group * members + member * together
+    with e.loop(batch) as b, e.loop(parts(shared, groups)) as group, e.loop(members // together) as member:
+        head = group * (groups * members) + member * together
         with e.loop(parts(queries, tq)) as i:
-            own, rows = Axis(together), Axis(tq, i * tq, queries)
-            box = [(b, 1), (head, together), (i * tq, tq)]
+            own = (Axis(groups, group * groups, shared), Axis(together), Axis(tq, i * tq, queries))
+            box = [(b, 1), (head, groups * together), (i * tq, tq)]
             q = e.load(o.q, [*box, (ZERO, width)], queue=0)
-            state = [e.room((own, rows, last), "float32") for last in (1, 1, value_width)]
+            state = [e.room((*own, last), "float32") for last in (1, 1, value_width)]
             with e.loop(parts(keys, tk)) as part:
                 begins = () if parts(keys, tk) == 1 else (e.depth - 1,)
-                tile = _Tile(own, rows, Axis(tk, part * tk, keys), Axis(value_width), begins)
-                of_keys = [(b, 1), (group, 1), (part * tk, tk)]
+                tile = _Tile(own, Axis(tk, part * tk, keys), Axis(value_width), begins)
+                of_keys = [(b, 1), (group * groups, groups), (part * tk, tk)]
                 k = e.load(o.k, [*of_keys, (ZERO, width)], queue=1)
                 v = e.load(o.v, [*of_keys, (ZERO, value_width)], queue=1)
                 mask = None if o.mask is None else e.load(o.mask, [*box, (part * tk, tk)], queue=3)
                 _attend(e, o, tile, (q, k, v, mask), state)
             out_box = [*box, (ZERO, value_width)]
             out, is_stored = e.result(o.out, out_box)
-            program = VectorProgram([own, rows, Axis(value_width)])
-            value, sums = program.input(state[2], 0, 1, 2), program.input(state[1], 0, 1, None)
+            program = VectorProgram([*own, Axis(value_width)])
+            value, sums = program.input(state[2], 0, 1, 2, 3), program.input(state[1], 0, 1, 2, None)
             value = program.op("true_divide", value, sums)
             value = program.op("where", program.op("eq", sums, 0.0), 0.0, value)  # no key was seen
-            program.emit(e, [(value, out, (1, 2, 3))])
+            program.emit_tiles(e, [(value, out, out.with_strides(_by_groups(out, together)))])
             if is_stored:
                 e.store(out, o.out, out_box)
 
@@ -83,27 +99,29 @@ def _attend(
 ) -> None:
     """Take a tile of keys and values into the state: the largest score, the sum of weights, the sum of values."""
     q, k, v, mask = operands
-    scores = e.room((tile.heads, tile.queries, tile.keys), "float32", Space.ACCUMULATORS)
+    group, head, query, element = _by_groups(q, tile.own[1].size)
+    roles = list(zip((Role.BATCH, Role.ROW, Role.ROW), tile.own, strict=True))
+    scores = e.room((*tile.own, tile.keys), "float32", Space.ACCUMULATORS)
     e.multiply(
-        [(Role.ROW, tile.heads), (Role.ROW, tile.queries), (Role.COLUMN, tile.keys), (Role.SUM, Axis(q.shape[3]))],
-        (q, q.tile(1, 2, None, 3)),
-        (k, k.tile(None, None, 2, 3)),
-        (scores, scores.tile(0, 1, 2, None)),
+        [*roles, (Role.COLUMN, tile.keys), (Role.SUM, Axis(q.shape[3]))],
+        (q, q.with_strides((group, head, query, 0, element))),
+        (k, k.tile(1, None, None, 2, 3)),
+        (scores, scores.tile(0, 1, 2, 3, None)),
     )
-    weights = e.room((tile.heads, tile.queries, tile.keys), o.q.dtype)
-    scaling = e.room((tile.heads, tile.queries, 1), "float32")
+    weights = e.room((*tile.own, tile.keys), o.q.dtype)
+    scaling = e.room((*tile.own, 1), "float32")
     _softmax(e, o, tile, (scores, mask), (weights, scaling), state)
-    products = e.room((tile.heads, tile.queries, tile.wide), "float32", Space.ACCUMULATORS)
+    products = e.room((*tile.own, tile.wide), "float32", Space.ACCUMULATORS)
     e.multiply(
-        [(Role.ROW, tile.heads), (Role.ROW, tile.queries), (Role.COLUMN, tile.wide), (Role.SUM, tile.keys)],
-        (weights, weights.tile(0, 1, None, 2)),
-        (v, v.tile(None, None, 3, 2)),
-        (products, products.tile(0, 1, 2, None)),
+        [*roles, (Role.COLUMN, tile.wide), (Role.SUM, tile.keys)],
+        (weights, weights.tile(0, 1, 2, None, 3)),
+        (v, v.tile(1, None, None, 3, 2)),
+        (products, products.tile(0, 1, 2, 3, None)),
     )
-    program = VectorProgram([tile.heads, tile.queries, tile.wide])
-    added, factor = program.input(products, 0, 1, 2), program.input(scaling, 0, 1, None)
-    before = program.carried(state[2], 0.0, tile.begins, 0, 1, 2)
-    program.emit(e, [(program.op("add", program.op("mul", before, factor), added), state[2], (0, 1, 2))])
+    program = VectorProgram([*tile.own, tile.wide])
+    added, factor = program.input(products, 0, 1, 2, 3), program.input(scaling, 0, 1, 2, None)
+    before = program.carried(state[2], 0.0, tile.begins, 0, 1, 2, 3)
+    program.emit(e, [(program.op("add", program.op("mul", before, factor), added), state[2], (0, 1, 2, 3))])
 
 
 def _softmax(
@@ -116,11 +134,12 @@ def _softmax(
 ) -> None:
     """Exponentials of a tile's scores less the largest so far, and the factor for the sums before."""
     (scores, mask), (weights, scaling), (largest, total, _) = sources, targets, state
-    program = VectorProgram([tile.heads, tile.queries, tile.keys])
-    value = program.input(scores, 0, 1, 2)
-    allowed = None if mask is None else program.input(mask, 1, 2, 3)
-    before = program.carried(largest, _LOWEST, tile.begins, 0, 1, None)
-    sums = program.carried(total, 0.0, tile.begins, 0, 1, None)
+    program = VectorProgram([*tile.own, tile.keys])
+    value = program.input(scores, 0, 1, 2, 3)
+    strides = None if mask is None else _by_groups(mask, tile.own[1].size)
+    allowed = None if mask is None or strides is None else program.input_tile(mask, mask.with_strides(strides))
+    before = program.carried(largest, _LOWEST, tile.begins, 0, 1, 2, None)
+    sums = program.carried(total, 0.0, tile.begins, 0, 1, 2, None)
     value = program.op("mul", value, float(o.scale))
     if allowed is not None and mask is not None:
         if mask.dtype == "bool":
@@ -128,20 +147,20 @@ def _softmax(
         else:
             value = program.op("add", value, allowed)
     if o.causal:
-        row = program.op("coordinate", attrs=(1,))
-        column = program.op("coordinate", attrs=(2,))
+        row = program.op("coordinate", attrs=(2,))
+        column = program.op("coordinate", attrs=(3,))
         value = program.op("where", program.op("le", column, row), value, _LOWEST)
-    now = program.op("maximum", before, program.op("max", value, attrs=(2,)))
+    now = program.op("maximum", before, program.op("max", value, attrs=(3,)))
     safe = program.op("where", program.op("eq", now, _LOWEST), 0.0, now)
     exponentials = program.op("exp", program.op("sub", value, safe))
     factor = program.op("exp", program.op("sub", before, safe))
-    after = program.op("add", program.op("mul", sums, factor), program.op("sum", exponentials, attrs=(2,)))
+    after = program.op("add", program.op("mul", sums, factor), program.op("sum", exponentials, attrs=(3,)))
     program.emit(
         e,
         [
-            (exponentials, weights, (0, 1, 2)),
-            (factor, scaling, (0, 1, None)),
-            (now, largest, (0, 1, None)),
-            (after, total, (0, 1, None)),
+            (exponentials, weights, (0, 1, 2, 3)),
+            (factor, scaling, (0, 1, 2, None)),
+            (now, largest, (0, 1, 2, None)),
+            (after, total, (0, 1, 2, None)),
         ],
     )

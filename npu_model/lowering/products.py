@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.views import View
@@ -11,6 +12,7 @@ from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.epilogues import float_epilogue, gated_epilogue, integer_epilogue
 from npu_model.lowering.families import CannotLower, Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.tiles import Box
 from npu_model.lowering.vector_program import VectorProgram
 
 _MOST_TRIED = 6  # sizes along an axis
@@ -25,7 +27,7 @@ def need_matrix(chip: Chip, dtype: str) -> None:
 
 
 def product_tilings(
-    m: int, n: int, k: int, chip: Chip, sizes: tuple[int, int] = (1, 1), staged: int = 0
+    m: int, n: int, k: int, chip: Chip, sizes: tuple[int, int] = (1, 1), staged: int = 0, products: int = 1
 ) -> list[dict[str, int]]:
     """Tile sizes of a product and what stays while the other side is loaded again (`rows_outer`), likely ones first.
 
@@ -34,15 +36,16 @@ def product_tilings(
     Args:
         sizes: Bytes of an element of the left side, and of the weight.
         staged: The sides that are in the scratchpad before: 1 for the weight, 2 for the rows.
+        products: Number of products that are computed side by side.
     """
     assert chip.matrix is not None
-    sums = chip.matrix.accumulator_bytes // 4
+    sums, room = chip.matrix.accumulator_bytes // 4 // products, chip.sram.size // products
     found: list[tuple[int, dict[str, int]]] = []
     for tk in halvings(k, 64, chip.matrix.rows)[:_MOST_TRIED]:
         for tm in halvings(m, 8, 8):
             fitting = [tn for tn in halvings(n, chip.matrix.columns, chip.matrix.columns) if tm * tn <= sums]
             for tn in fitting[:_MOST_TRIED]:
-                if tk * (tm * sizes[0] + tn * sizes[1]) > chip.sram.size:
+                if tk * (tm * sizes[0] + tn * sizes[1]) > room:
                     continue
                 for rows_outer in (0, 1) if tm < m and tn < n else (0,):
                     left = 1 if staged & 2 or (rows_outer and tk == k) else parts(n, tn)
@@ -57,15 +60,20 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     return _linear_tilings(o, chip)
 
 
-def _linear_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
-    """Tilings with what the chip's compiler stages; a single row is streamed past the weight."""
-    m, k = o.x.shape
+def staged_sides(left: View, right: View, chip: Chip) -> int:
+    """The sides of a product that the chip's compiler stages: 1 for the right one, 2 for the left one, 3 for both."""
     room, staged = chip.dma.staged_bytes, 0
-    for bit, view in ((1, o.weight), (2, o.x)) if m > 1 else ():
+    for bit, view in ((1, right), (2, left)):
         if (size := view.numel * itemsize(view.dtype)) <= room:
             room, staged = room - size, staged | bit
-    sizes = itemsize(o.x.dtype), itemsize(o.weight.dtype)
-    return product_tilings(m, o.weight.shape[0], k, chip, sizes, staged)
+    return staged
+
+
+def _linear_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+    """Tilings of a product with a weight; a weight streams past a single row, and is not staged."""
+    m, k = o.x.shape
+    staged = staged_sides(o.x, o.weight, chip) if m > 1 else 0
+    return product_tilings(m, o.weight.shape[0], k, chip, (itemsize(o.x.dtype), itemsize(o.weight.dtype)), staged)
 
 
 @lowering("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel", tilings=_tilings)
@@ -185,62 +193,78 @@ def _epilogue(e: Emitter, o: Operands, sums: Piece, rows: Axis, columns: Axis) -
         e.store(out, o.out, box)
 
 
-def _batched_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _batched_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     need_matrix(chip, o.a.dtype)
-    assert chip.matrix is not None
-    sums = chip.matrix.accumulator_bytes // 4
-    for tk in halvings(o.k, 64, chip.matrix.rows)[:5]:
-        for tm in halvings(o.m, 8, 8)[:6]:
-            for tn in halvings(o.n, chip.matrix.columns, chip.matrix.columns)[:6]:
-                if tm * tn <= sums:
-                    yield {"m": tm, "n": tn, "k": tk}
+    products = o.out.shape[-3] if len(o.out.shape) > 2 else 1
+    staged = staged_sides(o.a, o.b, chip)
+    sizes = itemsize(o.a.dtype), itemsize(o.b.dtype)
+    for together in halvings(products, 1):
+        for tiling in product_tilings(o.m, o.n, o.k, chip, sizes, staged, together):
+            if not tiling["rows_outer"] or (tiling["m"] < o.m and tiling["k"] == o.k):
+                yield {**tiling, "together": together}
 
 
 @lowering("batched_matmul_kernel", tilings=_batched_tilings)
 def batched_matmul(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, m, n] = scale · a[…, m, k] · b[…, k, n]."""
-    lead = o.out.shape[:-2]
-    if any(size != 1 for size in lead):
-        _over_lead(e, o, tiling, lead, [])
-    else:
-        _one_product(e, o, tiling, [ZERO] * len(lead))
+    """out[…, m, n] = scale · a[…, m, k] · b[…, k, n]; products of the last of the leading dimensions side by side."""
+    staged = {
+        queue: e.load(view, [(ZERO, size) for size in view.shape], queue=queue)
+        for queue, view in enumerate((o.a, o.b))
+        if tiling["staged"] & 2 >> queue
+    }
+    with ExitStack() as loops:
+        lead = [(loops.enter_context(e.loop(size)), 1) for size in o.out.shape[:-3]]
+        if len(o.out.shape) > 2:
+            together = tiling["together"]
+            counter = loops.enter_context(e.loop(parts(o.out.shape[-3], together)))
+            lead.append((counter * together, together))
+        _products(e, o, tiling, lead, staged)
 
 
-def _over_lead(e: Emitter, o: Operands, tiling: Tiling, lead: tuple[int, ...], counters: list[Affine]) -> None:
-    if len(counters) == len(lead):
-        _one_product(e, o, tiling, counters)
-        return
-    with e.loop(lead[len(counters)]) as counter:
-        _over_lead(e, o, tiling, lead, [*counters, counter])
-
-
-def _one_product(e: Emitter, o: Operands, tiling: Tiling, lead: list[Affine]) -> None:
+def _products(e: Emitter, o: Operands, tiling: Tiling, lead: Box, staged: Mapping[int, Piece]) -> None:
     tm, tn, tk = tiling["m"], tiling["n"], tiling["k"]
-    outside = [(counter, 1) for counter in lead]
     at = len(lead)
     whole_k = tk == o.k
-    with e.loop(parts(o.m, tm)) as i:
-        a = e.load(o.a, [*outside, (i * tm, tm), (ZERO, tk)], queue=0) if whole_k else None
-        with e.loop(parts(o.n, tn)) as j:
+    batch = [Axis(lead[-1][1], lead[-1][0], o.out.shape[-3])] if lead else []
+    own = [at - 1] if lead else []  # the dimension of products that are computed side by side
+
+    def side(queue: int, view: View, box: Box) -> Piece:
+        return e.part(staged[queue], view, box) if queue in staged else e.load(view, box, queue=queue)
+
+    def left_side(i: Affine, part: Affine) -> Piece:
+        return side(0, o.a, [*lead, (i * tm, tm), (part * tk, tk)])
+
+    def right_side(j: Affine, part: Affine) -> Piece:
+        return side(1, o.b, [*lead, (part * tk, tk), (j * tn, tn)])
+
+    outer, inner = parts(o.m, tm), parts(o.n, tn)
+    by_columns = not tiling["rows_outer"] and whole_k
+    if by_columns:
+        outer, inner = inner, outer
+    with e.loop(outer) as first:
+        kept = (right_side(first, ZERO) if by_columns else left_side(first, ZERO)) if whole_k else None
+        with e.loop(inner) as second:
+            i, j = (second, first) if by_columns else (first, second)
             rows, columns = Axis(tm, i * tm, o.m), Axis(tn, j * tn, o.n)
-            sums = e.room((rows, columns), "float32", Space.ACCUMULATORS)
+            sums = e.room((*batch, rows, columns), "float32", Space.ACCUMULATORS)
             with e.loop(parts(o.k, tk)) as part:
                 begins = None if whole_k else (e.depth - 1,)
-                left = a or e.load(o.a, [*outside, (i * tm, tm), (part * tk, tk)], queue=0)
-                right = e.load(o.b, [*outside, (part * tk, tk), (j * tn, tn)], queue=1)
+                left = kept if kept is not None and not by_columns else left_side(i, part)
+                right = kept if kept is not None and by_columns else right_side(j, part)
+                axes = [*((Role.BATCH, axis) for axis in batch), (Role.ROW, rows), (Role.COLUMN, columns)]
                 e.multiply(
-                    [(Role.ROW, rows), (Role.COLUMN, columns), (Role.SUM, Axis(tk, part * tk, o.k))],
-                    (left, left.tile(at, None, at + 1)),
-                    (right, right.tile(None, at + 1, at)),
-                    (sums, sums.tile(0, 1, None)),
+                    [*axes, (Role.SUM, Axis(tk, part * tk, o.k))],
+                    (left, left.tile(*own, at, None, at + 1)),
+                    (right, right.tile(*own, None, at + 1, at)),
+                    (sums, sums.tile(*range(len(sums.axes)), None)),
                     begins=begins,
                 )
-            box = [*outside, (i * tm, tm), (j * tn, tn)]
+            box = [*lead, (i * tm, tm), (j * tn, tn)]
             out, is_stored = e.result(o.out, box)
-            program = VectorProgram([rows, columns])
-            value = program.input(sums, 0, 1)
+            program = VectorProgram([*batch, rows, columns])
+            value = program.input(sums, *range(len(sums.axes)))
             if o.scale != 1.0:
                 value = program.op("mul", value, float(o.scale))
-            program.emit(e, [(value, out, (at, at + 1))], e.output_engine)
+            program.emit(e, [(value, out, (*own, at, at + 1))], e.output_engine)
             if is_stored:
                 e.store(out, o.out, box)

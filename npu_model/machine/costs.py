@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import itemsize
@@ -205,7 +205,7 @@ def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int
             total = math.ceil(max(cycles, size / chip.sram.bandwidth))
             found = (total, size, total - math.ceil(cycles))
             best = found if best is None else min(best, found)
-        if best is not None and not best[2]:
+        if best is not None and not best[2] and arrays & (arrays - 1) == 0:
             break
     assert best is not None
     return best
@@ -220,18 +220,26 @@ def _counts(arrays: int) -> list[int]:
     return sorted({arrays, *range(1, min(arrays, _MANY_ARRAYS) + 1), *powers}, reverse=True)
 
 
-def _shares(product: Product, arrays: int) -> list[tuple[Product, int]]:
-    """Ways to share a product among arrays: (what each computes, at most; products of a batch that are computed)."""
+def _shares(product: Product, arrays: int) -> Iterator[tuple[Product, int]]:
+    """Ways to share a product among arrays: (what each computes, at most; products of a batch that are computed).
+
+    Arrays that share the elements which are summed add to the same sums in the accumulators.
+    """
     if product.batch >= arrays:
-        return [(Product(product.m, product.n, product.k, -(-product.batch // arrays)), product.batch)]
-    each = arrays // product.batch
-    ways = []
-    for name in ("m", "n"):
-        size = getattr(product, name)
-        parts = min(each, size)
-        sizes = {"m": product.m, "n": product.n} | {name: -(-size // parts)}
-        ways.append((Product(sizes["m"], sizes["n"], product.k, 1), parts * product.batch))
-    return ways
+        yield Product(product.m, product.n, product.k, -(-product.batch // arrays)), product.batch
+        return
+    for rows, columns, depths in _splits(arrays // product.batch):
+        if rows <= product.m and columns <= product.n and depths <= product.k:
+            part = Product(-(-product.m // rows), -(-product.n // columns), -(-product.k // depths), 1)
+            yield part, rows * columns * depths * product.batch
+
+
+@cache
+def _splits(arrays: int) -> list[tuple[int, int, int]]:
+    """The ways to divide a number of arrays along rows, columns and what is summed; without a rest, or along one."""
+    factors = [part for part in range(1, arrays + 1) if arrays % part == 0]
+    ways = [(a, b, arrays // a // b) for a in factors for b in factors if arrays // a % b == 0]
+    return ways or [(arrays, 1, 1)]
 
 
 def fold_cycles(product: Product, chip: Chip) -> int:
@@ -247,17 +255,17 @@ def fold_cycles(product: Product, chip: Chip) -> int:
     folds = laid.row_folds * laid.column_folds * product.batch
     if not matrix.overlapped_folds:
         return folds * (laid.time + _depth(matrix))
-    return folds * max(laid.time, _load(matrix))
+    return folds * max(laid.time, _load(matrix, min(laid.along_rows, matrix.rows)))
 
 
-def _load(matrix: Matrix) -> int:
-    """Cycles in which what stays in the array is loaded."""
-    return 0 if matrix.dataflow is Dataflow.OUTPUT else -(-matrix.rows // matrix.load_rows)
+def _load(matrix: Matrix, rows: int) -> int:
+    """Cycles in which what stays in rows of the array is loaded."""
+    return 0 if matrix.dataflow is Dataflow.OUTPUT else -(-rows // matrix.load_rows)
 
 
 def _depth(matrix: Matrix) -> int:
     """Cycles of a fold besides those in which it streams: to load it, and for its last element to cross the array."""
-    return _load(matrix) + matrix.rows + matrix.columns - 2
+    return _load(matrix, matrix.rows) + matrix.rows + matrix.columns - 2
 
 
 __all__ = ["Cost", "Costs", "fold_cycles", "step_operations"]
