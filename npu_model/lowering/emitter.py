@@ -106,10 +106,10 @@ class Piece:
     def shape(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
-    def tile(self, *dims: int | None) -> Tile:
+    def tile(self, *dims: int | None, offset: int = 0) -> Tile:
         """The piece as an operand of an instruction whose axes are these dimensions of it; None where it has none."""
         strides = tuple(0 if dim is None else self.strides[dim] for dim in dims)
-        return self.with_strides(strides)
+        return self.with_strides(strides, offset)
 
     def with_strides(self, strides: tuple[int, ...], offset: int = 0) -> Tile:
         """The piece as an operand that is walked with these strides, from `offset` bytes on."""

@@ -118,7 +118,8 @@ class Costs:
         if key not in self._products:
             self._products[key] = self._product(sizes, dtype, left, right)
         cycles, accessed, ports = self._products[key]
-        latency = math.ceil(_depth(matrix) / (matrix.rates[dtype] * matrix.efficiency)) if matrix.overlapped_folds else 0
+        depth = _depth(matrix) if matrix.overlapped_folds else 0
+        latency = math.ceil(depth / (matrix.rates[dtype] * matrix.efficiency))
         macs = math.prod(sizes.values())
         return Cost(cycles, 0, 0, accessed, macs, dtype=dtype, port_cycles=ports, latency=latency)
 

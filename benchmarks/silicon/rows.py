@@ -1,0 +1,83 @@
+"""The measured rows, each with the program that was measured."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.silicon.graphs import IR, attention, erf_ffn, gated_ffn, gemm, materialised_attention
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement.
+
+    Attributes:
+        group: Name of the set that it belongs to.
+        graph: Makes the IR.
+        dtype: Dtype that is computed in.
+        us: Measured time in microseconds.
+        unfused: Names of the compiler's fusions that the measured program lacks.
+        rate: Multiply-accumulates per element and cycle where the row's setting changes them; 0 where it does not.
+    """
+
+    group: str
+    chip: str
+    name: str
+    graph: Callable[[], IR]
+    dtype: str
+    us: float
+    rate: float = 0.0
+    unfused: tuple[str, ...] = ()
+
+
+def read(folder: Path) -> list[Row]:
+    """The rows of all files, in their order."""
+    rows: list[Row] = []
+    for reader in (_v6e_gemm, _v6e_blocks, _v4_gemm):
+        rows += reader(folder)
+    return rows
+
+
+def _table(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+def _sizes(line: dict[str, str]) -> tuple[int, int, int]:
+    return int(line["m"]), int(line["n"]), int(line["k"])
+
+
+def _v6e_gemm(folder: Path) -> Iterator[Row]:
+    for line in _table(folder / "tpu_v6e_gemm.csv"):
+        m, n, k = _sizes(line)
+        group = "v6e GEMM" if "HBM" in line["scope"] else "v6e GEMM, fusion span"
+        yield Row(group, "tpu-v6e", f"{m}x{k}x{n}", partial(gemm, m, n, k), "bfloat16", float(line["value"]))
+
+
+def _v6e_blocks(folder: Path) -> Iterator[Row]:
+    for line in _table(folder / "tpu_v6e_ffn_attention.csv"):
+        us = float(line["value"])
+        if line["op"].startswith("ffn"):
+            sizes = tuple(int(line[name]) for name in ("tokens", "hidden", "intermediate"))
+            make = gated_ffn if line["op"] == "ffn_gated" else erf_ffn
+            name = f"{line['op']} {'x'.join(map(str, sizes))}"
+            yield Row("v6e FFN", "tpu-v6e", name, partial(make, *sizes), "bfloat16", us)
+        else:
+            keys = ("q_heads_x_seqs", "kv_heads_x_seqs", "q_len", "kv_len", "head_dim")
+            sizes = tuple(int(line[name]) for name in keys)
+            name = f"{line['op']} {'x'.join(map(str, sizes))}"
+            if line["op"] == "attn_encoder":
+                make, unfused = partial(materialised_attention, sizes[0], *sizes[2:]), ("attention",)
+            else:
+                make, unfused = partial(attention, *sizes, sizes[2] > 1), ()
+            yield Row("v6e attention", "tpu-v6e", name, make, "bfloat16", us, unfused=unfused)
+
+
+def _v4_gemm(folder: Path) -> Iterator[Row]:
+    for line in _table(folder / "tpu_v4_gemm_fp16.csv"):
+        m, n, k = _sizes(line)
+        yield Row("v4 GEMM", "tpu-v4", f"{m}x{k}x{n}", partial(gemm, m, n, k), "float16", float(line["value"]))
