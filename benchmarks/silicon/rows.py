@@ -37,7 +37,7 @@ class Row:
 def read(folder: Path) -> list[Row]:
     """The rows of all files, in their order."""
     rows: list[Row] = []
-    for reader in (_v6e_gemm, _v6e_blocks, _v4_gemm):
+    for reader in (_v6e_gemm, _v6e_blocks, _v4_gemm, _tenstorrent):
         rows += reader(folder)
     return rows
 
@@ -81,3 +81,19 @@ def _v4_gemm(folder: Path) -> Iterator[Row]:
     for line in _table(folder / "tpu_v4_gemm_fp16.csv"):
         m, n, k = _sizes(line)
         yield Row("v4 GEMM", "tpu-v4", f"{m}x{k}x{n}", partial(gemm, m, n, k), "float16", float(line["value"]))
+
+
+_FIDELITY = {"LoFi": 8.0, "HiFi2": 4.0, "HiFi4": 2.0}  # multiply-accumulates of an element of 16 × 16 per cycle
+
+
+def _tenstorrent(folder: Path) -> Iterator[Row]:
+    for line in _table(folder / "tenstorrent_gemm.csv"):
+        if line["dtype"] != "bfloat16":
+            continue  # block floats have no kernels here
+        m, n, k = _sizes(line)
+        chip = line["chip"].removeprefix("tenstorrent-")
+        clock = {"wormhole-n150": 1.0, "blackhole-p150": 1.35}[chip]
+        group = f"Tenstorrent GEMM, {line['config']}"
+        name = f"{chip} {m}x{k}x{n} {line['math_fidelity']}"
+        us = float(line["derived_device_cycles"]) / (1e3 * clock)
+        yield Row(group, chip, name, partial(gemm, m, n, k), "bfloat16", us, _FIDELITY[line["math_fidelity"]])
