@@ -12,6 +12,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.inputs: list[IR] = []
+        self.weights: list[IR] = []
         self.nodes: list[IR] = []
 
     def input(self, *shape: int, dtype: str = "float32") -> IR:
@@ -20,13 +21,16 @@ class Graph:
         self.inputs.append(tensor)
         return {**tensor, "producer_node": tensor["name"], "producer_output_idx": 0}
 
+    def weight(self, *shape: int, dtype: str = "float32") -> IR:
+        """A weight."""
+        self.weights.append({"name": f"w{len(self.weights)}", "shape": [*shape], "dtype": dtype})
+        return self.weights[-1]
+
     def op(self, name: str, shape: tuple[int, ...], *operands: IR, dtype: str = "float32", **attrs: Any) -> IR:
         """The result of an op of the given name, shape and dtype."""
         node = f"{name.split('.')[-2]}_{len(self.nodes)}"
         result = {"name": node, "shape": [*shape], "dtype": dtype}
-        self.nodes.append(
-            {"name": node, "op_type": name, "inputs": [*operands], "outputs": [result], "attrs": attrs}
-        )
+        self.nodes.append({"name": node, "op_type": name, "inputs": [*operands], "outputs": [result], "attrs": attrs})
         return {**result, "producer_node": node, "producer_output_idx": 0}
 
     def ir(self, *outputs: IR) -> IR:
@@ -35,8 +39,8 @@ class Graph:
             "model_name": "measured",
             "graph_inputs": self.inputs,
             "graph_outputs": [*outputs],
-            "weights": [],
-            "weight_name_mapping": {},
+            "weights": self.weights,
+            "weight_name_mapping": {each["name"]: each["name"] for each in self.weights},
             "constants": {},
             "nodes": self.nodes,
         }
@@ -53,8 +57,7 @@ def gated_ffn(tokens: int, hidden: int, inner: int) -> IR:
     g = Graph()
     both = g.op("aten.linear.default", (tokens, 2 * inner), g.input(tokens, hidden), g.input(2 * inner, hidden))
     gate, up = (
-        g.op("aten.slice.Tensor", (tokens, inner), both, dim=1, start=start, end=start + inner)
-        for start in (0, inner)
+        g.op("aten.slice.Tensor", (tokens, inner), both, dim=1, start=start, end=start + inner) for start in (0, inner)
     )
     gated = g.op("aten.mul.Tensor", (tokens, inner), g.op("aten.silu.default", (tokens, inner), gate), up)
     return g.ir(g.op("aten.linear.default", (tokens, hidden), gated, g.input(hidden, inner)))
@@ -87,3 +90,55 @@ def materialised_attention(heads: int, queries: int, keys: int, width: int) -> I
     scores = g.op("aten.bmm.default", (heads, queries, keys), q, turned)
     weights = g.op("aten.softmax.int", (heads, queries, keys), scores, dim=2)
     return g.ir(g.op("aten.bmm.default", (heads, queries, width), weights, v))
+
+
+_CODES = {"scale": 0.05, "zero_point": 0, "quant_min": -128, "quant_max": 127, "dtype": "int8"}
+
+
+def _rounded(g: Graph, x: IR) -> IR:
+    """A tensor rounded to int8 and taken as a float again, which the compiler makes a tensor of int8."""
+    shape = tuple(x["shape"])
+    codes = g.op("quantized_decomposed.quantize_per_tensor.default", shape, x, dtype="int8")
+    g.nodes[-1]["attrs"] = dict(_CODES)
+    return _values(g, codes)
+
+
+def _values(g: Graph, codes: IR) -> IR:
+    values = g.op("quantized_decomposed.dequantize_per_tensor.default", tuple(codes["shape"]), codes)
+    g.nodes[-1]["attrs"] = dict(_CODES)
+    return values
+
+
+def integer_convolution(
+    image: tuple[int, int, int], filters: int, kernel: int, stride: int, padding: int, residual: bool, relu: bool
+) -> IR:
+    """A convolution of int8 with ReLU, to which another image may be added, between images of int8."""
+    g = Graph()
+    channels, height, width = image
+    result = (1, filters, *((size + 2 * padding - kernel) // stride + 1 for size in (height, width)))
+    window = {"stride": [stride] * 2, "padding": [padding] * 2, "dilation": [1, 1], "groups": 1}
+    weight = _values(g, g.weight(filters, channels, kernel, kernel, dtype="int8"))
+    x = _rounded(g, g.input(1, channels, height, width))
+    y = g.op("aten.conv2d.default", result, x, weight, g.weight(filters), **window)
+    if residual:
+        y = g.op("aten.add.Tensor", result, y, _rounded(g, g.input(*result)))
+    if relu:
+        y = g.op("aten.relu.default", result, y)
+    return g.ir(_rounded(g, y))
+
+
+def integer_pooling(image: tuple[int, int, int], kernel: int) -> IR:
+    """The largest of each window of an image of int8."""
+    g = Graph()
+    x = _rounded(g, g.input(1, *image))
+    window = {"kernel_size": [kernel] * 2, "stride": [1, 1], "padding": [kernel // 2] * 2}
+    return g.ir(_rounded(g, g.op("aten.max_pool2d.default", (1, *image), x, **window)))
+
+
+def concatenation(image: tuple[int, int, int], count: int) -> IR:
+    """Images of int8, one behind the other."""
+    g = Graph()
+    channels, height, width = image
+    images = [_rounded(g, g.input(1, *image)) for _ in range(count)]
+    sizes = {"dim": 1, "_tensor_list_sizes": [count]}
+    return g.ir(_rounded(g, g.op("aten.cat.default", (1, count * channels, height, width), *images, **sizes)))

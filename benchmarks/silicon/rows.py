@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.silicon.graphs import IR, attention, erf_ffn, gated_ffn, gemm, materialised_attention
+from benchmarks.silicon.graphs import (
+    IR,
+    attention,
+    erf_ffn,
+    gated_ffn,
+    gemm,
+    integer_convolution,
+    integer_pooling,
+    materialised_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,7 @@ class Row:
         graph: Makes the IR.
         dtype: Dtype that is computed in.
         us: Measured time in microseconds.
+        kernels: Begin of the names of the kernels that were measured, of a program that needs others around them.
         unfused: Names of the compiler's fusions that the measured program lacks.
         rate: Multiply-accumulates per element and cycle where the row's setting changes them; 0 where it does not.
     """
@@ -32,12 +42,13 @@ class Row:
     us: float
     rate: float = 0.0
     unfused: tuple[str, ...] = ()
+    kernels: str = ""
 
 
 def read(folder: Path) -> list[Row]:
     """The rows of all files, in their order."""
     rows: list[Row] = []
-    for reader in (_v6e_gemm, _v6e_blocks, _v4_gemm, _tenstorrent):
+    for reader in (_v6e_gemm, _v6e_blocks, _v4_gemm, _tenstorrent, _rk3588):
         rows += reader(folder)
     return rows
 
@@ -97,3 +108,19 @@ def _tenstorrent(folder: Path) -> Iterator[Row]:
         name = f"{chip} {m}x{k}x{n} {line['math_fidelity']}"
         us = float(line["derived_device_cycles"]) / (1e3 * clock)
         yield Row(group, chip, name, partial(gemm, m, n, k), "bfloat16", us, _FIDELITY[line["math_fidelity"]])
+
+
+def _rk3588(folder: Path) -> Iterator[Row]:
+    for line in _table(folder / "rk3588_yolov5s_layers.csv"):
+        image = int(line["c_in"]), int(line["h_in"]), int(line["w_in"])
+        kernel, stride = (int(line[name] or 1) for name in ("r", "stride"))
+        if line["op"] == "MaxPool":
+            make = partial(integer_pooling, image, kernel)
+        elif line["op"].startswith("Conv") and line["op"] != "ConvTranspose":
+            padding = max(0, ((int(line["h_out"]) - 1) * stride + kernel - image[1] + 1) // 2)
+            is_added, has_relu = line["op"].endswith("Add"), "Relu" in line["op"]
+            make = partial(integer_convolution, image, int(line["c_out"]), kernel, stride, padding, is_added, has_relu)
+        else:
+            continue  # concatenations and transposed convolutions have no kernel of int8
+        name = f"{line['layer']} {line['op']} {'x'.join(map(str, image))}-{line['c_out']} {kernel}/{stride}"
+        yield Row("RK3588 layers", "rk3588", name, make, "float16", float(line["value"]), kernels="integer_")

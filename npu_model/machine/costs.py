@@ -15,6 +15,7 @@ from npu_model.chip import Chip, Dataflow, Matrix
 from npu_model.chip.systolic import mapping, sram_accesses
 from npu_model.isa.instructions import Compute, Engine, Fence, Instruction, Multiply, Role, Space, Tile, Transfer
 from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, REDUCTIONS, RUNNING_SUM
+from npu_model.machine.dram import Banks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,27 @@ class Costs:
         """Bytes per cycle that transfers from and to DRAM reach."""
         return self.chip.dram_bytes_per_cycle * self.chip.dram.efficiency
 
-    def cost(self, instruction: Instruction, extents: Sequence[int]) -> Cost:
-        """The cost of an execution in which `extents` elements exist along each axis."""
+    @cached_property
+    def banks(self) -> Banks | None:
+        """The banks of DRAM; None where the chip's file has none."""
+        return None if self.chip.dram.banks is None else Banks(self.chip)
+
+    def cost(self, instruction: Instruction, extents: Sequence[int], address: int = 0) -> Cost:
+        """The cost of an execution in which `extents` elements exist along each axis.
+
+        Args:
+            address: Byte in DRAM that a transfer begins at; only its place among channels and rows matters.
+        """
         if isinstance(instruction, Fence) or 0 in extents:
             return _NOTHING
         if isinstance(instruction, Transfer):
-            return self._transfer(instruction, extents)
+            return self._transfer(instruction, extents, address)
         if isinstance(instruction, Multiply):
             return self._multiply(instruction, extents)
         assert isinstance(instruction, Compute)
         return self._compute(instruction, extents)
 
-    def _transfer(self, instruction: Transfer, extents: Sequence[int]) -> Cost:
+    def _transfer(self, instruction: Transfer, extents: Sequence[int], address: int) -> Cost:
         source, target = instruction.source, instruction.target
         size = itemsize(source.dtype)
         moved = size * math.prod(extents)
@@ -88,6 +98,8 @@ class Costs:
             outside = source if source.space is Space.DRAM else target
             bursts = self._bursts(outside, extents, size, index if outside is instruction.chosen else None)
             cycles = max(cycles, bursts / self.bytes_per_cycle)
+            if self.banks is not None:
+                cycles = max(cycles, self.banks.cycles(address, outside.strides, extents, size))
         return Cost(math.ceil(cycles), read, written, inside)
 
     def _bursts(self, tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> int:
