@@ -35,10 +35,11 @@ class Outcome:
 def chip_of(row: Row) -> Chip:
     """The chip of a row, as it was set there."""
     chip = load_chip(row.chip)
-    if not row.rate:
-        return chip
-    assert chip.matrix is not None
-    return changed(chip, "matrix", rates={**chip.matrix.rates, row.dtype: row.rate})
+    if row.launch_us is not None:
+        chip = changed(chip, "launch", cost_us=row.launch_us)
+    if row.rate and chip.matrix is not None:
+        chip = changed(chip, "matrix", rates={**chip.matrix.rates, row.dtype: row.rate})
+    return chip
 
 
 def changed(chip: Chip, table: str, **values: object) -> Chip:

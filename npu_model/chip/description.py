@@ -180,8 +180,8 @@ class Dma:
     """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency.
 
     Attributes:
-        staged_bytes: Scratchpad for operands of a product that are moved there whole before it begins, the weight
-            first, as compilers do that place tensors and not tiles. Default: operands are always streamed by tiles.
+        staged_bytes: Scratchpad for operands of a product with a weight that are moved there whole before it begins,
+            the weight first, as compilers do that place tensors and not tiles. Default: all are streamed by tiles.
     """
 
     channels: int = _from(1, 1024)

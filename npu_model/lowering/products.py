@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 
 from npu_compiler.graph.dtypes import itemsize
@@ -60,19 +60,13 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     return _linear_tilings(o, chip)
 
 
-def staged_sides(left: View, right: View, chip: Chip) -> int:
-    """The sides of a product that the chip's compiler stages: 1 for the right one, 2 for the left one, 3 for both."""
-    room, staged = chip.dma.staged_bytes, 0
-    for bit, view in ((1, right), (2, left)):
-        if (size := view.numel * itemsize(view.dtype)) <= room:
-            room, staged = room - size, staged | bit
-    return staged
-
-
 def _linear_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     """Tilings of a product with a weight; a weight streams past a single row, and is not staged."""
     m, k = o.x.shape
-    staged = staged_sides(o.x, o.weight, chip) if m > 1 else 0
+    room, staged = chip.dma.staged_bytes, 0
+    for bit, view in ((1, o.weight), (2, o.x)) if m > 1 else ():
+        if (size := view.numel * itemsize(view.dtype)) <= room:
+            room, staged = room - size, staged | bit
     return product_tilings(m, o.weight.shape[0], k, chip, (itemsize(o.x.dtype), itemsize(o.weight.dtype)), staged)
 
 
@@ -196,10 +190,9 @@ def _epilogue(e: Emitter, o: Operands, sums: Piece, rows: Axis, columns: Axis) -
 def _batched_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     need_matrix(chip, o.a.dtype)
     products = o.out.shape[-3] if len(o.out.shape) > 2 else 1
-    staged = staged_sides(o.a, o.b, chip)
     sizes = itemsize(o.a.dtype), itemsize(o.b.dtype)
     for together in halvings(products, 1):
-        for tiling in product_tilings(o.m, o.n, o.k, chip, sizes, staged, together):
+        for tiling in product_tilings(o.m, o.n, o.k, chip, sizes, 0, together):
             if not tiling["rows_outer"] or (tiling["m"] < o.m and tiling["k"] == o.k):
                 yield {**tiling, "together": together}
 
@@ -207,35 +200,27 @@ def _batched_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 @lowering("batched_matmul_kernel", tilings=_batched_tilings)
 def batched_matmul(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out[…, m, n] = scale · a[…, m, k] · b[…, k, n]; products of the last of the leading dimensions side by side."""
-    staged = {
-        queue: e.load(view, [(ZERO, size) for size in view.shape], queue=queue)
-        for queue, view in enumerate((o.a, o.b))
-        if tiling["staged"] & 2 >> queue
-    }
     with ExitStack() as loops:
         lead = [(loops.enter_context(e.loop(size)), 1) for size in o.out.shape[:-3]]
         if len(o.out.shape) > 2:
             together = tiling["together"]
             counter = loops.enter_context(e.loop(parts(o.out.shape[-3], together)))
             lead.append((counter * together, together))
-        _products(e, o, tiling, lead, staged)
+        _products(e, o, tiling, lead)
 
 
-def _products(e: Emitter, o: Operands, tiling: Tiling, lead: Box, staged: Mapping[int, Piece]) -> None:
+def _products(e: Emitter, o: Operands, tiling: Tiling, lead: Box) -> None:
     tm, tn, tk = tiling["m"], tiling["n"], tiling["k"]
     at = len(lead)
     whole_k = tk == o.k
     batch = [Axis(lead[-1][1], lead[-1][0], o.out.shape[-3])] if lead else []
     own = [at - 1] if lead else []  # the dimension of products that are computed side by side
 
-    def side(queue: int, view: View, box: Box) -> Piece:
-        return e.part(staged[queue], view, box) if queue in staged else e.load(view, box, queue=queue)
-
     def left_side(i: Affine, part: Affine) -> Piece:
-        return side(0, o.a, [*lead, (i * tm, tm), (part * tk, tk)])
+        return e.load(o.a, [*lead, (i * tm, tm), (part * tk, tk)], queue=0)
 
     def right_side(j: Affine, part: Affine) -> Piece:
-        return side(1, o.b, [*lead, (part * tk, tk), (j * tn, tn)])
+        return e.load(o.b, [*lead, (part * tk, tk), (j * tn, tn)], queue=1)
 
     outer, inner = parts(o.m, tm), parts(o.n, tn)
     by_columns = not tiling["rows_outer"] and whole_k
