@@ -31,6 +31,7 @@ class Row:
         us: Measured time in microseconds.
         kernels: Begin of the names of the kernels that were measured, of a program that needs others around them.
         unfused: Names of the compiler's fusions that the measured program lacks.
+        is_compute_only: Whether operands were moved before and after what was measured.
         launch_us: Cost of a launch, where another one than the chip's launched it.
         rate: Multiply-accumulates per element and cycle where the row's setting changes them; 0 where it does not.
     """
@@ -45,6 +46,7 @@ class Row:
     unfused: tuple[str, ...] = ()
     kernels: str = ""
     launch_us: float | None = None
+    is_compute_only: bool = False
 
 
 _PAGED_LAUNCH_US = 6.5  # of a kernel from a library, by its own set; see `fit`
@@ -70,8 +72,10 @@ def _sizes(line: dict[str, str]) -> tuple[int, int, int]:
 def _v6e_gemm(folder: Path) -> Iterator[Row]:
     for line in _table(folder / "tpu_v6e_gemm.csv"):
         m, n, k = _sizes(line)
-        group = "v6e GEMM" if "HBM" in line["scope"] else "v6e GEMM, fusion span"
-        yield Row(group, "tpu-v6e", f"{m}x{k}x{n}", partial(gemm, m, n, k), "bfloat16", float(line["value"]))
+        is_span = "HBM" not in line["scope"]
+        group = "v6e GEMM, fusion span" if is_span else "v6e GEMM"
+        make, us = partial(gemm, m, n, k), float(line["value"])
+        yield Row(group, "tpu-v6e", f"{m}x{k}x{n}", make, "bfloat16", us, is_compute_only=is_span)
 
 
 def _v6e_blocks(folder: Path) -> Iterator[Row]:

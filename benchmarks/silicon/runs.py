@@ -55,6 +55,8 @@ def run(row: Row, chip: Chip | None = None) -> Outcome:
     cycles = result.cycles
     if row.kernels:
         cycles = sum(call.cycles for call in result.calls if call.kernel.startswith(row.kernels))
+    if row.is_compute_only:
+        cycles = result.busy["matrix"] + round(1e3 * chip.launch.cost_us * chip.clock_ghz)
     return Outcome(row, result, 1e6 * chip.seconds(cycles))
 
 
