@@ -10,6 +10,15 @@ from benchmarks.silicon.runs import LEAST_US, Outcome, fitting_rows, rank_correl
 from npu_compiler.files import write_atomically
 from npu_model import Result
 
+_INTRODUCTION = f"""\
+Times that were measured on chips, beside those of `simulate` with the chip files of this package: the program of each
+row is compiled, lowered and timed as any other. Sources: SCALE-Sim and SCALE-Sim-validation (MIT), PyTorchSim's
+reference times, tt-metal's report on products (Apache-2.0), and the RKNN log in Embedfire's manual. Rows under
+{LEAST_US:g} µs are left out. At most three numbers of a chip are fitted, on every third row of one set: the cost of a
+launch, and the shares of DRAM's bandwidth and of the arrays' peak that are reached (its file says which). No row has
+rules of its own. Errors are of all rows."""
+# Sets that are also summed up together.
+TOGETHER = {"v6e attention, both": ("v6e attention", "v6e paged attention")}
 WORST = 3  # rows of a set
 NOTES = {
     "v6e GEMM": "Products of bfloat16; name: rows × summed × columns. Operands come from HBM.",
@@ -34,24 +43,24 @@ _CAUSES = {
 }
 
 
-def document(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+def document(outcomes: dict[str, list[Outcome]]) -> str:
     """The page in Markdown."""
     lines = [
         "# Simulated chips and silicon",
         "",
-        "Times that were measured on chips, beside those of `simulate` with the chip files of this package: the program",
-        "of each row is compiled, lowered and timed as any other. Sources: SCALE-Sim and SCALE-Sim-validation (MIT),",
-        "PyTorchSim's reference times, tt-metal's report on products (Apache-2.0), the RKNN log in Embedfire's manual.",
-        f"Rows under {LEAST_US:g} µs are left out. At most three numbers of a chip are fitted, on every third row of one",
-        "set: the cost of a launch, and the shares of DRAM's bandwidth and of the arrays' peak that are reached (its file",
-        "says which). No row has rules of its own. Errors are of all rows.",
+        *_INTRODUCTION.splitlines(),
         "",
         "Written by `python -m benchmarks.silicon FOLDER`; `--fit SET` fits the numbers again.",
         "",
         "| set | rows | median error | mean | 90th percentile | signed median | rank correlation |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for group, each in outcomes.items():
+    both = {
+        name: [outcome for group in groups for outcome in outcomes[group]]
+        for name, groups in TOGETHER.items()
+        if all(group in outcomes for group in groups)
+    }
+    for group, each in (outcomes | both).items():
         middle, average, ninetieth, signed = summary(each)
         lines.append(
             f"| {group} | {len(each)} | {middle:.1%} | {average:.1%} | {ninetieth:.1%} | {signed:+.1%} "

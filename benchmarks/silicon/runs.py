@@ -68,9 +68,11 @@ def fitting_rows(rows: Sequence[Row]) -> list[Row]:
 def fit(rows: Sequence[Row]) -> tuple[dict[str, float], float]:
     """The numbers of `FITTED` at which the mean error of these rows' logarithms is least, and that mean.
 
-    One number after the other is moved by a step as long as that helps; then steps become smaller.
+    One number after the other is moved by a step as long as that helps; then steps become smaller. Of rows with a cost
+    of launches of their own, only that is fitted.
     """
-    best = {key: float(getattr(getattr(chip_of(rows[0]), key[0]), key[1])) for key in FITTED}
+    keys = FITTED if rows[0].launch_us is None else FITTED[:1]
+    best = {key: float(getattr(getattr(chip_of(rows[0]), key[0]), key[1])) for key in keys}
 
     def loss(numbers: dict[tuple[str, str], float]) -> float:
         total = []
@@ -83,7 +85,7 @@ def fit(rows: Sequence[Row]) -> tuple[dict[str, float], float]:
 
     least = loss(best)
     for step in (1.2, 1.06, 1.02):
-        for key in FITTED:
+        for key in keys:
             for factor in (step, 1 / step):
                 while True:
                     value = best[key] * factor
