@@ -144,10 +144,10 @@ class DramBanks:
     """
 
     kind: str = _one_of("custom", *DRAM_KINDS, default="custom")
-    channels: int = _from(1, 4096)
+    channels: int = _from(1, 1024)
     ranks: int = _from(1, 64, default=1)
     banks: int = _from(1, 4096)
-    row_bytes: int = _from(16, 2**20)
+    row_bytes: int = _from(256, 2**20)
     interleave_bytes: int = _from(16, 2**20, default=256)
     trcd_ns: float = _from(0, 1e6)
     trp_ns: float = _from(0, 1e6)
@@ -391,7 +391,14 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
 def _part(kind: type, table: Mapping[str, Any], path: str, where: str) -> Any:
     """A part of a chip from its table; DRAM with banks gets what its kind has and the table does not give."""
     if kind is not DramBanks:
-        return _fields(kind, table, f"{path}.", where)
+        part = _fields(kind, table, f"{path}.", where)
+        if isinstance(part, Dram) and part.banks is not None and part.banks.interleave_bytes % part.burst_bytes:
+            each = part.banks.interleave_bytes
+            raise InputError(
+                f"{where}: '{path}.burst_bytes' is {part.burst_bytes}; it must divide {each}, the bytes "
+                "that lie in one channel ('banks.interleave_bytes')"
+            )
+        return part
     banks = _fields(kind, {**DRAM_KINDS.get(str(table.get("kind")), {}), **table}, f"{path}.", where)
     row, each = banks.row_bytes, banks.interleave_bytes
     if row % each:

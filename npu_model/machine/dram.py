@@ -33,6 +33,8 @@ class Banks:
         assert banks is not None
         self._banks, self._burst = banks, chip.dram.burst_bytes
         self._rate = chip.dram.bandwidth_gb_s * chip.dram.efficiency / banks.channels  # bytes per nanosecond
+        self._opening = banks.trp_ns + banks.trcd_ns
+        self._known: dict[tuple[object, ...], float] = {}
         self._cycles_per_ns = chip.clock_ghz / (1 - banks.trfc_ns / banks.trefi_ns)
 
     @cached_property
@@ -42,69 +44,107 @@ class Banks:
 
     def cycles(self, address: int, strides: Sequence[int], extents: Sequence[int], size: int) -> float:
         """Cycles in which DRAM is busy with a box of elements of `size` bytes; strides are bytes."""
-        starts, length = runs(address, strides, extents, size)
+        walked = sorted(zip(map(abs, strides), extents, strict=True))
+        key = (address % self.period, size, *walked)
+        if key not in self._known:
+            self._known[key] = self._busy_ns(*_runs(address % self.period, walked, size)) * self._cycles_per_ns
+        return self._known[key]
+
+    def _busy_ns(self, starts: np.ndarray, length: int) -> float:
+        """Nanoseconds of the channel that is busy for longest."""
+        if len(starts) == 1 and self._turns_without_waiting:
+            first, end = self._held(starts), self._held(starts + length)
+            return float((_up(end, self._burst) - first // self._burst * self._burst)[end > first].max() / self._rate)
         channel, row, bytes_ = self._visits(starts, length)
-        ends = np.flatnonzero(np.diff(channel, append=-1)) + 1
         busy: dict[bytes, float] = {}
-        first = 0
-        for end in ends.tolist():
-            part = slice(first, end)
-            key = (row[part] - row[first]).tobytes() + bytes_[part].tobytes()
+        begin = 0
+        for behind in (np.flatnonzero(np.diff(channel, append=-1)) + 1).tolist():
+            part = slice(begin, behind)
+            key = (row[part] - row[begin]).tobytes() + bytes_[part].tobytes()
             if key not in busy:
                 busy[key] = self._channel_ns(row[part], bytes_[part] / self._rate)
-            first = end
-        return max(busy.values()) * self._cycles_per_ns
+            begin = behind
+        return max(busy.values())
+
+    @cached_property
+    def _turns_without_waiting(self) -> bool:
+        """Whether a bank's next row is open when all other banks have been read."""
+        others = self._banks.banks * self._banks.ranks - 1
+        return others * self._banks.row_bytes / self._rate >= self._opening
+
+    def _held(self, address: np.ndarray) -> np.ndarray:
+        """Bytes that each channel holds of all before an address; by channel, then address."""
+        count, each = self._banks.channels, self._banks.interleave_bytes
+        channels = np.arange(count)[:, None]
+        held: np.ndarray = address // (each * count) * each + (address % (each * count) - channels * each).clip(0, each)
+        return held
 
     def _visits(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Channel, row of the channel, and bytes of each stay in a row; by channel, in the order of the transfer."""
-        count, each, row_bytes = self._banks.channels, self._banks.interleave_bytes, self._banks.row_bytes
-        channels = np.arange(count)[:, None]
-
-        def held(address: np.ndarray) -> np.ndarray:
-            """Bytes that each channel holds of all before an address."""
-            return address // (each * count) * each + np.clip(address % (each * count) - channels * each, 0, each)
-
-        first, end = held(starts).ravel(), held(starts + length).ravel()
-        owner = np.repeat(np.arange(count), len(starts))
-        touched = end > first
-        first, end, owner = first[touched] // self._burst * self._burst, end[touched], owner[touched]
-        end = -(-end // self._burst) * self._burst
+        row_bytes = self._banks.row_bytes
+        owner, first, end = self._pieces(starts, length)
+        first, end = first // self._burst * self._burst, _up(end, self._burst)
         rows = (end - 1) // row_bytes - first // row_bytes + 1
         behind = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
         row = np.repeat(first // row_bytes, rows) + behind
-        stay = np.minimum(np.repeat(end, rows), (row + 1) * row_bytes) - np.maximum(
-            np.repeat(first, rows), row * row_bytes
-        )
+        begins_at = np.maximum(np.repeat(first, rows), row * row_bytes)
+        stay = np.minimum(np.repeat(end, rows), (row + 1) * row_bytes) - begins_at
         owner = np.repeat(owner, rows)
         begins = np.flatnonzero((np.diff(owner, prepend=-1) != 0) | (np.diff(row, prepend=-1) != 0))
         return owner[begins], row[begins], np.add.reduceat(stay, begins)
 
+    def _pieces(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Channel and range of its bytes, for each run and each channel that the run touches; by channel, then run."""
+        count, each = self._banks.channels, self._banks.interleave_bytes
+        blocks = (length + each - 2) // each + 1  # the most that a run touches
+        if blocks > count:
+            first, end = self._held(starts), self._held(starts + length)
+            owner = np.repeat(np.arange(count), len(starts))
+            touched = (end > first).ravel()
+            return owner[touched], first.ravel()[touched], end.ravel()[touched]
+        block = (starts // each)[:, None] + np.arange(blocks)
+        first = np.maximum(starts[:, None], block * each) - block * each
+        end = np.minimum((starts + length)[:, None], (block + 1) * each) - block * each
+        touched = (end > first).ravel()
+        block, first, end = block.ravel()[touched], first.ravel()[touched], end.ravel()[touched]
+        order = np.argsort(block % count, kind="stable")
+        base = (block // count * each)[order]
+        return (block % count)[order], base + first[order], base + end[order]
+
     def _channel_ns(self, row: np.ndarray, durations: np.ndarray) -> float:
         """Nanoseconds of a channel for its stays in rows."""
         bank = row % (self._banks.banks * self._banks.ranks)
-        opening = self._banks.trp_ns + self._banks.trcd_ns
         behind = np.cumsum(durations)
         order = np.argsort(bank, kind="stable")
         before = np.full(len(bank), _NO_VISIT)
         changes = (bank[order[1:]] == bank[order[:-1]]) & (row[order[1:]] != row[order[:-1]])
         before[order[1:][changes]] = order[:-1][changes]
         again = np.flatnonzero(before != _NO_VISIT)
-        if not (behind[again] - durations[again] - behind[before[again]] < opening).any():
+        if not (behind[again] - durations[again] - behind[before[again]] < self._opening).any():
             return float(behind[-1])
         ends: list[float] = []
         now = 0.0
         for previous, duration in zip(before.tolist(), durations.tolist(), strict=True):
-            if previous != _NO_VISIT and ends[previous] + opening > now:
-                now = ends[previous] + opening
+            if previous != _NO_VISIT:
+                now = max(now, ends[previous] + self._opening)
             now += duration
             ends.append(now)
         return now
 
 
+def _up(number: np.ndarray, multiple: int) -> np.ndarray:
+    """Numbers rounded up to a multiple."""
+    return -(-number // multiple) * multiple
+
+
 def runs(address: int, strides: Sequence[int], extents: Sequence[int], size: int) -> tuple[np.ndarray, int]:
     """Addresses of the runs of consecutive bytes of a box, in their order, and the length of each."""
+    return _runs(address, sorted(zip(map(abs, strides), extents, strict=True)), size)
+
+
+def _runs(address: int, walked: Sequence[tuple[int, int]], size: int) -> tuple[np.ndarray, int]:
     length, starts = size, np.array([address], np.int64)
-    for stride, extent in sorted(zip(map(abs, strides), extents, strict=True)):
+    for stride, extent in walked:
         if stride == length:
             length *= extent
         else:

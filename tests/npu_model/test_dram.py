@@ -150,6 +150,7 @@ dma = {{ channels = 2 }}
 [dram]
 bandwidth_gb_s = 8
 latency_ns = 100
+burst_bytes = 64
 [dram.banks]
 {}
 """
@@ -171,6 +172,7 @@ def test_a_kind_gives_what_the_file_does_not() -> None:
         ('kind = "ddr5"\nchannels = 1e99', "'dram.banks.channels' is 1e+99"),
         ('kind = "ddr5"\nchannels = 2\ninterleave_bytes = 96', "it must divide the 4096 bytes of a row"),
         ('kind = "ddr5"\nchannels = 2\ntrfc_ns = 3900', "it must be less than 'trefi_ns'"),
+        ('kind = "ddr5"\nchannels = 2\ninterleave_bytes = 32', "'dram.burst_bytes' is 64; it must divide 32"),
         ('kind = "ddr5"\nchannels = 2\ntrp_ns = -1', "'dram.banks.trp_ns' is -1"),
     ],
 )
