@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from npu_model import shipped_chips
+
 ROOT = Path(__file__).parents[2]
 CODE = """
 import atexit, sys
@@ -80,16 +82,14 @@ OFFERED = {
         "op_level",
         "metal_gpu",
         "cuda_gpu",
-        "npu:datacenter",
-        "npu:edge",
-        "npu:phone",
+        *(f"npu:{chip}" for chip in shipped_chips()),
     },
     "npu-sim compile net.json --disable-fusion linear_r": {"linear_residual"},
     "npu-sim extract m --task text-": {"text-generation", "text-classification"},
     "npu-sim compile n": {"net.json"},
     "npu-sim simulate res": {"resnet18", "resnet50"},
     "npu-sim simulate net": {"net.npubin", "net.json"},
-    "npu-sim simulate net.npubin --npu e": {"edge"},
+    "npu-sim simulate net.npubin --npu e": {"edge", "ethos-u65-512", "eyeriss"},
     "npu-sim run ": {"net.npubin", "sub/"},
     "npu-sim run sub/": {"sub/deep.npubin"},
     "npu-sim report net": {"net.npubin", "net.json"},
