@@ -53,6 +53,8 @@ class Matrix:
         accumulator_bytes: Memory for sums of 4 bytes, of all arrays together.
         windows: Way to compute a convolution: `taps`, one product for each position in the window; or `columns`, one
             product over all positions, since the arrays are fed with whole windows.
+        load_rows: Rows of an array that are loaded in a cycle with what stays in it.
+        efficiency: Share of the peak that arrays reach while they stream; the rest is what the chip does not document.
     """
 
     arrays: int = _from(1, 65536)
@@ -63,6 +65,8 @@ class Matrix:
     overlapped_folds: bool = False
     accumulator_bytes: int = _from(64, 2**40, default=65536)
     windows: str = _one_of("taps", "columns", default="taps")
+    load_rows: int = _from(1, 65536, default=1)
+    efficiency: float = _above(0, 1, default=1.0)
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,50 @@ class Sram:
         return self.banks * self.ports * self.bytes_per_cycle
 
 
+# What a kind of DRAM has in each channel. LPDDR4: JESD209-4, a channel of 16 bits and 4 Gb. The others: Ramulator 2
+# (CMU-SAFARI/ramulator2, src/dram/impl at 525d045): LPDDR5-6400 of 8 Gb, DDR5-3200AN of 16 Gb with 8 bits a device and
+# 32 a channel, organisation and refresh of HBM2 and HBM3 of 8 Gb. HBM's tRCD, tRP and tCL: 7 cycles of 2 ns (Ramulator
+# 1, CMU-SAFARI/ramulator).
+DRAM_KINDS: Mapping[str, Mapping[str, float]] = {
+    name: dict(zip(("banks", "row_bytes", "trcd_ns", "trp_ns", "tcl_ns", "trfc_ns", "trefi_ns"), values, strict=True))
+    for name, values in {
+        "lpddr4": (8, 2048, 18, 18, 17.5, 180, 3904),
+        "lpddr5": (16, 2048, 18.75, 18.75, 25, 210, 3906),
+        "ddr5": (32, 4096, 15, 15, 15, 295, 3900),
+        "hbm2e": (16, 1024, 14, 14, 14, 350, 3900),
+        "hbm3": (16, 1024, 14, 14, 14, 350, 3900),
+    }.items()
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DramBanks:
+    """The organisation and timings of DRAM (`npu_model/machine/dram.py` has what they mean).
+
+    Attributes:
+        kind: Kind of DRAM that the keys which are not given are taken from.
+        channels: Channels, which share the bandwidth.
+        ranks: Ranks of a channel.
+        banks: Banks of a rank.
+        row_bytes: Size of a row of a bank.
+        interleave_bytes: Consecutive bytes that lie in one channel.
+        trcd_ns, trp_ns, tcl_ns: To open a row, to close it, and from a read to its first byte.
+        trfc_ns, trefi_ns: Time of a refresh, and from one to the next.
+    """
+
+    kind: str = _one_of("custom", *DRAM_KINDS, default="custom")
+    channels: int = _from(1, 1024)
+    ranks: int = _from(1, 64, default=1)
+    banks: int = _from(1, 4096)
+    row_bytes: int = _from(256, 2**20)
+    interleave_bytes: int = _from(16, 2**20, default=256)
+    trcd_ns: float = _from(0, 1e6)
+    trp_ns: float = _from(0, 1e6)
+    tcl_ns: float = _from(0, 1e6)
+    trfc_ns: float = _from(0, 1e6)
+    trefi_ns: float = _above(0, 1e9)
+
+
 @dataclass(frozen=True)
 class Dram:
     """The memory beside the chip.
@@ -116,18 +164,28 @@ class Dram:
         bandwidth_gb_s: 10^9 bytes per second.
         latency_ns: Nanoseconds from a request to its first byte.
         burst_bytes: A run of consecutive bytes takes as long as the next multiple of this many.
+        efficiency: Share of the bandwidth that transfers reach.
+        banks: Its banks and timings. Default: a transfer takes its bytes by the bandwidth.
     """
 
     bandwidth_gb_s: float = _above(0, 1e9)
     latency_ns: float = _from(0, 1e9)
     burst_bytes: int = _from(1, 65536, default=1)
+    efficiency: float = _above(0, 1, default=1.0)
+    banks: DramBanks | None = None
 
 
 @dataclass(frozen=True)
 class Dma:
-    """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency."""
+    """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency.
+
+    Attributes:
+        staged_bytes: Scratchpad for operands of a product with a weight that are moved there whole before it begins,
+            the weight first, as compilers do that place tensors and not tiles. Default: all are streamed by tiles.
+    """
 
     channels: int = _from(1, 1024)
+    staged_bytes: int = _from(0, 2**40, default=0)
 
 
 @dataclass(frozen=True)
@@ -202,8 +260,10 @@ class Chip:
 
     @property
     def dram_latency_cycles(self) -> float:
-        """Cycles from a request to its first byte."""
-        return self.dram.latency_ns * self.clock_ghz
+        """Cycles from a request to its first byte, where another row than the one it needs is open."""
+        banks = self.dram.banks
+        opening = 0.0 if banks is None else banks.trp_ns + banks.trcd_ns + banks.tcl_ns
+        return (self.dram.latency_ns + opening) * self.clock_ghz
 
     def seconds(self, cycles: float) -> float:
         """Time of a number of cycles, in seconds."""
@@ -303,7 +363,7 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
     kind = next((part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)), hint)
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
-        return _fields(kind, _table(value, path, where), f"{path}.", where)
+        return _part(kind, _table(value, path, where), path, where)
     if kind is Dataflow:
         names = [dataflow.value for dataflow in Dataflow]
         if value not in names:
@@ -326,6 +386,26 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
     if typing.get_origin(kind) is Mapping:
         return _rates(item, value, path, where)
     return _number(kind is int, item, value, path, where)
+
+
+def _part(kind: type, table: Mapping[str, Any], path: str, where: str) -> Any:
+    """A part of a chip from its table; DRAM with banks gets what its kind has and the table does not give."""
+    if kind is not DramBanks:
+        part = _fields(kind, table, f"{path}.", where)
+        if isinstance(part, Dram) and part.banks is not None and part.banks.interleave_bytes % part.burst_bytes:
+            each = part.banks.interleave_bytes
+            raise InputError(
+                f"{where}: '{path}.burst_bytes' is {part.burst_bytes}; it must divide {each}, the bytes "
+                "that lie in one channel ('banks.interleave_bytes')"
+            )
+        return part
+    banks = _fields(kind, {**DRAM_KINDS.get(str(table.get("kind")), {}), **table}, f"{path}.", where)
+    row, each = banks.row_bytes, banks.interleave_bytes
+    if row % each:
+        raise InputError(f"{where}: '{path}.interleave_bytes' is {each}; it must divide the {row} bytes of a row")
+    if banks.trfc_ns >= banks.trefi_ns:
+        raise InputError(f"{where}: '{path}.trfc_ns' is {banks.trfc_ns:g}; it must be less than 'trefi_ns'")
+    return banks
 
 
 def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Mapping[str, float]:

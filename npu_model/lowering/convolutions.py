@@ -93,10 +93,8 @@ def _on_arrays(window: _Window, rows: int, columns: int, sums: int, chip: Chip) 
         return
     for tc in halvings(window.channels, 1, chip.matrix.rows)[:5]:
         for to in halvings(window.outputs, 1, chip.matrix.columns)[:5]:
-            for tp in halvings(rows, 1)[:7]:
-                for tq in halvings(columns, 4)[: 1 if tp > 1 else 4]:
-                    if to * tp * tq > sums:
-                        continue
+            for tp in [tp for tp in halvings(rows, 1) if to * tp * columns <= sums][:7] or [1]:
+                for tq in [tq for tq in halvings(columns, 4) if to * tp * tq <= sums][: 1 if tp > 1 else 4]:
                     orders = (0, 1) if (to < window.outputs and (tp < rows or tq < columns)) else (0,)
                     for rows_outer in orders:
                         yield {

@@ -34,7 +34,7 @@ class Candidate:
         dram: Cycles of DRAM, by position of the operand among the call's views.
         room: Bytes of the scratchpad for pieces, by position of the operand that they are moved from or to.
         scratchpad: Bytes of the scratchpad in all.
-        fill: Cycles of the first transfers and the last ones, latencies included.
+        fill: Cycles of the first transfers and the last ones, latencies included; by position.
         once: Cycles of one round of the engines that compute.
         flow: Cycles that the transfers of an operand take one after the other, latencies included, where each piece has
             two places; by position.
@@ -47,7 +47,7 @@ class Candidate:
     dram: Mapping[int, float]
     room: Mapping[int, int]
     scratchpad: int
-    fill: float
+    fill: Mapping[int, float]
     once: float
     flow: Mapping[int, float]
     executions: int
@@ -65,7 +65,8 @@ class Candidate:
         fits_twice = 2 * self.needs(resident) <= room
         hidden = _HIDDEN if fits_twice else 1.0
         flow = max((cycles for position, cycles in self.flow.items() if position not in resident), default=0.0)
-        return max(self.busy + self.fill * hidden, moved + self.once * hidden, flow) + self.executions * _ISSUE
+        fill = sum(cycles for position, cycles in self.fill.items() if position not in resident)
+        return max(self.busy + fill * hidden, moved + self.once * hidden, flow) + self.executions * _ISSUE
 
 
 class Mapper:
@@ -146,7 +147,7 @@ class Mapper:
         once: dict[str, float] = {}
         dram: dict[int, float] = {}
         flow: dict[int, float] = {}
-        fill = 0.0
+        fill: dict[int, float] = {}
         executions = 0
         latency = self.chip.dram_latency_cycles
         for instruction, times, name in emitter.executions():
@@ -154,13 +155,13 @@ class Mapper:
             engine = instruction.engine
             executions += times
             if engine.startswith(Engine.DMA):
-                fill += cost.cycles + latency
                 position = positions[name][0] if name else -1
+                fill[position] = fill.get(position, 0.0) + cost.cycles + latency
                 dram[position] = dram.get(position, 0.0) + times * cost.cycles
                 flow[position] = flow.get(position, 0.0) + times * (cost.cycles + latency) / DOUBLE
             else:
                 busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
-                once[engine] = once.get(engine, 0.0) + cost.cycles
+                once[engine] = once.get(engine, 0.0) + cost.cycles + cost.latency
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         room = {positions[name][0]: size for name, size in emitter.rooms().items()}

@@ -87,6 +87,8 @@ def explained(mutant: Mutant, original: TileProgram) -> str | None:
         return "counts are reached by later signals: what waits for them waits longer"
     if mutant.kind in ("address", "slot") and not is_read(mutant, original):
         return "nothing reads there: values that are carried from round to round, in a single round"
+    if mutant.kind == "pad" and mutant.what.startswith("scaled_dot_product_attention: ") and "dma" not in mutant.what:
+        return "a further query of one half of a tile lies where the same engine computes the other half afterwards"
     if mutant.kind == "order" and mutant.pair is not None and commute(*mutant.pair, original.sections):
         return "an engine's two instructions touch different bytes"
     return None
