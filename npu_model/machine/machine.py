@@ -23,9 +23,9 @@ from enum import StrEnum
 from heapq import heappop, heappush
 
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Engine, Loop, Node, Section, Space, Tile, TileProgram, Token
-from npu_model.machine.arithmetic import execute
+from npu_model.isa.instructions import Engine, Instruction, Loop, Node, Section, Space, Tile, TileProgram, Token
 from npu_model.machine.costs import Cost, Costs
+from npu_model.machine.execution import Execution
 from npu_model.machine.memory import MachineError, Memory
 from npu_model.machine.races import Races
 from npu_model.machine.streams import Entry, Prepared, Raised, Streams
@@ -117,6 +117,7 @@ class Machine:
         self.memory = memory
         self.checked = checked
         self.costs = Costs(chip)
+        self._executions: dict[int, Execution] = {}  # by the instruction's identity
         if memory is not None:
             matrix = chip.matrix
             self._scratchpad = Memory("the scratchpad", chip.sram.size, checked)
@@ -148,6 +149,17 @@ class Machine:
             return self._accumulators
         assert self.memory is not None
         return self.memory[tile.buffer]
+
+    def execution(self, instruction: Instruction, varying: Sequence[int]) -> Execution:
+        """What executes an instruction of the program; it is made once.
+
+        Args:
+            varying: Axes of which some elements do not exist in some rounds.
+        """
+        execution = self._executions.get(id(instruction))
+        if execution is None:
+            execution = self._executions[id(instruction)] = Execution(instruction, varying, self.memories)
+        return execution
 
     def _run(self, sections: Sequence[Section], raised: Mapping[Token, int], spans: bool) -> Run:
         scheduler = _Scheduler(self, sections, raised, spans)
@@ -345,7 +357,7 @@ class _Scheduler:
             if self.races is not None:
                 self.races.step(number, prepared, counters, waits)
             if self.machine.memory is not None:
-                execute(instruction, counters, self.machine.memories)
+                self.machine.execution(instruction, prepared.varying)(counters)
         except MachineError as error:
             raise MachineError(f"{self._where(prepared, counters)}: {error}") from None
         except (ArithmeticError, TypeError, ValueError) as error:
