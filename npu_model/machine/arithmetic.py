@@ -18,6 +18,7 @@ from npu_model.isa.instructions import Axis, Step, Value
 _Function: TypeAlias = Callable[[Sequence[Any], Sequence[int]], Any]
 """The result of a step, from the registers and the loops' counters."""
 
+
 def _to_dtype(dtype: str) -> Callable[..., Any]:
     return lambda x: np.asarray(x).astype(numpy_dtype(dtype)).astype(np.float32)
 
@@ -35,7 +36,7 @@ def _from_float8(x: Any) -> Any:
 
 
 def _bits(x: Any, shift: float, mask: float) -> Any:
-    return (np.asarray(x).astype(np.int32) >> int(shift)) & int(mask)
+    return (np.asarray(x).astype(np.int32, copy=False) >> int(shift)) & int(mask)
 
 
 def _running_sum(x: Any, axis: int) -> Any:
@@ -61,8 +62,8 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     RUNNING_SUM: _running_sum,
     "to_float16": _to_dtype("float16"),
     "to_bfloat16": _to_dtype("bfloat16"),
-    "to_float": lambda x: np.asarray(x).astype(np.float32),
-    "to_int": lambda x: np.asarray(x).astype(np.int32),
+    "to_float": lambda x: np.asarray(x).astype(np.float32, copy=False),
+    "to_int": lambda x: np.asarray(x).astype(np.int32, copy=False),
     "bits": _bits,
     "signed_byte": lambda x: np.asarray(x).astype(np.uint8).view(np.int8).astype(np.int32),
     "to_float8": _to_float8,
@@ -152,19 +153,22 @@ def _elementwise(step: Step, registers: Sequence[Any]) -> _Function:
     if op.name == "copy":
         operand = _operand(step.operands[0])
         return lambda registers, counters: operand(registers)
-    numbers = {name: x for name, x in zip("abc", step.operands, strict=False) if isinstance(x, int)}
-    floats = op.integer is None or any(np.asarray(registers[x]).dtype.kind == "f" for x in numbers.values())
+    numbers = [(name, x) for name, x in zip("abc", step.operands, strict=False) if isinstance(x, int)]
+    dtypes = {name: np.asarray(registers[x]).dtype for name, x in numbers}
+    floats = op.integer is None or any(dtype.kind == "f" for dtype in dtypes.values())
+    converted = [name for name, dtype in dtypes.items() if floats and dtype != np.float32]
     names = dict(FLOAT_FUNCTIONS if floats else INTEGER_FUNCTIONS)
     names |= {name: np.float32(value) for name, value in zip(op.attrs, step.attrs, strict=True)}
     for name, x in zip("abc", step.operands, strict=False):
-        if name not in numbers:
+        if name not in dtypes:
             names[name] = np.float32(as_float32(x)) if floats else np.int32(x)
     evaluate = parse(op.expr if floats else op.integer or "")
 
     def elementwise(registers: Sequence[Any], counters: Sequence[int]) -> Any:
-        for name, number in numbers.items():
-            value = registers[number]
-            names[name] = value.astype(np.float32) if floats and value.dtype != np.float32 else value
+        for name, number in numbers:
+            names[name] = registers[number]
+        for name in converted:
+            names[name] = names[name].astype(np.float32)
         return evaluate(names)
 
     return elementwise

@@ -29,7 +29,7 @@ class Execution:
     """
 
     def __init__(self, instruction: Instruction, varying: Sequence[int], memories: Memories) -> None:
-        self._instruction = instruction
+        self.instruction = instruction
         self._memories = memories
         self._varying = [instruction.axes[position] for position in varying]
         self._by_ranges: dict[Ranges, Work] = {}
@@ -41,11 +41,11 @@ class Execution:
             MachineError: it reads or writes outside of a memory, reads what was never written, or an index is out of
                 range.
         """
-        key = tuple([axis.inside(counters) for axis in self._varying])
+        key = tuple([axis.inside(counters) for axis in self._varying]) if self._varying else ()
         work = self._by_ranges.get(key)
         if work is None:
-            ranges = [axis.inside(counters) for axis in self._instruction.axes]
-            work = self._by_ranges[key] = _work(self._instruction, ranges, self._memories)
+            ranges = [axis.inside(counters) for axis in self.instruction.axes]
+            work = self._by_ranges[key] = _work(self.instruction, ranges, self._memories)
         work(counters)
 
 

@@ -56,14 +56,15 @@ def _floats(instruction: Multiply, ranges: Ranges, memories: Memories) -> Work:
     back = np.argsort(order)
     b, m, n, k = map(axes.count, (axes.batch, axes.rows, axes.columns, axes.summed))
 
-    def full(*absent: int) -> list[int]:
-        return [1 if axis in absent else axes.sizes[axis] for axis in order]
+    def full(*absent: int) -> tuple[int, ...]:
+        return tuple(1 if axis in absent else axes.sizes[axis] for axis in order)
 
     left_shape, right_shape, shape = full(*axes.columns), full(*axes.rows), full(*axes.summed)
 
     def work(counters: Sequence[int]) -> None:
         x, w = (part.read(counters).transpose(order).astype(np.float32) for part in (left, right))
-        x, w = np.broadcast_to(x, left_shape).reshape(b, m, k), np.broadcast_to(w, right_shape).reshape(b, n, k)
+        x = (x if x.shape == left_shape else np.broadcast_to(x, left_shape)).reshape(b, m, k)
+        w = (w if w.shape == right_shape else np.broadcast_to(w, right_shape)).reshape(b, n, k)
         result = (x @ w.swapaxes(1, 2)).reshape(shape).transpose(back)
         if instruction.starts(counters):
             sums.write(counters)[...] = result
@@ -138,9 +139,9 @@ def _matrix(
         return array.reshape(array.shape[: len(order)])
 
     def matrix(array: np.ndarray, kind: type, zero: np.ndarray | int | None) -> np.ndarray:
-        result = np.empty(sizes, kind)
+        result: np.ndarray = np.empty(sizes, kind)
         result[...] = without_absent(array)
-        if zero is not None and zero is not 0:
+        if zero is not None:
             result -= without_absent(zero) if isinstance(zero, np.ndarray) else zero
         return result.reshape(b, rows, k) if is_by_kept else result.reshape(b, k, rows).swapaxes(1, 2)
 
@@ -152,8 +153,8 @@ def _product(x: np.ndarray, w: np.ndarray, step: int, is_by_row: bool) -> np.nda
     left, right = (x, w.swapaxes(1, 2)) if is_by_row else (w, x.swapaxes(1, 2))
     k = x.shape[2]
     if k <= step:
-        return left @ right
-    total = np.zeros((*left.shape[:2], right.shape[2]))
+        return np.matmul(left, right)
+    total: np.ndarray = np.zeros((*left.shape[:2], right.shape[2]))
     for first in range(0, k, step):
         total += left[:, :, first : first + step] @ right[:, first : first + step]
     return total
