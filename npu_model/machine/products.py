@@ -153,7 +153,8 @@ def _product(x: np.ndarray, w: np.ndarray, step: int, is_by_row: bool) -> np.nda
     left, right = (x, w.swapaxes(1, 2)) if is_by_row else (w, x.swapaxes(1, 2))
     k = x.shape[2]
     if k <= step:
-        return np.matmul(left, right)
+        whole: np.ndarray = left @ right
+        return whole
     total: np.ndarray = np.zeros((*left.shape[:2], right.shape[2]))
     for first in range(0, k, step):
         total += left[:, :, first : first + step] @ right[:, first : first + step]
