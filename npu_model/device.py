@@ -33,13 +33,14 @@ class TileLaunch:
     Attributes:
         on_host: Computes the call on the host.
         section: Runs the call's section, once the launch belongs to a program.
+        seconds: The time that the section takes on the chip.
     """
 
     call: KernelCall
     operands: Sequence[Operand]
     on_host: Launch
     section: Callable[[], None] | None = None
-    seconds: float = 0.0
+    seconds: Callable[[], float] = float
 
     def __call__(self) -> None:
         (self.section or self.on_host)()
@@ -99,7 +100,7 @@ class NPUBackend(Backend):
         machine.preload()
         for index, launch in enumerate(own):
             launch.section = partial(machine.run_section, index)
-            launch.seconds = self._seconds(loaded, index)
+            launch.seconds = partial(self._seconds, loaded, index)
         first, last = launches.index(own[0]), launches.index(own[-1])
         before, after = launches[:first], launches[last + 1 :]
 
@@ -146,7 +147,7 @@ class NPUBackend(Backend):
 
     def timed(self, launch: Launch) -> float:
         launch()
-        return launch.seconds if isinstance(launch, TileLaunch) else 0.0
+        return launch.seconds() if isinstance(launch, TileLaunch) else 0.0
 
     def ran(self, program: CompiledProgram) -> None:
         if program.kernels:
