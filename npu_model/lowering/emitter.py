@@ -47,7 +47,11 @@ DOUBLE = 2  # places of a piece within a loop
 
 
 class DoesNotFit(Exception):
-    """A piece is larger than the memory that a section may use."""
+    """A section needs more than it may use of a memory: at least `size` bytes."""
+
+    def __init__(self, space: Space, size: int) -> None:
+        super().__init__()
+        self.space, self.size = space, size
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,7 @@ class Emitter:
         address = self._used[space]
         self._used[space] = address + size * slots
         if self._used[space] > room:
-            raise DoesNotFit
+            raise DoesNotFit(space, self._used[space])
         memory = Memory(space, self.depth, first + address, size, slots, self._turn())
         strides = tuple(step * itemsize(dtype) for step in contiguous_strides(sizes))
         return Piece(axes, dtype, space, Affine(memory.address), strides, memory)
@@ -439,6 +443,11 @@ class Emitter:
     def used(self) -> int:
         """Bytes of the scratchpad for pieces."""
         return self._used[Space.SCRATCHPAD]
+
+    @property
+    def used_accumulators(self) -> int:
+        """Bytes of the accumulators."""
+        return self._used[Space.ACCUMULATORS]
 
     def executions(self) -> Iterator[tuple[Instruction, int, str]]:
         """Each instruction, how often it is executed, and the buffer in DRAM that it moves from or to."""

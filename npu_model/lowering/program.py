@@ -26,9 +26,9 @@ from npu_model.isa.instructions import (
     Wait,
 )
 from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
-from npu_model.lowering.families import CannotLower
+from npu_model.lowering.families import CannotLower, Tiling
 from npu_model.lowering.implied_waits import without_implied_waits
-from npu_model.lowering.mapper import Mapper, emit_call, new_emitter
+from npu_model.lowering.mapper import Mapper, emit_call, in_sequence, new_emitter
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
 from npu_model.machine.machine import engines_of, token_totals
@@ -68,8 +68,10 @@ def _lowered(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residen
     for name, address in residency.addresses.items():
         places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
     linker = Linker(chip, places, token_totals(preload))
-    for call, room in zip(plan.calls, residency.rooms, strict=True):
-        linker.add(call, mapper, room, frozenset(residency.addresses))
+    own = [positions(call, residency.addresses) for call in plan.calls]
+    calls = [(mapper.choices(call), *each) for call, *each in zip(plan.calls, own, residency.rooms, strict=True)]
+    for call, candidate, room in zip(plan.calls, in_sequence(calls), residency.rooms, strict=True):
+        linker.add(call, candidate.tiling, room)
     sections = tuple(linker.sections)
     program = TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
     return without_idle_tokens(without_implied_waits(program, chip))
@@ -81,7 +83,7 @@ def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None
     problems = []
     for call in calls:
         try:
-            mapper.candidates(call)
+            mapper.choices(call)
         except CannotLower as error:
             reason = f"kernel '{call.kernel}' cannot run on chip '{chip.name}': {error}"
             refused.setdefault(call.node, reason)
@@ -143,22 +145,20 @@ class Linker:
     _waited: dict[str, dict[str, int]] = field(default_factory=dict)
     _next: int = 0
 
-    def add(self, call: KernelCall, mapper: Mapper, room: int, resident: frozenset[str]) -> None:
+    def add(self, call: KernelCall, tiling: Tiling, room: int) -> None:
         """Append a call's section, whose pieces lie in the first `room` bytes of the scratchpad.
 
         Pieces begin behind those of the section before, so that loads of one may go on while the other computes.
         """
-        own = positions(call, resident)
-        for candidate in mapper.ranked(call, own, room):
-            for first in (self._next, 0):
-                emitter = new_emitter(self.chip, self.places, (first, room - first), self.raised)
-                try:
-                    emit_call(call, candidate.tiling, emitter)
-                except DoesNotFit:
-                    continue
-                self._next = first + emitter.used
-                self._append(call, emitter.finish())
-                return
+        for first in (self._next, 0):
+            emitter = new_emitter(self.chip, self.places, (first, room - first), self.raised)
+            try:
+                emit_call(call, tiling, emitter)
+            except DoesNotFit:
+                continue
+            self._next = first + emitter.used
+            self._append(call, emitter.finish())
+            return
         reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.chip.name}'"
         raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
 
