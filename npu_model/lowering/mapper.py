@@ -13,7 +13,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from npu_compiler.program.kernels import KernelCall
 from npu_model.chip import Chip
@@ -46,7 +49,6 @@ class Candidate:
         flow: Cycles that the transfers of an operand take one after the other, latencies included, where each piece has
             two places; by position.
         executions: Number of instructions that are executed.
-        serial: Whether loads wait for the stores before them, which share their queue where there are fewer than three.
     """
 
     tiling: Tiling
@@ -58,24 +60,6 @@ class Candidate:
     once: float
     flow: Mapping[int, float]
     executions: int
-    serial: bool = False
-
-    def needs(self, resident: Collection[int]) -> int:
-        """Bytes of the scratchpad, with these operands in it already."""
-        return self.scratchpad - sum(self.room.get(position, 0) for position in resident)
-
-    def estimate(self, resident: Collection[int], has_neighbours: bool) -> float:
-        """Cycles, with these operands in the scratchpad.
-
-        Args:
-            has_neighbours: Whether there is room for the pieces of the calls around too.
-        """
-        moved = sum(cycles for position, cycles in self.dram.items() if position not in resident)
-        if self.serial:
-            return self.busy + moved + self.executions * _ISSUE
-        hidden = _HIDDEN if has_neighbours else 1.0
-        flow = max((cycles for position, cycles in self.flow.items() if position not in resident), default=0.0)
-        return max(self.busy + self.fill * hidden, moved + self.once * hidden, flow) + self.executions * _ISSUE
 
 
 @dataclass(frozen=True)
@@ -105,17 +89,57 @@ Sketches: TypeAlias = dict[object, Sketch | DoesNotFit]
 
 
 class Choices:
-    """The tilings of a call on a chip, with all operands in DRAM."""
+    """The tilings of a call on a chip.
 
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
+    Args:
+        operands: Number of the call's views.
+        serial: Whether loads wait for the stores before them, which share their queue where there are fewer than three.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], operands: int, serial: bool) -> None:
         self.candidates = candidates
+        self._operands, self._serial = operands, serial
+        self._busy, self._fill, self._once, self._issue = np.array(
+            [(each.busy, each.fill, each.once, each.executions * _ISSUE) for each in candidates]
+        ).T
+        self._scratchpad = np.array([each.scratchpad for each in candidates])
+        self._room, self._dram, self._flow = (
+            self._by_operand([getattr(each, name) for each in candidates]) for name in ("room", "dram", "flow")
+        )
+        self._estimated: dict[frozenset[int], tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = {}
         self._steps: dict[frozenset[int], tuple[list[int], list[float]]] = {}
         self._likely: dict[tuple[frozenset[int], int], list[_Option]] = {}
 
+    def _by_operand(self, rows: Sequence[Mapping[int, float]]) -> NDArray[Any]:
+        """Numbers by candidate and position; those of no operand, at -1, come last."""
+        return np.array([[row.get(position, 0) for position in (*range(self._operands), -1)] for row in rows])
+
+    def _estimates(self, resident: frozenset[int]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """By candidate, with these operands in the scratchpad: bytes that it needs, and cycles.
+
+        The cycles are those where the calls around leave no room for its pieces, and those where they do.
+        """
+        if resident not in self._estimated:
+            outside = np.array([position not in resident for position in (*range(self._operands), -1)])
+            needs = self._scratchpad - self._room @ ~outside
+            moved = self._dram @ outside
+            if self._serial:
+                apart = beside = self._busy + moved + self._issue
+            else:
+                flow = (self._flow * outside).max(axis=1)
+                apart, beside = (
+                    np.maximum.reduce([self._busy + self._fill * hidden, moved + self._once * hidden, flow])
+                    + self._issue
+                    for hidden in (1.0, _HIDDEN)
+                )
+            self._estimated[resident] = needs, apart, beside
+        return self._estimated[resident]
+
     def ranked(self, resident: Collection[int], room: int) -> list[Candidate]:
         """The candidates that fit into `room` bytes with these operands in the scratchpad, the best first."""
-        fitting = [each for each in self.candidates if each.needs(resident) <= room]
-        return sorted(fitting, key=lambda each: each.estimate(resident, 2 * each.needs(resident) <= room))
+        needs, apart, beside = self._estimates(frozenset(resident))
+        order = np.argsort(np.where(2 * needs <= room, beside, apart), kind="stable")
+        return [self.candidates[number] for number in order if needs[number] <= room]
 
     def estimate(self, resident: frozenset[int], room: int) -> float:
         """Cycles of the best candidate that fits; infinite where none does."""
@@ -132,10 +156,8 @@ class Choices:
     def _by_room(self, resident: frozenset[int]) -> tuple[list[int], list[float]]:
         """The bytes from which on the estimate gets better, and the estimates."""
         if resident not in self._steps:
-            points = []
-            for each in self.candidates:
-                needs = each.needs(resident)
-                points += [(needs, each.estimate(resident, not needs)), (2 * needs, each.estimate(resident, True))]
+            needs, apart, beside = (each.tolist() for each in self._estimates(resident))
+            points = [*zip(needs, apart, strict=True), *((2 * n, e) for n, e in zip(needs, beside, strict=True))]
             rooms: list[int] = []
             estimates: list[float] = []
             for room, estimate in sorted(points):
@@ -148,16 +170,13 @@ class Choices:
     def likely(self, resident: frozenset[int], room: int) -> list[_Option]:
         """Some of the best candidates that fit into `room` bytes, with room for the calls around and without."""
         if (resident, room) not in self._likely:
-            options = [
-                _Option(each, needs, each.estimate(resident, False), each.estimate(resident, True))
-                for each in self.candidates
-                if (needs := each.needs(resident)) <= room
+            needs, apart, beside = self._estimates(resident)
+            (fitting,) = np.nonzero(needs <= room)
+            best = [fitting[np.argsort(each[fitting], kind="stable")[:_LIKELY]] for each in (apart, beside)]
+            self._likely[resident, room] = [
+                _Option(self.candidates[n], int(needs[n]), float(apart[n]), float(beside[n]))
+                for n in dict.fromkeys(np.concatenate(best).tolist())
             ]
-            best = [
-                *sorted(options, key=lambda o: o.apart)[:_LIKELY],
-                *sorted(options, key=lambda o: o.beside)[:_LIKELY],
-            ]
-            self._likely[resident, room] = list({id(option): option for option in best}.values())
         return self._likely[resident, room]
 
 
@@ -178,7 +197,7 @@ class _Option:
 
 @dataclass(frozen=True)
 class _Path:
-    """Options for the first calls of a sequence: cycles so far, and the last options with their cycles, latest first."""
+    """Options for the first calls of a sequence: cycles so far, and the last options with theirs, latest first."""
 
     cycles: float
     last: tuple[tuple[_Option, float], ...]
@@ -238,7 +257,9 @@ class Mapper:
         key = _signature(call)
         if key not in self._searched:
             try:
-                self._searched[key] = Choices(self._search(operands_of(call), key))
+                operands = len(call.inputs) + len(call.outputs)
+                serial = self.chip.dma.channels < 3
+                self._searched[key] = Choices(self._search(operands_of(call), key), operands, serial)
             except CannotLower as error:
                 self._searched[key] = error
         found = self._searched[key]
@@ -303,9 +324,8 @@ class Mapper:
             once[engine] = once.get(engine, 0.0) + cycles
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
-        serial = self.chip.dma.channels < 3
         return Candidate(
-            sketch.tiling, slowest, dram, sketch.room, sketch.scratchpad, fill, around, flow, sketch.executions, serial
+            sketch.tiling, slowest, dram, sketch.room, sketch.scratchpad, fill, around, flow, sketch.executions
         )
 
 

@@ -50,15 +50,22 @@ def lower_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper | None = None)
     Raises:
         ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
-    mapper = mapper or Mapper(chip)
+    return without_idle_tokens(without_implied_waits(link_program(plan, chip, mapper or Mapper(chip)), chip))
+
+
+def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> TileProgram:
+    """The tile program of a plan, with waits that others imply and tokens that nobody waits for.
+
+    It takes the cycles of `lower_program`'s.
+    """
     check_calls(plan.calls, chip, mapper)
     try:
-        return _lowered(plan, chip, mapper, choose_residency(plan, chip, mapper))
+        return _linked(plan, chip, mapper, choose_residency(plan, chip, mapper))
     except ConstraintError:  # values that stay leave too little room for some call
-        return _lowered(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
+        return _linked(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
 
 
-def _lowered(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
+def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
     places = dram_places(plan)
     preload = [
         _preloaded(name, places[name], address, chip)
@@ -73,8 +80,7 @@ def _lowered(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residen
     for call, candidate, room in zip(plan.calls, in_sequence(calls), residency.rooms, strict=True):
         linker.add(call, candidate.tiling, room)
     sections = tuple(linker.sections)
-    program = TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
-    return without_idle_tokens(without_implied_waits(program, chip))
+    return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
 
 
 def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:
