@@ -9,8 +9,9 @@ from npu_model.analysis.result import Result, make_result
 from npu_model.chip import Chip
 from npu_model.isa.instructions import TileProgram
 from npu_model.loading import load_tiles
+from npu_model.lowering.cascades import arrange, lower_arranged
 from npu_model.lowering.mapper import Mapper, Sketches
-from npu_model.lowering.program import link_program, lower_program
+from npu_model.lowering.program import link_program
 from npu_model.machine.machine import Machine, Run
 
 # More memory, bandwidth or arrays make no program slower by more than this share of its time and, for each call, one
@@ -38,7 +39,10 @@ def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Re
         DeviceError: the program was compiled for another chip.
     """
     plan = checked_plan(program)
-    tiles = load_tiles(program, chip) if program.target.startswith("npu:") else lower_program(plan, chip)
+    if program.target.startswith("npu:"):
+        tiles = load_tiles(program, chip)
+    else:
+        _, tiles = lower_arranged(plan, chip, Mapper(chip))
     return result_of(program, chip, tiles, Machine(chip, tiles).run(spans=spans))
 
 
@@ -50,7 +54,9 @@ def simulate_for(program: CompiledProgram, chip: Chip, sketches: Sketches) -> Re
     """
     if program.target.startswith("npu:"):
         return simulate(program, chip)
-    tiles = link_program(checked_plan(program), chip, Mapper(chip, sketches))
+    mapper = Mapper(chip, sketches)
+    arrangement = arrange(checked_plan(program), chip, mapper)
+    tiles = arrangement.merged(link_program(arrangement.steps, chip, mapper))
     return result_of(program, chip, tiles, Machine(chip, tiles).run())
 
 

@@ -458,15 +458,17 @@ class Emitter:
     def rooms(self) -> dict[str, int]:
         """Buffer in DRAM → bytes of the scratchpad for pieces of it, which need none where it lies in the scratchpad.
 
-        A piece with filled surroundings is not among them: it is a copy in any case.
+        A piece with filled surroundings is not among them, which is a copy in any case.
         """
-        sizes: dict[str, dict[Memory, int]] = {}
+        touching: dict[Memory, list[_Item]] = {}
         for item in self._items:
-            for place, *_ in item.outside:
-                moves = isinstance(item.instruction, Transfer) and item.instruction.fill is None
-                for memory in item.touches if moves else ():
-                    sizes.setdefault(place.name, {})[memory] = memory.size * memory.slots
-        return {name: sum(memories.values()) for name, memories in sizes.items() if name}
+            for memory in item.touches:
+                touching.setdefault(memory, []).append(item)
+        sizes: dict[str, int] = {}
+        for memory, items in touching.items():
+            for name in _owners(memory, items):
+                sizes[name] = sizes.get(name, 0) + memory.size * memory.slots
+        return sizes
 
     # Tokens
 
@@ -522,6 +524,17 @@ class Emitter:
         )
         body = tuple(_built(item, waits, signals) for item in self._root.items)
         return Draft(body, outside, raised, self._used[Space.SCRATCHPAD], self._used[Space.ACCUMULATORS])
+
+
+def _owners(memory: Memory, items: Sequence[_Item]) -> set[str]:
+    """The buffers in DRAM that a piece is moved from or to, and stands for: either of them, where it is only moved."""
+    moving = [item for item in items if isinstance(item.instruction, Transfer)]
+    plain = all(item.instruction.fill is None and item.instruction.index is None for item in moving)  # type: ignore[attr-defined]
+    names = {place.name for item in moving for place, *_ in item.outside if place.name}
+    computed = any(item.touches[memory][1] for item in items if item not in moving)
+    loaded = any(item.touches[memory][1] for item in moving)
+    is_copy = len(moving) == len(items)
+    return names if plain and not (loaded and computed) and (len(names) == 1 or is_copy) else set()
 
 
 def _add_token(tokens: list[dict[_Item, Affine]], counts: Mapping[_Item, Affine]) -> None:

@@ -61,6 +61,10 @@ class Candidate:
     flow: Mapping[int, float]
     executions: int
 
+    def needs(self, resident: Collection[int]) -> int:
+        """Bytes of the scratchpad, with these operands in it already."""
+        return max(0, self.scratchpad - sum(self.room.get(position, 0) for position in resident))
+
 
 @dataclass(frozen=True)
 class Sketch:
@@ -121,7 +125,7 @@ class Choices:
         """
         if resident not in self._estimated:
             outside = np.array([position not in resident for position in (*range(self._operands), -1)])
-            needs = self._scratchpad - self._room @ ~outside
+            needs = np.maximum(0, self._scratchpad - self._room @ ~outside)
             moved = self._dram @ outside
             if self._serial:
                 apart = beside = self._busy + moved + self._issue
@@ -185,8 +189,8 @@ class _Option:
     """A candidate for one of a program's calls: bytes that it needs, and its estimates.
 
     Attributes:
-        apart: Cycles where the calls before leave no room for its first loads, or end too soon to hide them.
-        beside: Cycles where they hide them.
+        apart: Cycles where the calls that could hide its first loads leave no room for them.
+        beside: Cycles where they do.
     """
 
     candidate: Candidate
@@ -205,13 +209,15 @@ class _Path:
 
     def then(self, option: _Option, room: int) -> _Path:
         """The path with an option for the next call, which may use `room` bytes."""
-        hiding, taken = 0.0, option.needs
+        own, wanted, taken = option.beside, option.candidate.fill * _HIDDEN, option.needs
         for other, cycles in self.last:
             taken += other.needs
             if taken > room:
+                own = option.apart
                 break
-            hiding += cycles
-        own = option.beside if hiding >= option.candidate.fill * _HIDDEN or not self.last else option.apart
+            wanted -= cycles
+            if wanted <= 0:
+                break
         return _Path(self.cycles + own, ((option, own), *self.last[: _REACH - 1]), self)
 
 
@@ -240,12 +246,13 @@ class Mapper:
 
     Args:
         sketches: What was emitted for other chips.
+        most: Tilings of a call that are compared.
     """
 
-    def __init__(self, chip: Chip, sketches: Sketches | None = None) -> None:
-        self.chip = chip
+    def __init__(self, chip: Chip, sketches: Sketches | None = None, most: int = MOST_CANDIDATES) -> None:
+        self.chip, self.most = chip, most
+        self.sketches = {} if sketches is None else sketches
         self._costs = Costs(chip)
-        self._sketches = {} if sketches is None else sketches
         self._searched: dict[object, Choices | CannotLower] = {}
 
     def choices(self, call: KernelCall) -> Choices:
@@ -280,7 +287,7 @@ class Mapper:
             sketch = self._sketch(operands, tiling, signature)
             if sketch is not None:
                 found.append(self._candidate(sketch))
-            if len(found) >= MOST_CANDIDATES or tried >= MOST_TRIED:
+            if len(found) >= self.most or tried >= MOST_TRIED:
                 break
         if not found:
             raise CannotLower(
@@ -295,13 +302,13 @@ class Mapper:
         key = signature, chip.sram.alignment, chip.output is not None, tuple(tiling.items())
         sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
         room = {Space.SCRATCHPAD: chip.sram.size, Space.ACCUMULATORS: sums}
-        found = self._sketches.get(key)
+        found = self.sketches.get(key)
         if found is None or (isinstance(found, DoesNotFit) and found.size <= room[found.space]):
             try:
                 found = _sketch(operands, tiling, chip)
             except DoesNotFit as error:
                 found = DoesNotFit(error.space, error.size)  # without the frames that it passed
-            self._sketches[key] = found
+            self.sketches[key] = found
         if isinstance(found, DoesNotFit) or found.scratchpad > chip.sram.size or found.accumulators > sums:
             return None
         return found

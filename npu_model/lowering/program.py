@@ -33,6 +33,7 @@ from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
 from npu_model.machine.machine import engines_of, token_totals
 
+_RECENT = 8  # sections whose pieces others avoid
 ARENA = "arena"  # the buffer in DRAM that holds intermediate values
 
 
@@ -77,8 +78,8 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
     linker = Linker(chip, places, token_totals(preload))
     own = [positions(call, residency.addresses) for call in plan.calls]
     calls = [(mapper.choices(call), *each) for call, *each in zip(plan.calls, own, residency.rooms, strict=True)]
-    for call, candidate, room in zip(plan.calls, in_sequence(calls), residency.rooms, strict=True):
-        linker.add(call, candidate.tiling, room)
+    for call, candidate, resident, room in zip(plan.calls, in_sequence(calls), own, residency.rooms, strict=True):
+        linker.add(call, candidate.tiling, room, candidate.needs(resident))
     sections = tuple(linker.sections)
     return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
 
@@ -149,24 +150,38 @@ class Linker:
     sections: list[Section] = field(default_factory=list)
     _accesses: dict[tuple[Space, str], list[_Access]] = field(default_factory=dict)
     _waited: dict[str, dict[str, int]] = field(default_factory=dict)
-    _next: int = 0
+    _recent: list[tuple[int, int]] = field(default_factory=list)  # where pieces lie, of the last sections first
 
-    def add(self, call: KernelCall, tiling: Tiling, room: int) -> None:
-        """Append a call's section, whose pieces lie in the first `room` bytes of the scratchpad.
+    def add(self, call: KernelCall, tiling: Tiling, room: int, size: int) -> None:
+        """Append a call's section, whose pieces take `size` bytes of the first `room` bytes of the scratchpad.
 
-        Pieces begin behind those of the section before, so that loads of one may go on while the other computes.
+        Pieces lie where those of the sections before do not, as far as that goes, so that loads of one may go on while
+        the other computes.
         """
-        for first in (self._next, 0):
+        for first in (self._start(room, size), 0):
             emitter = new_emitter(self.chip, self.places, (first, room - first), self.raised)
             try:
                 emit_call(call, tiling, emitter)
-            except DoesNotFit:
+            except DoesNotFit:  # some lowerings need pieces of their own only for operands in the scratchpad
                 continue
-            self._next = first + emitter.used
+            if emitter.used:
+                self._recent = [(first, first + emitter.used), *self._recent[: _RECENT - 1]]
             self._append(call, emitter.finish())
             return
         reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.chip.name}'"
         raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
+
+    def _start(self, room: int, size: int) -> int:
+        """The first byte of pieces: of places at an end of the room or beside other pieces, the longest free one."""
+        top = (room - size) // self.chip.sram.alignment * self.chip.sram.alignment
+        beside = [start for first, end in self._recent for start in (end, first - size)]
+        starts = [start for start in (0, top, *beside) if 0 <= start <= top]
+
+        def sections_before(start: int) -> int:
+            taken = [first < start + size and start < end for first, end in self._recent]
+            return taken.index(True) if True in taken else len(taken)
+
+        return max(starts, key=sections_before, default=0)
 
     def _append(self, call: KernelCall, draft: Draft) -> None:
         fences: dict[str, dict[str, int]] = {}

@@ -190,7 +190,9 @@ def run_in_scratchpad(
     home = {name: replace(view, buffer=f"{name} in dram") for name, view in whole.items()}
 
     def add(call: KernelCall) -> None:
-        linker.add(call, mapper.ranked(call, positions(call, tensors), room)[0].tiling, room)
+        own = positions(call, tensors)
+        candidate = mapper.ranked(call, own, room)[0]
+        linker.add(call, candidate.tiling, room, candidate.needs(own))
 
     def copy(source: View, target: View) -> KernelCall:
         return KernelCall("copy_kernel", "", (source,), (target,), {"scalars": [None]}, "copy")
