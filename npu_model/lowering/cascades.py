@@ -15,9 +15,9 @@ stripes; then the whole program is simulated, which must take fewer cycles and m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise, product
 from typing import TypeAlias
 
 from npu_compiler.errors import ConstraintError
@@ -37,7 +37,7 @@ from npu_model.lowering.residency import choose_residency, positions
 from npu_model.machine.machine import Machine
 
 MOST_CALLS = 4  # of a chain
-_MOST_STRIPES = 32
+_MOST_STRIPES = 64
 _COARSE = 8  # tilings of a stripe that are looked at before its chain is chosen
 _NOTABLE = 0.003  # part of a program's cycles that DRAM is busy with a value which is worth a cascade
 _STAGED = 1024  # bytes of a weight that is worth a buffer
@@ -177,17 +177,25 @@ class Cascade:
 
 @dataclass(frozen=True)
 class Stripes:
-    """A cascade's calls in their order, and the buffers that are theirs.
+    """The calls and buffers of a cascade.
 
     Attributes:
-        passing: Bytes between calls, of the largest stripe.
-        staged: Bytes of weights.
+        staging: Calls before the first stripe.
+        stripes: The calls of each stripe, in their order.
+        passing: Bytes between the calls of the largest stripe.
+        staged: Bytes of weights in buffers.
     """
 
-    calls: tuple[KernelCall, ...]
+    staging: tuple[KernelCall, ...]
+    stripes: tuple[tuple[KernelCall, ...], ...]
     buffers: tuple[BufferAllocation, ...]
     passing: int
     staged: int
+
+    @property
+    def calls(self) -> tuple[KernelCall, ...]:
+        """All calls in their order."""
+        return (*self.staging, *chain(*self.stripes))
 
 
 def _copy(source: View, target: View, node: str) -> KernelCall:
@@ -203,13 +211,13 @@ def _compact(view: View, name: str) -> tuple[View, BufferAllocation]:
     return own, BufferAllocation(name, "arena", view.shape, view.dtype)
 
 
-def stripes_of(plan: ExecutionPlan, cascade: Cascade) -> Stripes | None:
-    """The calls of a cascade, or None where some rule has no call for some stripe."""
+def stripes_of(plan: ExecutionPlan, cascade: Cascade, most: int | None = None) -> Stripes | None:
+    """The first stripes of a cascade, at most so many, or all; None where some rule has no call for some of them."""
     last = plan.calls[cascade.stop - 1]
     total = last.outputs[0].shape[_RULES[last.kernel].dim]
     each = -(-total // cascade.stripes)
     writer = _Writer(plan, cascade)
-    for start in range(0, total, each):
+    for start in islice(range(0, total, each), most):
         if not writer.add((start, min(total, start + each))):
             return None
     return writer.stripes()
@@ -227,11 +235,12 @@ class _Writer:
         self._plan, self._cascade = plan, cascade
         self._chain = plan.calls[cascade.first : cascade.stop]
         self._dim = _RULES[self._chain[-1].kernel].dim
-        self._calls: list[KernelCall] = []
+        self._staging: list[KernelCall] = []
+        self._stripes: list[tuple[KernelCall, ...]] = []
         self._buffers: list[BufferAllocation] = []
         self._staged: dict[View, View] = {}
         self._passed: dict[int, tuple[Rows, View]] = {}
-        self._number = self._passing = 0
+        self._passing = 0
 
     def add(self, rows: Rows) -> bool:
         """Write the calls for rows of the chain's result; False where some rule has no call."""
@@ -258,15 +267,14 @@ class _Writer:
                 if rows[0] >= rows[1]:
                     return False
             stripe = [*copies, _with(part.call, inputs, outputs, {}), *stripe]
-        self._calls += stripe
+        self._stripes.append(tuple(stripe))
         self._passing = max(self._passing, passing)
-        self._number += 1
         return True
 
     def _buffer(self, position: int, rows: Rows) -> View:
         """A buffer for rows of the value behind a call."""
         value = self._chain[position].outputs[0]
-        view, buffer = _compact(value.slice(self._dim, *rows), f"{value.buffer}.{self._number}")
+        view, buffer = _compact(value.slice(self._dim, *rows), f"{value.buffer}.{len(self._stripes)}")
         self._buffers.append(buffer)
         self._passed[position] = rows, view
         return view
@@ -290,13 +298,13 @@ class _Writer:
             if view not in self._staged:
                 self._staged[view], buffer = _compact(view, f"{view.buffer}.at{self._cascade.first}")
                 self._buffers.append(buffer)
-                self._calls.append(_copy(view, self._staged[view], part.call.node))
+                self._staging.append(_copy(view, self._staged[view], part.call.node))
             inputs[at] = self._staged[view]
 
     def stripes(self) -> Stripes:
         """All that was written."""
         staged = sum(distinct_bytes(view) for view in self._staged)
-        return Stripes(tuple(self._calls), tuple(self._buffers), self._passing, staged)
+        return Stripes(tuple(self._staging), tuple(self._stripes), tuple(self._buffers), self._passing, staged)
 
 
 @dataclass(frozen=True)
@@ -394,27 +402,26 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[tuple[Casca
     ]
     least = _NOTABLE * sum(parts) * chip.dram_bytes_per_cycle
     coarse = Mapper(chip, mapper.sketches, _COARSE)
-    gains: list[tuple[float, tuple[tuple[float, Cascade, Stripes], ...]]] = [(0.0, ())]  # of the first calls
+    passes = [_passes(plan, *link) for link in pairwise(plan.calls)]
+    best: list[tuple[float, tuple[tuple[float, Cascade], ...]]] = [(0.0, ())]  # gain and cascades of the first calls
     for stop in range(1, len(plan.calls) + 1):
-        best = gains[stop - 1]
-        for first in range(max(0, stop - MOST_CALLS), stop - 1):
-            links = list(pairwise(plan.calls[first:stop]))
-            if not all(_passes(plan, *link) for link in links):
+        best.append(best[-1])
+        for first in range(stop - 2, max(0, stop - MOST_CALLS) - 1, -1):
+            if not passes[first]:
+                break
+            values = {
+                call.outputs[0].buffer: plan.buffers[call.outputs[0].buffer] for call in plan.calls[first : stop - 1]
+            }
+            if all(name in residency.addresses or 2 * value.size_bytes < least for name, value in values.items()):
                 continue
-            values = {call.outputs[0].buffer for call, _ in links}
-            if not any(
-                name not in residency.addresses and 2 * plan.buffers[name].size_bytes >= least for name in values
-            ):
-                continue
-            room = _room(plan, residency.addresses, values, first, stop, chip)
-            for cascade, stripes in _ways(plan, first, stop, room):
-                price = _price(stripes, room, chip, coarse)
-                gain = gains[first][0] + sum(parts[first:stop]) - price
-                if price < sum(parts[first:stop]) and gain > best[0]:
-                    own_gain = sum(parts[first:stop]) - price
-                    best = gain, (*gains[first][1], (own_gain, cascade, stripes))
-        gains.append(best)
-    return [(cascade, stripes) for _, cascade, stripes in sorted(gains[-1][1], key=lambda each: -each[0])]
+            room = _room(plan, residency.addresses, values.keys(), first, stop, chip)
+            passing = sum(value.size_bytes for value in values.values())
+            for cascade in _ways(plan, first, stop, room, passing):
+                gain = sum(parts[first:stop]) - _price(plan, cascade, room, chip, coarse)
+                if gain > 0 and best[first][0] + gain > best[-1][0]:
+                    best[-1] = best[first][0] + gain, (*best[first][1], (gain, cascade))
+    chosen = [(cascade, stripes_of(plan, cascade)) for _, cascade in sorted(best[-1][1], key=lambda each: -each[0])]
+    return [(cascade, stripes) for cascade, stripes in chosen if stripes is not None]
 
 
 def _passes(plan: ExecutionPlan, call: KernelCall, following: KernelCall) -> bool:
@@ -430,7 +437,7 @@ def _passes(plan: ExecutionPlan, call: KernelCall, following: KernelCall) -> boo
 
 
 def _room(
-    plan: ExecutionPlan, addresses: Mapping[str, int], values: set[str], first: int, stop: int, chip: Chip
+    plan: ExecutionPlan, addresses: Mapping[str, int], values: Collection[str], first: int, stop: int, chip: Chip
 ) -> int:
     """Bytes below the values that stay in the scratchpad while a chain is computed, and are none of its own."""
     lowest = chip.sram.size
@@ -442,40 +449,43 @@ def _room(
     return lowest
 
 
-def _ways(plan: ExecutionPlan, first: int, stop: int, room: int) -> Iterator[tuple[Cascade, Stripes]]:
-    """Cascades of a chain in as few stripes as leave room for the stripes' own pieces, and in twice as many."""
-    tried = 0
-    stripes = 2
-    while stripes <= _MOST_STRIPES and tried < 2:
-        ways = []
-        for keeps_halo in (False, True):
-            for stages_weights in (False, True):
-                cascade = Cascade(first, stop, stripes, keeps_halo, stages_weights)
-                made = stripes_of(plan, cascade)
-                if (
-                    made is not None
-                    and 2 * made.passing + made.staged <= room // 2
-                    and (made.staged or not stages_weights)
-                ):
-                    ways.append((cascade, made))
-        yield from ways
-        tried += bool(ways)
-        stripes *= 2
+def _ways(plan: ExecutionPlan, first: int, stop: int, room: int, passing: int) -> Iterator[Cascade]:
+    """Cascades of a chain in as few stripes as leave room for the stripes' own pieces, and in twice as many.
+
+    Args:
+        passing: Bytes between its calls in all.
+    """
+    last = plan.calls[stop - 1]
+    most = last.outputs[0].shape[_RULES[last.kernel].dim]
+    least = next((1 << power for power in range(1, most.bit_length()) if 2 * passing >> power <= room // 2), most + 1)
+    for stripes in (least, 2 * least):
+        if stripes <= min(most, _MOST_STRIPES):
+            for keeps_halo, stages_weights in product((False, True), repeat=2):
+                yield Cascade(first, stop, stripes, keeps_halo, stages_weights)
 
 
-def _price(stripes: Stripes, room: int, chip: Chip, mapper: Mapper) -> float:
-    """Cycles of a cascade, with all of its buffers in the scratchpad."""
+def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper: Mapper) -> float:
+    """Cycles of a cascade with all of its buffers in the scratchpad, where all stripes take those of the second one.
+
+    A stripe's loads go on while the one before computes, more so than those of calls that are estimated by themselves.
+    """
+    stripes = stripes_of(plan, cascade, 2)
+    if stripes is None or len(stripes.stripes) < 2 or (cascade.stages_weights and not stripes.staging):
+        return math.inf
     names = {buffer.name for buffer in stripes.buffers}
     room -= 2 * stripes.passing + stripes.staged
     launch = 1e3 * chip.clock_ghz * chip.launch.cost_us
-    total = 0.0
-    for call in stripes.calls:
-        try:
-            cycles = mapper.choices(call).estimate(positions(call, names), room)
-        except CannotLower:
-            return math.inf
-        total += max(cycles, launch) if chip.launch.overlapped else cycles + launch
-    return total
+
+    def cycles(calls: Sequence[KernelCall]) -> float:
+        options = (mapper.choices(call).likely(positions(call, names), room) for call in calls)
+        return sum(
+            min((each.beside - (each.apart - each.beside) / 2 for each in own), default=math.inf) for own in options
+        )
+
+    try:
+        return launch + cycles(stripes.staging) + cascade.stripes * cycles(stripes.stripes[1])
+    except CannotLower:
+        return math.inf
 
 
 __all__ = ["Arrangement", "Cascade", "arrange", "lower_arranged", "part_of", "stripes_of"]
