@@ -9,8 +9,9 @@ from npu_compiler.program.target import OpLevelTarget
 from npu_compiler.target_config import OP_LEVEL
 from npu_model.chip import Chip
 from npu_model.isa.encoding import encode
+from npu_model.lowering.cascades import lower_arranged
 from npu_model.lowering.mapper import Mapper
-from npu_model.lowering.program import chip_digest, lower_program
+from npu_model.lowering.program import chip_digest
 
 
 class NPUTarget(OpLevelTarget):
@@ -31,4 +32,5 @@ class NPUTarget(OpLevelTarget):
 
     def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
         """The plan with its tile program. Raises `ConstraintError`, with the nodes of all calls that the chip lacks."""
-        return replace(plan, machine_code=encode(lower_program(plan, self.chip, self._mapper)))
+        arranged, tiles = lower_arranged(plan, self.chip, self._mapper)
+        return replace(arranged, machine_code=encode(tiles))
