@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING
 
 from npu_compiler.deferred_import import deferred
+from npu_compiler.partitioning.prices import Prices, priced_target
 from npu_compiler.program.products import Product
+from npu_compiler.program.target import CodegenTarget
 from npu_model.chip import ArrayCycles, Chip, Dataflow, array_cycles, load_chip, parse_chip, shipped_chips
 
 if TYPE_CHECKING:
@@ -26,6 +28,16 @@ __getattr__ = deferred(
         "simulate": "analysis.simulation",
     },
 )
+
+
+@priced_target.register
+def _target_of_chip(chip: Chip) -> tuple[CodegenTarget, Prices]:
+    """The target and the prices of a chip, for `npu_compiler.partition`."""
+    from npu_model.target import NPUTarget
+
+    target = NPUTarget(chip)
+    return target, target.prices
+
 
 __all__ = [
     "ArrayCycles",

@@ -70,12 +70,10 @@ class Capabilities:
         names = dict.fromkeys(("all", *(family.value for family in families), name))
         return [(each, self.chip.ops.limits[each]) for each in names if each in self.chip.ops.limits]
 
-    def _exceeded(
-        self, node: OpNode, graph: IRGraph, compute_dtype: str, families: tuple[Family, ...]
-    ) -> str | None:
+    def _exceeded(self, node: OpNode, graph: IRGraph, compute_dtype: str, families: tuple[Family, ...]) -> str | None:
         name = short_name(node.op_type)
         for _, limits in self.limits(name, families):
-            problem = _problem(limits, node, graph, compute_dtype)
+            problem = _problem(limits, node, graph, compute_dtype, families)
             if problem is not None:
                 return f"chip '{self.chip.name}' takes {name} {problem}"
         return None
@@ -87,7 +85,9 @@ def short_name(op_type: str) -> str:
     return name.removeprefix("quantized_").removeprefix("integer_")
 
 
-def _problem(limits: Limits, node: OpNode, graph: IRGraph, compute_dtype: str) -> str | None:
+def _problem(
+    limits: Limits, node: OpNode, graph: IRGraph, compute_dtype: str, families: tuple[Family, ...]
+) -> str | None:
     """The limit that a node exceeds, as an ending of "chip X takes OP …"."""
     dtype = _dtype(node, graph, compute_dtype)
     if limits.dtypes is not None and dtype not in limits.dtypes:
@@ -104,7 +104,7 @@ def _problem(limits: Limits, node: OpNode, graph: IRGraph, compute_dtype: str) -
             if most is not None and value > most:
                 unit = "" if limit == "rank" else " elements"
                 return f"{words} {most}{unit}; tensor '{tensor}' is {list(shape)}"
-    window, stride = _window(node, graph), _longest(node.attrs.get("stride"))
+    window, stride = _window(node, graph, families), _longest(node.attrs.get("stride"))
     if limits.window is not None and window is not None and window > limits.window:
         return f"with windows of at most {limits.window} along an axis, not {window}"
     if limits.stride is not None and stride is not None and stride > limits.stride:
@@ -121,12 +121,11 @@ def _dtype(node: OpNode, graph: IRGraph, compute_dtype: str) -> str:
     return storage_dtype(graph.tensors[names[0]].dtype, compute_dtype)
 
 
-def _window(node: OpNode, graph: IRGraph) -> int | None:
+def _window(node: OpNode, graph: IRGraph, families: tuple[Family, ...]) -> int | None:
     """The most elements of a node's window along an axis; None where it has none."""
-    own = _longest(node.attrs.get("kernel_size"))
-    if own is not None or "stride" not in node.attrs and "dilation" not in node.attrs or len(node.inputs) < 2:
-        return own
-    return max(graph.tensors[node.inputs[1]].shape[2:], default=None)
+    if Family.CONV in families:
+        return max(graph.tensors[node.inputs[1]].shape[2:], default=None)
+    return _longest(node.attrs.get("kernel_size"))
 
 
 def _longest(value: object) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from npu_compiler.graph.model import IRGraph, OpNode
@@ -16,6 +17,7 @@ from npu_model.chip import Chip
 from npu_model.isa.encoding import encode
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import chip_digest, lower_program
+from npu_model.prices import ChipPrices
 
 
 class NPUTarget(OpLevelTarget):
@@ -35,6 +37,11 @@ class NPUTarget(OpLevelTarget):
     @property
     def key(self) -> str:
         return f"{self.config.name}:{chip_digest(self.chip)}"
+
+    @cached_property
+    def prices(self) -> ChipPrices:
+        """The times by which a model is divided between the chip and its host. Raises `InputError` as `ChipPrices`."""
+        return ChipPrices(self.chip, self._mapper, self.lone)
 
     @property
     def supports_all(self) -> bool:

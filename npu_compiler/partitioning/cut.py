@@ -15,11 +15,12 @@ division from below; `divide` branches on a unit where the bound and the price d
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+_HOST, _DEVICE = "host", "device"
 _MOST_CUTS = 400  # of one division of a small graph; larger graphs get fewer
 _MOST_WORK = 60_000  # units × cuts
 
@@ -130,8 +131,8 @@ class Division:
 def divide(problem: Problem) -> Division:
     """The cheapest division.
 
-    It is proved to be where its bound equals its price. A graph may be too large for the proof where launches cost much;
-    then the division is the cheapest of those that were tried.
+    It is proved to be where its bound equals its price. A graph may be too large for the proof where launches cost
+    much; then the division is the cheapest of those that were tried.
     """
     possible = tuple(unit.device is not None for unit in problem.units)
     best = min(((False,) * len(possible), possible), key=problem.price)
@@ -188,44 +189,38 @@ def _undecided(problem: Problem, on_device: Sequence[bool], fixed: Mapping[int, 
 
 
 def _cut(problem: Problem, fixed: Mapping[int, bool], path: Sequence[int]) -> tuple[int, tuple[bool, ...]]:
-    """The price of a minimum cut, with launches along one path, and its division."""
+    """The price of a minimum cut, with launches along one path, and its division.
+
+    What is on the host's side of the cut is on the host. An edge costs its price where it leads from the host's side to
+    the device's.
+    """
     import networkx as nx
 
-    graph: Any = nx.DiGraph()
-    graph.add_nodes_from(("host", "device"))
+    prices: dict[tuple[Hashable, Hashable], int | None] = {}  # None: this edge is never cut
 
-    def add(source: object, target: object, price: int) -> None:
-        if graph.has_edge(source, target):
-            if "capacity" in graph[source][target]:
-                graph[source][target]["capacity"] += price
-        else:
-            graph.add_edge(source, target, capacity=price)
+    def add(source: Hashable, target: Hashable, price: int | None) -> None:
+        before = prices.get((source, target), 0)
+        prices[source, target] = None if price is None or before is None else before + price
 
     for index, unit in enumerate(problem.units):
         side = fixed.get(index)
-        if side is not True:
-            add(index, "device", unit.host)
-        if side is True:
-            graph.add_edge(index, "device")  # without a capacity, an edge is never cut
-        if side is False or unit.device is None:
-            graph.add_edge("host", index)
-        else:
-            add("host", index, unit.device)
+        add(index, _DEVICE, None if side is True else unit.host)
+        add(_HOST, index, None if side is False else unit.device)
     for number, value in enumerate(problem.values):
-        maker = "host" if value.maker is None else value.maker
-        if value.readers:
-            down = ("to device", number)
-            add(maker, down, value.price)
-            for reader in value.readers:
-                graph.add_edge(down, reader)
-        if value.maker is not None and (value.readers or value.returned):
-            up = ("to host", number)
-            add(up, maker, value.price)
-            for source in (*value.readers, *(["host"] if value.returned else [])):
-                graph.add_edge(source, up)
-    along: list[object] = ["host", *(problem.steps[step][0] for step in path)]
-    for source, target in pairwise(along):
+        maker: Hashable = _HOST if value.maker is None else value.maker
+        down, up = (_DEVICE, number), (_HOST, number)
+        add(maker, down, value.price)
+        add(up, maker, value.price)
+        for reader in value.readers:
+            add(down, reader, None)
+            add(reader, up, None)
+        if value.returned:
+            add(_HOST, up, None)
+    for source, target in pairwise([_HOST, *(problem.steps[step][0] for step in path)]):
+        add(source, target, problem.launch)
+    graph: Any = nx.DiGraph()
+    for (source, target), price in prices.items():
         if source != target:
-            add(source, target, problem.launch)
-    price, (_, there) = nx.minimum_cut(graph, "host", "device", flow_func=nx.algorithms.flow.boykov_kolmogorov)
+            graph.add_edge(source, target, **({} if price is None else {"capacity": price}))
+    price, (_, there) = nx.minimum_cut(graph, _HOST, _DEVICE, flow_func=nx.algorithms.flow.boykov_kolmogorov)
     return int(price), tuple(index in there for index in range(len(problem.units)))

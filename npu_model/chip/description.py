@@ -395,14 +395,8 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
         if not isinstance(value, bool):
             raise InputError(f"{where}: '{path}' is {_shown(value)}; write true or false")
         return value
-    if values := item.metadata.get("values"):
-        if value not in values:
-            raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(values)}")
-        return value
     if kind is str:
-        if not isinstance(value, str) or not value.strip():
-            raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
-        return value
+        return _word(item, value, path, where)
     if item.name == "functions":
         return _functions(value, path, where)
     if "names" in item.metadata:
@@ -410,7 +404,10 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
     if item.name == "limits":
         table = _table(value, path, where)
         _listed(list(table), ("all", *op_names()), path, where)
-        return {name: _fields(Limits, _table(x, f"{path}.{name}", where), f"{path}.{name}.", where) for name, x in table.items()}
+        return {
+            name: _fields(Limits, _table(x, f"{path}.{name}", where), f"{path}.{name}.", where)
+            for name, x in table.items()
+        }
     if typing.get_origin(kind) is Mapping:
         return _rates(item, value, path, where)
     return _number(kind is int, item, value, path, where)
@@ -423,6 +420,25 @@ def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> M
     if not table:
         raise InputError(f"{where}: '{path}' is empty; give a number for at least one of {', '.join(DTYPES)}")
     return {name: _number(False, item, x, f"{path}.{name}", where) for name, x in table.items()}
+
+
+def _word(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> str:
+    values = item.metadata.get("values", ())
+    if values and value not in values:
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(values)}")
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
+    return value
+
+
+def _limits(value: Any, path: str, where: str) -> Mapping[str, Limits]:
+    """Op or family → its limits."""
+    table = _table(value, path, where)
+    _listed(list(table), ("all", *op_names()), path, where)
+    return {
+        name: _fields(Limits, _table(limits, f"{path}.{name}", where), f"{path}.{name}.", where)
+        for name, limits in table.items()
+    }
 
 
 def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:

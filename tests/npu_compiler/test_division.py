@@ -52,7 +52,7 @@ def cheapest_of_all(problem: Problem) -> int:
 def exact(problem: Problem) -> int:
     """The lowest price, by an integer program: units, crossings of values in each direction, and runs as levels."""
     units, values, steps = problem.units, problem.values, problem.steps
-    # x: unit on the device; down, up: value crosses; level: stretches on the device up to a step; runs: the most of them
+    # Unit on the device; down, up: value crosses; level: stretches on the device up to a step; runs: the most of them.
     down, up = len(units), len(units) + len(values)
     level, runs = up + len(values), up + len(values) + len(steps)
     cost, rows, least = np.zeros(runs + 1), [], []
@@ -135,7 +135,9 @@ def test_a_value_crosses_once_however_many_read_it() -> None:
 
 def test_runs_of_the_device_are_those_of_a_schedule() -> None:
     """Two units on the device that wait for the same unit of the host share a run; one that follows both does too."""
-    problem = Problem([Unit(1, 9), Unit(None, 1), Unit(1, 9), Unit(1, 9)], [], [(0, []), (1, [0]), (2, [1]), (3, [])], 7)
+    problem = Problem(
+        [Unit(1, 9), Unit(None, 1), Unit(1, 9), Unit(1, 9)], [], [(0, []), (1, [0]), (2, [1]), (3, [])], 7
+    )
     assert problem.runs((True, False, True, True)) == 2
     assert problem.runs((False, False, True, True)) == 1
     assert problem.runs((False,) * 4) == 0
