@@ -217,7 +217,7 @@ class _Divider:
             devices: dict[str, DeviceKind] = {
                 node.name: "cpu" if node.name in reasons else "npu" for node in graph.nodes
             }
-            groups = min((_schedule(bounded, devices, first) for first in ("npu", "cpu")), key=len)
+            groups = min((_schedule(bounded, devices, first) for first in ("npu", "cpu")), key=_runs_and_length)
             partitions = _build_partitions(bounded, groups, dtype, integers.ranges)
             more = {} if target is None or target.supports_all else _lacking(partitions, target, dtype, formats)
             if not more and target is not None and target.assembles:
@@ -354,6 +354,10 @@ def _schedule(
             groups.append((device, taken))
         pending, device = rest, "cpu" if device == "npu" else "npu"
     return groups
+
+
+def _runs_and_length(groups: list[tuple[DeviceKind, list[OpNode]]]) -> tuple[int, int]:
+    return sum(device == "npu" for device, _ in groups), len(groups)
 
 
 def _build_partitions(

@@ -9,6 +9,7 @@ from npu_compiler.program.target import CodegenTarget
 from npu_model.chip import ArrayCycles, Chip, Dataflow, array_cycles, load_chip, parse_chip, shipped_chips
 
 if TYPE_CHECKING:
+    from npu_model.analysis.plan import PlanResult, simulate_plan
     from npu_model.analysis.result import CallResult, Energy, Result
     from npu_model.analysis.simulation import simulate
     from npu_model.device import NPUBackend
@@ -24,8 +25,10 @@ __getattr__ = deferred(
         "Energy": "analysis.result",
         "NPUBackend": "device",
         "NPUTarget": "target",
+        "PlanResult": "analysis.plan",
         "Result": "analysis.result",
         "simulate": "analysis.simulation",
+        "simulate_plan": "analysis.plan",
     },
 )
 
@@ -48,6 +51,7 @@ __all__ = [
     "Energy",
     "NPUBackend",
     "NPUTarget",
+    "PlanResult",
     "Product",
     "Result",
     "array_cycles",
@@ -55,4 +59,5 @@ __all__ = [
     "parse_chip",
     "shipped_chips",
     "simulate",
+    "simulate_plan",
 ]

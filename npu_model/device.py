@@ -144,6 +144,10 @@ class NPUBackend(Backend):
     def clock(self) -> float:
         return self.simulated_seconds
 
+    def waited(self, seconds: float) -> None:
+        with self.lock:
+            self.simulated_seconds += seconds
+
     def timed(self, launch: Launch) -> float:
         launch()
         return launch.seconds if isinstance(launch, TileLaunch) else 0.0

@@ -79,9 +79,9 @@ class ChipPrices(Prices):
 
 def _host_and_link(chip: Chip) -> tuple[Host, HostLink]:
     if chip.host is None or chip.link is None:
+        lacking = "host" if chip.host is None else "link"
         raise InputError(
-            f"chip '{chip.name}' has no [{'host' if chip.host is None else 'link'}]; a model is divided by prices where "
-            "its file has [host] and [link]"
+            f"chip '{chip.name}' has no [{lacking}], so nothing can be priced; its file needs [host] and [link]"
         )
     return chip.host, chip.link
 

@@ -190,6 +190,9 @@ class Hardware(DeviceMemory, ABC):
     def ran(self, program: CompiledProgram) -> None:
         """Take note that an executor has launched a run of this program; the lock is held."""
 
+    def waited(self, seconds: float) -> None:
+        """Take note that a plan spent this time beside the device, whose clock is simulated."""
+
     def timed(self, launch: Launch) -> float:
         """Run one launch to its end; returns the seconds it took, by the device's own clock if it has one."""
         start = time.perf_counter()

@@ -143,10 +143,10 @@ def divide(problem: Problem) -> Division:
     while queue and queue[0][0] < problem.price(best) and tried < allowed:
         _, _, fixed, relaxed = heapq.heappop(queue)
         unit = _undecided(problem, relaxed.on_device, fixed)
-        for side in (True, False) if unit is not None else ():
-            if side and not possible[unit]:
-                continue
-            decided = {**fixed, unit: side}
+        if unit is None:
+            continue
+        for side in (True, False) if possible[unit] else (False,):
+            decided: dict[int, bool] = {**fixed, unit: side}
             found = _relaxed(problem, decided, relaxed.path)
             tried += 1
             best = min(best, found.on_device, key=problem.price)

@@ -86,6 +86,11 @@ class PlanPrice:
         """Time of the plan: its parts run one after the other."""
         return self.device + self.host + self.transfers + self.launches
 
+    @property
+    def beside_device(self) -> float:
+        """Time of all but the work on the device."""
+        return self.host + self.transfers + self.launches
+
     def with_ops(self, ops: Iterable[str]) -> PlanPrice:
         """The price if the device had these ops too, by their names without overload."""
         wanted = set(ops)
