@@ -39,7 +39,7 @@ def _target_of_chip(chip: Chip) -> tuple[CodegenTarget, Prices]:
     from npu_model.target import NPUTarget
 
     target = NPUTarget(chip)
-    return target, target.prices
+    return target, target.known_prices
 
 
 __all__ = [

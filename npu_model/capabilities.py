@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from npu_compiler.graph.model import IRGraph, OpNode, base_op
 from npu_compiler.ops.registry import find_op
 from npu_compiler.partitioning.lone_nodes import LoneNodes
@@ -42,6 +45,8 @@ class Capabilities:
     def missing(self, name: str, families: tuple[Family, ...]) -> str | None:
         """The reason why the chip has no op of that name, computed by kernels of these families; None if it has."""
         ops = self.chip.ops
+        if name in ops.also:
+            return None
         for family in families:
             for part in _CONTAINS.get(family, ()):
                 reason = self._lacks(part.value)
@@ -77,6 +82,13 @@ class Capabilities:
             if problem is not None:
                 return f"chip '{self.chip.name}' takes {name} {problem}"
         return None
+
+
+def with_ops(chip: Chip, names: Iterable[str]) -> Chip:
+    """The chip if it had these ops too, without limits of their own; they go by their names in chip files."""
+    names, own = tuple(names), chip.ops
+    limits = {name: limits for name, limits in own.limits.items() if name not in names}
+    return replace(chip, ops=replace(own, also=(*own.also, *names), limits=limits))
 
 
 def short_name(op_type: str) -> str:
@@ -134,4 +146,4 @@ def _longest(value: object) -> int | None:
     return max((number for number in numbers if isinstance(number, int)), default=None)
 
 
-__all__ = ["Capabilities", "short_name"]
+__all__ = ["Capabilities", "short_name", "with_ops"]

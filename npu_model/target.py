@@ -38,9 +38,13 @@ class NPUTarget(OpLevelTarget):
     def key(self) -> str:
         return f"{self.config.name}:{chip_digest(self.chip)}"
 
+    @property
+    def prices(self) -> ChipPrices | None:
+        return None if self.chip.host is None or self.chip.link is None else self.known_prices
+
     @cached_property
-    def prices(self) -> ChipPrices:
-        """The times by which a model is divided between the chip and its host. Raises `InputError` as `ChipPrices`."""
+    def known_prices(self) -> ChipPrices:
+        """The times of the chip, its host and their link. Raises `InputError` where its file says nothing of these."""
         return ChipPrices(self.chip, self._mapper, self.lone)
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from npu_compiler.compiled_program import CompiledProgram
@@ -110,9 +109,11 @@ class PlanPrice:
         """For each unit, whether it runs on the device."""
         return tuple(unit.on_device for unit in self.units)
 
-    @cached_property
     def gains(self) -> tuple[Gain, ...]:
-        """The ops that the device lacks here, the one whose support saves most first."""
+        """The ops that the device lacks here, the one whose support saves most first.
+
+        What they could be fused with is not counted; see `what_if`.
+        """
         counts: Counter[str] = Counter()
         assumed: set[str] = set()
         for unit in self.units:
@@ -142,10 +143,6 @@ class PlanPrice:
                     "reason": unit.reason,
                 }
                 for unit in self.units
-            ],
-            "gains": [
-                {"op": gain.op, "nodes": gain.count, "gain_us": 1e6 * gain.seconds, "assumed": gain.is_assumed}
-                for gain in self.gains
             ],
         }
 
@@ -297,13 +294,15 @@ def _islands(problem: Problem, on_device: Sequence[bool]) -> dict[int, str]:
         there = problem.price([side or index in island for index, side in enumerate(on_device)])
         host = sum(problem.units[index].host for index in island)
         device = sum(problem.units[index].device or 0 for index in island)
-        besides = there - now + host - device
+        besides = (there - now + host - device) / _TICKS
         text = (
             f"it does not pay: {duration(host / _TICKS)} on the host, {duration(device / _TICKS)} on the device and "
-            f"{duration(besides / _TICKS)} more for transfers and launches"
+            f"{duration(abs(besides))} {'less' if besides < 0 else 'more'} for transfers and launches"
         )
         if len(island) > 1:
-            text += f", all {len(island)} units of the island together"
+            text += f", for the {len(island)} neighbours together"
+        if not host:
+            text = "it computes nothing, and goes with its neighbours on the host"
         reasons.update(dict.fromkeys(island, text))
     return reasons
 

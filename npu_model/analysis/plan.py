@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from npu_compiler.errors import InputError
-from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp
-from npu_compiler.partitioning.pricing import PlanPrice
+from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp, partition
+from npu_compiler.partitioning.pricing import Gain, PlanPrice
 from npu_compiler.timeline import Timeline
 from npu_model.analysis.result import Result
 from npu_model.analysis.simulation import simulate
 from npu_model.analysis.trace import add_run
+from npu_model.capabilities import short_name, with_ops
 from npu_model.chip import Chip
 from npu_model.target import NPUTarget
 
@@ -165,7 +166,7 @@ def simulate_plan(plan: PartitionPlan, chip: Chip, *, spans: bool = False) -> Pl
     if plan.price is None:
         raise InputError(f"the plan of '{plan.graph.name}' has no prices; make it with partition(ir, npu=chip)")
     target = NPUTarget(chip)
-    prices, stages, now = target.prices, [], 0.0
+    prices, stages, now = target.known_prices, list[Stage](), 0.0
     for part in plan.partitions:
         transfers = tuple((transfer, prices.link.seconds(transfer.bytes)) for transfer in part.transfers)
         if part.device == "npu":
@@ -180,4 +181,41 @@ def simulate_plan(plan: PartitionPlan, chip: Chip, *, spans: bool = False) -> Pl
     return PlanResult(plan, chip, tuple(stages), back)
 
 
-__all__ = ["PlanResult", "Stage", "simulate_plan"]
+def what_if(plan: PartitionPlan, chip: Chip, ops: Iterable[str]) -> PlanPrice:
+    """The price of a plan's graph if the chip had these ops too, by their names without overload.
+
+    Those that no kernel computes, or that the chip's engines cannot run, are taken to cost an estimate.
+
+    Args:
+        plan: A plan that `partition(ir, npu=chip)` made.
+    """
+    names = list(ops)
+    own = partition(
+        plan.graph,
+        npu=with_ops(chip, map(short_name, names)),
+        compute_dtype=plan.compute_dtype,
+        quantization=plan.formats or None,
+    ).price
+    assert own is not None
+    return own.with_ops(names)
+
+
+def find_gains(
+    plan: PartitionPlan, chip: Chip, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Gain]:
+    """The ops that the chip lacks in a plan, the one whose support saves most time first.
+
+    Args:
+        plan: A plan that `partition(ir, npu=chip)` made.
+        progress: Called with (ops done, total).
+    """
+    assert plan.price is not None
+    estimates, gains = plan.price.gains(), []
+    for gain in estimates:
+        saved = plan.price.seconds - what_if(plan, chip, [gain.op]).seconds
+        gains.append(replace(gain, seconds=max(0.0, gain.seconds, saved)))
+        progress(len(gains), len(estimates))
+    return sorted(gains, key=lambda gain: (-gain.seconds, gain.op))
+
+
+__all__ = ["PlanResult", "Stage", "find_gains", "simulate_plan", "what_if"]

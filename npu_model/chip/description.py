@@ -212,11 +212,13 @@ class Ops:
     Attributes:
         only: The ops and families that there are. Default: all that the engines compute.
         without: Ops and families that are missing.
+        also: Ops that there are whatever `only` and `without` say.
         limits: Op or family, or `all`, → its limits.
     """
 
     only: tuple[str, ...] | None = _names(default=None)
     without: tuple[str, ...] = _names(default=())
+    also: tuple[str, ...] = _names(default=())
     limits: Mapping[str, Limits] = field(default_factory=dict)
 
 
