@@ -274,7 +274,8 @@ def _with_origins(part: Partition, plan: PartitionPlan, target: CodegenTarget) -
     for node in reversed(final.nodes):  # what the compiler adds, such as a cast, belongs to what reads it
         own = _made_into(node, part.graph, final)
         origins[node.name] = own or set().union(*(origins[r.name] for x in node.outputs for r in readers.get(x, ())))
-    return program, {call.node: origins[call.node] for call in program.kernels}
+    everything = {node.name for node in part.graph.nodes}  # for a target that makes one call of nodes of its choice
+    return program, {call.node: origins.get(call.node) or everything for call in program.kernels}
 
 
 def _lacking(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -160,6 +161,11 @@ class Hardware(DeviceMemory, ABC):
                 launch()
 
         return run
+
+    @property
+    def makes_trials(self) -> bool:
+        """Whether ways to run something are timed to choose the fastest; not if `NPU_SIM_TUNE=0`."""
+        return os.environ.get("NPU_SIM_TUNE", "1") != "0"
 
     def without_trials(self) -> AbstractContextManager[object]:
         """Context in which launches are prepared without timing trials. The caller holds the lock."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from npu_compiler.errors import InputError
+from npu_compiler.graph.model import base_op
+from npu_compiler.op_support import is_op_supported
 from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp, partition
 from npu_compiler.partitioning.pricing import Gain, PlanPrice
 from npu_compiler.timeline import Timeline
@@ -17,6 +19,9 @@ from npu_model.analysis.trace import add_run
 from npu_model.capabilities import short_name, with_ops
 from npu_model.chip import Chip
 from npu_model.target import NPUTarget
+
+Support: TypeAlias = Callable[[str, Mapping[str, Any]], bool]
+"""A function of an op's name and attributes, as `partition` takes it."""
 
 
 @dataclass(frozen=True)
@@ -181,17 +186,20 @@ def simulate_plan(plan: PartitionPlan, chip: Chip, *, spans: bool = False) -> Pl
     return PlanResult(plan, chip, tuple(stages), back)
 
 
-def what_if(plan: PartitionPlan, chip: Chip, ops: Iterable[str]) -> PlanPrice:
+def what_if(
+    plan: PartitionPlan, chip: Chip, ops: Iterable[str], is_supported_fn: Support = is_op_supported
+) -> PlanPrice:
     """The price of a plan's graph if the chip had these ops too, by their names without overload.
 
     Those that no kernel computes, or that the chip's engines cannot run, are taken to cost an estimate.
 
     Args:
-        plan: A plan that `partition(ir, npu=chip)` made.
+        plan: A plan that `partition(ir, is_supported_fn, npu=chip)` made.
     """
     names = list(ops)
     own = partition(
         plan.graph,
+        lambda op, attrs: base_op(op) in names or is_supported_fn(op, attrs),
         npu=with_ops(chip, map(short_name, names)),
         compute_dtype=plan.compute_dtype,
         quantization=plan.formats or None,
@@ -201,18 +209,21 @@ def what_if(plan: PartitionPlan, chip: Chip, ops: Iterable[str]) -> PlanPrice:
 
 
 def find_gains(
-    plan: PartitionPlan, chip: Chip, progress: Callable[[int, int], None] = lambda done, total: None
+    plan: PartitionPlan,
+    chip: Chip,
+    is_supported_fn: Support = is_op_supported,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Gain]:
     """The ops that the chip lacks in a plan, the one whose support saves most time first.
 
     Args:
-        plan: A plan that `partition(ir, npu=chip)` made.
+        plan: A plan that `partition(ir, is_supported_fn, npu=chip)` made.
         progress: Called with (ops done, total).
     """
     assert plan.price is not None
     estimates, gains = plan.price.gains(), []
     for gain in estimates:
-        saved = plan.price.seconds - what_if(plan, chip, [gain.op]).seconds
+        saved = plan.price.seconds - what_if(plan, chip, [gain.op], is_supported_fn).seconds
         gains.append(replace(gain, seconds=max(0.0, gain.seconds, saved)))
         progress(len(gains), len(estimates))
     return sorted(gains, key=lambda gain: (-gain.seconds, gain.op))

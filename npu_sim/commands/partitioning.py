@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from npu_compiler import IRGraph, PartitionPlan
     from npu_compiler.partitioning.pricing import Gain, PlanPrice, UnitPrice
     from npu_model import Chip
+    from npu_model.analysis.plan import Support
 
 _ROWS = 25  # of the table of units
 
@@ -77,10 +78,14 @@ def partition(
     codegen = find_target(target or "op_level") if chip is None else None
     graph = read_model(model)
     kept = {base_op(op) for op in cpu or ()}
+
+    def is_supported(op: str, attrs: Mapping[str, Any]) -> bool:
+        return base_op(op) not in kept and is_op_supported(op, attrs)
+
     with step(f"partitioning {model}"):
         plan = partition_graph(
             graph,
-            lambda op, attrs: base_op(op) not in kept and is_op_supported(op, attrs),
+            is_supported,
             target=codegen,
             compute_dtype=dtype,
             npu=chip,
@@ -90,7 +95,7 @@ def partition(
     if mermaid:
         typer.echo(plan.to_mermaid())
     elif chip is not None:
-        _show_price(plan, chip, what_if, full, json)
+        _show_price(plan, chip, is_supported, what_if, full, json)
     elif json:
         print_json(_plan_facts(plan))
     else:
@@ -99,7 +104,9 @@ def partition(
             typer.echo(f"  {node} is on the CPU: {reason}")
 
 
-def _show_price(plan: PartitionPlan, chip: Chip, wanted: str | None, full: bool, json: bool) -> None:
+def _show_price(
+    plan: PartitionPlan, chip: Chip, is_supported: Support, wanted: str | None, full: bool, json: bool
+) -> None:
     """Show a plan with prices: what it costs, what other ops would gain, and what the wanted ones would."""
     from npu_model.analysis.plan import find_gains, what_if
 
@@ -107,8 +114,8 @@ def _show_price(plan: PartitionPlan, chip: Chip, wanted: str | None, full: bool,
     assert price is not None
     names = None if wanted is None else _lacking_ops(price, wanted)
     with progress("pricing ops that the chip lacks") as report:
-        gains = find_gains(plan, chip, report)
-    other = None if names is None else what_if(plan, chip, names)
+        gains = find_gains(plan, chip, is_supported, report)
+    other = None if names is None else what_if(plan, chip, names, is_supported)
     if json:
         facts = {"gains": [{"op": each.op, "nodes": each.count, "gain_us": 1e6 * each.seconds} for each in gains]}
         print_json({**_plan_facts(plan), **facts, **({} if other is None else {"what_if": other.to_dict()})})
@@ -159,7 +166,8 @@ def _price_lines(plan: PartitionPlan, price: PlanPrice, chip: str, full: bool) -
         f"  {'nodes':>5} {'where':5} {'chip':>10} {'host':>10}  op",
     ]
     groups = [[unit] for unit in price.units] if full else _alike(price.units)
-    for units in groups if full else groups[:_ROWS]:
+    shown = groups if full else [units for units in groups if _spent(units)][:_ROWS]
+    for units in shown:
         first = units[0]
         known = [unit.device for unit in units if unit.device is not None]
         own = duration(sum(known)) if len(known) == len(units) else "–"
@@ -168,8 +176,9 @@ def _price_lines(plan: PartitionPlan, price: PlanPrice, chip: str, full: bool) -
         why = f": {first.reason}" if first.reason else ""
         count = sum(len(unit.ops) for unit in units)
         lines.append(f"  {count:5} {'chip' if first.on_device else 'host':5} {own:>10} {host:>10}  {name}{why}")
-    if not full and len(groups) > _ROWS:
-        lines.append(f"  … and {sum(map(len, groups[_ROWS:]))} more nodes (--full)")
+    if len(shown) < len(groups):
+        rest = sum(len(unit.ops) for units in groups if units not in shown for unit in units)
+        lines.append(f"  {rest:5} more, such as views, which take less or no time (--full)")
     return lines
 
 
@@ -191,11 +200,12 @@ def _alike(units: Iterable[UnitPrice]) -> list[list[UnitPrice]]:
     groups: dict[tuple[str, bool, bool], list[UnitPrice]] = {}
     for unit in units:
         groups.setdefault((unit.name, unit.on_device, unit.device is None), []).append(unit)
+    return sorted(groups.values(), key=lambda group: -_spent(group))
 
-    def spent(group: list[UnitPrice]) -> float:
-        return sum((unit.device or 0.0) if unit.on_device else unit.host for unit in group)
 
-    return sorted(groups.values(), key=lambda group: -spent(group))
+def _spent(units: Iterable[UnitPrice]) -> float:
+    """Seconds of units where they run."""
+    return sum((unit.device or 0.0) if unit.on_device else unit.host for unit in units)
 
 
 def _what_if_line(price: PlanPrice, other: PlanPrice, ops: str) -> str:
