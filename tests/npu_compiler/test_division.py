@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from itertools import product
 
 import numpy as np
 import pytest
+from exact_divisions import cheapest_of_all
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from npu_compiler.partitioning.cut import Problem, Unit, Value, divide
@@ -41,12 +41,6 @@ def drawn(seed: int, most: int) -> Problem:
         for _ in range(draw.randint(0, 2))
     ]
     return Problem(units, values, steps, draw.choice((0, 0, 5, 30, 100)))
-
-
-def cheapest_of_all(problem: Problem) -> int:
-    """The lowest price of all divisions that are possible."""
-    sides = [(False,) if unit.device is None else (False, True) for unit in problem.units]
-    return min(problem.price(on_device) for on_device in product(*sides))
 
 
 def exact(problem: Problem) -> int:
