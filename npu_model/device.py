@@ -145,6 +145,14 @@ class NPUBackend(Backend):
     def clock(self) -> float:
         return self.simulated_seconds
 
+    @property
+    def makes_trials(self) -> bool:
+        return False  # the prices of a simulated chip are simulated
+
+    def waited(self, seconds: float) -> None:
+        with self.lock:
+            self.simulated_seconds += seconds
+
     def timed(self, launch: Launch) -> float:
         launch()
         return launch.seconds() if isinstance(launch, TileLaunch) else 0.0

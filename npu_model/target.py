@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.partitioning.lone_nodes import LoneNodes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import OpLevelTarget
 from npu_compiler.target_config import OP_LEVEL
+from npu_model.capabilities import Capabilities
 from npu_model.chip import Chip
 from npu_model.isa.encoding import encode
 from npu_model.lowering.cascades import lower_arranged
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import chip_digest
+from npu_model.prices import ChipPrices
 
 
 class NPUTarget(OpLevelTarget):
@@ -24,11 +31,32 @@ class NPUTarget(OpLevelTarget):
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
         self._mapper = Mapper(chip)
+        self.lone = LoneNodes()
+        self.capabilities = Capabilities(chip, self.lone)
         self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1, rounds_caches=False)
 
     @property
     def key(self) -> str:
         return f"{self.config.name}:{chip_digest(self.chip)}"
+
+    @property
+    def prices(self) -> ChipPrices | None:
+        return None if self.chip.host is None or self.chip.link is None else self.known_prices
+
+    @cached_property
+    def known_prices(self) -> ChipPrices:
+        """The times of the chip, its host and their link. Raises `InputError` where its file says nothing of these."""
+        return ChipPrices(self.chip, self._mapper, self.lone)
+
+    @property
+    def supports_all(self) -> bool:
+        return not self.capabilities.is_limited
+
+    def supports(self, op_type: str, attrs: Mapping[str, Any]) -> bool:
+        return not op_type.startswith("npu.") or self.supports_all or self.capabilities.has_fused(op_type)
+
+    def refusal(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> str | None:
+        return self.capabilities.refusal(node, graph, compute_dtype)
 
     def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
         """The plan with its tile program. Raises `ConstraintError`, with the nodes of all calls that the chip lacks."""

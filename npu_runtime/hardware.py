@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -161,6 +162,11 @@ class Hardware(DeviceMemory, ABC):
 
         return run
 
+    @property
+    def makes_trials(self) -> bool:
+        """Whether ways to run something are timed to choose the fastest; not if `NPU_SIM_TUNE=0`."""
+        return os.environ.get("NPU_SIM_TUNE", "1") != "0"
+
     def without_trials(self) -> AbstractContextManager[object]:
         """Context in which launches are prepared without timing trials. The caller holds the lock."""
         return nullcontext()
@@ -189,6 +195,9 @@ class Hardware(DeviceMemory, ABC):
 
     def ran(self, program: CompiledProgram) -> None:
         """Take note that an executor has launched a run of this program; the lock is held."""
+
+    def waited(self, seconds: float) -> None:
+        """Take note that a plan spent this time beside the device, whose clock is simulated."""
 
     def timed(self, launch: Launch) -> float:
         """Run one launch to its end; returns the seconds it took, by the device's own clock if it has one."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from npu_compiler.errors import InputError
+from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_compiler.program.kernels import KERNELS
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
+
+if TYPE_CHECKING:
+    from npu_compiler.partitioning.prices import Prices
 
 PLUGINS = "npu_simulation.targets"
 
@@ -31,6 +35,11 @@ class CodegenTarget(ABC):
     def key(self) -> str:
         """The key of this target in caches: targets whose programs differ have different ones."""
         return self.config.name
+
+    @property
+    def prices(self) -> Prices | None:
+        """The times by which a graph is divided between the device and its host; None where they are not known."""
+        return None
 
     @abstractmethod
     def elementwise_kernel(self, kernel_name: str) -> tuple[str, str]:
@@ -55,6 +64,13 @@ class CodegenTarget(ABC):
         would make one leaves the graph as it is. Views, such as `aten.slice`, are not asked about.
         """
         return True
+
+    def refusal(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> str | None:
+        """The reason why the hardware cannot run a node for its shapes, dtypes or attributes; by default, it can.
+
+        Nodes are asked about before they are fused, in the graph as `normalize` leaves it.
+        """
+        return None
 
     @property
     def supports_all(self) -> bool:

@@ -178,6 +178,10 @@ class CPUBackend(Backend):
 
         self.collectives = GlooCollectives(rank, size, share)
 
+    @property
+    def makes_trials(self) -> bool:
+        return self.tune
+
     @contextlib.contextmanager
     def without_trials(self) -> Iterator[None]:
         """The table of choices is asked, but not added to."""

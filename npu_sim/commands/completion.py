@@ -55,6 +55,10 @@ def ir_files(incomplete: str) -> list[str]:
     return _files(incomplete, ".json")
 
 
+def ir_and_vision_models(incomplete: str) -> list[str]:
+    return [*vision_models(incomplete), *ir_files(incomplete)]
+
+
 def models_and_programs(incomplete: str) -> list[str]:
     return _files(incomplete, ".npubin", ".json")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +14,8 @@ from npu_sim.commands.console import concerning, note, print_json, progress, ste
 from npu_sim.commands.options import AsJSON, Dtype, Trace, WeightFormat
 
 if TYPE_CHECKING:
-    from npu_compiler import CodegenTarget, CompiledProgram
-    from npu_model import CallResult, Chip, Result
+    from npu_compiler import CodegenTarget, CompiledProgram, IRGraph
+    from npu_model import CallResult, Chip, PlanResult, Result
 
 PROMPT = 512
 _ROWS = 12  # of the table of calls
@@ -79,12 +79,14 @@ def simulate(
 ) -> None:
     """Simulate a model on a chip: latency, utilization, stalls, traffic and energy.
 
+    Where the chip lacks some ops, its host runs these, and the time includes host and transfers.
+
     Of a language model, the prefill of a prompt and a decode step are simulated; --trace, --picture and --sweep are of
     the decode step.
     """
-    from npu_compiler import OpLevelTarget
-    from npu_compiler.errors import InputError
-    from npu_model import NPUTarget, load_chip
+    from npu_compiler import OpLevelTarget, partition
+    from npu_compiler.errors import ConstraintError, InputError
+    from npu_model import NPUTarget, load_chip, simulate_plan
     from npu_model.analysis.sweep import parse_sweep
 
     if csv is not None and sweep is None:
@@ -104,10 +106,31 @@ def simulate(
         check_picture(picture)
     with step(f"preparing {model}"):
         target = NPUTarget(chip) if swept is None else OpLevelTarget()
-        programs, count = _programs(kind, model, target, dtype, quantization, tokens, cache_length)
-    if swept is not None:
+        plan = None
+        try:
+            programs, count = _programs(kind, model, target, dtype, quantization, tokens, cache_length)
+        except ConstraintError:
+            if swept is not None or picture is not None or kind in ("program", "language"):
+                raise
+            plan = partition(_graph(kind, model), npu=chip, compute_dtype=dtype, quantization=quantization)
+    if plan is not None:
+        _show_plan(simulate_plan(plan, chip, spans=trace is not None), trace, full, json)
+    elif swept is not None:
         _sweep(programs[-1], swept, picture, csv, json)
-        return
+    else:
+        _show(programs, count, chip, trace, picture, full, json)
+
+
+def _show(
+    programs: Sequence[CompiledProgram],
+    count: int | None,
+    chip: Chip,
+    trace: Path | None,
+    picture: Path | None,
+    full: bool,
+    json: bool,
+) -> None:
+    """Simulate programs, one after the other, and show the results; those of a language model come with its prompt."""
     from npu_model import simulate as simulate_program
 
     results = []
@@ -175,21 +198,26 @@ def _programs(
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int | None]:
     """The model's programs; of a language model, prefill and decode, and the length of the prompt."""
-    from npu_compiler import CompiledProgram, CompileOptions, read_ir
+    from npu_compiler import CompiledProgram, CompileOptions
     from npu_compiler import compile as compile_ir
 
     if kind == "program":
         return [CompiledProgram.load(model)], None
     if kind == "language":
         return _language_programs(model, target, dtype, quantization, tokens, cache_length)
-    if kind == "ir":
-        graph = read_ir(Path(model))
-        return [compile_ir(graph, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
+    options = CompileOptions(compute_dtype=dtype, quantization=quantization)
+    return [compile_ir(_graph(kind, model), target, options)], None
+
+
+def _graph(kind: str, model: str) -> IRGraph:
+    """The graph of an IR file, a vision model or a quantized network."""
+    from npu_compiler import read_ir
     from npu_sim.vision.models import extract_model_ir, find_model, quantized_files
 
+    if kind == "ir":
+        return read_ir(Path(model))
     quantized = quantized_files(Path(model)) if kind == "quantized" else None
-    ir = extract_model_ir(find_model(model)) if quantized is None else quantized[0]
-    return [compile_ir(ir, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
+    return read_ir(extract_model_ir(find_model(model)) if quantized is None else quantized[0])
 
 
 def _language_programs(
@@ -215,6 +243,34 @@ def _language_programs(
         compile_decode_loop(checkpoint, capacity, target),
     ]
     return programs, tokens
+
+
+def _show_plan(result: PlanResult, trace: Path | None, full: bool, json: bool) -> None:
+    """Show a model that the chip and its host run in turns."""
+    if trace is not None:
+        result.timeline().save(trace)
+    if json:
+        print_json(result.to_dict())
+        return
+    share = {name: getattr(result, name) for name in ("device", "host", "transfers", "launches")}
+    parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in share.items())
+    typer.echo(
+        f"{result.plan.graph.name} on {result.chip.name} and its host: {_time(result.seconds)} ({parts}); "
+        f"{_time(result.price.host_alone)} on the host alone"
+    )
+    typer.echo(f"  {'start':>10} {'time':>10} {'transfers':>10}  {'nodes':>5}  where, first … last node")
+    stages = result.stages
+    for stage in stages if full else stages[:_ROWS]:
+        nodes = stage.part.graph.nodes
+        crossing = sum(seconds for _, seconds in stage.transfers)
+        where = "host" if stage.part.device == "cpu" else "chip"
+        typer.echo(
+            f"  {_time(stage.start):>10} {_time(stage.work):>10} {_time(crossing):>10}  {len(nodes):5}  "
+            f"{where}, {nodes[0].name} … {nodes[-1].name}"
+        )
+    if not full and len(stages) > _ROWS:
+        typer.echo(f"  … and {len(stages) - _ROWS} more partitions (--full)")
+    note("some nodes run on the host; `npu-sim partition --npu` says why, and what their support would gain")
 
 
 def _as_json(results: list[Result], chip: Chip, tokens: int | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from npu_compiler.passes.quantize import Quantization
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.hardware import Hardware
 from npu_runtime.program_run import Arena
+from npu_sim.module.choosing import fastest_plan
 from npu_sim.module.plans import PROGRAMS, plan_for
 from npu_sim.module.runner import Loaded, Runner, Values
 from npu_sim.module.shapes import Key
@@ -177,10 +178,15 @@ class Programs:
         """The program for these sizes, made if need be."""
         if key not in self.runners:
             plan, programs = self.compiled.plan(self.symbols, key)
+            backend, updated = self._settings.backend, [name for _, name in self._updated]
+            is_divided = {part.device for part in plan.partitions} == {"npu", "cpu"}
             # A program that a call waits for does not stop to time kernels.
-            with self._settings.backend.without_trials() if self.runners else nullcontext():
-                runner = Runner(plan, self._loaded, [name for _, name in self._updated], programs)
-            self.compiled.keep(key, plan, runner.programs)
+            with backend.without_trials() if self.runners else nullcontext():
+                if programs is None and is_divided and backend.makes_trials and not self.runners:
+                    runner = fastest_plan(plan, self._loaded, updated, self._settings.quantization)
+                else:
+                    runner = Runner(plan, self._loaded, updated, programs)
+            self.compiled.keep(key, runner.plan, runner.programs)
             self.runners[key] = runner
             while len(self.runners) > self._settings.limit:
                 dropped, _ = self.runners.popitem(last=False)
