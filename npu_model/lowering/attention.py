@@ -13,25 +13,29 @@ from dataclasses import dataclass
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Axis, Role, Space
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.families import Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.families import Operands, Tiling, divided, halvings, in_tiers, lowering, parts
 from npu_model.lowering.products import need_matrix
 from npu_model.lowering.vector_program import VectorProgram
 
 _LOWEST = float("-inf")
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     need_matrix(chip, o.q.dtype)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     _, heads, queries, _ = o.q.shape
     _, shared, keys, width = o.v.shape
     members = heads // shared
-    for together in dict.fromkeys((members, 1)):  # query heads that read one tile of keys and values
-        for tk in halvings(keys, 16, 16)[:7]:
-            for tq in halvings(queries, 8, 8)[:7]:
-                if together * tq * (tk + width) <= sums:
-                    yield {"heads": together, "q": tq, "k": tk}
+
+    def tiles(divisor: int) -> Iterator[Tiling]:
+        for together in dict.fromkeys((members, 1)):  # query heads that read one tile of keys and values
+            for tk in divided(halvings(keys, 16, 16)[:7], divisor):
+                for tq in divided(halvings(queries, 8, 8)[:7], divisor):
+                    if together * tq * (tk + width) <= sums:
+                        yield {"heads": together, "q": tq, "k": tk}
+
+    return in_tiers(tiles)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from npu_model.lowering.families import LOWERINGS, CannotLower, Lowering, Operan
 from npu_model.machine.costs import Costs
 
 MOST_CANDIDATES = 40
-MOST_TRIED = 400  # tilings that are looked at for one call, those that do not fit included
+MOST_TRIED = 400  # tilings of one size that are looked at for one call, those that do not fit included
 _HIDDEN = 0.5  # part of the first loads and last stores that the calls around hide, where there is room for both
 _ISSUE = 16.0  # cycles that an instruction is taken to cost besides, so that of equal tilings the shortest is taken
 
@@ -116,12 +116,18 @@ class Mapper:
         for position, view in enumerate(views):
             positions.setdefault(view.buffer, []).append(position)
         found: list[Candidate] = []
-        for tried, tiling in enumerate(lowering.tilings(operands, self.chip)):
+        tried = 0
+        for tiling in lowering.tilings(operands, self.chip):
+            if len(found) >= MOST_CANDIDATES or (found and (tiling is None or tried >= MOST_TRIED)):
+                break
+            if tiling is None:
+                tried = 0
+            if tiling is None or tried >= MOST_TRIED:
+                continue
+            tried += 1
             candidate = self._candidate(lowering, operands, tiling, places, positions)
             if candidate is not None:
                 found.append(candidate)
-            if len(found) >= MOST_CANDIDATES or tried >= MOST_TRIED:
-                break
         if not found:
             raise CannotLower(
                 f"its smallest tiles do not fit {self.chip.sram.size} bytes of scratchpad, or the accumulators; "

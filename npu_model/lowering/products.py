@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.epilogues import float_epilogue, gated_epilogue, integer_epilogue
-from npu_model.lowering.families import CannotLower, Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.families import (
+    CannotLower,
+    Operands,
+    Tiling,
+    divided,
+    halvings,
+    in_tiers,
+    lowering,
+    parts,
+)
 from npu_model.lowering.vector_program import VectorProgram
 
 _MOST_TRIED = 6  # sizes along an axis
@@ -23,13 +33,18 @@ def need_matrix(chip: Chip, dtype: str) -> None:
         raise CannotLower(f"its matrix engine multiplies {', '.join(chip.matrix.rates)}, not {dtype}")
 
 
-def product_tilings(m: int, n: int, k: int, chip: Chip) -> Iterator[dict[str, int]]:
+def product_tilings(m: int, n: int, k: int, chip: Chip) -> Iterator[Tiling | None]:
     """Tile sizes of a product and what stays while the other side is loaded again (`rows_outer`)."""
+    return in_tiers(partial(_tiles, m, n, k, chip))
+
+
+def _tiles(m: int, n: int, k: int, chip: Chip, divisor: int) -> Iterator[Tiling]:
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
-    for tk in halvings(k, 64, chip.matrix.rows)[:_MOST_TRIED]:
-        for tm in halvings(m, 8, 8)[:_MOST_TRIED]:
-            for tn in halvings(n, chip.matrix.columns, chip.matrix.columns)[:_MOST_TRIED]:
+    rows, columns = chip.matrix.rows, chip.matrix.columns
+    for tk in divided(halvings(k, 64, rows)[:_MOST_TRIED], divisor, rows):
+        for tm in divided(halvings(m, 8, 8)[:_MOST_TRIED], divisor):
+            for tn in divided(halvings(n, columns, columns)[:_MOST_TRIED], divisor, columns):
                 if tm * tn > sums:
                     continue
                 orders = (0, 1) if tm < m and tn < n else (0,)
@@ -37,7 +52,7 @@ def product_tilings(m: int, n: int, k: int, chip: Chip) -> Iterator[dict[str, in
                     yield {"m": tm, "n": tn, "k": tk, "rows_outer": rows_outer}
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     need_matrix(chip, o.x.dtype)
     return product_tilings(o.m, o.n, o.k, chip)
 
@@ -48,7 +63,7 @@ def linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     _tiled(e, o, tiling)
 
 
-def _integer_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _integer_tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     need_matrix(chip, "int8")
     return product_tilings(o.x.shape[0], o.weight.shape[0], o.x.shape[1], chip)
 
@@ -96,9 +111,9 @@ def _tiled(e: Emitter, o: Operands, tiling: Tiling) -> None:
             _epilogue(e, o, sums, rows, columns)
 
 
-def _gated_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _gated_tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     need_matrix(chip, o.x.dtype)
-    return (tiling for tiling in product_tilings(1, o.n, o.k, chip) if not tiling["rows_outer"])
+    return product_tilings(1, o.n, o.k, chip)  # of one row, so that rows are never outside
 
 
 @lowering("gated_matmul_vec_kernel", tilings=_gated_tilings)
@@ -158,15 +173,20 @@ def _epilogue(e: Emitter, o: Operands, sums: Piece, rows: Axis, columns: Axis) -
         e.store(out, o.out, box)
 
 
-def _batched_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _batched_tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     need_matrix(chip, o.a.dtype)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
-    for tk in halvings(o.k, 64, chip.matrix.rows)[:5]:
-        for tm in halvings(o.m, 8, 8)[:6]:
-            for tn in halvings(o.n, chip.matrix.columns, chip.matrix.columns)[:6]:
-                if tm * tn <= sums:
-                    yield {"m": tm, "n": tn, "k": tk}
+    rows, columns = chip.matrix.rows, chip.matrix.columns
+
+    def tiles(divisor: int) -> Iterator[Tiling]:
+        for tk in divided(halvings(o.k, 64, rows)[:5], divisor, rows):
+            for tm in divided(halvings(o.m, 8, 8)[:6], divisor):
+                for tn in divided(halvings(o.n, columns, columns)[:6], divisor, columns):
+                    if tm * tn <= sums:
+                        yield {"m": tm, "n": tn, "k": tk}
+
+    return in_tiers(tiles)
 
 
 @lowering("batched_matmul_kernel", tilings=_batched_tilings)

@@ -161,6 +161,17 @@ def test_weights_in_few_bits(name: str, format: str) -> None:
         assert_close(outcome, 4e-3)
 
 
+@pytest.mark.parametrize("format", ["", "int4", "int8", "fp8", "int8+int8"])
+def test_layers_of_which_no_usual_tile_fits_are_computed_in_smaller_ones(format: str) -> None:
+    rng = np.random.default_rng(8)
+    n, k = 40, 6400
+    g = IRBuilder()
+    g.output(g("aten.linear.default", g.input("x", 5, k), g.weight("w", n, k), g.weight("b", n)))
+    weights = {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}
+    outcome = run_on("uneven", g, {"x": normal(rng, 5, k)}, weights, "float16", quantization=format or None)
+    assert_close(outcome, 4e-3)
+
+
 @pytest.mark.parametrize("name", CHIPS)
 def test_batched_products(name: str) -> None:
     rng = np.random.default_rng(6)
