@@ -23,7 +23,7 @@ class NPUTarget(OpLevelTarget):
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
         self._mapper = Mapper(chip)
-        self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1, rounds_caches=False)
+        self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1)
 
     @property
     def key(self) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_model.chip import Chip
-from npu_model.isa.instructions import ZERO, Axis, Role, Space
+from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.families import Operands, Tiling, divided, halvings, in_tiers, lowering, parts
 from npu_model.lowering.products import need_matrix
@@ -49,9 +50,12 @@ class _Tile:
     begins: tuple[int, ...]
 
 
-@lowering("attention_kernel", tilings=_tilings)
+@lowering("attention_kernel", "quantized_attention_kernel", tilings=_tilings)
 def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share heads of keys and values."""
+    """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share heads of keys and values.
+
+    Keys and values that are stored as codes, with a scale for each row, become numbers tile by tile.
+    """
     batch, heads, queries, width = o.q.shape
     shared, keys, value_width = o.k.shape[1], o.k.shape[2], o.v.shape[3]
     together, tq, tk = tiling["heads"], tiling["q"], tiling["k"]
@@ -67,8 +71,8 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
                 begins = () if parts(keys, tk) == 1 else (e.depth - 1,)
                 tile = _Tile(own, rows, Axis(tk, part * tk, keys), Axis(value_width), begins)
                 of_keys = [(b, 1), (group, 1), (part * tk, tk)]
-                k = e.load(o.k, [*of_keys, (ZERO, width)], queue=1)
-                v = e.load(o.v, [*of_keys, (ZERO, value_width)], queue=1)
+                k = _rows(e, o, "k", [*of_keys, (ZERO, width)])
+                v = _rows(e, o, "v", [*of_keys, (ZERO, value_width)])
                 mask = None if o.mask is None else e.load(o.mask, [*box, (part * tk, tk)], queue=3)
                 _attend(e, o, tile, (q, k, v, mask), state)
             out_box = [*box, (ZERO, value_width)]
@@ -80,6 +84,24 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
             program.emit(e, [(value, out, (1, 2, 3))])
             if is_stored:
                 e.store(out, o.out, out_box)
+
+
+def _rows(e: Emitter, o: Operands, name: str, box: list[tuple[Affine, int]]) -> Piece:
+    """Rows of the keys or values as they are multiplied."""
+    piece = e.load(getattr(o, name), box, queue=1)
+    scales = getattr(o.names, f"{name}_scales", None)
+    if scales is None:
+        return piece
+    factors = e.load(scales, box[:3], queue=1)
+    numbers = e.room(piece.axes, o.q.dtype)
+    program = VectorProgram(piece.axes[2:])
+    code, scale = program.input(piece, 2, 3), program.input(factors, 2, None)
+    if CODE_FORMATS[o.format].is_float:
+        value = program.op("from_float8", code)
+    else:
+        value = program.op("to_float", program.op("signed_byte", code))
+    program.emit(e, [(program.op("mul", value, scale), numbers, (2, 3))])
+    return numbers
 
 
 def _attend(

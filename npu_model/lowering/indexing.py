@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Axis
@@ -19,6 +23,7 @@ from npu_model.lowering.tiles import (
     tile_shape,
     tiled,
 )
+from npu_model.lowering.vector_program import VectorProgram
 
 _MOST_PICKED = 4  # axes of a transfer besides the one that the index chooses along
 
@@ -199,6 +204,54 @@ def index_copy(e: Emitter, o: Operands, tiling: Tiling) -> None:
             rows = _along(source, o.dim)
             places = spread(o.index, rows.shape, range(o.index.rank))
             _replace(e, places, rows, _along(out, o.dim), tiling["elements"])
+
+
+def _rounding_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+    return element_tilings(o.source.numel, max(32, o.source.shape[3]))
+
+
+@lowering("quantized_index_copy_kernel", tilings=_rounding_tilings)
+def quantized_index_copy(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """codes[…, index[i], :], scales[…, index[i]] = source[…, i, :], rounded by row, in place."""
+    if not o.source.numel:
+        return
+    source, codes, scales = (_along(view, 2) for view in (o.source, o.codes, o.scales))
+    limit = codes.shape[0]
+    codes, scales = replace(codes, shape=source.shape), replace(scales, shape=source.shape[:3])
+    tile = tile_shape(source.shape, max(tiling["elements"], source.shape[3]), _MOST_PICKED)
+    with tiled(e, source.shape, tile, [source, spread(o.index, source.shape, [0])]) as turn:
+        piece, rows = turn.pieces
+        axes = tuple(turn.axis(d) for d in range(4))
+        row_axes = (*axes[:3], Axis(1))
+        places = [e.room(axes, "uint8"), e.room(row_axes, "float32")]
+        program = turn.program()
+        code, scale = _rounded(program, program.input(piece, *turn.axes), o.format, turn.axes)
+        along_rows = [None if d == 3 else d for d in turn.axes]
+        program.emit(e, [(code, places[0], turn.axes), (scale, places[1], along_rows)])
+        for stored, view in zip(places, (codes, scales), strict=True):
+            own = axes[: view.rank]
+            picks = rows.reshaped(own, rows.strides[: view.rank])
+            moved = stored.reshaped(own, stored.strides[: view.rank])
+            whole = e.whole(view, (Axis(own[0].size), *own[1:]))
+            e.transfer(own, moved, whole, queue=STORES, index=picks, index_limit=limit, scatters=True)
+
+
+def _rounded(program: VectorProgram, value: int, codes: str, axes: Sequence[int]) -> tuple[int, int]:
+    """The codes of rows along the fourth dimension as bytes, and their scales, as `quantize_rows` makes them."""
+    kind = CODE_FORMATS[codes]
+    largest = program.op("abs", value)
+    if 3 in axes:
+        largest = program.op("max", largest, attrs=(axes.index(3),))
+    finite = program.op("lt", largest, math.inf)
+    scale = program.op("true_divide", largest, float(kind.largest))
+    scale = program.op("where", program.op("lt", scale, float(np.finfo(np.float32).tiny)), 0.0, scale)
+    inverse = program.op("where", program.op("gt", scale, 0.0), program.op("true_divide", 1.0, scale), 0.0)
+    scaled = program.op("mul", program.op("where", finite, value, 0.0), program.op("where", finite, inverse, 0.0))
+    if kind.is_float:
+        code = program.op("float8_bits", scaled)
+    else:
+        code = program.op("bits", program.op("round", scaled), attrs=(0, 255))
+    return code, program.op("where", finite, scale, program.op("sub", largest, largest))  # else NaN
 
 
 def _scatter_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
