@@ -45,7 +45,7 @@ class ChipPrices(Prices):
         try:
             if plan is not None:
                 room = self.chip.sram.size
-                cycles = sum(self._mapper.estimate(call, (), room) for call in plan.calls)
+                cycles = sum(self._mapper.choices(call).estimate(frozenset(), room) for call in plan.calls)
                 return Estimate(self.chip.seconds(cycles), False)
         except CannotLower:
             pass

@@ -33,7 +33,7 @@ class NPUTarget(OpLevelTarget):
         self._mapper = Mapper(chip)
         self.lone = LoneNodes()
         self.capabilities = Capabilities(chip, self.lone)
-        self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1, rounds_caches=False)
+        self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1)
 
     @property
     def key(self) -> str:

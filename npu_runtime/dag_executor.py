@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from npu_runtime.hardware import Hardware
 from npu_runtime.named_values import Outputs, inputs_by_name
 from npu_runtime.numerics import warn_of_doubtful_values
 from npu_runtime.packing import as_array, check_array
-from npu_runtime.profiler import Profiler
+from npu_runtime.profiler import Profiler, moment
 from npu_runtime.pytorch import require_torch
 from npu_runtime.weight_loader import check_weight, load_weights, to_numpy, weight_error
 
@@ -219,10 +218,10 @@ class DAGExecutor:
         inputs = {name: self._to_host(name, values, profiler) for name in part.graph.inputs}
         if profiler is None:
             return dict(self._cpu[part.index].run(inputs))
-        name, start = f"cpu partition {part.index}", time.perf_counter()
+        name, start = f"cpu partition {part.index}", profiler.clock()
         with profiler.on_host(name):
             outputs = self._cpu[part.index].run(inputs, profiler.on_host)
-        profiler.add_kernel(name, time.perf_counter() - start)
+        profiler.add_kernel(name, profiler.clock() - start)
         return dict(outputs)
 
     def _to_device(
@@ -247,14 +246,14 @@ class DAGExecutor:
             value = value.to_numpy()
         elif spec.name not in self.plan.graph.inputs:
             value = _as_the_device_makes_it(value, spec)
-        start = time.perf_counter()
+        start = moment(profiler)
         if buffer is None:
             buffer = uploads[index, spec.name] = self.backend.allocate_buffer(value, spec=spec)
         else:
             buffer.write(value, spec)
         if profiler is not None:
             self.backend.synchronize()
-            profiler.add_transfer("host → device", time.perf_counter() - start, buffer.size_bytes, spec.name)
+            profiler.add_transfer("host → device", profiler.clock() - start, buffer.size_bytes, spec.name)
         if not is_donated:
             values.brought[spec.name] = buffer, spec.bounds
         return buffer
@@ -263,10 +262,10 @@ class DAGExecutor:
         value = values.taken.get(name, values.made[name])
         if isinstance(value, np.ndarray):
             return value
-        start = time.perf_counter()
+        start = moment(profiler)
         array = values.taken[name] = value.to_numpy(self.plan.graph.tensors[name])
         if profiler is not None:
-            profiler.add_transfer("device → host", time.perf_counter() - start, value.size_bytes, name)
+            profiler.add_transfer("device → host", profiler.clock() - start, value.size_bytes, name)
         return array
 
 

@@ -91,10 +91,12 @@ class Hardware(DeviceMemory, ABC):
     Attributes:
         lock: Held by the thread that binds and launches a program, so that runs do not mix.
         collectives: The group that the device has joined, for programs that are divided among several.
+        simulated_seconds: Time of all runs so far on the device that this one simulates; None where it simulates none.
     """
 
     lock: AbstractContextManager[bool]
     collectives: Collectives | None = None
+    simulated_seconds: float | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)

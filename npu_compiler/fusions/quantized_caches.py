@@ -35,7 +35,8 @@ def quantize_caches(graph: IRGraph, kv_cache: str | None, config: TargetConfig) 
     format = row_format(kv_cache, "a KV cache")
     if not config.rounds_caches:
         raise InputError(
-            f"the target {config.name} has no kernels for a KV cache in {kv_cache}; only programs for the CPU have"
+            f"the target {config.name} has no kernels for a KV cache in {kv_cache}; only programs for the CPU and for "
+            "simulated chips have"
         )
     caches = _find_caches(graph)
     if not caches:

@@ -94,7 +94,7 @@ def _refusal(sample: tuple[OpNode, IRGraph], dtype: str, target: NPUTarget, mapp
     plan = target.lone.plan(node, graph, dtype)
     try:
         for call in () if plan is None else plan.calls:
-            mapper.candidates(call)
+            mapper.choices(call)
     except CannotLower as error:
         return str(error)
     return None

@@ -12,6 +12,7 @@ from npu_model.lowering import (
     quantized,
     rope,
     rows,
+    sorting,
     transposed,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "quantized",
     "rope",
     "rows",
+    "sorting",
     "transposed",
 ]

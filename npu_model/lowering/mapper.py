@@ -26,7 +26,7 @@ from npu_model.lowering.families import LOWERINGS, CannotLower, Operands, Tiling
 from npu_model.machine.costs import Costs, Work, work_of
 
 MOST_CANDIDATES = 40
-MOST_TRIED = 400  # tilings that are looked at for one call, those that do not fit included
+MOST_TRIED = 400  # tilings of one size that are looked at for one call, those that do not fit included
 _HIDDEN = 0.5  # part of the first loads and last stores that the calls around hide, where there is room for both
 _REACH = 3  # calls behind which the first loads of a call may go on
 _LIKELY = 6  # tilings of a call that are compared beside those of the calls around
@@ -287,12 +287,18 @@ class Mapper:
         if call.kernel not in LOWERINGS:
             raise CannotLower(f"the NPU has no lowering for '{call.kernel}'")
         found: list[Candidate] = []
-        for tried, tiling in enumerate(LOWERINGS[call.kernel].tilings(operands, self.chip)):
+        tried = 0
+        for tiling in LOWERINGS[call.kernel].tilings(operands, self.chip):
+            if len(found) >= self.most or (found and (tiling is None or tried >= MOST_TRIED)):
+                break
+            if tiling is None:
+                tried = 0
+            if tiling is None or tried >= MOST_TRIED:
+                continue
+            tried += 1
             sketch = self._sketch(operands, tiling, signature)
             if sketch is not None:
                 found.append(self._candidate(sketch))
-            if len(found) >= self.most or tried >= MOST_TRIED:
-                break
         if not found:
             raise CannotLower(
                 f"its smallest tiles do not fit {self.chip.sram.size} bytes of scratchpad, or the accumulators; "

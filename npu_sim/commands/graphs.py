@@ -119,11 +119,15 @@ def verify(
     chosen = device_settings.open()
     with progress("verifying") as report:
         result = compare(graph, state, sets, chosen, compute_dtype=dtype, progress=report)
+    simulated = chosen.backend.simulated_seconds
     if json:
-        print_json({"seed": used_seed, "device": chosen.name, **result.to_dict()})
+        time = {} if simulated is None else {"simulated_seconds": simulated}
+        print_json({"seed": used_seed, "device": chosen.name, **result.to_dict(), **time})
     else:
         if used_seed is not None:
             note(f"random inputs, seeds {used_seed} to {used_seed + len(sets) - 1}")
         typer.echo(str(result))
+        if simulated is not None:
+            note(f"simulated: {1e3 * simulated:.4g} ms on {chosen.name}, all runs together")
     if not result.passed:
         raise typer.Exit(EXIT_DIFFERS)

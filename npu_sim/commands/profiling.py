@@ -63,11 +63,11 @@ def profile(
         state = weights_for(plan.graph, weights)
         arrays, used_seed = inputs_for([plan.graph.tensors[name] for name in plan.graph.inputs], inputs, seed)
         run, programs = _plan_run(plan, chosen, state, arrays)
-    chip, profiler = simulated(chosen), Profiler()
+    chip, profiler = simulated(chosen), Profiler(chosen.backend.clock)
     median = _timed(run, runs, chosen, profiler)
     if trace is not None:
         with step(f"writing {trace}"):
-            if chip is None:
+            if chip is None or not programs:
                 profiler.save_trace(trace)
             else:
                 from npu_model.analysis.trace import timeline
@@ -88,9 +88,7 @@ def profile(
     typer.echo(profiler.report())
     typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")
     if chip is not None:
-        note(
-            f"kernels, median and trace are in time of chip {chip.chip.name}; transfers and the total in this machine's"
-        )
+        note(f"simulated: times are those of chip {chip.chip.name}; transfers and work on this machine take none of it")
     if trace is not None:
         typer.echo(f"trace written to {trace}; ui.perfetto.dev opens it")
 

@@ -27,7 +27,7 @@ from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.library_models import is_library_hook
 from npu_sim.module.plans import PROGRAMS
 from npu_sim.module.programs import Programs, Settings
-from npu_sim.module.report import Report, report
+from npu_sim.module.report import Report, program_reports
 from npu_sim.module.shapes import Key, dimension_names, same_layout
 from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
 from npu_sim.module.trace import Trace, export, load_exported, trace_module
@@ -278,7 +278,13 @@ class CompiledModule:
         with self.backend.lock:
             plans = {key: runner.plan for key, runner in self._programs.runners.items()}
         names = [self._shapes.names[symbol] for symbol in self._shapes.symbols]
-        return report(self.trace.ir["model_name"], self.backend.device, str(self.device), names, plans)
+        return Report(
+            self.trace.ir["model_name"],
+            self.backend.device,
+            str(self.device),
+            program_reports(names, plans),
+            simulated_seconds=self.backend.simulated_seconds,
+        )
 
     def _watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._constants = {key: tensors[key].clone() for key in self.trace.constants}

@@ -408,6 +408,20 @@ def test_rows_are_replaced_in_place_as_on_the_cpu(chip: str, dtype: str) -> None
 
 
 @both_chips
+@pytest.mark.parametrize("dtype", [*FLOATS, "int32"])
+def test_elements_are_in_the_order_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("sorted", chip, dtype)
+    for _ in range(4):
+        shape = (*some_shape(rng, 60, 3), int(rng.choice([1, 2, 9, 40, 130])))
+        x = tensor(rng, "x", shape, dtype)
+        x.array[...] = np.round(x.array)  # so that many are equal
+        if dtype != "int32":
+            x.array[rng.random(shape) < 0.1] = rng.choice([np.nan, np.inf, -np.inf, -0.0])
+        order = tensor(rng, "order", shape, "int32")
+        assert_same(chip, "argsort_kernel", [x], [order], {"descending": int(rng.integers(2))})
+
+
+@both_chips
 @pytest.mark.parametrize("dtype", ["float16", "int32"])
 def test_scattered_elements_are_those_of_the_cpu(chip: str, dtype: str) -> None:
     rng = generator("scattered", chip, dtype)
