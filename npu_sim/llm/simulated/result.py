@@ -61,8 +61,8 @@ class ServingResult:
         busy_seconds: Time in which the chip worked.
         joules: Energy, with that of the static power over all of `seconds`; 0 for a chip without an energy table.
         gaps: Times from each token of a request to its next one.
-        queue: (time, requests that wait, requests that run, KV blocks in use) at the begin of each step that changed
-            one of them, and whenever the last request has left.
+        queue: (time, requests that wait, requests that run, KV blocks in use) at the begin of each step before which
+            another number waited or ran, and whenever the last request has left.
         steps, rows: Number of steps, and of tokens that they computed.
         preemptions: Number of times that a request lost its blocks to an earlier one.
     """

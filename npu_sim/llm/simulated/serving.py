@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ def serve_requests(
     *,
     static_watts: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
+    step_by_step: bool = False,
 ) -> ServingResult:
     """Serve requests as the engine would on a chip whose steps cost what `prices` says.
 
@@ -63,11 +65,13 @@ def serve_requests(
         requests: In order of arrival.
         static_watts: Power of the chip from the first arrival to the last token, whether it works or waits.
         progress: Called with (requests that have ended, all of them).
+        step_by_step: Let the scheduler plan every step, where it could take steps that are alike as done.
 
     Raises:
         InputError: a prompt is longer than a request can be.
     """
-    return _Run(requests, prices, settings, progress).result(static_watts)
+    run = _Run(requests, prices, settings, progress, skips=not step_by_step)
+    return run.result(static_watts)
 
 
 class _Run:
@@ -79,7 +83,10 @@ class _Run:
         prices: StepPrices,
         settings: PoolSettings,
         progress: Callable[[int, int], None] | None,
+        *,
+        skips: bool,
     ) -> None:
+        self._skips = skips
         self._settings, self._progress = settings, progress
         self._clock = VirtualClock()
         self._model = SimulatedModel(
@@ -115,9 +122,35 @@ class _Run:
                 self._submit(coming)
                 coming += 1
             if core.busy:
+                ended = self._ended
                 core.advance()
                 if not core.sequences:
                     self._observe()
+                until = self._served[coming].request.arrival if coming < len(self._served) else math.inf
+                if self._skips and ended == self._ended and clock.now < until:
+                    self._repeat_decodes(until)
+
+    def _repeat_decodes(self, until: float) -> None:
+        """Take the steps to come as done at once, if they are like the latest one, in which no request ended.
+
+        Planning each of them would take longer than all else.
+
+        Args:
+            until: Time of the next arrival.
+        """
+        scheduler, model = self._core.scheduler, self._model
+        running = scheduler.running
+        if not running or model.decoded != len(running):
+            return
+        steps = scheduler.steps_alike()
+        if steps > 0:
+            durations = model.repeat(sum(sequence.computed + 1 for sequence in running), steps, until)
+            scheduler.repeat(durations)
+            self._gaps.extend(durations * len(running))
+            for sequence in running:
+                sequence.last_time = self._clock.now
+                served = self._served[sequence.arrival]
+                served.last, served.tokens = self._clock.now, served.tokens + len(durations)
 
     def _submit(self, index: int) -> None:
         served, most = self._served[index], self._settings.max_requests
@@ -154,9 +187,10 @@ class _Run:
     def _observe(self) -> None:
         """Note the queue, where it has changed."""
         scheduler = self._core.scheduler
-        state = (scheduler.waiting, len(scheduler.running), scheduler.pool.blocks - scheduler.pool.available)
-        if not self._queue or self._queue[-1][1:] != state:
-            self._queue.append((self._clock.now, *state))
+        waiting, running = scheduler.waiting, len(scheduler.running)
+        if not self._queue or self._queue[-1][1:3] != (waiting, running):
+            blocks = scheduler.pool.blocks - scheduler.pool.available
+            self._queue.append((self._clock.now, waiting, running, blocks))
 
     def result(self, static_watts: float) -> ServingResult:
         """The run as numbers."""

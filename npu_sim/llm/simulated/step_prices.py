@@ -12,11 +12,12 @@ its own rows only.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from npu_sim.llm.graph import ContiguousShape
 from npu_sim.llm.simulated.programs import ProgramCost
@@ -32,22 +33,14 @@ class Programs(Protocol):
         """The cost of a run."""
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Time, and energy without the static power."""
 
-    seconds: float = 0.0
-    joules: float = 0.0
+    seconds: float
+    joules: float
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.seconds + other.seconds, self.joules + other.joules)
 
-    def __mul__(self, factor: float) -> Cost:
-        return Cost(self.seconds * factor, self.joules * factor)
-
-    def above(self, other: Cost) -> Cost:
-        """The excess over another cost, if there is any."""
-        return Cost(max(0.0, self.seconds - other.seconds), max(0.0, self.joules - other.joules))
+Costs: TypeAlias = NDArray[np.float64]  # [2, N]: seconds and joules
 
 
 class StepPrices:
@@ -61,49 +54,73 @@ class StepPrices:
 
     def __init__(self, programs: Programs, max_sequences: int, max_tokens: int, context_length: int) -> None:
         self._programs = programs
-        self._contexts = _knots(context_length, min(LEAST_CONTEXT, context_length))
-        self._sequences = _knots(_padded(max_sequences), 1)
-        self._tokens = _knots(_padded(max_tokens), 1)
+        self._contexts = _knots(context_length, LEAST_CONTEXT)
+        self._sequences = [1, *_knots(_padded(max_sequences), RATIO)]
+        self._tokens = [1, *_knots(_padded(max_tokens), RATIO)]
         self._typical = self._contexts[-2:][0]
+        self._interpolated: dict[tuple[int, int, bool], Cost] = {}
 
-    def step(self, decodes: int, decode_rows: float, pieces: Sequence[tuple[int, int]]) -> tuple[Cost, Cost]:
-        """The cost of a step, and of loading the weights that its program keeps in the scratchpad.
+    def decode(self, sequences: int, rows: int, steps: int = 1) -> tuple[Costs, Cost]:
+        """The costs of steps behind each other in which sequences decode a token each, and of loading their weights.
+
+        The weights are those that the program keeps in the scratchpad from run to run.
+
+        Args:
+            rows: Rows of the cache that the sequences attend to in the first step, in all; each one more in the next.
+        """
+        program = self._program(_padded(sequences), 1)
+        attention = self._attention(sequences, rows / sequences + np.arange(steps), decoding=True)
+        return attention + np.array(_other(program))[:, None], _reload(program)
+
+    def step(self, decodes: int, decode_rows: int, pieces: Sequence[tuple[int, int]]) -> tuple[Cost, Cost]:
+        """The cost of a step with pieces of prompts, and of loading the weights as in `decode`.
 
         Args:
             decodes: Sequences that decode a token.
             decode_rows: Rows of the cache that they attend to, in all.
             pieces: For each piece of a prompt, its tokens, and the rows of the cache that its last token attends to.
         """
-        total = self._attention(decodes, decode_rows / decodes, decoding=True) if decodes else Cost()
-        for tokens, rows in pieces:
-            total += self._attention(tokens, rows, decoding=False)
-        if not pieces:
-            program = self._program(_padded(decodes), 1)
-            return total + _other(program), _reload(program)
         program = self._program(1, _padded(decodes + sum(tokens for tokens, _ in pieces)))
-        total += _other(program)
-        if decodes:  # the logits of a prompt are one row, those of decodes one each
+        total = np.array(_other(program))
+        for tokens, rows in pieces:
+            total += self._attention(tokens, np.array([rows]), decoding=False)[:, 0]
+        if decodes:
+            total += self._attention(decodes, np.array([decode_rows / decodes]), decoding=True)[:, 0]
+            # The logits of a prompt are one row, those of decodes one each.
             size = _padded(decodes)
-            total += _other(self._program(size, 1)).above(_other(self._program(1, size)))
-        return total, _reload(program)
+            several, one = (_other(self._program(*shape)) for shape in ((size, 1), (1, size)))
+            total += np.maximum(0.0, np.subtract(several, one))
+        return Cost(*total.tolist()), _reload(program)
 
     def _program(self, sequences: int, tokens: int) -> ProgramCost:
         return self._programs.cost(ContiguousShape(sequences, tokens, self._typical))
 
-    def _attention(self, rows: int, context: float, *, decoding: bool) -> Cost:
-        """The cost of attention of one token of each of several sequences, or of several tokens of one."""
+    def _attention(self, rows: int, contexts: NDArray[Any], *, decoding: bool) -> Costs:
+        """The costs of attention of one token of each of several sequences, or of several tokens of one.
 
-        def known(size: int, length: int) -> Cost:
-            shape = ContiguousShape(size, 1, length) if decoding else ContiguousShape(1, size, length)
-            program = self._programs.cost(shape)
-            return Cost(program.attention_seconds, program.attention_joules)
+        Args:
+            contexts: Ascending.
+        """
+        first, last = _place(self._contexts, contexts[0])[0], _place(self._contexts, contexts[-1])[1]
+        lengths = self._contexts[first : last + 1]
+        costs = [self._attention_at(rows, length, decoding) for length in lengths]
+        return np.array([np.interp(contexts, lengths, values) for values in zip(*costs, strict=True)])
 
-        sizes = _between(self._sequences if decoding else self._tokens, rows)
-        lengths = _between(self._contexts, context)
-        weighted = (
-            known(size, length) * (share * part) for (size, share), (length, part) in itertools.product(sizes, lengths)
-        )
-        return sum(weighted, Cost())
+    def _attention_at(self, rows: int, length: int, decoding: bool) -> Cost:
+        """The cost at a simulated context."""
+        key = (rows, length, decoding)
+        if key not in self._interpolated:
+            sizes = self._sequences if decoding else self._tokens
+            low, high = (sizes[place] for place in _place(sizes, rows))
+            costs = []
+            for size in (low, high):
+                shape = ContiguousShape(size, 1, length) if decoding else ContiguousShape(1, size, length)
+                program = self._programs.cost(shape)
+                costs.append((program.attention_seconds, program.attention_joules))
+            share = (rows - low) / (high - low) if high > low else 0.0
+            seconds, joules = ((1 - share) * before + share * behind for before, behind in zip(*costs, strict=True))
+            self._interpolated[key] = Cost(seconds, joules)
+        return self._interpolated[key]
 
 
 def _other(program: ProgramCost) -> Cost:
@@ -115,23 +132,17 @@ def _reload(program: ProgramCost) -> Cost:
 
 
 def _knots(most: int, least: int) -> list[int]:
-    """Sizes from `least` to `most`, ascending, each at most `RATIO` times the one before."""
+    """Sizes up to `most`, ascending, each `RATIO` times the one before, as far as they are at least `least`."""
     sizes = [most]
-    while sizes[0] > least:
-        sizes.insert(0, max(least, -(-sizes[0] // RATIO)))
+    while -(-sizes[0] // RATIO) >= least and sizes[0] > 1:
+        sizes.insert(0, -(-sizes[0] // RATIO))
     return sizes
 
 
-def _between(knots: Sequence[int], value: float) -> list[tuple[int, float]]:
-    """The knots around a value with their weights in a linear interpolation; the last ones are taken beyond."""
-    place = bisect_left(knots, value)
-    if place == len(knots):
-        return [(knots[-1], 1.0)]
-    if place == 0 or knots[place] == value:
-        return [(knots[place], 1.0)]
-    low, high = knots[place - 1], knots[place]
-    weight = (value - low) / (high - low)
-    return [(low, 1.0 - weight), (high, weight)]
+def _place(knots: Sequence[int], value: float) -> tuple[int, int]:
+    """Indices of the knots around a value: twice the same where it is one of them, or beyond the first or the last."""
+    place = min(bisect_left(knots, value), len(knots) - 1)
+    return (place if place == 0 or value >= knots[place] else place - 1), place
 
 
 def _padded(count: int) -> int:
