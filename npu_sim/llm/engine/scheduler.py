@@ -149,6 +149,28 @@ class Scheduler:
         step.finish(self._tables, self._settings)
         return step
 
+    def steps_alike(self) -> int:
+        """Number of steps that would follow one in which every running sequence decoded a token, and be like it: each
+        decodes another, and none ends, is admitted or loses its blocks, unless requests are added.
+        """
+        if any(sequence.pending or sequence.computed + 1 != len(sequence.tokens) for sequence in self.running):
+            return 0
+        steps = min(sequence.limit - len(sequence.tokens) for sequence in self.running) - 1
+        blocks = sum(self._blocks_for(sequence.computed + steps) - len(sequence.table) for sequence in self.running)
+        if blocks > self.pool.available:
+            steps = min(sequence.rows - sequence.computed for sequence in self.running)
+        return steps
+
+    def repeat(self, durations: list[float]) -> None:
+        """Take as many steps as `steps_alike` says, or fewer, as done: they took these seconds, and chose tokens 0."""
+        for sequence in self.running:
+            sequence.computed += len(durations)
+            self._extend(sequence, sequence.computed)
+            sequence.tokens += len(durations) * [0]
+            self.register(sequence)
+        for seconds in durations:
+            self.times.learn(len(self.running), seconds)
+
     def launched(self, step: PlannedStep) -> None:
         """Note that a step has been launched: blocks that it fills with known tokens can be shared from now on."""
         if self._speculation is not None:
