@@ -99,8 +99,11 @@ def _has_terms_in_order(weight: View) -> bool:
 
 
 def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
-    """Packs of channels by tiles of pixels, both the larger the more there is to do; large windows take fewer channels,
-    since a thread has all products of a tile's row in registers."""
+    """A depthwise convolution by packs of channels and tiles of pixels.
+
+    Both are the larger the more there is to do; large windows take fewer channels, since a thread has all products of a
+    tile's row in registers.
+    """
     images, channels, rows, columns = call.outputs[0].shape
     taps = call.inputs[1].shape[2] * call.inputs[1].shape[3]
     forms = _DEPTHWISE_FORMS if taps <= _FEW_TAPS else _DEPTHWISE_WIDE_FORMS

@@ -41,9 +41,8 @@ def _attention_patterns() -> tuple[P, ...]:
             weights = Maybe(_softmax(Maybe(logits)))
             result.append(P(products, (weights, v)))
     prescaled = P(products, (mul(q, Num("scale")), k))
-    for logits in (add(prescaled, mask), prescaled):
-        result.append(P(products, (Maybe(_softmax(Maybe(logits))), v)))
-    return tuple(result)
+    unscaled = (P(products, (Maybe(_softmax(Maybe(logits))), v)) for logits in (add(prescaled, mask), prescaled))
+    return (*result, *unscaled)
 
 
 def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:

@@ -95,7 +95,7 @@ class _Reader:
         outputs_of = {raw["name"]: self._read_outputs(raw) for raw in raw_nodes}
         nodes = [self._read_node(raw, outputs_of[raw["name"]]) for raw in raw_nodes]
         outputs = [self._read_graph_output(meta) for meta in self.data["graph_outputs"]]
-        graph = IRGraph(
+        return IRGraph(
             name=str(self.data.get("model_name") or "model"),
             nodes=topological_order(nodes),
             tensors=self.tensors,
@@ -106,7 +106,6 @@ class _Reader:
             constants=self.constants,
             native_dtype=str(self.data.get("native_dtype") or ""),
         )
-        return graph
 
     def _read_output_names(self, outputs: list[str]) -> list[str]:
         """The names that the IR gives its outputs, if it does; else those of the tensors."""

@@ -65,18 +65,18 @@ def constant(value: int) -> RangeFn:
 
 
 def add(a: Range, b: Range, factor: Range = (1, 1)) -> Range:
-    """a + factor · b"""
+    """The range of a + factor · b."""
     low, high = mul(factor, b)
     return a[0] + low, a[1] + high
 
 
 def sub(a: Range, b: Range, factor: Range = (1, 1)) -> Range:
-    """a - factor · b"""
+    """The range of a - factor · b."""
     return add(a, neg(b), factor)
 
 
 def rsub(a: Range, b: Range, factor: Range = (1, 1)) -> Range:
-    """b - factor · a"""
+    """The range of b - factor · a."""
     return sub(b, a, factor)
 
 
@@ -90,7 +90,7 @@ def mul(a: Range, b: Range) -> Range:
 
 
 def addcmul(a: Range, b: Range, c: Range, factor: Range) -> Range:
-    """a + factor · b · c"""
+    """The range of a + factor · b · c."""
     return add(a, mul(b, c), factor)
 
 

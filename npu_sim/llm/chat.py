@@ -37,8 +37,10 @@ class StreamDecoder:
         return text
 
     def _pending(self) -> str:
-        """The text of the tokens not yet returned. They are decoded together with the piece before them, because some
-        tokenizers drop a leading space."""
+        """The text of the tokens not yet returned.
+
+        They are decoded together with the piece before them, because some tokenizers drop a leading space.
+        """
         before = self._decode(self._ids[self._context : self._done])
         return self._decode(self._ids[self._context :])[len(before) :]
 

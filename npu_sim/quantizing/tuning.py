@@ -169,8 +169,10 @@ class Tuner:
                 progress(step + 1)
 
     def _rows_at_once(self, vocabulary: int) -> int:
-        """Number of rows of a step to compute together: the logits of both models and what is made of them may take
-        half of a GPU's free memory."""
+        """Number of rows of a step to compute together.
+
+        The logits of both models and what is computed from them may take half of a GPU's free memory.
+        """
         if self._device != "cuda":
             return _ROWS_AT_ONCE
         free, _ = torch.cuda.mem_get_info()
@@ -225,8 +227,11 @@ class _RoundedLinear(nn.Module):
 
     @torch.no_grad()
     def _start(self, original: torch.Tensor, dequantized: torch.Tensor) -> torch.Tensor:
-        """Initial weight of training: between the original and the rounded weight, as near to the original as
-        may be and still rounded to the same. In the middle of a rounding's range, small steps would change nothing."""
+        """Initial weight of training: between the original and the rounded weight.
+
+        It is as near to the original as may be and still rounded to the same. In the middle of a rounding's range,
+        small steps would change nothing.
+        """
         scales = self.scales()
         wanted = self._codes(dequantized, scales)
         found = dequantized

@@ -119,8 +119,7 @@ class Engine:
         """
         handles: list[Handle] = []
         try:
-            for request in requests:
-                handles.append(self.submit(request))
+            handles.extend(map(self.submit, requests))
             return [handle.result() for handle in handles]
         except BaseException:
             for handle in handles:
