@@ -338,15 +338,15 @@ class CUDABackend(Backend):
 
         Without a stream, the kernel is enqueued on the device's own.
         """
-        made = kernel_launch_of(call)
-        grid, block, shared = made.grid, made.block, made.shared
+        plan = kernel_launch_of(call)
+        grid, block, shared = plan.grid, plan.block, plan.shared
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
-        maps = [encoded(each, addresses[each.operand]) for each in made.maps]
+        maps = [encoded(each, addresses[each.operand]) for each in plan.maps]
         pointers_at = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
         places = np.array([*pointers_at.tolist(), *(each.ctypes.data for each in maps)], np.uint64)
         handle, pointers = (stream or self._device.stream).ptr, places.ctypes.data
-        if made.kind is LaunchKind.OVERLAPPING and self._device.arch >= 90:
+        if plan.kind is LaunchKind.OVERLAPPING and self._device.arch >= 90:
             launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, handle, pointers)
         else:
             launch = partial(self._device.driver.launchKernel, function.ptr, *grid, *block, shared, handle, pointers, 0)

@@ -94,8 +94,8 @@ def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
 
 def _absorb(groups: list[Group], index: int) -> None:
     """Merge the group at `index` with earlier ones, as long as there are any that it fuses with."""
-    while (found := _partner(groups, index)) is not None:
-        at, merged, moves_up = found
+    while (partner := _partner(groups, index)) is not None:
+        at, merged, moves_up = partner
         groups[at if moves_up else index] = merged
         del groups[index if moves_up else at]
         index = at if moves_up else index - 1

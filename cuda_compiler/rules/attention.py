@@ -395,7 +395,7 @@ def _paged_tokens(
             splits *= 2
         return warps * splits / groups(tiles, resident * CLUSTERS[splits]), splits, warps, resident
 
-    _, splits, warps, resident = max((division(*each) for each in _PAGED_SHAPES), key=lambda found: found[0])
+    _, splits, warps, resident = max((division(*each) for each in _PAGED_SHAPES), key=lambda shape: shape[0])
     while warps > 1 and _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES) > memory_of_each(
         make.gpu.shared_memory, resident
     ):

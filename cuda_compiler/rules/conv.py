@@ -40,8 +40,8 @@ def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     x, weight, _, _, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
     # Layouts that cuDNN knows; our kernels have others too.
-    known = weight.is_contiguous or channels_last(weight).is_contiguous
-    if x.dtype != weight.dtype or not (known and is_packed(x, 1) and is_packed(out, 1)):
+    packed = weight.is_contiguous or channels_last(weight).is_contiguous
+    if x.dtype != weight.dtype or not (packed and is_packed(x, 1) and is_packed(out, 1)):
         return forms[:1]
     return [tuned(forms, call)]
 
@@ -267,7 +267,7 @@ def tiles(
         if splits == 1 or splits <= steps and tile.blocks(pixels, channels) < 2 * MULTIPROCESSORS
     ]
     ranked = [
-        tile for tile, _ in sorted(shared_out, key=lambda found: found[0].cost(pixels, channels, steps, found[1]))
+        tile for tile, _ in sorted(shared_out, key=lambda shares: shares[0].cost(pixels, channels, steps, shares[1]))
     ]
     by_warps = [tile for tile in ranked if not tile.by_warpgroups][:_FORMS]
     by_warpgroups = [tile for tile in ranked if tile.by_warpgroups][:_WARPGROUP_FORMS]

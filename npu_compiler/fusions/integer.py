@@ -199,7 +199,7 @@ class _Fuser:
         self.tensors, self.constants = dict(graph.tensors), dict(graph.constants)
         self.storable = storable_in_bytes(graph)
         self.taken: set[str] = set()
-        self.made: dict[str, OpNode] = {}
+        self.replacements: dict[str, OpNode] = {}
 
     def run(self) -> IRGraph:
         for node in reversed(self.graph.nodes):
@@ -213,9 +213,9 @@ class _Fuser:
                 elif node.base == "aten.add":
                     self._sum(node)
         nodes = [
-            self.made.get(node.name, node)
+            self.replacements.get(node.name, node)
             for node in self.graph.nodes
-            if node.name in self.made or node.name not in self.taken
+            if node.name in self.replacements or node.name not in self.taken
         ]
         return replace(self.graph, nodes=nodes, tensors=self.tensors, constants=self.constants)
 
@@ -358,5 +358,5 @@ class _Fuser:
         self._make("npu.integer_add", chain, (x.name, other.name), attrs)
 
     def _make(self, op: str, chain: _Chain, inputs: tuple[str, ...], attrs: dict[str, Any]) -> None:
-        self.made[chain.last.name] = OpNode(chain.last.name, op, inputs, chain.last.outputs, attrs)
+        self.replacements[chain.last.name] = OpNode(chain.last.name, op, inputs, chain.last.outputs, attrs)
         self.taken.update(node.name for node in chain.taken)

@@ -513,9 +513,9 @@ def lower_glu(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise("glu", [view.slice(dim, 0, half), view.slice(dim, half, 2 * half)], ctx.output())
 
 
-def _quotient_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+def _quotient_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
     divide = ranges.floor_divide if node.attrs["rounding_mode"] == "floor" else ranges.trunc_divide
-    return divide(*Args(node).ranges(known, of_scalar))  # type: ignore[arg-type]
+    return divide(*Args(node).ranges(operands, of_scalar))  # type: ignore[arg-type]
 
 
 @register_op(

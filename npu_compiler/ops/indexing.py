@@ -200,7 +200,7 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     unsupported=lambda node, graph: "index_copy on a scalar" if not graph.tensors[node.inputs[0]].shape else None,
     index_bound=rows_along_dim,
     one_dtype=True,
-    integer_range=lambda node, graph, known: ranges.hull(known[node.inputs[0]], known[node.inputs[2]]),
+    integer_range=lambda node, graph, operands: ranges.hull(operands[node.inputs[0]], operands[node.inputs[2]]),
     shard=shard_rows_update,
 )
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:

@@ -100,9 +100,9 @@ def _pooling_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-def _plane_indices(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> tuple[Range, ...]:
+def _plane_indices(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> tuple[Range, ...]:
     x = graph.tensors[node.inputs[0]].shape
-    return known.get(node.inputs[0], (0, 0)), ranges.index_below(math.prod(x[len(x) - _spatial(node) :]))
+    return operands.get(node.inputs[0], (0, 0)), ranges.index_below(math.prod(x[len(x) - _spatial(node) :]))
 
 
 @register_op(

@@ -151,8 +151,8 @@ def power(base: Range, exponent: Range) -> Range:
     exponents = {low, min(low + 1, high), max(high - 1, low), high}
     bases = {*base, *(x for x in (-1, 0, 1) if base[0] <= x <= base[1])}
     powers = [x**y for x in bases for y in exponents]
-    found = min(powers), max(powers)
-    return hull(found, (-1, 1)) if exponent[0] < 0 else found
+    whole = min(powers), max(powers)
+    return hull(whole, (-1, 1)) if exponent[0] < 0 else whole
 
 
 def _quotients(a: Range, b: Range) -> list[tuple[int, int]]:

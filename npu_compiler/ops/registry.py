@@ -337,10 +337,10 @@ class Args:
         assert isinstance(value, list)
         return value
 
-    def ranges(self, known: Mapping[str, Range], of_scalar: Callable[[float], Range]) -> list[Range | None]:
+    def ranges(self, operands: Mapping[str, Range], of_scalar: Callable[[float], Range]) -> list[Range | None]:
         """The range of each tensor argument in the schema's order, be it a tensor or a number; None if omitted."""
         values = ((self.tensor(name), self.attr(name)) for name in self._names)
-        return [known[x] if x is not None else None if y is None else of_scalar(y) for x, y in values]
+        return [operands[x] if x is not None else None if y is None else of_scalar(y) for x, y in values]
 
     def attr(self, name: str, default: Any = None) -> Any:
         value = self.node.attrs.get(name)

@@ -182,12 +182,12 @@ class _Functionalizer:
 
     def _scatter(self, step: _Step, source: str, value: str, node: OpNode) -> str:
         view, rule, spec, new = step.node, view_rule(step.node), self.tensors[source], self.tensors[value]
-        found = None
+        update = None
         if rule is not None and rule.write_back is not None and step.position == 0 and new.dtype == spec.dtype:
-            found = rule.write_back(view, spec, new)
-        if found is not None:
-            inputs = (source, value) if found.keeps_rest else (value,)
-            return self._append(found.op_type, inputs, spec, found.attrs)
+            update = rule.write_back(view, spec, new)
+        if update is not None:
+            inputs = (source, value) if update.keeps_rest else (value,)
+            return self._append(update.op_type, inputs, spec, update.attrs)
         raise InPlaceError(
             f"node '{node.name}': in-place write through '{view.op_type}' (node '{view.name}') has no out-of-place form"
         )

@@ -152,11 +152,11 @@ def _check_recipe(weight: WeightSpec) -> None:
     if not set(weight.recipe.keys()) <= sources.keys():
         raise ProgramFormatError(f"weight '{name}' reads a key whose shape is not known")
     try:
-        made = recipe_shape(weight.recipe, sources)
+        shape = recipe_shape(weight.recipe, sources)
     except ValueError as error:
         raise ProgramFormatError(f"weight '{name}' cannot be made: {error}") from error
-    if made != weight.spec.shape:
-        raise ProgramFormatError(f"weight '{name}' would be made as {list(made)}, not {list(weight.spec.shape)}")
+    if shape != weight.spec.shape:
+        raise ProgramFormatError(f"weight '{name}' would be made as {list(shape)}, not {list(weight.spec.shape)}")
 
 
 def _check_view(view: View, owner: BufferAllocation | None) -> None:

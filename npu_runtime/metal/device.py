@@ -122,7 +122,7 @@ class MetalDevice:
             DeviceError: Metal refused the source, with its message.
         """
         if dtype is None:
-            dtype = next((known for name, known in self._libraries if name == filename), "float32")
+            dtype = next((stored for name, stored in self._libraries if name == filename), "float32")
         kinds = _constant_kinds(filename)
         chosen = tuple((name, constants[name]) for name in kinds if name in constants)
         key = (filename, function, dtype, chosen)
@@ -131,9 +131,9 @@ class MetalDevice:
             values = self.api.Metal.MTLFunctionConstantValues.alloc().init()
             for name, value in chosen:
                 self._set_constant(values, name, kinds[name], value)
-            made, error = library.newFunctionWithName_constantValues_error_(function, values, None)
-            _require(made, f"function '{function}' of {filename}", error)
-            self._pipelines[key] = self._make_pipeline(made, function)
+            kernel, error = library.newFunctionWithName_constantValues_error_(function, values, None)
+            _require(kernel, f"function '{function}' of {filename}", error)
+            self._pipelines[key] = self._make_pipeline(kernel, function)
             self.counters["pipelines"] += 1
         return self._pipelines[key]
 

@@ -222,8 +222,8 @@ def with_written(checkpoint: Checkpoint, ids: torch.Tensor, count: int, device: 
     """
     chosen = computing_device(device)
     model = dense_model(checkpoint, chosen).requires_grad_(False)
-    made = write_text(model, ids.to(chosen), count, ids.shape[1])
-    return torch.cat([ids, made.to(ids.device)])
+    written = write_text(model, ids.to(chosen), count, ids.shape[1])
+    return torch.cat([ids, written.to(ids.device)])
 
 
 def quantized_layers(

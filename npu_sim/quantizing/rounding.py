@@ -103,15 +103,15 @@ def fit_rows(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[
     return Scales(*(torch.cat([getattr(x, name) for x in scales]).reshape(n, -1) for name in ("scale", "zero")))
 
 
-def assemble(found: torch.Tensor, scales: Scales, format: QuantizedFormat) -> QuantizedArray:
+def assemble(codes: torch.Tensor, scales: Scales, format: QuantizedFormat) -> QuantizedArray:
     """The matrix of codes [n, k], as `codes` returns them, and of its groups' scales."""
-    n, k = found.shape
-    found, scales = found.cpu(), Scales(scales.scale.cpu(), scales.zero.cpu())
+    n, k = codes.shape
+    codes, scales = codes.cpu(), Scales(scales.scale.cpu(), scales.zero.cpu())
     offsets = None
     if format.offsets == "zero_point":
         offsets = scales.zero.numpy().astype(format.code_format.dtype).view(np.uint8)
     narrow = scales.scale.to(getattr(torch, format.scales))
-    return QuantizedArray(format, (n, k), format.code_format.pack(found.numpy()), tensor_to_numpy(narrow), offsets)
+    return QuantizedArray(format, (n, k), format.code_format.pack(codes.numpy()), tensor_to_numpy(narrow), offsets)
 
 
 def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> QuantizedArray:
@@ -123,8 +123,8 @@ def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[f
     check(weight, format)
     scales = fit_rows(weight, format, fractions)
     by_group = Scales(*(x.reshape(-1, 1) for x in (scales.scale, scales.zero)))
-    found = codes(weight.reshape(len(by_group.scale), -1), by_group, format)
-    return assemble(found.reshape(weight.shape), scales, format)
+    rounded = codes(weight.reshape(len(by_group.scale), -1), by_group, format)
+    return assemble(rounded.reshape(weight.shape), scales, format)
 
 
 def check(weight: torch.Tensor, format: QuantizedFormat) -> None:

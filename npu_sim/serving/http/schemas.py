@@ -250,10 +250,10 @@ def _has_no_effect(name: str, value: Any) -> bool:
 
 
 def _first_of(error: ValidationError, data: dict[str, Any]) -> APIError:
-    found = error.errors(include_url=False, include_context=False, include_input=False)
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
     # Of a union's members, the one that fits best is that which is wrong in the deepest place. A parameter that is
     # unknown there may only belong to another kind, which the other errors tell.
-    order = [(item["type"] == "extra_forbidden", _path_in(data, item), item) for item in found]
+    order = [(item["type"] == "extra_forbidden", _path_in(data, item), item) for item in problems]
     unknown, keys, first = max(order, key=lambda item: (item[0] and len(item[1]) == 1, not item[0], len(item[1])))
     path = ".".join(map(str, keys))
     if unknown:
