@@ -52,14 +52,14 @@ class TunedConvolutions:
 
     def kernels(self, call: KernelCall) -> list[KernelCall]:
         """The calls of our kernels that may be launched for a convolution; all must be compiled before `tune`."""
-        chosen = self._recall(call)
+        chosen = self._choice(call)
         if chosen is None:
             return kernels_of(call)
         return [chosen] if isinstance(chosen, KernelCall) else []
 
     def tune(self, calls: Iterable[KernelCall]) -> None:
         """Choose an implementation for each new convolution by trials."""
-        unknown = {_key(call): call for call in calls if self._recall(call) is None}
+        unknown = {_key(call): call for call in calls if self._choice(call) is None}
         if not unknown:
             return
         free, _ = self._device.runtime.memGetInfo()
@@ -83,10 +83,10 @@ class TunedConvolutions:
 
     def form(self, call: KernelCall) -> Form:
         """The chosen implementation of a convolution: a plan of cuDNN, or a call of one of our kernels."""
-        chosen = self._recall(call)
+        chosen = self._choice(call)
         return kernels_of(call)[0] if chosen is None else over(chosen, call)
 
-    def _recall(self, call: KernelCall) -> Form | None:
+    def _choice(self, call: KernelCall) -> Form | None:
         key = _key(call)
         if key not in self._chosen and (recalled := self._recall(key, call)) is not None:
             self._chosen[key] = recalled

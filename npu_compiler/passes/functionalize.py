@@ -82,7 +82,7 @@ class _Functionalizer:
 
     def _track_views(self, node: OpNode) -> None:
         for index, out in enumerate(node.outputs):
-            step = single_output(node, self._known(), index)
+            step = single_output(node, self._graph_so_far(), index)
             if node.base == "getitem":
                 if step.inputs[0] in self.aliases:
                     self.aliases[out] = self.aliases[step.inputs[0]]
@@ -114,7 +114,7 @@ class _Functionalizer:
         )
         return None if copies is None else 0
 
-    def _known(self) -> IRGraph:
+    def _graph_so_far(self) -> IRGraph:
         return replace(self.graph, tensors=self.tensors)
 
     def _window(self, alias: _Alias) -> View:
