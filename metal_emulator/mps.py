@@ -275,7 +275,7 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
 def _multiply(
     left: Batch, right: Batch, result: Batch, transpose_left: bool, transpose_right: bool, alpha: float, beta: float
 ) -> None:
-    """[count, rows, columns]: products in float32, rounded once, written over the result's rows and columns only."""
+    """Write alpha · left · right + beta · result to each result, in float32, rounded once; padding stays."""
     a, b = (batch.array().astype(np.float32) for batch in (left, right))
     out = result.array()
     with np.errstate(all="ignore"):

@@ -27,7 +27,7 @@ def doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpe
 
 
 def warn_of_doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> None:
-    """A `NumericalWarning` for each of `doubtful_values`."""
+    """Give a `NumericalWarning` for each of `doubtful_values`."""
     for problem in doubtful_values(outputs, specs):
         warnings.warn(problem, NumericalWarning, stacklevel=3)
 

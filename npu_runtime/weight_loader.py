@@ -340,7 +340,7 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
         self._add(map_file(file))
 
     def _add(self, whole: np.ndarray) -> None:
-        """A file is the header's length in 8 bytes, the header in JSON, and the data, where its offsets point."""
+        """Add the tensors of a file: 8 bytes with the header's length, the header in JSON, then the data."""
         start = 8 + int.from_bytes(whole[:8].tobytes(), "little")
         header = json.loads(whole[8:start].tobytes())
         header.pop("__metadata__", None)

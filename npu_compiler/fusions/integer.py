@@ -345,7 +345,7 @@ class _Fuser:
         self._make("npu.integer_mean", chain, (x.name,), attrs)
 
     def _sum(self, node: OpNode) -> None:
-        """A sum of two quantized tensors that no product takes along."""
+        """Make one integer op of a sum of two quantized tensors, where no product computes it at its end."""
         operands = [self._quantized(name) for name in node.inputs]
         if len(operands) != 2 or node.attrs.get("alpha", 1) != 1:
             return

@@ -103,7 +103,7 @@ class QuantizedFormat:
         return None
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, int], str]]:
-        """Part → (shape, dtype), for a matrix of this shape."""
+        """The arrays that a matrix of this shape is stored as: name (codes, scales, offsets) → (shape, dtype)."""
         n, k = shape
         rows = (n, self.groups(k))
         parts = {"codes": ((n, k * self.bits // 8), "uint8"), "scales": (rows, self.scales)}

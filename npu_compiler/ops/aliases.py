@@ -84,7 +84,7 @@ def _write_narrow(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack:
 
 
 def _write_nothing(node: OpNode, base: TensorSpec, out: TensorSpec) -> None:
-    """No write-back: elements of the view overlap."""
+    """Return no `WriteBack`: elements of the view overlap, so that the base cannot be rebuilt from it."""
 
 
 def view_op(

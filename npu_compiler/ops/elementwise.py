@@ -332,7 +332,7 @@ _COMPARISONS = {
 
 
 def _lower_comparison(ctx: Lowering, node: OpNode) -> None:
-    """Numbers are compared in the dtype that the operands have in common, as in PyTorch: 300 is 44 to a uint8."""
+    """Emit a comparison in the dtype that the operands have in common, as PyTorch does: 300 is 44 to a uint8."""
     args = Args(node)
     dtype = common_dtype(args, ctx.graph, ("self", "other"))
     values = (operand(ctx, args, name) for name in ("self", "other"))

@@ -220,7 +220,7 @@ def lower_index_copy_pair(ctx: Lowering, node: OpNode) -> None:
 
 
 def _update_rows(ctx: Lowering, node: OpNode, kernel: str, bases: Sequence[str], sources: Sequence[str]) -> None:
-    """A base that may be updated in place is; the others are copied first."""
+    """Replace rows of each base by its source, in place where the base may be overwritten, else in a copy."""
     outputs: list[View] = []
     for position, name in enumerate(bases):
         base = ctx.view(name)

@@ -274,7 +274,7 @@ def _linear_index(ctx: Lowering, indices: Sequence[View], sizes: Sequence[int]) 
 
 
 def _put_where(ctx: Lowering, node: OpNode, base: View, mask: View, values: View, first: int) -> None:
-    """One value, or one row of values, for all places of a mask over the dimensions from `first` on."""
+    """Put (or add) one value, or one row of values, wherever a mask over the dimensions from `first` on is true."""
     rest = base.rank - first - mask.rank
     row = ctx.reshaped(values, values.shape[max(values.rank - rest, 0) :])
     for _ in range(rest):

@@ -111,7 +111,7 @@ def trust_key(path: Path) -> str:
 
 
 def distrust_key(name: str) -> None:
-    """No longer trust the key of that fingerprint.
+    """Remove a key from the trusted ones, by its fingerprint.
 
     Raises:
         InputError: no trusted key has it, or its file cannot be removed.

@@ -93,7 +93,7 @@ class Conversation:
         max_new_tokens: int | None = None,
         sampler: Sampler = greedy,
     ) -> None:
-        """`max_new_tokens` and `sampler` hold for every reply; see `LanguageModel.generate`."""
+        """Begin a chat; `max_new_tokens` and `sampler` are for every reply, as in `LanguageModel.generate`."""
         self.model = model
         self.stats = GenerationStats()
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []

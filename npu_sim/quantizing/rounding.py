@@ -96,7 +96,7 @@ def rounded(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> t
 
 
 def fit_rows(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> Scales:
-    """`fit` for each group of a matrix, float32 [n, k]."""
+    """Scales and zero points, by `fit`, for each group of a matrix, float32 [n, k]."""
     n, k = weight.shape
     groups = weight.reshape(-1, format.group or k)
     scales = [fit(piece, format, fractions) for piece in groups.split(max(1, _PIECE // groups.shape[1]))]

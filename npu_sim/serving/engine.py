@@ -202,7 +202,7 @@ class Engine:
         self._inbox.put(partial(self._core.cancel, arrival))
 
     def _run(self) -> None:
-        """The engine's thread."""
+        """Run steps until the engine is closed or has failed; this is the engine's thread."""
         try:
             while not self._closing:
                 self._take_messages()

@@ -343,7 +343,7 @@ class EngineCore:
         sequence.last_time = now
 
     def _fail(self, error: Exception, steps: list[PlannedStep]) -> None:
-        """Steps have failed: end their sequences. What the pool holds cannot be trusted, so the others start over."""
+        """End the sequences of failed steps; the others start over, since the pool may hold wrong rows."""
         self.failures += 1
         for sequence in {sequence: None for step in steps for sequence in step.sequences}:
             self.end(sequence, "error", error)

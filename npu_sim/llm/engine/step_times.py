@@ -77,7 +77,7 @@ class StepTimes:
 
     @property
     def stop(self) -> float:
-        """Seconds that a device that runs ahead has nothing to do when a draft needs the tokens before it; else 0."""
+        """Idle seconds of a device that runs ahead, when it must stop for the tokens that a draft needs; else 0."""
         return statistics.median_low(self._stops)
 
     @property
