@@ -67,7 +67,7 @@ def _before_fork() -> None:
 
 
 def _take(owners: list[Locked]) -> list[Any]:
-    """The locks of all owners, or of as many as could be had; reentrant ones of this thread count."""
+    """Take the locks of all owners, or those that come free in time, and return them."""
     taken = []
     for owner in owners:
         lock = owner.lock

@@ -44,7 +44,7 @@ def with_rank_sum(
 
 
 def exchanging(phase: Phase, ranks: int) -> Phase:
-    """The phase of a product whose sums are those of so many ranks."""
+    """A product's phase that adds up the sums of all ranks; the phase itself for one rank."""
     if ranks == 1:
         return phase
     out = phase.outputs["out"]

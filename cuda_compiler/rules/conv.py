@@ -171,7 +171,7 @@ class Tile:
         return max(self.stages * self.stage_bytes, self.sum_bytes)
 
     def for_steps(self, steps: int) -> Tile:
-        """The tile with no more stages than a sum of so many steps has use for."""
+        """The tile with no more stages than a sum of `steps` steps can use."""
         return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
     def blocks(self, pixels: int, channels: int) -> int:

@@ -287,7 +287,7 @@ class _Fuser:
         return name
 
     def _follow(self, node: OpNode, tensor: str, may_add: bool) -> _Chain:
-        """The sum, the activation and the rounding that follow the only reader of each, one after the other."""
+        """The ops that can join an integer op: a sum, an activation and a rounding, each the last one's only reader."""
         chain = _Chain(node, [node], {**_NO_RESIDUAL, **_NO_RESULT, "activation": "none"})
         shape = self.tensors[tensor].shape
         reader = self._only_reader(tensor)

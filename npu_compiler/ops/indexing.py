@@ -105,7 +105,7 @@ def rows_along_dim(node: OpNode, graph: IRGraph) -> dict[str, Range]:
 
 
 def indexed_dims(node: OpNode, indices: int) -> list[int]:
-    """The dimensions that have one of so many index tensors; others are taken whole."""
+    """The dimensions that the node's index tensors (`indices` of them) apply to; others are taken whole."""
     masks = node.attrs.get("_tensor_list_none_masks")
     given = [not is_none for is_none in masks[0]] if masks else [True] * indices
     return [dim for dim, is_given in enumerate(given) if is_given]

@@ -34,7 +34,7 @@ _REDUCTIONS = {
 
 
 def _scattered_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
-    """The hull of old and new values; of a sum or a product, of as many as there are."""
+    """The range of a scatter's result: old and new values, and their sums or products where it adds or multiplies."""
     tensors = Args(node).ranges(operands, ranges.of_scalar)
     base, source = tensors[0], tensors[-1]
     assert base is not None and source is not None

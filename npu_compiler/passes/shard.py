@@ -217,7 +217,7 @@ class _Weights:
         return self._add(name, (), self.tensors[name].shape, on_first_rank(self.weights[name]))
 
     def first_row(self, rows: int) -> str:
-        """The first of a rank's rows in a table that gives each rank as many."""
+        """The name of a weight that holds the first of a rank's rows, in a table of which each rank has `rows`."""
         key = "", ((0, rows),)
         if key not in self.names:
             name = self.names[key] = unique_name("first_row", self.tensors)

@@ -201,7 +201,7 @@ def calibration_tokens(checkpoint: Checkpoint, text: str) -> list[int]:
 
 
 def calibration_ids(checkpoint: Checkpoint, tokens: list[int], samples: int) -> torch.Tensor:
-    """[samples, length]: parts of a text's token ids that are spread over it evenly, as many as it has at most."""
+    """[count, length]: at most `samples` parts of a text's token ids, spread over it evenly."""
     length = min(SAMPLE_LENGTH, len(tokens), checkpoint.config.max_position_embeddings)
     count = min(samples, len(tokens) // length)
     starts = np.linspace(0, len(tokens) - length, count).astype(int)

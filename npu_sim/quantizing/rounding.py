@@ -85,7 +85,7 @@ def exact_codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) 
 
 
 def round_codes(exact: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
-    """The nearest code of each, as float32."""
+    """The code nearest to each element of `exact`, as float32; what exceeds the format is not clamped."""
     kind = format.code_format
     return exact.to(getattr(torch, kind.dtype.name)).float() if kind.is_float else exact.round()
 

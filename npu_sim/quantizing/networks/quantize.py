@@ -266,7 +266,7 @@ class _Calibration:
                     self.counts[name] += values[name].histc(_BINS, self.low[name], self.high[name]).numpy()
 
     def range_of(self, name: str, how: str) -> ActivationRange:
-        """The range of a tensor; it always holds 0, which is then exact."""
+        """The range of a tensor, chosen by `how`: `minmax`, `percentile` or `mse`. It holds 0, which is then exact."""
         low, high = self.low[name], self.high[name]
         counts, width = self.counts[name], (high - low) / _BINS
         centres = low + width * (np.arange(_BINS) + 0.5)
