@@ -233,10 +233,12 @@ class Fusion:
 
 
 def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bool] = lambda node: True) -> IRGraph:
-    """Replace every match, last nodes first, so the longest chain wins; in a float32 model none that rounds inside.
+    """Replace every match of a fusion, from the last node to the first, so that the longest chain wins.
+
+    In a float32 model, a match stays as it is if it rounds to 16 bits and widens again: a fused kernel would not round.
 
     Args:
-        supports: Whether a node may be made; a match whose rewrite makes another one stays as it is.
+        supports: Whether the target has a node; a match whose rewrite needs another one stays as it is.
     """
     roots = {op for pattern in fusion.patterns for op in pattern.ops.split()}
     if not any(node.base in roots for node in graph.nodes):

@@ -316,7 +316,7 @@ def _signal_to_noise(
     given: str,
     images: Sequence[np.ndarray],
 ) -> dict[str, float]:
-    """Node → decibels of its output, computed with rounded input and weight, against the float one."""
+    """Node → signal-to-noise ratio, in decibels, of its output if its input and weight alone are rounded."""
     nodes = {node.name: node for node in graph.nodes}
     watched = _watched(graph, state, [x for layer in layers for x in _ends(nodes[layer.node])])
     alone = {}
