@@ -35,7 +35,7 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream has besides its tokens."""
+    """Options of a streamed reply."""
 
     include_usage: bool = False
 
