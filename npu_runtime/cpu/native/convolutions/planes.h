@@ -52,7 +52,7 @@ class PhasePlanes {
   template <int kStep, class T>
   void set_rows(const T* channel) {
     PhaseShape steps = shape;
-    if (kStep) steps.step_h = known.step_w = kStep;  // constants, by which nothing needs to be divided at run time
+    if (kStep) steps.step_h = steps.step_w = kStep;  // constants, by which nothing needs to be divided at run time
     const int64_t step = steps.step_w;
     const int64_t inside = std::min(place.in_w, shape.pitch * step - place.pad_left);
     const int64_t offset = place.first_row - place.pad_top;
