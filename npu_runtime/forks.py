@@ -45,7 +45,7 @@ _forking = threading.local()
 
 
 def call_lock(owner: Locked) -> Any:
-    """A lock for an object's attribute `lock` (rules 1 and 2)."""
+    """A reentrant lock for an object's attribute `lock`, registered so that a fork waits for it (rules 1 and 2)."""
     _owners.add(owner)
     return threading.RLock()
 

@@ -37,7 +37,7 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
 
 
 def read_arrays(assignments: Sequence[str], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """`read_inputs` where only the inputs' names are known."""
+    """Arrays for named inputs, read from files; without the checks of dtype and shape that `read_inputs` makes."""
     arrays: dict[str, np.ndarray] = {}
     for assignment in assignments:
         name, path = split_assignment(assignment)

@@ -137,7 +137,7 @@ class Specializer:
         )
 
     def add_source(self, text: str) -> str:
-        """The name of a source text."""
+        """Add a source text to the program's sources and return its name."""
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.sources[name] = text
         return name

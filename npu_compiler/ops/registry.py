@@ -249,7 +249,7 @@ def is_in_place(op_type: str) -> bool:
 
 
 def out_of_place(op_type: str) -> str:
-    """`aten.add.Tensor` of `aten.add_.Tensor`."""
+    """The op type without the underscore that marks in-place ops: `aten.add.Tensor` for `aten.add_.Tensor`."""
     base = base_op(op_type)
     return _OPERATORS.get(base, base[:-1]) + op_type[len(base) :]
 

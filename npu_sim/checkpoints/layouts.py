@@ -59,7 +59,7 @@ class GPTQ:
         return QuantizedFormat(integer_codes(self.bits), self.group, parts["scales"].dtype.name, offsets)
 
     def _zeros(self, parts: Parts) -> np.ndarray:
-        """int16 [groups, n]."""
+        """The zero points, int16 [groups, n], unpacked from `qzeros`."""
         return fields(parts["qzeros"], self.bits).astype(np.int16) + np.int16(self.stored_minus_one)
 
     def _check_order(self, order: np.ndarray | None, k: int) -> None:

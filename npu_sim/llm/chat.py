@@ -152,7 +152,7 @@ def check_fits(prompt_ids: Sequence[int], cache_length: int) -> None:
 
 
 def chat_prompt(model: LanguageModel, messages: str | Sequence[Message]) -> list[int]:
-    """`encode_chat` for the model's checkpoint."""
+    """The token ids of a chat, by `encode_chat` of the model's checkpoint."""
     return encode_chat(model.checkpoint, messages)
 
 

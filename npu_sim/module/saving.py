@@ -195,7 +195,7 @@ def _off_device(runners: Mapping[Key, Runner]) -> tuple[OffDevice, ...]:
 
 
 def _programs(runners: Mapping[Key, Runner]) -> tuple[SavedProgram, ...]:
-    """The programs of those plans that are one program each."""
+    """The programs of plans that consist of a single program, to be saved ready to run."""
     programs = []
     for key, runner in runners.items():
         graph = runner.plan.graph
