@@ -100,7 +100,7 @@ def share_kv_heads(graph: IRGraph) -> IRGraph:
 
 
 def _through_transpose(name: str, producers: dict[str, OpNode], original: Callable[[str], str]) -> str:
-    """`original(name)`, or that of the tensor behind the two transposes that the attention fusion leaves around keys."""
+    """`original(name)`, or that of the tensor behind the two transposes that the attention fusion leaves at keys."""
     direct = original(name)
     if direct:
         return direct

@@ -185,7 +185,7 @@ def _symbol(name: str, title: str, low: int, high: int | None) -> Symbol:
 
 
 def _off_device(runners: Mapping[Key, Runner]) -> tuple[OffDevice, ...]:
-    """The nodes that PyTorch runs, for whatever sizes."""
+    """The nodes that PyTorch runs in any of the programs made so far."""
     nodes = {}
     for runner in runners.values():
         for node in runner.plan.graph.nodes:
