@@ -125,7 +125,7 @@ class DAGExecutor:
         self._weights = weights
 
     def _check_weights(self, weights: Mapping[str, Any]) -> None:
-        """All weights must be there; those that stay on the CPU are checked here, the others when they are uploaded."""
+        """Check that all weights are there, and that those on the CPU fit; the others are checked when uploaded."""
         graph = self.plan.graph
         on_device = {name for part in self.plan.partitions if part.device == "npu" for name in part.graph.weights}
         problems = []

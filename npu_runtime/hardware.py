@@ -63,9 +63,9 @@ class Ceilings:
         limits = []
         if self.bandwidth and call.bytes_moved:
             limits.append((call.bytes_moved / self.bandwidth, "memory"))
-        known = [view.dtype for view in (*call.inputs, *call.outputs) if view.dtype in self.flops]
-        if known and call.flops:
-            limits.append((call.flops / self.flops[known[0]], "compute"))
+        dtypes = [view.dtype for view in (*call.inputs, *call.outputs) if view.dtype in self.flops]
+        if dtypes and call.flops:
+            limits.append((call.flops / self.flops[dtypes[0]], "compute"))
         return max(limits, default=None)
 
 

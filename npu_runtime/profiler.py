@@ -129,12 +129,13 @@ class Profiler:
     def report(self) -> str:
         """A table: kernel, milliseconds and calls per run, share."""
         data = self.to_dict()
-        lines = [f"{'kernel':36} {'ms/run':>10} {'calls':>7} {'share':>7}"]
-        for row in data["kernels"]:
-            lines.append(f"{row['name']:36} {row['ms']:10.3f} {row['calls']:7.0f} {row['share']:7.1%}")
-        for row in data["transfers"]:
-            lines.append(f"{row['name']:36} {row['ms']:10.3f} {row['calls']:7.0f} {row['bytes']:.0f} bytes")
-        lines.append(f"{'total (with profiling)':36} {data['total_ms']:10.3f}")
+        named = "{name:36} {ms:10.3f} {calls:7.0f} "
+        lines = [
+            f"{'kernel':36} {'ms/run':>10} {'calls':>7} {'share':>7}",
+            *((named + "{share:7.1%}").format_map(row) for row in data["kernels"]),
+            *((named + "{bytes:.0f} bytes").format_map(row) for row in data["transfers"]),
+            f"{'total (with profiling)':36} {data['total_ms']:10.3f}",
+        ]
         return "\n".join(lines)
 
 

@@ -284,12 +284,12 @@ class ThreadRun:
 
     def launches_of(self, buffer: str) -> list[tuple[Launch, int]]:
         """The prepared launches that touch a buffer, and how many of their operands are in it."""
-        found = []
+        uses = []
         for index in self._users.get(buffer, ()):
             call, launch = self._plan.calls[index], self._launches[index]
             assert launch is not None
-            found.append((launch, sum(view.buffer == buffer for view in (*call.inputs, *call.outputs))))
-        return found
+            uses.append((launch, sum(view.buffer == buffer for view in (*call.inputs, *call.outputs))))
+        return uses
 
     def _follow_weights(self) -> None:
         """Mark for preparation the calls that read a replaced weight or a result of the prologue."""
@@ -310,8 +310,8 @@ class ThreadRun:
                 self._sequence = None
 
     def _is_elsewhere(self, name: str, buffer: DeviceBuffer) -> bool:
-        known = self.memory.get(name)
-        return known is None or known.native_handle is not buffer.native_handle
+        bound = self.memory.get(name)
+        return bound is None or bound.native_handle is not buffer.native_handle
 
     def _check_sharing(self, inputs: Mapping[str, DeviceBuffer]) -> None:
         """Refuse memory that the program would write while it still has to read it under another name."""

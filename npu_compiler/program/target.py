@@ -74,7 +74,7 @@ class CodegenTarget(ABC):
 
     @property
     def supports_all(self) -> bool:
-        """Whether this target leaves `supports` as it is."""
+        """Whether this target has every op, since its class does not override `supports`."""
         return type(self).supports is CodegenTarget.supports
 
     def stages(self) -> list[PlanStage]:

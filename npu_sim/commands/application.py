@@ -72,4 +72,4 @@ def options(
         bool, typer.Option("--debug", help="Show the traceback of an error; may also follow the command.")
     ] = False,
 ) -> None:
-    """Options that come before the command."""
+    """Take the options that come before the command."""

@@ -103,7 +103,7 @@ def _paths(incomplete: str, *suffixes: str) -> tuple[list[str], list[str]]:
     except OSError:
         return [], []
     hidden = incomplete[len(folder) :].startswith(".")
-    found = [entry for entry in entries if hidden or not entry.name.startswith(".")]
-    files = [folder + entry.name for entry in found if entry.name.endswith(suffixes) and entry.is_file()]
-    folders = [f"{folder}{entry.name}/" for entry in found if entry.is_dir()]
+    visible = [entry for entry in entries if hidden or not entry.name.startswith(".")]
+    files = [folder + entry.name for entry in visible if entry.name.endswith(suffixes) and entry.is_file()]
+    folders = [f"{folder}{entry.name}/" for entry in visible if entry.is_dir()]
     return beginning(incomplete, files), beginning(incomplete, folders)

@@ -133,7 +133,7 @@ class _WeightSet:
 
 
 def _stamps(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """The address of each, and how often it has been written, where PyTorch counts that."""
+    """The address of each weight, and how often it has been written, where PyTorch counts that."""
     try:
         return [(x.data_ptr(), x._version) for x in weights]
     except RuntimeError:  # of tensors made in inference mode it does not
