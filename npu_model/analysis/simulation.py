@@ -35,6 +35,15 @@ def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Re
         ConstraintError: the chip cannot run a call of an op-level program; lists all of them.
         DeviceError: the program was compiled for another chip.
     """
+    tiles = lowered(program, chip)
+    return result_of(program, chip, tiles, Machine(chip, tiles).run(spans=spans))
+
+
+def lowered(program: CompiledProgram, chip: Chip) -> TileProgram:
+    """The instructions of a program for a chip: those that it was compiled to or, of an op-level program, new ones.
+
+    Raises as `simulate`.
+    """
     import npu_compiler.ops  # noqa: F401  (declares the kernels)
 
     if program.contains_code:
@@ -45,8 +54,7 @@ def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Re
     plan = program.plan
     if not plan.calls:
         raise InputError(f"'{program.name}' has no kernel calls to simulate: its outputs are its inputs or constants")
-    tiles = load_tiles(program, chip) if program.target.startswith("npu:") else lower_program(plan, chip)
-    return result_of(program, chip, tiles, Machine(chip, tiles).run(spans=spans))
+    return load_tiles(program, chip) if program.target.startswith("npu:") else lower_program(plan, chip)
 
 
 def result_of(program: CompiledProgram, chip: Chip, tiles: TileProgram, run: Run) -> Result:
@@ -55,4 +63,4 @@ def result_of(program: CompiledProgram, chip: Chip, tiles: TileProgram, run: Run
     return make_result(program.name, program.plan, chip, tiles, run, kept)
 
 
-__all__ = ["MONOTONE_WITHIN", "most_cycles", "result_of", "simulate"]
+__all__ = ["MONOTONE_WITHIN", "lowered", "most_cycles", "result_of", "simulate"]

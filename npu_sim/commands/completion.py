@@ -55,10 +55,6 @@ def ir_files(incomplete: str) -> list[str]:
     return _files(incomplete, ".json")
 
 
-def models_and_programs(incomplete: str) -> list[str]:
-    return _files(incomplete, ".npubin", ".json")
-
-
 def programs_and_ir(incomplete: str) -> list[str]:
     return _files(incomplete, ".npubin", ".npumod", ".json")
 

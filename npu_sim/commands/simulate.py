@@ -181,7 +181,7 @@ def _programs(
     if kind == "program":
         return [CompiledProgram.load(model)], None
     if kind == "language":
-        return _language_programs(model, target, dtype, quantization, tokens, cache_length)
+        return language_programs(model, target, dtype, quantization, tokens, cache_length)
     if kind == "ir":
         graph = read_ir(Path(model))
         return [compile_ir(graph, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
@@ -192,7 +192,7 @@ def _programs(
     return [compile_ir(ir, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
 
 
-def _language_programs(
+def language_programs(
     model: str,
     target: CodegenTarget,
     dtype: str | None,
@@ -200,6 +200,7 @@ def _language_programs(
     tokens: int | None,
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int]:
+    """The prefill of a language model and a decode step, and the length of the prompt."""
     from npu_compiler.errors import InputError
     from npu_sim.llm import cache_capacity, compile_decode_loop, compile_prefill, load_architecture
     from npu_sim.llm.loading import STORED
