@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands import (
+    diff,
     graphs,
     keys,
     models,
@@ -40,7 +41,7 @@ for command in (
     profiling.profile,
     simulate.simulate,
     report.report,
-    report.diff,
+    diff.diff,
     keys.sign,
     keys.keygen,
     keys.trust,

@@ -59,10 +59,6 @@ def ir_and_vision_models(incomplete: str) -> list[str]:
     return [*vision_models(incomplete), *ir_files(incomplete)]
 
 
-def models_and_programs(incomplete: str) -> list[str]:
-    return _files(incomplete, ".npubin", ".json")
-
-
 def programs_and_ir(incomplete: str) -> list[str]:
     return _files(incomplete, ".npubin", ".npumod", ".json")
 

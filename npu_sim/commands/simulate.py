@@ -305,7 +305,7 @@ def _programs(
     if kind == "program":
         return [CompiledProgram.load(model)], None
     if kind == "language":
-        return _language_programs(model, target, dtype, quantization, tokens, cache_length)
+        return language_programs(model, target, dtype, quantization, tokens, cache_length)
     options = CompileOptions(compute_dtype=dtype, quantization=quantization)
     return [compile_ir(_graph(kind, model), target, options)], None
 
@@ -321,7 +321,7 @@ def _graph(kind: str, model: str) -> IRGraph:
     return read_ir(extract_model_ir(find_model(model)) if quantized is None else quantized[0])
 
 
-def _language_programs(
+def language_programs(
     model: str,
     target: CodegenTarget,
     dtype: str | None,
@@ -329,6 +329,7 @@ def _language_programs(
     tokens: int | None,
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int]:
+    """The prefill of a language model and a decode step, and the length of the prompt."""
     from npu_compiler.errors import InputError
     from npu_sim.llm import cache_capacity, compile_decode_loop, compile_prefill, load_architecture
     from npu_sim.llm.loading import STORED
