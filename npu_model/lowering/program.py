@@ -77,7 +77,8 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
         places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
     linker = Linker(chip, places, token_totals(preload))
     own = [positions(call, residency.addresses) for call in plan.calls]
-    calls = [(mapper.choices(call), *each) for call, each in zip(plan.calls, zip(own, residency.rooms), strict=True)]
+    own_rooms = list(zip(own, residency.rooms, strict=True))
+    calls = [(mapper.choices(call), *each) for call, each in zip(plan.calls, own_rooms, strict=True)]
     for call, candidate, resident, room in zip(plan.calls, in_sequence(calls), own, residency.rooms, strict=True):
         linker.add(call, candidate.tiling, room, candidate.needs(resident))
     sections = tuple(linker.sections)

@@ -298,8 +298,7 @@ def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[l
 
 
 def _empty_caches(checkpoint: Checkpoint, cache_length: int, sequences: int = 1) -> list[list["torch.Tensor"]]:
-    """Tensors [sequences, KV heads, cache length, head dim] for the layers' state: a list of each kind, one for each
-    layer."""
+    """Tensors [sequences, KV heads, cache length, head dim] for the layers' state: for each kind a list by layer."""
 
     def shape(kind: StateKind) -> tuple[int, ...]:
         heads, *width = kind.row(checkpoint.config)

@@ -150,8 +150,9 @@ class Scheduler:
         return step
 
     def steps_alike(self) -> int:
-        """Number of steps that would follow one in which every running sequence decoded a token, and be like it: each
-        decodes another, and none ends, is admitted or loses its blocks, unless requests are added.
+        """Number of steps that would be like one in which every running sequence has decoded a token.
+
+        In each they all decode another, and none ends, is admitted or loses its blocks, unless requests are added.
         """
         if any(sequence.pending or sequence.computed + 1 != len(sequence.tokens) for sequence in self.running):
             return 0
