@@ -22,15 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from heapq import heappop, heappush
 from typing import TypeAlias
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Engine, Instruction, Loop, Node, Section, Space, Tile, TileProgram, Token
+from npu_model.machine.blas import one_thread
 from npu_model.machine.costs import Cost, Costs
 from npu_model.machine.execution import Execution
 from npu_model.machine.memory import MachineError, Memory
@@ -213,17 +212,9 @@ def located(error: Exception, node: str, instruction: Instruction, counters: Cou
 
 @contextmanager
 def _computing() -> Iterator[None]:
-    """Compute without warnings and with one thread of BLAS.
-
-    More threads take longer than one for products of tiles, and so results do not depend on the number of cores.
-    """
-    with np.errstate(all="ignore"), _blas().limit(limits=1, user_api="blas"):
+    """Compute without warnings and with one thread of BLAS."""
+    with np.errstate(all="ignore"), one_thread():
         yield
-
-
-@cache
-def _blas() -> ThreadpoolController:
-    return ThreadpoolController()
 
 
 def token_totals(sections: Sequence[Section]) -> dict[Token, int]:
