@@ -6,19 +6,16 @@ where operands lie, the order of axes, the functions of a vector program. Execut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from npu_model.isa.instructions import Compute, Instruction, Multiply, Tile, Transfer
 from npu_model.machine.arithmetic import VectorProgram, register
-from npu_model.machine.memory import Memory, Part, Ranges
-from npu_model.machine.products import product
-
-Memories: TypeAlias = Callable[[Tile], Memory]
-Work: TypeAlias = Callable[[Sequence[int]], None]
-"""Executes an instruction in the round of these counters."""
+from npu_model.machine.memory import MachineError, Memories, Part, Ranges
+from npu_model.machine.products import Work, product
+from npu_model.machine.streams import Counters
 
 
 class Execution:
@@ -47,6 +44,25 @@ class Execution:
             ranges = [axis.inside(counters) for axis in self.instruction.axes]
             work = self._by_ranges[key] = _work(self.instruction, ranges, self._memories)
         work(counters)
+
+
+Executed: TypeAlias = tuple[str, Execution, Counters]
+"""An instruction that was executed: its node, what executes it, and its round."""
+
+
+def execute(node: str, execution: Execution, counters: Counters) -> None:
+    """Execute an instruction of a node in a round of its loops. Raises `MachineError`, which names all three."""
+    try:
+        execution(counters)
+    except (ArithmeticError, TypeError, ValueError, MachineError) as error:
+        raise located(error, node, execution.instruction, counters) from error
+
+
+def located(error: Exception, node: str, instruction: Instruction, counters: Counters) -> MachineError:
+    """An error with the instruction, its round and the node in its message."""
+    rounds = f" in round {', '.join(map(str, counters))}" if counters else ""
+    where = f"{type(instruction).__name__.lower()} on {instruction.engine}{rounds} of node '{node}'"
+    return MachineError(f"{where}{'' if isinstance(error, MachineError) else ' cannot be executed'}: {error}")
 
 
 def _work(instruction: Instruction, ranges: Ranges, memories: Memories) -> Work:
@@ -154,4 +170,4 @@ def _compute(instruction: Compute, ranges: Ranges, memories: Memories) -> Work:
     return work
 
 
-__all__ = ["Execution"]
+__all__ = ["Executed", "Execution", "execute", "located"]

@@ -23,23 +23,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from heapq import heappop, heappush
-from typing import TypeAlias
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Engine, Instruction, Loop, Node, Section, Space, Tile, TileProgram, Token
+from npu_model.machine.blas import one_thread
 from npu_model.machine.costs import Cost, Costs
-from npu_model.machine.execution import Execution
+from npu_model.machine.execution import Executed, Execution, execute, located
 from npu_model.machine.memory import MachineError, Memory
 from npu_model.machine.races import Races
-from npu_model.machine.streams import Counters, Entry, Prepared, Raised, Streams
-
-Executed: TypeAlias = tuple[str, Execution, Counters]
-"""An instruction that was executed: its node, what executes it, and its round."""
+from npu_model.machine.streams import Entry, Prepared, Raised, Streams
 
 _MOST_KEPT = 2**18  # executions whose order is kept for the next run
 
@@ -197,34 +192,11 @@ class Machine:
             return scheduler.run()
 
 
-def execute(node: str, execution: Execution, counters: Counters) -> None:
-    """Execute an instruction of a node in a round of its loops. Raises `MachineError`, which names all three."""
-    try:
-        execution(counters)
-    except (ArithmeticError, TypeError, ValueError, MachineError) as error:
-        raise located(error, node, execution.instruction, counters) from error
-
-
-def located(error: Exception, node: str, instruction: Instruction, counters: Counters) -> MachineError:
-    """An error with the instruction, its round and the node in its message."""
-    rounds = f" in round {', '.join(map(str, counters))}" if counters else ""
-    where = f"{type(instruction).__name__.lower()} on {instruction.engine}{rounds} of node '{node}'"
-    return MachineError(f"{where}{'' if isinstance(error, MachineError) else ' cannot be executed'}: {error}")
-
-
 @contextmanager
 def _computing() -> Iterator[None]:
-    """Compute without warnings and with one thread of BLAS.
-
-    More threads take longer than one for products of tiles, and so results do not depend on the number of cores.
-    """
-    with np.errstate(all="ignore"), _blas().limit(limits=1, user_api="blas"):
+    """Compute without warnings and with one thread of BLAS."""
+    with np.errstate(all="ignore"), one_thread():
         yield
-
-
-@cache
-def _blas() -> ThreadpoolController:
-    return ThreadpoolController()
 
 
 def token_totals(sections: Sequence[Section]) -> dict[Token, int]:

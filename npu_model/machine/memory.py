@@ -73,6 +73,9 @@ class Memory:
         return np.ndarray(shape, f"u{size}", self.written.data, address, strides)
 
 
+Memories: TypeAlias = Callable[[Tile], Memory]
+"""The memory that an operand is in."""
+
 _WRITTEN = {size: int.from_bytes(b"\1" * size, "little") for size in (1, 2, 4, 8)}
 
 
@@ -83,7 +86,7 @@ class Part:
         ranges: The elements of the instruction's box that exist; at least one along each axis.
     """
 
-    def __init__(self, tile: Tile, ranges: Ranges, memories: Callable[[Tile], Memory]) -> None:
+    def __init__(self, tile: Tile, ranges: Ranges, memories: Memories) -> None:
         self.memory, self.dtype, self.strides = memories(tile), numpy_dtype(tile.dtype), tile.strides
         self.shape = tuple(
             end - first if stride else 1 for (first, end), stride in zip(ranges, self.strides, strict=True)

@@ -12,15 +12,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from npu_model.isa.instructions import Multiply, Role, Tile
-from npu_model.machine.memory import MachineError, Memory, Part, Ranges
+from npu_model.isa.instructions import Multiply, Role
+from npu_model.machine.memory import MachineError, Memories, Part, Ranges
 
 _EXACT = 2**24  # float32 holds any integer up to here
 _INT32 = 2**31
 _FEWEST_TERMS = 64  # with fewer at a time, sums in float64 are faster
 
-Memories: TypeAlias = Callable[[Tile], Memory]
 Work: TypeAlias = Callable[[Sequence[int]], None]
+"""Executes an instruction in the round of these counters."""
 
 
 def product(instruction: Multiply, ranges: Ranges, memories: Memories) -> Work:
@@ -161,4 +161,4 @@ def _product(x: np.ndarray, w: np.ndarray, step: int, is_by_row: bool) -> np.nda
     return total
 
 
-__all__ = ["product"]
+__all__ = ["Work", "product"]

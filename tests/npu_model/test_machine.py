@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from npu_model.isa.instructions import TileProgram
 from npu_model.isa.verifier import verify
 from npu_model.machine import machine as machine_module
 from npu_model.machine import streams
+from npu_model.machine.blas import one_thread
 from npu_model.machine.machine import Machine, Run
 from npu_model.machine.memory import MachineError, Memory
 
@@ -92,11 +94,15 @@ def test_an_error_of_a_later_run_names_its_instruction_too() -> None:
         machine.run()
 
 
+def blas_threads() -> set[int]:
+    return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+
 class Watched(Memory):
     """A memory that notes the threads of BLAS when it is used."""
 
     def view(self, *args: Any) -> np.ndarray:
-        self.threads = {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+        self.threads = blas_threads()
         return super().view(*args)
 
 
@@ -106,6 +112,18 @@ def test_tiles_are_multiplied_by_one_thread() -> None:
     Machine(chip(), program, memory).run()
     assert all(each.threads <= {1} for each in memory.values() if "threads" in vars(each))
     assert any("threads" in vars(each) for each in memory.values())
+
+
+def test_the_last_machine_that_runs_gives_threads_back() -> None:
+    before = blas_threads()
+    with one_thread():
+        with ThreadPoolExecutor(1) as pool:
+            first = one_thread()
+            pool.submit(first.__enter__).result()
+            assert blas_threads() <= {1}
+            pool.submit(first.__exit__, None, None, None).result()
+        assert blas_threads() <= {1}
+    assert blas_threads() == before
 
 
 def test_a_layer_of_many_instructions_is_timed_within_its_rooflines() -> None:

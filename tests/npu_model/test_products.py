@@ -47,19 +47,20 @@ def test_products_of_integers_are_exact(data: st.DataObject) -> None:
     shapes = [[size if i in axes else 1 for i, size in enumerate(sizes)] for axes in present]
     left, right = (data.draw(st.composite(values)(shape, dtype)) for shape, dtype in zip(shapes, dtypes, strict=False))
     zero = data.draw(st.integers(*LIMITS[dtypes[0]]))
-    zeros = data.draw(st.none() | st.integers(-(2**15), 2**15))
+    of_columns = st.lists(st.integers(-(2**15), 2**15), min_size=sizes[3], max_size=sizes[3])
+    zeros = data.draw(st.none() | of_columns)
     spaces = [Space.SCRATCHPAD, Space.DRAM, Space.ACCUMULATORS]
     tiles = [
         tile(space, dtype, sizes, order, 4 if dtype == "int32" else 1)
         for space, dtype, order in zip(spaces, [*dtypes, "int32"], orders, strict=True)
     ]
-    column_zeros = Tile(Space.DRAM, "int32", Affine(), (0,) * len(sizes), "zeros")
+    column_zeros = Tile(Space.DRAM, "int32", Affine(), (0, 0, 0, 4, 0, 0), "zeros")
     memory = {
         Space.SCRATCHPAD: in_memory(left, orders[0] + [i for i in range(len(sizes)) if i not in orders[0]]),
         Space.DRAM: in_memory(right, orders[1] + [i for i in range(len(sizes)) if i not in orders[1]]),
         Space.ACCUMULATORS: in_memory(np.full(shapes[2], 7, np.int32), [*orders[2], 4, 5]),
     }
-    zeros_memory = Memory("zeros", np.array([zeros or 0], np.int32).view(np.uint8), False)
+    zeros_memory = Memory("zeros", np.array(zeros or [0], np.int32).view(np.uint8), False)
     begins = data.draw(st.sampled_from([None, ()]))  # sums start at zero, or go on
     product = Multiply(
         engine="matrix",
@@ -72,7 +73,8 @@ def test_products_of_integers_are_exact(data: st.DataObject) -> None:
         left_zero=zero,
         right_zeros=None if zeros is None else column_zeros,
     )
-    exact = ((left.astype(object) - zero) * (right.astype(object) - (zeros or 0))).sum(axis=(4, 5), keepdims=True)
+    weight = right.astype(np.int64) - np.array(zeros or [0], np.int64).reshape(1, 1, 1, -1, 1, 1)
+    exact = ((left.astype(np.int64) - zero) * weight).sum(axis=(4, 5), keepdims=True)
     exact = exact + (0 if begins is None else 7)
     execution = Execution(product, (), lambda each: zeros_memory if each.buffer else memory[each.space])
     if exact.max() >= 2**31 or exact.min() < -(2**31):
@@ -81,4 +83,4 @@ def test_products_of_integers_are_exact(data: st.DataObject) -> None:
         return
     execution(())
     sums = memory[Space.ACCUMULATORS].data.view(np.int32).reshape([sizes[i] for i in orders[2]] + [1, 1])
-    assert np.array_equal(sums, exact.transpose([*orders[2], 4, 5]).astype(np.int64))
+    assert np.array_equal(sums, exact.transpose([*orders[2], 4, 5]))
