@@ -11,7 +11,6 @@ from npu_model.isa.instructions import TileProgram
 from npu_model.loading import load_tiles
 from npu_model.lowering.cascades import arrange, lower_arranged
 from npu_model.lowering.mapper import Mapper, Sketches
-from npu_model.lowering.program import link_program
 from npu_model.machine.machine import Machine, Run
 
 # More memory, bandwidth or arrays make no program slower by more than this share of its time and, for each call, one
@@ -62,9 +61,7 @@ def simulate_for(program: CompiledProgram, chip: Chip, sketches: Sketches) -> Re
     """
     if program.target.startswith("npu:"):
         return simulate(program, chip)
-    mapper = Mapper(chip, sketches)
-    arrangement = arrange(checked_plan(program), chip, mapper)
-    tiles = arrangement.merged(link_program(arrangement.steps, chip, mapper))
+    tiles = arrange(checked_plan(program), chip, Mapper(chip, sketches)).program
     return result_of(program, chip, tiles, Machine(chip, tiles).run())
 
 

@@ -17,11 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise, product
+from itertools import chain, islice, pairwise, product, starmap
 from typing import TypeAlias
 
 from npu_compiler.errors import ConstraintError
-from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, declaration
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.memory_planner import plan_memory
@@ -32,9 +31,9 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import Section, TileProgram
 from npu_model.lowering.families import CannotLower, operands_of
 from npu_model.lowering.mapper import Mapper
-from npu_model.lowering.program import check_calls, link_program, lower_program, shapes
+from npu_model.lowering.program import check_calls, link_program, shapes, trimmed
 from npu_model.lowering.residency import choose_residency, positions
-from npu_model.machine.machine import Machine
+from npu_model.machine.machine import Machine, Run
 
 MOST_CALLS = 4  # of a chain
 _MOST_STRIPES = 64
@@ -135,8 +134,9 @@ def part_of(call: KernelCall, dim: int, rows: Rows) -> Part | None:
         view if read is None else view.slice(dim, *read) for view, read in zip(call.inputs, reads, strict=True)
     )
     outputs = tuple(view.slice(dim, *rows) for view in call.outputs)
-    dense = [[_compact(view, view.buffer)[0] for view in views] for views in (inputs, outputs)]
-    if declaration(call).problem(_with(call, *dense, changed)) is not None:  # the NPU reads operands with any strides
+    dense_inputs, dense_outputs = ([_compact(view, view.buffer)[0] for view in views] for views in (inputs, outputs))
+    dense = _with(call, dense_inputs, dense_outputs, changed)
+    if declaration(call).problem(dense) is not None:  # the NPU reads operands with any strides
         return None
     return Part(_with(call, inputs, outputs, changed), tuple(reads))
 
@@ -251,7 +251,8 @@ class _Writer:
             part = part_of(self._chain[position], self._dim, rows)
             if part is None:
                 return False
-            inputs, outputs, copies = list(part.call.inputs), part.call.outputs, []
+            inputs, outputs = list(part.call.inputs), part.call.outputs
+            copies: list[KernelCall] = []
             if position < len(self._chain) - 1:
                 (first, _), view = self._passed[position]
                 outputs = (view.slice(self._dim, rows[0] - first, rows[1] - first),)
@@ -313,20 +314,22 @@ class Arrangement:
 
     Attributes:
         plan: The plan, with memory for what its steps touch.
-        steps: The plan with the calls of all stripes in place of their chains.
-        counts: The number of steps of each call.
+        program: Its tile program as it is linked, with a section for each of its calls.
     """
 
     plan: ExecutionPlan
-    steps: ExecutionPlan
-    counts: tuple[int, ...]
+    program: TileProgram
 
-    def merged(self, program: TileProgram) -> TileProgram:
-        """The program of the steps with one section for each call of the plan."""
-        sections = iter(program.sections)
-        own = [tuple(islice(sections, count)) for count in self.counts]
-        merged = tuple(_section(call, steps) for call, steps in zip(self.plan.calls, own, strict=True))
-        return replace(program, sections=merged)
+
+def _linked(
+    plan: ExecutionPlan, steps: ExecutionPlan, counts: Sequence[int], chip: Chip, mapper: Mapper
+) -> Arrangement:
+    """An arrangement of a plan whose calls are done in these numbers of steps."""
+    program = link_program(steps, chip, mapper)
+    sections = iter(program.sections)
+    own = [tuple(islice(sections, count)) for count in counts]
+    merged = tuple(_section(call, each) for call, each in zip(plan.calls, own, strict=True))
+    return Arrangement(plan, replace(program, sections=merged))
 
 
 def _section(call: KernelCall, steps: Sequence[Section]) -> Section:
@@ -343,40 +346,40 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
         ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
     check_calls(plan.calls, chip, mapper)
-    plain = Arrangement(plan, plan, (1,) * len(plan.calls))
+    plain = _linked(plan, plan, [1] * len(plan.calls), chip, mapper)
     chosen = _chosen(plan, chip, mapper)
-    if not chosen:
-        return plain
-    cycles, moved = _simulated(plain, chip, mapper)
-    while chosen:
-        changed = _arranged(plan, chosen)
-        try:
-            new_cycles, new_moved = _simulated(changed, chip, mapper)
-        except ConstraintError:
-            new_cycles, new_moved = math.inf, 0
-        if new_cycles < cycles and new_moved <= moved:
+    before = Machine(chip, plain.program).run() if chosen else None
+    while before is not None and chosen:
+        changed = with_cascades(plan, chosen, chip, mapper)
+        if changed is not None and _is_better(Machine(chip, changed.program).run(), before):
             return changed
         chosen = chosen[: len(chosen) // 2]
     return plain
 
 
+def _is_better(run: Run, before: Run) -> bool:
+    """Whether a run takes fewer cycles and moves no more bytes of DRAM."""
+    moved, had = (sum(counts.dram_read + counts.dram_written for counts in each.sections) for each in (run, before))
+    return run.cycles < before.cycles and moved <= had
+
+
 def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[ExecutionPlan, TileProgram]:
     """A plan with memory for its cascades, and its tile program. Raises as `arrange`."""
     arrangement = arrange(plan, chip, mapper)
-    return arrangement.plan, arrangement.merged(lower_program(arrangement.steps, chip, mapper))
+    return arrangement.plan, trimmed(arrangement.program, chip)
 
 
-def _simulated(arrangement: Arrangement, chip: Chip, mapper: Mapper) -> tuple[float, int]:
-    """Cycles and bytes of DRAM of a run."""
-    run = Machine(chip, arrangement.merged(link_program(arrangement.steps, chip, mapper))).run()
-    return run.cycles, sum(counts.dram_read + counts.dram_written for counts in run.sections)
+def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> Arrangement | None:
+    """The plan with these cascades, which have no call in common; None where some stripe has no call or does not fit.
 
-
-def _arranged(plan: ExecutionPlan, cascades: Sequence[tuple[Cascade, Stripes]]) -> Arrangement:
-    """The plan with these cascades, its memory planned anew: what a chain reads lives until its last stripe."""
+    Its memory is planned anew: what a chain reads lives until its last stripe.
+    """
     calls, buffers = list(plan.calls), dict(plan.buffers)
     counts = [1] * len(calls)
-    for cascade, stripes in sorted(cascades, key=lambda each: -each[0].first):
+    for cascade in sorted(cascades, key=lambda each: -each.first):
+        stripes = stripes_of(plan, cascade)
+        if stripes is None:
+            return None
         for call in plan.calls[cascade.first : cascade.stop - 1]:
             del buffers[call.outputs[0].buffer]
         calls[cascade.first : cascade.stop] = stripes.calls
@@ -389,10 +392,13 @@ def _arranged(plan: ExecutionPlan, cascades: Sequence[tuple[Cascade, Stripes]]) 
     }
     ends = [buffer.offset + buffer.size_bytes for buffer in own.values() if buffer.kind == "arena"]
     steps = replace(steps, arena_bytes=max([steps.arena_bytes, *ends]))
-    return Arrangement(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, tuple(counts))
+    try:
+        return _linked(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, chip, mapper)
+    except ConstraintError:
+        return None
 
 
-def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[tuple[Cascade, Stripes]]:
+def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[Cascade]:
     """Cascades that overlap in no call and are estimated to save the most cycles together; the best first."""
     residency = choose_residency(plan, chip, mapper)
     own = [positions(call, residency.addresses) for call in plan.calls]
@@ -402,7 +408,7 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[tuple[Casca
     ]
     least = _NOTABLE * sum(parts) * chip.dram_bytes_per_cycle
     coarse = Mapper(chip, mapper.sketches, _COARSE)
-    passes = [_passes(plan, *link) for link in pairwise(plan.calls)]
+    passes = _passing(plan)
     best: list[tuple[float, tuple[tuple[float, Cascade], ...]]] = [(0.0, ())]  # gain and cascades of the first calls
     for stop in range(1, len(plan.calls) + 1):
         best.append(best[-1])
@@ -420,20 +426,25 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[tuple[Casca
                 gain = sum(parts[first:stop]) - _price(plan, cascade, room, chip, coarse)
                 if gain > 0 and best[first][0] + gain > best[-1][0]:
                     best[-1] = best[first][0] + gain, (*best[first][1], (gain, cascade))
-    chosen = [(cascade, stripes_of(plan, cascade)) for _, cascade in sorted(best[-1][1], key=lambda each: -each[0])]
-    return [(cascade, stripes) for cascade, stripes in chosen if stripes is not None]
+    return [cascade for _, cascade in sorted(best[-1][1], key=lambda each: -each[0])]
 
 
-def _passes(plan: ExecutionPlan, call: KernelCall, following: KernelCall) -> bool:
-    """Whether a call's result is an intermediate value that the following call alone reads, once and whole."""
-    if not {call.kernel, following.kernel} <= _RULES.keys() or not following.inputs or len(call.outputs) != 1:
-        return False
-    value = call.outputs[0]
-    touching = [view for each in plan.calls for view in (*each.inputs, *each.outputs) if view.buffer == value.buffer]
-    is_output = any(view.buffer == value.buffer for view in plan.output_views.values())
-    is_whole = math.prod(value.shape) * itemsize(value.dtype) == plan.buffers[value.buffer].size_bytes
-    same = touching == [value, value] and value in following.inputs
-    return same and is_whole and not is_output and plan.buffers[value.buffer].kind == "arena"
+def _passing(plan: ExecutionPlan) -> list[bool]:
+    """For each call but the last, whether its result is an intermediate value that the following call alone reads."""
+    touching: dict[str, list[View]] = {}
+    for call in plan.calls:
+        for view in (*call.outputs, *call.inputs):
+            touching.setdefault(view.buffer, []).append(view)
+    outputs = {view.buffer for view in plan.output_views.values()}
+
+    def passes(call: KernelCall, following: KernelCall) -> bool:
+        if not {call.kernel, following.kernel} <= _RULES.keys() or len(call.outputs) != 1:
+            return False
+        value = call.outputs[0]
+        is_between = plan.buffers[value.buffer].kind == "arena" and value.buffer not in outputs
+        return is_between and touching[value.buffer] == [value, value] and value in following.inputs
+
+    return list(starmap(passes, pairwise(plan.calls)))
 
 
 def _room(
@@ -477,7 +488,7 @@ def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper:
     launch = 1e3 * chip.clock_ghz * chip.launch.cost_us
 
     def cycles(calls: Sequence[KernelCall]) -> float:
-        options = (mapper.choices(call).likely(positions(call, names), room) for call in calls)
+        options = [mapper.choices(call).likely(positions(call, names), room) for call in calls]
         return sum(
             min((each.beside - (each.apart - each.beside) / 2 for each in own), default=math.inf) for own in options
         )
@@ -488,4 +499,4 @@ def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper:
         return math.inf
 
 
-__all__ = ["Arrangement", "Cascade", "arrange", "lower_arranged", "part_of", "stripes_of"]
+__all__ = ["Arrangement", "Cascade", "arrange", "lower_arranged", "part_of", "stripes_of", "with_cascades"]

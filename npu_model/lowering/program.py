@@ -51,13 +51,18 @@ def lower_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper | None = None)
     Raises:
         ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
-    return without_idle_tokens(without_implied_waits(link_program(plan, chip, mapper or Mapper(chip)), chip))
+    return trimmed(link_program(plan, chip, mapper or Mapper(chip)), chip)
+
+
+def trimmed(program: TileProgram, chip: Chip) -> TileProgram:
+    """A linked program without waits that others imply and tokens that nobody waits for."""
+    return without_idle_tokens(without_implied_waits(program, chip))
 
 
 def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> TileProgram:
     """The tile program of a plan, with waits that others imply and tokens that nobody waits for.
 
-    It takes the cycles of `lower_program`'s.
+    It takes as many cycles as that of `lower_program`.
     """
     check_calls(plan.calls, chip, mapper)
     try:
@@ -77,9 +82,8 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
         places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
     linker = Linker(chip, places, token_totals(preload))
     own = [positions(call, residency.addresses) for call in plan.calls]
-    own_rooms = list(zip(own, residency.rooms, strict=True))
-    calls = [(mapper.choices(call), *each) for call, each in zip(plan.calls, own_rooms, strict=True)]
-    for call, candidate, resident, room in zip(plan.calls, in_sequence(calls), own, residency.rooms, strict=True):
+    calls = list(zip(map(mapper.choices, plan.calls), own, residency.rooms, strict=True))
+    for call, candidate, (_, resident, room) in zip(plan.calls, in_sequence(calls), calls, strict=True):
         linker.add(call, candidate.tiling, room, candidate.needs(resident))
     sections = tuple(linker.sections)
     return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)

@@ -239,16 +239,10 @@ def _multiplies(instruction: Multiply, extents: Sequence[int]) -> Multiplies:
         sizes[role] *= extent
     left, right = itemsize(instruction.left.dtype), itemsize(instruction.right.dtype)
     dtype = "int8" if left == 1 else (instruction.left if left >= right else instruction.right).dtype
-    return Multiplies(
-        sizes[Role.BATCH],
-        sizes[Role.ROW],
-        sizes[Role.COLUMN],
-        sizes[Role.SUM],
-        sizes[Role.WINDOW],
-        dtype,
-        left,
-        right,
+    batch, rows, columns, sums, window = (
+        sizes[role] for role in (Role.BATCH, Role.ROW, Role.COLUMN, Role.SUM, Role.WINDOW)
     )
+    return Multiplies(batch, rows, columns, sums, window, dtype, left, right)
 
 
 def _computes(instruction: Compute, extents: Sequence[int]) -> Computes:

@@ -160,7 +160,8 @@ def run_on_chip(
     program = lower_program(plan, chip)
     if mapper is not None:
         linker = Linker(chip, dram_places(plan), {})
-        linker.add(call, mapper.ranked(call, (), chip.sram.size), chip.sram.size)
+        candidate = mapper.ranked(call, (), chip.sram.size)[0]
+        linker.add(call, candidate.tiling, chip.sram.size, candidate.scratchpad)
         program = replace(program, sections=tuple(linker.sections))
     program = decode(encode(program))
     memory = {name: Memory(name, t.data.view(np.uint8), False) for name, t in tensors.items()}
