@@ -16,6 +16,7 @@ from npu_sim.commands.console import concerning, note, print_json, progress, ste
 from npu_sim.commands.options import AllowCode, AsJSON, DisabledFusions, Dtype, Inputs, Seed, WeightFormat, Weights
 from npu_sim.commands.resources import inputs_for, load_onto, weights_for
 from npu_sim.commands.settings import DeviceSettings
+from npu_sim.commands.simulate import check_ops
 from npu_sim.commands.targets import find_target
 
 if TYPE_CHECKING:
@@ -132,8 +133,13 @@ def report(
 
     roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
     opened = device_settings.open() if is_measured and not is_program else None
+    simulations: Sequence[Result] | None = None
     if is_program:
         subject = _load(model, allow_code)
+        if chip is not None:
+            check_ops(subject.programs, chip)
+    elif chip is not None and not is_measured and target is None:
+        subject, simulations = _on_chip(model, chip, options)
     else:
         subject = _compile(model, opened.backend.target if opened else codegen, options)
     measurement, numerics = None, None
@@ -144,7 +150,8 @@ def report(
         roof = roof or Roof.of(chosen.backend.ceilings, program.compute_dtype)
     elif is_measured:
         subject.notes.append("The model is partitioned, so its kernels were not measured.")
-    simulations = [] if chip is None else [simulate(program, chip) for program in subject.programs]
+    if simulations is None:
+        simulations = [] if chip is None else [simulate(program, chip) for program in subject.programs]
     _write(subject, output, measurement, simulations, roof, numerics, json)
 
 
@@ -218,6 +225,34 @@ def _compile(path: Path, target: CodegenTarget, options: CompileOptions) -> _Sub
             return _Subject(parts, graph.name, graph, stages, plan)
         stages = stage_graphs(trace_stages(graph, target, options))
     return _Subject([program], graph.name, graph, stages)
+
+
+def _on_chip(path: Path, chip: Chip, options: CompileOptions) -> tuple[_Subject, Sequence[Result]]:
+    """The program of an IR file and its run on a chip or, where that lacks ops, those of its part of a plan."""
+    from npu_compiler import compile as compile_ir
+    from npu_compiler import partition, read_ir, trace_stages
+    from npu_compiler.errors import ConstraintError
+    from npu_model import ChipOpsTarget, NPUTarget, simulate, simulate_plan
+    from npu_sim.report import stage_graphs
+
+    with step(f"compiling {path}"):
+        graph, target = read_ir(path), ChipOpsTarget(chip)
+        try:
+            program = compile_ir(graph, target, options)
+            simulations = [simulate(program, chip)]
+        except ConstraintError:
+            plan = partition(graph, npu=chip, compute_dtype=options.compute_dtype, quantization=options.quantization)
+        else:
+            return _Subject(
+                [program], graph.name, graph, stage_graphs(trace_stages(graph, target, options))
+            ), simulations
+        stages = stage_graphs([("read", graph)])
+        stages.add_partitions(plan)
+        run = simulate_plan(plan, chip)
+    programs = [program for program in plan.programs(NPUTarget(chip)) if program.kernels]
+    subject = _Subject(programs, graph.name, graph, stages, plan)
+    subject.notes.append(run.summary())
+    return subject, run.results
 
 
 def _measure(

@@ -84,9 +84,9 @@ def simulate(
     Of a language model, the prefill of a prompt and a decode step are simulated; --trace, --picture and --sweep are of
     the decode step.
     """
-    from npu_compiler import OpLevelTarget, partition
+    from npu_compiler import partition
     from npu_compiler.errors import ConstraintError, InputError
-    from npu_model import NPUTarget, load_chip, simulate_plan
+    from npu_model import ChipOpsTarget, NPUTarget, load_chip, simulate_plan
     from npu_model.analysis.sweep import parse_sweep
 
     if csv is not None and sweep is None:
@@ -105,7 +105,7 @@ def simulate(
 
         check_picture(picture)
     with step(f"preparing {model}"):
-        target = NPUTarget(chip) if swept is None else OpLevelTarget()
+        target = NPUTarget(chip) if swept is None else ChipOpsTarget(chip)
         plan = None
         try:
             programs, count = _programs(kind, model, target, dtype, quantization, tokens, cache_length)
@@ -113,6 +113,8 @@ def simulate(
             if swept is not None or picture is not None or kind in ("program", "language"):
                 raise
             plan = partition(_graph(kind, model), npu=chip, compute_dtype=dtype, quantization=quantization)
+    if kind == "program":
+        check_ops(programs, chip)
     if plan is not None:
         _show_plan(simulate_plan(plan, chip, spans=trace is not None), trace, full, json)
     elif swept is not None:
@@ -157,6 +159,19 @@ def _show(
             f"time to first token: {_time(prefill.seconds)} for a prompt of {count} tokens; "
             f"then {1 / decode.seconds:.1f} tokens per second"
         )
+
+
+def check_ops(programs: Iterable[CompiledProgram], chip: Chip) -> None:
+    """Refuse a program in which a chip's `[ops]` were not asked for. Raises `InputError`."""
+    from npu_compiler.errors import InputError
+    from npu_model.chip import Ops
+
+    for program in programs:
+        if chip.ops != Ops() and not program.target.startswith("npu:"):
+            raise InputError(
+                f"'{program.name}' was compiled without the [ops] of chip '{chip.name}'; compile it with "
+                "--target npu:CHIP, or give its IR file"
+            )
 
 
 def _check_model(
@@ -252,12 +267,7 @@ def _show_plan(result: PlanResult, trace: Path | None, full: bool, json: bool) -
     if json:
         print_json(result.to_dict())
         return
-    share = {name: getattr(result, name) for name in ("device", "host", "transfers", "launches")}
-    parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in share.items())
-    typer.echo(
-        f"{result.plan.graph.name} on {result.chip.name} and its host: {_time(result.seconds)} ({parts}); "
-        f"{_time(result.price.host_alone)} on the host alone"
-    )
+    typer.echo(result.summary())
     typer.echo(f"  {'start':>10} {'time':>10} {'transfers':>10}  {'nodes':>5}  where, first … last node")
     stages = result.stages
     for stage in stages if full else stages[:_ROWS]:
