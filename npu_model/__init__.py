@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from npu_model.analysis.simulation import simulate
     from npu_model.device import NPUBackend
     from npu_model.machine.machine import Cause
-    from npu_model.target import NPUTarget
+    from npu_model.target import ChipOpsTarget, NPUTarget
 
 # Imported when used: they need the op table.
 __getattr__ = deferred(
@@ -22,6 +22,7 @@ __getattr__ = deferred(
     {
         "CallResult": "analysis.result",
         "Cause": "machine.machine",
+        "ChipOpsTarget": "target",
         "Energy": "analysis.result",
         "NPUBackend": "device",
         "NPUTarget": "target",
@@ -39,7 +40,7 @@ def _target_of_chip(chip: Chip) -> tuple[CodegenTarget, Prices]:
     from npu_model.target import NPUTarget
 
     target = NPUTarget(chip)
-    return target, target.known_prices
+    return target, target.prices
 
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "CallResult",
     "Cause",
     "Chip",
+    "ChipOpsTarget",
     "Dataflow",
     "Energy",
     "NPUBackend",

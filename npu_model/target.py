@@ -1,4 +1,4 @@
-"""`NPUTarget`: compiles op-level programs to the tile programs of one chip."""
+"""`NPUTarget`: compiles op-level programs to the tile programs of one chip, and refuses ops that it lacks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.partitioning.lone_nodes import LoneNodes
+from npu_compiler.partitioning.prices import Prices, prices_of
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import OpLevelTarget
 from npu_compiler.target_config import OP_LEVEL
@@ -21,32 +22,17 @@ from npu_model.lowering.program import chip_digest
 from npu_model.prices import ChipPrices
 
 
-class NPUTarget(OpLevelTarget):
-    """The kernels of the op table, each with the instructions that compute it on a chip.
+class ChipOpsTarget(OpLevelTarget):
+    """The kernels of the op table, for the ops that a chip has; programs are for no chip yet.
 
     Args:
-        chip: The chip that programs are made for.
+        chip: The chip whose ops there are.
     """
 
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
-        self._mapper = Mapper(chip)
         self.lone = LoneNodes()
         self.capabilities = Capabilities(chip, self.lone)
-        self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1)
-
-    @property
-    def key(self) -> str:
-        return f"{self.config.name}:{chip_digest(self.chip)}"
-
-    @property
-    def prices(self) -> ChipPrices | None:
-        return None if self.chip.host is None or self.chip.link is None else self.known_prices
-
-    @cached_property
-    def known_prices(self) -> ChipPrices:
-        """The times of the chip, its host and their link. Raises `InputError` where its file says nothing of these."""
-        return ChipPrices(self.chip, self._mapper, self.lone)
 
     @property
     def supports_all(self) -> bool:
@@ -58,7 +44,35 @@ class NPUTarget(OpLevelTarget):
     def refusal(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> str | None:
         return self.capabilities.refusal(node, graph, compute_dtype)
 
+
+class NPUTarget(ChipOpsTarget):
+    """The kernels of the op table, each with the instructions that compute it on a chip.
+
+    Args:
+        chip: The chip that programs are made for.
+    """
+
+    def __init__(self, chip: Chip) -> None:
+        super().__init__(chip)
+        self._mapper = Mapper(chip)
+        self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1)
+
+    @property
+    def key(self) -> str:
+        return f"{self.config.name}:{chip_digest(self.chip)}"
+
+    @cached_property
+    def prices(self) -> ChipPrices:
+        """The times of the chip, its host and their link. Raises `InputError` where its file says nothing of these."""
+        return ChipPrices(self.chip, self._mapper, self.lone)
+
     def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
         """The plan with its tile program. Raises `ConstraintError`, with the nodes of all calls that the chip lacks."""
         arranged, tiles = lower_arranged(plan, self.chip, self._mapper)
         return replace(arranged, machine_code=encode(tiles))
+
+
+@prices_of.register
+def _prices_of_chip(target: NPUTarget) -> Prices | None:
+    """The prices of the target's chip; None where its file says nothing of a host or a link."""
+    return None if target.chip.host is None or target.chip.link is None else target.prices

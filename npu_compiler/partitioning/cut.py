@@ -84,7 +84,7 @@ class Problem:
         return total
 
     def crossings(self, value: Value, on_device: Sequence[bool]) -> int:
-        """How often a value crosses: once if any reader is on the other side."""
+        """Number of transfers of a value: one if any reader is on the other side, else none."""
         at_device = value.maker is not None and on_device[value.maker]
         elsewhere = any(on_device[reader] != at_device for reader in value.readers)
         return int(elsewhere or (value.returned and at_device))
@@ -104,7 +104,7 @@ class Problem:
         return path[::-1]
 
     def _stretches(self, on_device: Sequence[bool]) -> list[tuple[int, int | None]]:
-        """For each step, the most stretches on the device along a path that ends there, and the step before on it."""
+        """The most stretches on the device along a path that ends at each step, with the step before on that path."""
         found: list[tuple[int, int | None]] = []
         for unit, before in self.steps:
             best: tuple[int, int | None] = (int(on_device[unit]), None)

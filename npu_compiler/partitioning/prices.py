@@ -77,4 +77,10 @@ def priced_target(npu: object) -> tuple[CodegenTarget, Prices]:
     raise InputError(f"no prices are known for a {type(npu).__name__}; give a chip, as npu_model.load_chip returns it")
 
 
-__all__ = ["Estimate", "Link", "Prices", "priced_target"]
+@singledispatch
+def prices_of(target: CodegenTarget) -> Prices | None:
+    """The prices of a target's device; None where nothing is known of its host."""
+    return None
+
+
+__all__ = ["Estimate", "Link", "Prices", "priced_target", "prices_of"]

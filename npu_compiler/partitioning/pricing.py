@@ -23,6 +23,7 @@ class UnitPrice:
     """Nodes that run on one side together: one, or several that become one kernel on the device.
 
     Attributes:
+        ops: Ops of its nodes in order, without views unless there is nothing else.
         device: Seconds on the device; None where it cannot run there.
         host: Seconds on the host.
         if_supported: Time on the device if that had the op, where it has not.
@@ -39,13 +40,13 @@ class UnitPrice:
 
     @property
     def name(self) -> str:
-        """Its ops, without views unless there is nothing else."""
+        """The ops, each mentioned once."""
         return " + ".join(dict.fromkeys(self.ops))
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What the support of an op would change.
+    """The effect of supporting an op that the device lacks.
 
     Attributes:
         count: Number of its nodes that the device does not take.
@@ -106,7 +107,7 @@ class PlanPrice:
 
     @property
     def on_device(self) -> tuple[bool, ...]:
-        """For each unit, whether it runs on the device."""
+        """The sides of the units: whether each runs on the device."""
         return tuple(unit.on_device for unit in self.units)
 
     def gains(self) -> tuple[Gain, ...]:

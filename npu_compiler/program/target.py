@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from npu_compiler.errors import InputError
 from npu_compiler.graph.model import IRGraph, OpNode
@@ -12,9 +12,6 @@ from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_compiler.program.kernels import KERNELS
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
-
-if TYPE_CHECKING:
-    from npu_compiler.partitioning.prices import Prices
 
 PLUGINS = "npu_simulation.targets"
 
@@ -35,11 +32,6 @@ class CodegenTarget(ABC):
     def key(self) -> str:
         """The key of this target in caches: targets whose programs differ have different ones."""
         return self.config.name
-
-    @property
-    def prices(self) -> Prices | None:
-        """The times by which a graph is divided between the device and its host; None where they are not known."""
-        return None
 
     @abstractmethod
     def elementwise_kernel(self, kernel_name: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.model import base_op
 from npu_compiler.op_support import is_op_supported
 from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp, partition
-from npu_compiler.partitioning.pricing import Gain, PlanPrice
+from npu_compiler.partitioning.pricing import Gain, PlanPrice, duration
 from npu_compiler.timeline import Timeline
 from npu_model.analysis.result import Result
 from npu_model.analysis.simulation import simulate
@@ -29,7 +29,7 @@ class Stage:
     """A partition of a plan, the transfers that it waits for, and how long each of these takes in seconds.
 
     Attributes:
-        start: When its transfers begin.
+        start: Time at which its transfers begin.
         result: The run on the chip; None on the host, and where all nodes are views.
         host: Seconds of each node on the host; empty on the chip.
     """
@@ -48,7 +48,7 @@ class Stage:
 
     @property
     def end(self) -> float:
-        """When its work has ended."""
+        """The time at which its work has ended."""
         return self.start + sum(seconds for _, seconds in self.transfers) + self.launch + self.work
 
 
@@ -100,6 +100,15 @@ class PlanResult:
         """The prices by which the plan was made."""
         assert self.plan.price is not None
         return self.plan.price
+
+    def summary(self) -> str:
+        """The time and its parts in a line."""
+        parts = {"chip": self.device, "host": self.host, "transfers": self.transfers, "launches": self.launches}
+        listed = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
+        return (
+            f"{self.plan.graph.name} on chip {self.chip.name} and its host: {duration(self.seconds)} ({listed}); "
+            f"{duration(self.price.host_alone)} on the host alone"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The run as JSON data; times in microseconds."""
@@ -171,7 +180,7 @@ def simulate_plan(plan: PartitionPlan, chip: Chip, *, spans: bool = False) -> Pl
     if plan.price is None:
         raise InputError(f"the plan of '{plan.graph.name}' has no prices; make it with partition(ir, npu=chip)")
     target = NPUTarget(chip)
-    prices, stages, now = target.known_prices, list[Stage](), 0.0
+    prices, stages, now = target.prices, list[Stage](), 0.0
     for part in plan.partitions:
         transfers = tuple((transfer, prices.link.seconds(transfer.bytes)) for transfer in part.transfers)
         if part.device == "npu":

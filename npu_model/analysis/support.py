@@ -20,7 +20,7 @@ from npu_model.target import NPUTarget
 
 @dataclass(frozen=True)
 class Support:
-    """What a chip makes of an op.
+    """The support of an op by a chip.
 
     Attributes:
         families: Families of the kernels that compute it; none for a view.

@@ -16,6 +16,7 @@ from npu_sim.commands.console import concerning, note, print_json, progress, ste
 from npu_sim.commands.options import AllowCode, AsJSON, DisabledFusions, Dtype, Inputs, Seed, WeightFormat, Weights
 from npu_sim.commands.resources import inputs_for, load_onto, weights_for
 from npu_sim.commands.settings import DeviceSettings
+from npu_sim.commands.simulate import check_ops
 from npu_sim.commands.targets import find_target
 
 if TYPE_CHECKING:
@@ -162,18 +163,19 @@ def report(
     if sweep is not None and npu is None:
         raise InputError("--sweep is of a chip; give it with --npu")
     check_fusion_names(options.disabled_fusions)
-    codegen = find_target(target or TARGET)
     chip = None if npu is None else chip_named(npu)
+    codegen = find_target(target or TARGET) if chip is None or target else target_for(chip, sweep is not None)
     if chip is not None and sweep is not None:
         parse_sweep(sweep, chip)
     check_not_overwritten(output, [model, weights, *assigned_files(inputs)])
 
-    from npu_sim.report import Roof, sweep_facts
+    from npu_sim.report import Roof
 
     roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
     opened = device_settings.open() if is_measured and not is_program else None
     if is_program:
         subject = load(model, allow_code)
+        check_ops(subject.programs, chip)
     else:
         subject = compile_model(model, opened.backend.target if opened else codegen, options)
     measurement, numerics = None, None
@@ -185,10 +187,7 @@ def report(
     elif is_measured:
         subject.notes.append("The model is partitioned, so its kernels were not measured.")
     simulations = simulated(subject.programs, chip)
-    swept = None
-    if chip is not None and sweep is not None:
-        with progress("simulating the sweep") as advance:
-            swept = sweep_facts(subject.programs[-1], chip, sweep, advance)
+    swept = None if chip is None or sweep is None else _swept(subject.programs[-1], chip, sweep)
     _write(subject, output, measurement, simulations, roof, numerics, swept, json)
 
 
@@ -220,6 +219,20 @@ def chip_named(npu: str) -> Chip:
 
     with concerning("--npu"):
         return load_chip(npu)
+
+
+def target_for(chip: Chip, is_swept: bool) -> CodegenTarget:
+    """The target whose programs run on a chip or, for a sweep, can be lowered for chips like it."""
+    from npu_model import ChipOpsTarget, NPUTarget
+
+    return ChipOpsTarget(chip) if is_swept else NPUTarget(chip)
+
+
+def _swept(program: CompiledProgram, chip: Chip, ranges: str) -> dict[str, Any]:
+    from npu_sim.report import sweep_facts
+
+    with progress("simulating the sweep") as advance:
+        return sweep_facts(program, chip, ranges, advance)
 
 
 def simulated(programs: Sequence[CompiledProgram], chip: Chip | None) -> list[dict[str, Any]]:
@@ -262,7 +275,7 @@ def compile_model(path: Path, target: CodegenTarget, options: CompileOptions) ->
     Of a language model, the prefill of a prompt and a decode step, as `simulate` has them.
     """
     from npu_compiler import compile as compile_ir
-    from npu_compiler import partition, read_ir, trace_stages
+    from npu_compiler import read_ir, trace_stages
     from npu_compiler.errors import ConstraintError
     from npu_sim.commands.simulate import language_programs
     from npu_sim.report import stage_graphs
@@ -279,17 +292,33 @@ def compile_model(path: Path, target: CodegenTarget, options: CompileOptions) ->
         try:
             program = compile_ir(graph, target, options)
         except ConstraintError:
-            plan = partition(
-                graph, target=target, compute_dtype=options.compute_dtype, quantization=options.quantization
-            )
-            stages = stage_graphs([("read", graph)])
-            stages.add_partitions(plan)
-            parts = [plan.compile(part, target) for part in plan.partitions if part.device == "npu"]
-            if not parts:
+            subject = _divided(graph, target, options)
+            if not subject.programs:
                 raise
-            return Subject(parts, graph.name, graph, stages, plan)
+            return subject
         stages = stage_graphs(trace_stages(graph, target, options))
     return Subject([program], graph.name, graph, stages)
+
+
+def _divided(graph: IRGraph, target: CodegenTarget, options: CompileOptions) -> Subject:
+    """A graph that a target cannot run whole: the programs of its partitions on the device."""
+    from npu_compiler import partition
+    from npu_model import ChipOpsTarget, simulate_plan
+    from npu_sim.report import stage_graphs
+
+    chip = target.chip if isinstance(target, ChipOpsTarget) else None
+    plan = partition(
+        graph,
+        target=None if chip else target,
+        npu=chip,
+        compute_dtype=options.compute_dtype,
+        quantization=options.quantization,
+    )
+    stages = stage_graphs([("read", graph)])
+    stages.add_partitions(plan)
+    programs = [plan.compile(part, target) for part in plan.partitions if part.device == "npu"]
+    notes = [] if chip is None else [simulate_plan(plan, chip).summary()]
+    return Subject(programs, graph.name, graph, stages, plan, notes)
 
 
 def measure_program(

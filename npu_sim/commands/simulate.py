@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -174,6 +175,8 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
             if outputs.picture is not None or wanted[0] in ("program", "language"):
                 raise
             plan = _simulated_plan(wanted, chip, outputs)
+        else:
+            check_ops(programs if wanted[0] == "program" else [], chip)
     if plan is not None:
         _show_plan(plan, outputs)
         return
@@ -219,12 +222,7 @@ def _show_plan(result: PlanResult, outputs: Outputs) -> None:
     if outputs.json:
         print_json(result.to_dict())
         return
-    share = {name: getattr(result, name) for name in ("device", "host", "transfers", "launches")}
-    parts = ", ".join(f"{name} {format_time(seconds)}" for name, seconds in share.items())
-    typer.echo(
-        f"{result.plan.graph.name} on {result.chip.name} and its host: {format_time(result.seconds)} ({parts}); "
-        f"{format_time(result.price.host_alone)} on the host alone"
-    )
+    typer.echo(result.summary())
     typer.echo(f"  {'start':>10} {'time':>10} {'transfers':>10}  {'nodes':>5}  where, first … last node")
     stages = result.stages
     for stage in stages if outputs.full else stages[:_ROWS]:
@@ -258,6 +256,19 @@ def _serve(
         raise InputError(f"a --trace of requests is served by a language model; {what} a single run")
     settings = {"context_length": cache_length}
     serve_on_chip(model, npu, read_requests(requests), settings, option="--npu", csv=outputs.csv, json=outputs.json)
+
+
+def check_ops(programs: Iterable[CompiledProgram], chip: Chip | None) -> None:
+    """Refuse a program in which a chip's `[ops]` were not asked for. Raises `InputError`."""
+    from npu_compiler.errors import InputError
+    from npu_model.chip import Ops
+
+    for program in programs:
+        if chip is not None and chip.ops != Ops() and not program.target.startswith("npu:"):
+            raise InputError(
+                f"'{program.name}' was compiled without the [ops] of chip '{chip.name}'; compile it with "
+                "--target npu:CHIP, or give its IR file"
+            )
 
 
 def _check_model(
@@ -349,7 +360,7 @@ def language_programs(
 
 def _sweep(wanted: _Wanted, chip: Chip, ranges: str, outputs: Outputs) -> None:
     """Simulate a model on many chips; of a language model, the decode step."""
-    from npu_compiler import OpLevelTarget
+    from npu_model import ChipOpsTarget
     from npu_model.analysis.picture import check_picture, draw_sweep
     from npu_model.analysis.sweep import as_csv, parse_sweep, write_csv
     from npu_model.analysis.sweep import sweep as simulate_all
@@ -358,7 +369,7 @@ def _sweep(wanted: _Wanted, chip: Chip, ranges: str, outputs: Outputs) -> None:
     if outputs.picture is not None:
         check_picture(outputs.picture)
     with step(f"preparing {wanted[1]}"):
-        program = _programs(OpLevelTarget(), *wanted)[0][-1]
+        program = _programs(ChipOpsTarget(chip), *wanted)[0][-1]
     with progress(f"simulating {program.name}") as report:
         points = simulate_all(program, swept, report)
     if outputs.csv is not None:

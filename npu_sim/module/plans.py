@@ -42,6 +42,7 @@ def plan_for(
     from npu_compiler.graph.reader import read_ir
     from npu_compiler.graph.symbolic import specialize
     from npu_compiler.partitioner import partition
+    from npu_compiler.partitioning.prices import prices_of
     from npu_compiler.passes.precision import native_dtype
 
     graph = read_ir(specialize(ir, sizes) if sizes else ir)
@@ -49,7 +50,7 @@ def plan_for(
         own = native_dtype(graph)
         dtype = own if own in HALF_DTYPES else "float32"
     plan = partition(graph, target=target, compute_dtype=dtype, quantization=quantization)
-    if plan.reasons and (prices := target.prices) is not None:
+    if plan.reasons and (prices := prices_of(target)) is not None:
         plan = partition(graph, target=target, compute_dtype=dtype, quantization=quantization, prices=prices)
     if any(graph.tensors[name].dtype == "float64" for name in (*graph.inputs, *graph.outputs)):
         narrowed = narrowed_nodes(plan)

@@ -10,6 +10,7 @@ from ir_builder import IRBuilder
 
 from npu_compiler import ConstraintError, InputError, compile, partition, read_ir
 from npu_compiler.options import CompileOptions
+from npu_compiler.partitioning.prices import prices_of
 from npu_model import Chip, NPUTarget, load_chip, parse_chip, shipped_chips
 from npu_model.analysis.support import Support, find_support, support_page
 from npu_model.capabilities import with_ops
@@ -166,12 +167,12 @@ def test_a_chip_without_host_or_link_has_no_prices() -> None:
     assert str(error.value) == ("chip 'edge' has no [host], so nothing can be priced; its file needs [host] and [link]")
     with pytest.raises(InputError, match="no prices are known for a str; give a chip"):
         partition(network(), npu="edge")
-    assert NPUTarget(lone).prices is None
+    assert prices_of(NPUTarget(lone)) is None
 
 
 @pytest.mark.parametrize("name", shipped_chips())
 def test_shipped_chips_have_a_host_and_a_link(name: str) -> None:
-    assert NPUTarget(load_chip(name)).prices is not None
+    assert prices_of(NPUTarget(load_chip(name))) is not None
 
 
 def test_programs_do_not_depend_on_the_host() -> None:
