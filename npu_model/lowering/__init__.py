@@ -12,6 +12,7 @@ from npu_model.lowering import (
     quantized,
     rope,
     rows,
+    scattering,
     sorting,
     transposed,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "quantized",
     "rope",
     "rows",
+    "scattering",
     "sorting",
     "transposed",
 ]

@@ -12,9 +12,9 @@ from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Axis
-from npu_model.lowering.elementwise import STORES, copy
+from npu_model.lowering.elementwise import STORES
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.families import CannotLower, Operands, Tiling, lowering
+from npu_model.lowering.families import Operands, Tiling, lowering
 from npu_model.lowering.tiles import (
     Round,
     element_tilings,
@@ -63,11 +63,11 @@ def pick(e: Emitter, source: View, index: View, out: View, elements: int) -> Non
     with tiled(e, out.shape, tile, [index]) as turn:
         (places,) = turn.pieces
         axes = tuple(turn.axis(d) for d in range(len(tile)))
-        piece = _picked(e, chosen, axes, places, limit)
+        piece = pick_box(e, chosen, axes, places, limit)
         _store_as(e, turn, piece, out)
 
 
-def _picked(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, limit: int) -> Piece:
+def pick_box(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, limit: int) -> Piece:
     """A tile of the elements that an index chooses along the first axis, in the scratchpad."""
     target = e.room(axes, chosen.dtype)
     source = e.whole(chosen, (Axis(axes[0].size), *axes[1:]))
@@ -78,7 +78,7 @@ def _picked(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, lim
 def picked_rows(e: Emitter, table: View, rows: Axis, places: Piece) -> Piece:
     """The rows of a matrix at a tile of places: `rows` is the tile's part of the places."""
     chosen = replace(table, shape=(rows.total, table.shape[1]))
-    return _picked(e, chosen, (rows, Axis(table.shape[1])), places, table.shape[0])
+    return pick_box(e, chosen, (rows, Axis(table.shape[1])), places, table.shape[0])
 
 
 def _store_as(e: Emitter, turn: Round, piece: Piece, out: View) -> None:
@@ -109,7 +109,7 @@ def _rows_of(e: Emitter, table: View, ids: View, out: View, count: int, elements
         (places,) = turn.pieces
         axes = tuple(turn.axis(d) for d in range(count - 1, len(tile)))
         own = replace(table, shape=(axes[0].total, *table.shape[1:]))
-        picked = _picked(e, own, axes, _last_axes(places, count - 1), table.shape[0])
+        picked = pick_box(e, own, axes, _last_axes(places, count - 1), table.shape[0])
         outer = [turn.axis(d) for d in range(count - 1)]
         piece = picked.reshaped((*outer, *picked.axes), (*[0] * len(outer), *picked.strides))
         _store_as(e, turn, piece, out)
@@ -170,7 +170,7 @@ def index(e: Emitter, o: Operands, tiling: Tiling) -> None:
         if len(sizes) == 1:
             limit, step = sizes[0], strides[0]
         own = replace(rest, shape=(list_axis.total, *rest.shape[places:]), strides=(step, *rest.strides[places:]))
-        picked = _picked(e, own, axes, flat, limit)
+        picked = pick_box(e, own, axes, flat, limit)
         outer = [turn.axis(d) for d in range(places - 1)]
         _store_as(e, turn, picked.reshaped((*outer, *picked.axes), (*[0] * len(outer), *picked.strides)), out)
 
@@ -203,7 +203,7 @@ def index_copy(e: Emitter, o: Operands, tiling: Tiling) -> None:
         if source.numel:
             rows = along(source, o.dim)
             places = spread(o.index, rows.shape, range(o.index.rank))
-            _replace(e, places, rows, along(out, o.dim), tiling["elements"])
+            replace_rows(e, places, rows, along(out, o.dim), tiling["elements"])
 
 
 def _rounding_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
@@ -254,24 +254,7 @@ def _rounded(program: VectorProgram, value: int, codes: str, axes: Sequence[int]
     return code, program.op("where", finite, scale, program.op("sub", largest, largest))  # else NaN
 
 
-def _scatter_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
-    if o.reduce != "last":
-        raise CannotLower("its DMA engines put elements in their places, but do not join them with what is there")
-    if o.base.dtype != o.out.dtype:
-        raise CannotLower("its DMA engines do not change the dtype of what they copy")
-    return element_tilings(o.out.numel)
-
-
-@lowering("scatter_kernel", tilings=_scatter_tilings)
-def scatter(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, index[…, k]] = source[…, k], the last of several; what no index names is as in `base`."""
-    copy(e, o.base, o.out, tiling["elements"])
-    if o.source.numel:
-        index, source, out = (along(view, view.rank - 1) for view in (o.index, o.source, o.out))
-        _replace(e, index, source, out, tiling["elements"])
-
-
-def _replace(e: Emitter, places: View, source: View, out: View, elements: int) -> None:
+def replace_rows(e: Emitter, places: View, source: View, out: View, elements: int) -> None:
     """out[places[i, j, …], j, …] = source[i, j, …]."""
     limit = out.shape[0]
     target = replace(out, shape=source.shape)

@@ -431,8 +431,24 @@ def test_scattered_elements_are_those_of_the_cpu(chip: str, dtype: str) -> None:
         index = _places(rng, "index", (*shape[:-1], count), shape[-1])
         params = {"reduce": "last", "include_self": 0}
         assert_same(chip, "scatter_kernel", [base, index, source], [out], params, exact=True)
-        with pytest.raises(ConstraintError, match="do not join them with what is there"):
-            run_on_chip(CHIPS[chip], "scatter_kernel", [base, index, source], [out], params | {"reduce": "sum"})
+        if dtype == "int32":
+            with pytest.raises(ConstraintError, match="its vector engine joins floats, not int32"):
+                run_on_chip(CHIPS[chip], "scatter_kernel", [base, index, source], [out], params | {"reduce": "sum"})
+
+
+@both_chips
+@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
+def test_joined_elements_are_those_of_the_cpu(chip: str, reduce: str) -> None:
+    rng = generator("joined", chip, reduce)
+    for shape, count in (((7,), 20), ((3, 5, 9), 4), ((6, 1), 3), ((4, 60), 61)):
+        base, out = (tensor(rng, name, shape, "float32", packed=0) for name in ("base", "out"))
+        source = tensor(rng, "source", (*shape[:-1], count), "float32", packed=0)
+        index = _places(rng, "index", (*shape[:-1], count), shape[-1])
+        params = {"reduce": reduce, "include_self": int(rng.integers(2))}
+        assert_same(chip, "scatter_kernel", [base, index, source], [out], params, tolerance=3)
+        index.array[(0,) * index.array.ndim] = shape[-1]
+        with pytest.raises(IndexError, match=f"index {shape[-1]} is out of range for {shape[-1]} rows"):
+            run_on_chip(CHIPS[chip], "scatter_kernel", [base, index, source], [out], params)
 
 
 @both_chips

@@ -1,4 +1,4 @@
-"""Models that people run, on five chips: floats by section 6, integers equal to the CPU device in NumPy."""
+"""Models that people run, on five chips: floats as exact as PyTorch, integers equal to the CPU device in NumPy."""
 
 from __future__ import annotations
 
