@@ -325,7 +325,7 @@ def _linked(
     plan: ExecutionPlan, steps: ExecutionPlan, counts: Sequence[int], chip: Chip, mapper: Mapper
 ) -> Arrangement:
     """An arrangement of a plan whose calls are done in these numbers of steps."""
-    program = link_program(steps, chip, mapper)
+    program = link_program(steps, chip, mapper, steps.buffers.keys() - plan.buffers.keys())
     sections = iter(program.sections)
     own = [tuple(islice(sections, count)) for count in counts]
     merged = tuple(_section(call, each) for call, each in zip(plan.calls, own, strict=True))
@@ -418,7 +418,7 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[Cascade]:
             values = {
                 call.outputs[0].buffer: plan.buffers[call.outputs[0].buffer] for call in plan.calls[first : stop - 1]
             }
-            if all(name in residency.addresses or 2 * value.size_bytes < least for name, value in values.items()):
+            if all(2 * value.size_bytes < least for value in values.values()):
                 continue
             room = _room(plan, residency.addresses, values.keys(), first, stop, chip)
             passing = sum(value.size_bytes for value in values.values())
@@ -489,9 +489,7 @@ def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper:
 
     def cycles(calls: Sequence[KernelCall]) -> float:
         options = [mapper.choices(call).likely(positions(call, names), room) for call in calls]
-        return sum(
-            min((each.beside - (each.apart - each.beside) / 2 for each in own), default=math.inf) for own in options
-        )
+        return sum(min((2 * each.beside - each.apart for each in own), default=math.inf) for own in options)
 
     try:
         return launch + cycles(stripes.staging) + cascade.stripes * cycles(stripes.stripes[1])

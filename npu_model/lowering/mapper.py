@@ -30,6 +30,7 @@ MOST_TRIED = 400  # tilings of one size that are looked at for one call, those t
 _HIDDEN = 0.5  # part of the first loads and last stores that the calls around hide, where there is room for both
 _REACH = 3  # calls behind which the first loads of a call may go on
 _LIKELY = 6  # tilings of a call that are compared beside those of the calls around
+_TRAFFIC = 0.1  # part of the cycles of DRAM that is added, since the calls around wait for DRAM too
 _ISSUE = 16.0  # cycles that an instruction is taken to cost besides, so that of equal tilings the shortest is taken
 
 
@@ -126,11 +127,13 @@ class Choices:
             needs = np.maximum(0, self._scratchpad - self._room @ ~outside)
             moved = self._dram @ outside
             if self._serial:
-                apart = beside = self._busy + moved + self._issue
+                apart = beside = self._busy + moved * (1 + _TRAFFIC) + self._issue
             else:
                 flow, fill = (self._flow * outside).max(axis=1), self._fill @ outside
                 apart, beside = (
-                    np.maximum.reduce([self._busy + fill * hidden, moved + self._once * hidden, flow]) + self._issue
+                    np.maximum.reduce([self._busy + fill * hidden, moved + self._once * hidden, flow])
+                    + moved * _TRAFFIC
+                    + self._issue
                     for hidden in (1.0, _HIDDEN)
                 )
             self._estimated[resident] = needs, apart, beside

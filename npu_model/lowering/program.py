@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from npu_compiler.constraint_checker import ADVICE
@@ -59,14 +59,17 @@ def trimmed(program: TileProgram, chip: Chip) -> TileProgram:
     return without_idle_tokens(without_implied_waits(program, chip))
 
 
-def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> TileProgram:
+def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: Collection[str] = ()) -> TileProgram:
     """The tile program of a plan, with waits that others imply and tokens that nobody waits for.
 
     It takes as many cycles as that of `lower_program`.
+
+    Args:
+        passing: Intermediate values that stay in the scratchpad wherever they fit.
     """
     check_calls(plan.calls, chip, mapper)
     try:
-        return _linked(plan, chip, mapper, choose_residency(plan, chip, mapper))
+        return _linked(plan, chip, mapper, choose_residency(plan, chip, mapper, passing))
     except ConstraintError:  # values that stay leave too little room for some call
         return _linked(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
 

@@ -50,8 +50,12 @@ class _Value:
     users: list[int]
 
 
-def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Residency:
-    """The values of a plan that stay in the scratchpad of a chip."""
+def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: Collection[str] = ()) -> Residency:
+    """The values of a plan that stay in the scratchpad of a chip.
+
+    Args:
+        passing: Intermediate values that stay wherever they fit.
+    """
     alignment = chip.sram.alignment
     size = chip.sram.size // alignment * alignment
     calls = [(call, mapper.choices(call)) for call in plan.calls]
@@ -67,7 +71,11 @@ def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Residen
         stay = _Stay(calls, size)
         stay.pin(pinned)
         for value in values:
-            stay.keep(value)
+            if value.name in passing:
+                stay.keep(value, -math.inf)
+        for value in values:
+            if value.name not in passing:
+                stay.keep(value, 0.0)
         stay.pin(_first_that_fit([weight for weight in weights if weight not in pinned], stay.spare()))
         if stay.cycles < best.cycles or len(tried) == 1:
             best = stay
@@ -117,8 +125,8 @@ class _Stay:
             for (_, choices), resident, room in zip(self._calls, self._resident, self.rooms, strict=True)
         ]
 
-    def keep(self, value: _Value) -> None:
-        """Keep an intermediate value where it lives, if there is a place and the estimates of the calls gain."""
+    def keep(self, value: _Value, least: float) -> None:
+        """Keep an intermediate value where it lives, if there is a place and the estimates gain more than the least."""
         address = self._highest_free(value)
         if address is None:
             return
@@ -132,7 +140,7 @@ class _Stay:
             estimate = choices.estimate(resident, room)
             gain += self._estimates[index] - estimate
             changes.append((index, room, resident, estimate))
-        if not math.isfinite(gain) or gain <= 0:
+        if not math.isfinite(gain) or gain <= least:
             return
         self.addresses[value.name] = address
         self._placed.append((value, address))
