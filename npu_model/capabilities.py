@@ -61,7 +61,8 @@ class Capabilities:
 
     def _lacks(self, family: str) -> str | None:
         ops = self.chip.ops
-        return f"chip '{self.chip.name}' lacks {family} ([ops] without)" if family in ops.without else None
+        lacks = family in ops.without and family not in ops.also
+        return f"chip '{self.chip.name}' lacks {family} ([ops] without)" if lacks else None
 
     def has_fused(self, op_type: str) -> bool:
         """Whether the chip has an op that the compiler makes of several, such as `npu.attention`."""

@@ -105,6 +105,8 @@ def test_no_kernel_is_made_of_parts_that_the_chip_lacks() -> None:
         kernels[ops] = {call.kernel for call in program.kernels}
     assert "attention_kernel" in kernels[""]
     assert "attention_kernel" not in kernels['without = ["attention"]']
+    again = compile(attention(), NPUTarget(chip('without = ["softmax"]\nalso = ["softmax"]')))
+    assert "attention_kernel" in {call.kernel for call in again.kernels}
     g = IRBuilder()
     q, k, v = (g.input(name, 1, 2, 16, 8) for name in "qkv")
     whole = g.output(g("aten.scaled_dot_product_attention.default", q, k, v)).ir()

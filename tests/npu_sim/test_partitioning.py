@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ir_builder import IRBuilder
+from safetensors.numpy import save_file
 from torch import nn
 from typer.testing import CliRunner, Result
 
@@ -130,6 +131,16 @@ def test_a_report_on_a_divided_model_says_what_it_takes(folder: Path) -> None:
     assert len(data["programs"]) == 2 and all(program["simulated"] for program in data["programs"])
 
 
+def test_a_profile_of_a_divided_model_is_in_the_time_of_chip_and_host(folder: Path) -> None:
+    save_file({name: np.eye(256, dtype=np.float32) for name in "ab"}, folder / "net.safetensors")
+    path, device = folder / "profile.json", f"npu:{folder / 'chip.toml'}"
+    weights = ("--weights", folder / "net.safetensors")
+    data = facts("profile", folder / "net.json", *weights, "--device", device, "--runs", 1, "--trace", path)
+    simulated = facts("simulate", folder / "net.json", "--npu", folder / "chip.toml")
+    assert 1e3 * data["median_ms"] == pytest.approx(simulated["latency_us"])
+    assert "aten.gelu gelu" in {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+
+
 def test_the_page_of_ops_is_written_to_a_file(folder: Path) -> None:
     path = folder / "ops.md"
     result = run("ops", "--npu", folder / "chip.toml", "-o", path)
@@ -147,7 +158,7 @@ class Gated(nn.Module):
 
 
 def test_a_compiled_module_on_a_chip_takes_the_plan_of_least_price(folder: Path) -> None:
-    """Its clock holds the time of the host and of the link too."""
+    """The clock of its device holds the time of the host and of the link too."""
     torch.manual_seed(0)
     model, x = Gated().eval(), torch.randn(256, 256)
     compiled = npu_sim.compile(model, (x,), device=f"npu:{folder / 'chip.toml'}")
@@ -173,7 +184,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("fastest", [0, 1, 2])
 def test_a_divided_module_runs_the_fastest_of_its_plans(fastest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device whose clock is real, trials choose: all that it can run, the least price, or PyTorch alone."""
+    """Trials choose between all that a real device can run, the least price, and PyTorch alone."""
     tried: list[list[str]] = []
 
     def timed(runner: Any, loaded: Any) -> float:
