@@ -75,13 +75,13 @@ def quantized_gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
-    """Rows of x as they are multiplied: as they are stored, or rounded to codes of 8 bits and back."""
+    """Rows of x as they are multiplied: as they are stored, or rounded to codes of 8 bits and back, in their place."""
     x = e.load(o.x, [(first, count), (ZERO, o.k)], queue=0)
     kind = getattr(o.names, "activations", "none")
     if kind == "none":
         return x
     axes = (Axis(count, first, o.m), Axis(o.k))
-    rounded = e.room(axes, o.x.dtype)
+    rounded = x if x.memory is not None else e.room(axes, o.x.dtype)
     program = VectorProgram(axes)
     value = program.input(x, 0, 1)
     most = float(CODE_FORMATS[kind].largest)

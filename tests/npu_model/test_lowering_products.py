@@ -164,7 +164,7 @@ def test_weights_in_few_bits(name: str, format: str) -> None:
 @pytest.mark.parametrize("format", ["", "int4", "int8", "fp8", "int8+int8"])
 def test_layers_of_which_no_usual_tile_fits_are_computed_in_smaller_ones(format: str) -> None:
     rng = np.random.default_rng(8)
-    n, k = 40, 6400
+    n, k = 40, 8960
     g = IRBuilder()
     g.output(g("aten.linear.default", g.input("x", 5, k), g.weight("w", n, k), g.weight("b", n)))
     weights = {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}
