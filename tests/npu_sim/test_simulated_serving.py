@@ -137,7 +137,7 @@ def test_prices_of_a_whole_model_are_near_what_a_simulation_says() -> None:
     programs = SimulatedPrograms(load_architecture("smollm2"), load_chip("edge"))
     prices = prices_of(programs)
     errors = [abs(price(prices, shape) / programs.cost(shape).seconds - 1) for shape in shapes(8, seed=5)]
-    assert max(errors) < 0.03
+    assert max(errors) < 0.05
 
 
 class Formula:
