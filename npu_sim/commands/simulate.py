@@ -13,7 +13,7 @@ from npu_sim.commands.completion import chips, models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.options import AsJSON, Dtype, WeightFormat
 from npu_sim.commands.serve_simulated import SimulatedModel, serve_on_chip
-from npu_sim.commands.simulation_text import as_json, result_lines
+from npu_sim.commands.simulation_text import as_json, result_lines, slow_dtype
 from npu_sim.commands.units import format_time
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _trace_file(path: Path | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What `simulate` shows besides its table, and the files that it writes."""
+    """The files that `simulate` reads and writes, and how it shows its result."""
 
     trace: Annotated[
         Path | None,
@@ -182,6 +182,8 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
         return
     for result in results:
         typer.echo("\n".join(result_lines(result, outputs.full)))
+    if warning := slow_dtype(results):
+        note(f"warning: {warning}")
     if count is not None:
         prefill, decode = results
         typer.echo(
@@ -255,7 +257,7 @@ def _programs(
     if kind == "program":
         return [CompiledProgram.load(model)], None
     if kind == "language":
-        return _language_programs(model, target, dtype, quantization, tokens, cache_length)
+        return language_programs(model, target, dtype, quantization, tokens, cache_length)
     if kind == "ir":
         graph = read_ir(Path(model))
         return [compile_ir(graph, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
@@ -266,7 +268,7 @@ def _programs(
     return [compile_ir(ir, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
 
 
-def _language_programs(
+def language_programs(
     model: str,
     target: CodegenTarget,
     dtype: str | None,
@@ -274,6 +276,7 @@ def _language_programs(
     tokens: int | None,
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int]:
+    """The prefill of a language model and a decode step, and the length of the prompt."""
     from npu_compiler.errors import InputError
     from npu_sim.llm import cache_capacity, compile_decode_loop, compile_prefill, load_architecture
     from npu_sim.llm.loading import STORED
