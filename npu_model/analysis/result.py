@@ -288,9 +288,9 @@ def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
     outputs = {name for name, buffer in plan.buffers.items() if buffer.kind == "output"}
     for call in plan.calls:
         sizes = [distinct_bytes(view) for view in (*call.inputs, *call.outputs)]
-        if (excess := sum(sizes) - call.bytes_moved) > 0:  # a lookup touches but some rows of its table
-            largest = sizes.index(max(sizes))
-            sizes[largest] = max(0, sizes[largest] - excess)
+        excess = max(0, sum(sizes) - call.bytes_moved)  # a lookup touches but some rows of its table
+        for place in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+            sizes[place], excess = max(0, sizes[place] - excess), max(0, excess - sizes[place])
         for position, (view, size) in enumerate(zip((*call.inputs, *call.outputs), sizes, strict=True)):
             key = (view.buffer, position >= len(call.inputs))
             if view.buffer not in left_out:

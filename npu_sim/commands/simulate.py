@@ -14,7 +14,7 @@ from npu_sim.commands.completion import chips, models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.options import AsJSON, Dtype, WeightFormat
 from npu_sim.commands.serve_simulated import SimulatedModel, serve_on_chip
-from npu_sim.commands.simulation_text import as_json, result_lines
+from npu_sim.commands.simulation_text import as_json, result_lines, slow_dtype
 from npu_sim.commands.units import format_time
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _trace_file(path: Path | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What `simulate` shows besides its table, and the files that it writes."""
+    """The files that `simulate` reads and writes, and how it shows its result."""
 
     trace: Annotated[
         Path | None,
@@ -198,6 +198,8 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
         return
     for result in results:
         typer.echo("\n".join(result_lines(result, outputs.full)))
+    if warning := slow_dtype(results):
+        note(f"warning: {warning}")
     if count is not None:
         prefill, decode = results
         typer.echo(

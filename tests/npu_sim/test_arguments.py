@@ -335,6 +335,31 @@ WRONG = [
         (["--activations", "int4"], "unknown format of activations 'int4'; choose one of checkpoint"),
     ),
     (["serve", "absent.gguf"], "no such GGUF file: absent.gguf"),
+    # serve --simulate
+    *options(
+        ["serve", "model"],
+        (["--rate", "1"], "--rate is for a simulated chip; add --simulate CHIP"),
+        (["--prompt-lengths", "5"], "--prompt-lengths is for a simulated chip; add --simulate CHIP"),
+        (["--simulate", "edge"], "--simulate needs requests: those of --trace FILE.csv, or random ones at --rate"),
+        (["--simulate", "edge", "--trace", "tiny.json", "--rate", "1"], "--simulate needs requests"),
+        (["--simulate", "edge", "--trace", "tiny.json", "--seed", "1"], "--seed is for random requests; leave it out"),
+        (["--simulate", "edge", "--trace", "absent.csv"], "cannot read trace 'absent.csv': No such file"),
+        (["--simulate", "edge", "--trace", "tiny.json", "--csv", "tiny.json"], "it is one of the files to read"),
+    ),
+    *options(
+        ["serve", "model", "--simulate", "edge", "--rate", "1"],
+        SEED,
+        (["--simulate", "nope"], "unknown chip 'nope'; give a .toml file or one of"),
+        (["--rate", "0"], "requests come at a rate above 0 a second, not 0.0 (--rate)"),
+        (["--rate", "nan"], "requests come at a rate above 0 a second, not nan (--rate)"),
+        (["--requests", "0"], "Invalid value for '--requests'"),
+        (["--prompt-lengths", "0"], "'0' is neither a number of tokens nor a range of them, such as 64..1024"),
+        (["--new-lengths", "9..2"], "'9..2' is neither a number of tokens nor a range of them"),
+        (["--csv", "no/such/file"], "cannot write 'no/such/file'"),
+        (["--device", "cpu"], "--device means nothing on a simulated chip; leave it out, or --simulate"),
+        (["--speculate"], "--speculate means nothing on a simulated chip"),
+        (["--tensor-parallel", "2"], "--tensor-parallel means nothing on a simulated chip"),
+    ),
     (["serve", "empty"], "has no config.json"),
     # quantize
     *options(

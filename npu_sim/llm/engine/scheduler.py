@@ -154,8 +154,10 @@ class Scheduler:
 
         In each they all decode another, and none ends, is admitted or loses its blocks, unless requests are added.
         """
-        if any(sequence.pending or sequence.computed + 1 != len(sequence.tokens) for sequence in self.running):
-            return 0
+        for sequence in self.running:
+            tokens = len(sequence.tokens)
+            if sequence.pending or sequence.computed + 1 != tokens or tokens == sequence.prompt_length:
+                return 0
         steps = min(sequence.limit - len(sequence.tokens) for sequence in self.running) - 1
         blocks = sum(self._blocks_for(sequence.computed + steps) - len(sequence.table) for sequence in self.running)
         if blocks > self.pool.available:

@@ -116,7 +116,7 @@ class SimulatedModel:
         return start, end
 
     def check(self) -> None:
-        """Nothing of it can be lost."""
+        """Do nothing: no part of it can be lost."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Refuse to copy blocks: none is shared."""
