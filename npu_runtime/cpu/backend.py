@@ -169,6 +169,8 @@ class CPUBackend(Backend):
         implementations = candidates(bound, self.native, self.pytorch)
         choose = self._tuner.launch if self.tune else default_launch
         launch = choose(bound, implementations)
+        if isinstance(launch, NativeLaunch):
+            launch.origin = f", for kernel '{call.kernel}' (node '{call.node}')"
         return launch or fallback(bound, self.native, self.pytorch)
 
     def join(self, rank: int, size: int, share: Share) -> None:
