@@ -14,7 +14,7 @@ VERSION_TESTS := tests/test_*.py tests/npu_compiler/test_exported_fusions.py tes
     tests/cuda_compiler/test_cuda_resident.py
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples docs/hooks.py
 
-.PHONY: venv demo screenshots test test-all test-decoders test-levels test-aarch64 test-operators test-versions lint sanitize mutants \
+.PHONY: venv demo screenshots gallery test test-all test-decoders test-levels test-aarch64 test-operators test-versions lint sanitize mutants \
     fuzz cuda-sources cuda-sanitize bench docs clean
 
 venv: $(STAMP)
@@ -36,6 +36,10 @@ demo: venv
 # docs/images/report-*.png: needs chromium.
 screenshots: venv
 	$(BIN)/python -m benchmarks.pages.screenshots
+
+# Every page of the reports, on a desk and on a telephone, light and dark; fails where one does not fit or complains.
+gallery: venv
+	$(BIN)/python -m benchmarks.pages.screenshots --only gallery --folder build/gallery
 
 test: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal -m 'not slow'

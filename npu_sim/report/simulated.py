@@ -151,7 +151,7 @@ def _traffic(calls: Sequence[CallResult]) -> dict[str, int]:
 
 
 def _tracks(spans: Sequence[Span], cycles: int) -> tuple[int, dict[str, list[list[int]]]]:
-    """What each engine did, and the gap in cycles up to which neighbours of one call were joined."""
+    """The work of each engine, and the gap in cycles up to which neighbours of one call were joined."""
     ordered = sorted(spans, key=lambda span: (span.engine, span.start))
     rows = [(engine, list(group)) for engine, group in groupby(ordered, key=lambda span: span.engine)]
     gap = 0

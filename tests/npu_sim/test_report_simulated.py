@@ -113,7 +113,7 @@ def test_what_stays_between_calls_is_seen() -> None:
 
 
 def flows(program: CompiledProgram) -> list[set[int]]:
-    """For each call, the earlier calls whose results it reads."""
+    """The earlier calls whose results each call reads."""
     written: dict[str, int] = {}
     sources = []
     for index, call in enumerate(program.kernels):

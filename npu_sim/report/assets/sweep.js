@@ -3,9 +3,10 @@
 const MEASURES = {
   latency_us: ["latency", (value) => formatTime(1e-6 * value), 1], energy_uj: ["energy", (value) => formatEnergy(1e-6 * value), 1],
   area_mm2: ["area", (value) => `${Number(value.toPrecision(4))} mm²`, 1], dram_bytes: ["DRAM traffic", formatBytes, 1],
-  utilization: ["matrix peak in use", formatShare, -1],
+  energy_delay: ["energy × latency", (value) => `${Number((1e-6 * value).toPrecision(4))} µJ·s`, 1], utilization: ["matrix peak in use", formatShare, -1],
 };
 const KNOB_FORMATS = { sram: formatBytes, bandwidth: (value) => `${value} GB/s`, clock: (value) => `${value} GHz`, latency: (value) => `${value} ns` };
+const shade = (share) => d3.interpolateViridis(0.22 + 0.75 * share); // no point as dark as the ground
 const knobText = (knob, value) => (KNOB_FORMATS[knob] ?? String)(value);
 
 // Whether no other point is as good in both figures and better in one; each figure is [key, 1 if less is better, else -1].
@@ -15,7 +16,7 @@ function onFront(point, points, figures) {
 }
 
 function sweepPage(sweep) {
-  const points = sweep.points.map((point, index) => ({ ...point, index })), drawn = points.filter((point) => !point.problem);
+  const points = sweep.points.map((point, index) => ({ ...point, energy_delay: point.energy_uj * point.latency_us, index })), drawn = points.filter((point) => !point.problem);
   const measures = Object.keys(MEASURES).filter((key) => drawn.some((point) => point[key] > 0));
   if (!drawn.length) return { page: [element("p", { class: "bad" }, "No chip of the sweep runs the program."), dataTable([{ title: "why", text: (row) => row.problem }], points)], start() {} };
   const names = (point) => sweep.knobs.map((knob) => `${knob} ${knobText(knob, point[knob])}`).join(", ");
@@ -44,10 +45,10 @@ function sweepPage(sweep) {
     const domain = (key) => { const [low, high] = d3.extent(drawn, (point) => point[key]); return low > 0 ? [low / 1.15, high * 1.15] : [0, high || 1]; };
     const scale = (key, range) => (domain(key)[0] > 0 ? d3.scaleLog : d3.scaleLinear)(domain(key), range);
     const x = scale(keys[0], [margin.left, width - margin.right]), y = scale(keys[1], [height - margin.bottom, margin.top]);
-    const hue = d3.scaleSequential(d3.extent(drawn, (point) => Math.log(Math.max(point[colour.select.value], 1e-12))), d3.interpolateViridis);
-    const told = colour.select.value, shades = d3.quantize(d3.interpolateViridis, 5), [least, largest] = d3.extent(drawn, (point) => point[told]);
+    const hue = d3.scaleSequential(d3.extent(drawn, (point) => Math.log(Math.max(point[colour.select.value], 1e-12))), shade);
+    const told = colour.select.value, shades = d3.quantize(shade, 5), [least, largest] = d3.extent(drawn, (point) => point[told]);
     const text = MEASURES[told]?.[1] ?? ((value) => knobText(told, value));
-    scaleLegend.replaceChildren(swatchList(shades.map((shade, at) => [at === 0 ? `${told in MEASURES ? MEASURES[told][0] : told} ${text(least)}` : at === 4 ? text(largest) : "", shade]), "Colours"));
+    scaleLegend.replaceChildren(swatchList(shades.map((hex, at) => [at === 0 ? `${told in MEASURES ? MEASURES[told][0] : told} ${text(least)}` : at === 4 ? text(largest) : "", hex]), "Colours"));
     const ticks = (axis, key, count) => axis.tickValues(readable(domain(key), count)).tickFormat(onAxis(MEASURES[key][1]));
     svg.append("g").attr("class", "axis").attr("transform", `translate(0,${height - margin.bottom})`).call(ticks(d3.axisBottom(x), keys[0], Math.max(2, width / 130)));
     svg.append("g").attr("class", "axis").attr("transform", `translate(${margin.left},0)`).call(ticks(d3.axisLeft(y), keys[1], 6));
