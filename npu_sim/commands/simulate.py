@@ -19,7 +19,7 @@ from npu_sim.commands.units import format_time
 
 if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram, IRGraph
-    from npu_model import Chip, PlanResult
+    from npu_model import Chip, PlanResult, Result
 
 # The kind of a model, its name, dtype, quantization, prompt and cache length.
 _Wanted: TypeAlias = tuple[str, str, str | None, str | None, int | None, int | None]
@@ -185,14 +185,7 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
         for program in programs:
             results.append(simulate_program(program, chip, spans=spans))
             report(len(results), len(programs))
-    if outputs.timeline is not None:
-        from npu_model.analysis.trace import timeline
-
-        timeline(results[-1]).save(outputs.timeline)
-    if outputs.picture is not None:
-        from npu_model.analysis.picture import draw_run
-
-        draw_run(results[-1], outputs.picture)
+    _save(results[-1], outputs)
     if outputs.json:
         print_json(as_json(results, chip, count))
         return
@@ -206,6 +199,18 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
             f"time to first token: {format_time(prefill.seconds)} for a prompt of {count} tokens; "
             f"then {1 / decode.seconds:.1f} tokens per second"
         )
+
+
+def _save(result: Result, outputs: Outputs) -> None:
+    """Write the trace and the picture of a run, as far as they are wanted."""
+    if outputs.timeline is not None:
+        from npu_model.analysis.trace import timeline
+
+        timeline(result).save(outputs.timeline)
+    if outputs.picture is not None:
+        from npu_model.analysis.picture import draw_run
+
+        draw_run(result, outputs.picture)
 
 
 def _simulated_plan(wanted: _Wanted, chip: Chip, outputs: Outputs) -> PlanResult:
