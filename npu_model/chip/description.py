@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from npu_compiler.errors import InputError
 from npu_model.chip.systolic import Dataflow
 
 DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
+LIMITED_DTYPES = (*DTYPES, "uint8", "int32", "bool")  # those that an op may be limited to
+_MOST_NAMED = 200  # names that an error lists
 _MOST = 1e18  # no number of a chip is larger
 # The functions that a vector unit computes unless its chip says otherwise: C's math library, as far as activations,
 # norms and the arithmetic of element-wise ops call it, and the integer divisions of `program/elementwise.py`.
@@ -33,6 +37,11 @@ def _above(least: float = 0.0, most: float = _MOST, *, default: Any = dataclasse
 def _one_of(*values: str, default: Any = dataclasses.MISSING) -> Any:
     """A field that is one of these words."""
     return field(default=default, metadata={"values": values})
+
+
+def _names(*, default: Any = dataclasses.MISSING) -> Any:
+    """A field that is a list of names."""
+    return field(default=default, metadata={"names": True})
 
 
 def _from(least: float, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
@@ -232,6 +241,76 @@ _NO_ENERGY = Energy({}, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of an op; those that are None do not limit it.
+
+    Attributes:
+        dtypes: Dtypes of what it reads first: an activation, not a weight.
+        rank: The largest rank of its tensors.
+        size: The most elements along an axis of its tensors.
+        elements: The most elements of a tensor.
+        window: The most elements along an axis of its kernel window.
+        stride: The longest step of its window.
+    """
+
+    dtypes: tuple[str, ...] | None = _names(default=None)
+    rank: int | None = _from(0, 64, default=None)
+    size: int | None = _from(1, 2**40, default=None)
+    elements: int | None = _from(1, 2**40, default=None)
+    window: int | None = _from(1, 2**20, default=None)
+    stride: int | None = _from(1, 2**20, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ops:
+    """The ops that the chip's tool chain takes: what it lacks is refused, though the engines could compute it.
+
+    Ops go by their ATen names without `aten.`, or by the family of the kernels that compute them.
+
+    Attributes:
+        only: The ops and families that there are. Default: all that the engines compute.
+        without: Ops and families that are missing.
+        also: Ops that there are whatever `only` and `without` say.
+        limits: Op or family, or `all`, → its limits.
+    """
+
+    only: tuple[str, ...] | None = _names(default=None)
+    without: tuple[str, ...] = _names(default=())
+    also: tuple[str, ...] = _names(default=())
+    limits: Mapping[str, Limits] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The CPU beside the chip, as a roofline; it computes op by op.
+
+    Attributes:
+        gflops: 10^9 operations per second.
+        bandwidth_gb_s: 10^9 bytes per second from and to its memory.
+        overhead_us: Microseconds of each op besides, such as a framework's.
+    """
+
+    gflops: float = _above(0, 1e9)
+    bandwidth_gb_s: float = _above(0, 1e9)
+    overhead_us: float = _from(0, 1e6, default=0.0)
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """The way between the chip's memory and the host's.
+
+    Attributes:
+        bandwidth_gb_s: 10^9 bytes per second, in either direction.
+        latency_us: Microseconds of a transfer besides.
+        launch_us: Microseconds to begin a run of the chip and to learn that it has ended.
+    """
+
+    bandwidth_gb_s: float = _above(0, 1e9)
+    latency_us: float = _from(0, 1e6, default=0.0)
+    launch_us: float = _from(0, 1e6, default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chip:
     """A chip.
 
@@ -239,6 +318,7 @@ class Chip:
         clock_ghz: The clock of all its parts.
         matrix: None for a chip that has a vector unit only.
         energy: All zeros where the file says nothing of it.
+        host, link: None where the file says nothing of them; then a model is not divided by prices.
     """
 
     name: str
@@ -252,6 +332,9 @@ class Chip:
     control: Control = Control()
     launch: Launch = Launch()
     energy: Energy = _NO_ENERGY
+    ops: Ops = Ops()
+    host: Host | None = field(default=None, repr=False)  # programs do not depend on it, nor on the link
+    link: HostLink | None = field(default=None, repr=False)
 
     @property
     def dram_bytes_per_cycle(self) -> float:
@@ -360,7 +443,8 @@ def _fields(kind: type, given: Mapping[str, Any], path: str, where: str) -> Any:
 
 
 def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Any:
-    kind = next((part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)), hint)
+    is_optional = types.NoneType in typing.get_args(hint)
+    kind = next(part for part in typing.get_args(hint) if part is not types.NoneType) if is_optional else hint
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
         return _part(kind, _table(value, path, where), path, where)
@@ -373,16 +457,19 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
         if not isinstance(value, bool):
             raise InputError(f"{where}: '{path}' is {_shown(value)}; write true or false")
         return value
-    if values := item.metadata.get("values"):
-        if value not in values:
-            raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(values)}")
-        return value
     if kind is str:
-        if not isinstance(value, str) or not value.strip():
-            raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
-        return value
+        return _word(item, value, path, where)
     if item.name == "functions":
         return _functions(value, path, where)
+    if "names" in item.metadata:
+        return _listed(value, LIMITED_DTYPES if item.name == "dtypes" else op_names(), path, where)
+    if item.name == "limits":
+        table = _table(value, path, where)
+        _listed(list(table), ("all", *op_names()), path, where)
+        return {
+            name: _fields(Limits, _table(x, f"{path}.{name}", where), f"{path}.{name}.", where)
+            for name, x in table.items()
+        }
     if typing.get_origin(kind) is Mapping:
         return _rates(item, value, path, where)
     return _number(kind is int, item, value, path, where)
@@ -417,16 +504,53 @@ def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> M
     return {name: _number(False, item, x, f"{path}.{name}", where) for name, x in table.items()}
 
 
+def _word(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> str:
+    values = item.metadata.get("values", ())
+    if values and value not in values:
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(values)}")
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
+    return value
+
+
+def _limits(value: Any, path: str, where: str) -> Mapping[str, Limits]:
+    """Op or family → its limits."""
+    table = _table(value, path, where)
+    _listed(list(table), ("all", *op_names()), path, where)
+    return {
+        name: _fields(Limits, _table(limits, f"{path}.{name}", where), f"{path}.{name}.", where)
+        for name, limits in table.items()
+    }
+
+
 def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:
     from npu_compiler import ops  # fills the table of functions
     from npu_compiler.program.functions import FUNCTIONS
 
     assert ops
-    allowed = (*VECTOR_FUNCTIONS, *FUNCTIONS)
+    return _listed(value, (*VECTOR_FUNCTIONS, *FUNCTIONS), path, where)
+
+
+def op_names() -> tuple[str, ...]:
+    """The names that a chip file may give to ops: families of kernels, and ops of ATen."""
+    from npu_compiler import ops
+    from npu_compiler.graph.model import base_op
+    from npu_compiler.ops.registry import OPS
+    from npu_compiler.program.kernels import Family
+
+    assert ops
+    own = (base_op(name).removeprefix("aten.").strip("_") for name in OPS if name.startswith("aten."))
+    return tuple(dict.fromkeys((*(family.value for family in Family), *sorted(own))))
+
+
+def _listed(value: Any, allowed: tuple[str, ...], path: str, where: str) -> tuple[str, ...]:
+    """A list of names out of some."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise InputError(f"{where}: '{path}' is {_shown(value)}; write a list of names in quotes")
     if unknown := sorted(set(value) - set(allowed)):
-        raise InputError(f"{where}: '{path}' has no function '{unknown[0]}'; there are {', '.join(allowed)}")
+        close = get_close_matches(unknown[0], allowed, 3) if len(allowed) > _MOST_NAMED else allowed
+        advice = f"; there are {', '.join(close)}" if close else ""
+        raise InputError(f"{where}: '{path}' has no '{unknown[0]}'{advice}")
     return tuple(value)
 
 

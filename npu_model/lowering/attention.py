@@ -11,34 +11,39 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_model.chip import Chip
-from npu_model.isa.instructions import ZERO, Axis, Role, Space, Tile
+from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.families import Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.families import Operands, Tiling, divided, halvings, in_tiers, lowering, parts
 from npu_model.lowering.products import need_matrix
 from npu_model.lowering.vector_program import VectorProgram
 
 _LOWEST = float("-inf")
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     need_matrix(chip, o.q.dtype)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     _, heads, queries, _ = o.q.shape
     _, shared, keys, width = o.v.shape
     members = heads // shared
-    found: list[tuple[int, int, Tiling]] = []
-    # Query heads that read one tile of keys and values, and heads of keys and values.
-    for together, groups in [*((members, groups) for groups in halvings(shared, 1)), (1, 1)]:
-        for tk in halvings(keys, 16, 16)[:7]:
-            for tq in halvings(queries, 8, 8)[:7]:
-                if groups * together * tq * (tk + width) > sums:
-                    continue
-                loads = parts(queries, tq) * (members // together)
-                rounds = loads * parts(keys, tk) * parts(shared, groups)
-                found.append((loads, rounds, {"groups": groups, "heads": together, "q": tq, "k": tk}))
-    return [tiling for *_, tiling in sorted(found, key=lambda each: each[:2])]
+
+    def tiles(divisor: int) -> list[Tiling]:
+        found: list[tuple[int, int, Tiling]] = []
+        # Query heads that read one tile of keys and values, and heads of keys and values.
+        for together, groups in [*((members, groups) for groups in divided(halvings(shared, 1), divisor)), (1, 1)]:
+            for tk in divided(halvings(keys, 16, 16)[:7], divisor):
+                for tq in divided(halvings(queries, 8, 8)[:7], divisor):
+                    if groups * together * tq * (tk + width) > sums:
+                        continue
+                    loads = parts(queries, tq) * (members // together)
+                    rounds = loads * parts(keys, tk) * parts(shared, groups)
+                    found.append((loads, rounds, {"groups": groups, "heads": together, "q": tq, "k": tk}))
+        return [tiling for *_, tiling in sorted(found, key=lambda each: each[:2])]
+
+    return in_tiers(tiles)
 
 
 Own: TypeAlias = tuple[Axis, Axis, Axis]
@@ -88,9 +93,12 @@ def _halves(axis: Axis) -> list[tuple[Axis, int]]:
     return [(Axis(half, axis.start + at, axis.total), at) for at in (0, half)]
 
 
-@lowering("attention_kernel", tilings=_tilings)
+@lowering("attention_kernel", "quantized_attention_kernel", tilings=_tilings)
 def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share heads of keys and values."""
+    """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share heads of keys and values.
+
+    Keys and values that are stored as codes, with a scale for each row, become numbers tile by tile.
+    """
     batch, heads, queries, width = o.q.shape
     shared, keys, value_width = o.k.shape[1], o.k.shape[2], o.v.shape[3]
     groups, together, tq, tk = tiling["groups"], tiling["heads"], tiling["q"], tiling["k"]
@@ -107,8 +115,8 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
             ]
             with e.loop(parts(keys, tk)) as part:
                 of_keys = [(b, 1), (group * groups, groups), (part * tk, tk)]
-                k = e.load(o.k, [*of_keys, (ZERO, width)], queue=1)
-                v = e.load(o.v, [*of_keys, (ZERO, value_width)], queue=1)
+                k = _rows(e, o, "k", [*of_keys, (ZERO, width)])
+                v = _rows(e, o, "v", [*of_keys, (ZERO, value_width)])
                 mask = None if o.mask is None else e.load(o.mask, [*box, (part * tk, tk)], queue=3)
                 axis = Axis(tk, part * tk, keys)
                 begins = () if parts(keys, tk) == 1 else (e.depth - 1,)
@@ -129,6 +137,24 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
                 program.emit_tiles(e, [(value, out, tile.by_heads(out))])
             if is_stored:
                 e.store(out, o.out, out_box)
+
+
+def _rows(e: Emitter, o: Operands, name: str, box: list[tuple[Affine, int]]) -> Piece:
+    """Rows of the keys or values as they are multiplied."""
+    piece = e.load(getattr(o, name), box, queue=1)
+    scales = getattr(o.names, f"{name}_scales", None)
+    if scales is None:
+        return piece
+    factors = e.load(scales, box[:3], queue=1)
+    numbers = e.room(piece.axes, o.q.dtype)
+    program = VectorProgram(piece.axes[1:])
+    code, scale = program.input(piece, 1, 2, 3), program.input(factors, 1, 2, None)
+    if CODE_FORMATS[o.format].is_float:
+        value = program.op("from_float8", code)
+    else:
+        value = program.op("to_float", program.op("signed_byte", code))
+    program.emit(e, [(program.op("mul", value, scale), numbers, (1, 2, 3))])
+    return numbers
 
 
 def _scores(e: Emitter, part: _Part, q: Piece, k: Piece, keys: Axis) -> Piece:

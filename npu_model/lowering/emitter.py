@@ -47,7 +47,11 @@ DOUBLE = 2  # places of a piece within a loop
 
 
 class DoesNotFit(Exception):
-    """A piece is larger than the memory that a section may use."""
+    """A section needs more than it may use of a memory: at least `size` bytes."""
+
+    def __init__(self, space: Space, size: int) -> None:
+        super().__init__()
+        self.space, self.size = space, size
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,7 @@ class Emitter:
         address = self._used[space]
         self._used[space] = address + size * slots
         if self._used[space] > room:
-            raise DoesNotFit
+            raise DoesNotFit(space, self._used[space])
         memory = Memory(space, self.depth, first + address, size, slots, self._turn())
         strides = tuple(step * itemsize(dtype) for step in contiguous_strides(sizes))
         return Piece(axes, dtype, space, Affine(memory.address), strides, memory)
@@ -447,6 +451,11 @@ class Emitter:
         """Bytes of the scratchpad for pieces."""
         return self._used[Space.SCRATCHPAD]
 
+    @property
+    def used_accumulators(self) -> int:
+        """Bytes of the accumulators."""
+        return self._used[Space.ACCUMULATORS]
+
     def executions(self) -> Iterator[tuple[Instruction, int, str]]:
         """Each instruction, how often it is executed, and the buffer in DRAM that it moves from or to."""
         for item in self._items:
@@ -456,15 +465,17 @@ class Emitter:
     def rooms(self) -> dict[str, int]:
         """Buffer in DRAM → bytes of the scratchpad for pieces of it, which need none where it lies in the scratchpad.
 
-        A piece with filled surroundings is not among them: it is a copy in any case.
+        A piece with filled surroundings is not among them, which is a copy in any case.
         """
-        sizes: dict[str, dict[Memory, int]] = {}
+        touching: dict[Memory, list[_Item]] = {}
         for item in self._items:
-            for place, *_ in item.outside:
-                moves = isinstance(item.instruction, Transfer) and item.instruction.fill is None
-                for memory in item.touches if moves else ():
-                    sizes.setdefault(place.name, {})[memory] = memory.size * memory.slots
-        return {name: sum(memories.values()) for name, memories in sizes.items() if name}
+            for memory in item.touches:
+                touching.setdefault(memory, []).append(item)
+        sizes: dict[str, int] = {}
+        for memory, items in touching.items():
+            for name in _owners(memory, items):
+                sizes[name] = sizes.get(name, 0) + memory.size * memory.slots
+        return sizes
 
     # Tokens
 
@@ -520,6 +531,17 @@ class Emitter:
         )
         body = tuple(_built(item, waits, signals) for item in self._root.items)
         return Draft(body, outside, raised, self._used[Space.SCRATCHPAD], self._used[Space.ACCUMULATORS])
+
+
+def _owners(memory: Memory, items: Sequence[_Item]) -> set[str]:
+    """The buffers in DRAM that a piece is moved from or to, and stands for: either of them, where it is only moved."""
+    moving = [item for item in items if isinstance(item.instruction, Transfer)]
+    plain = all(item.instruction.fill is None and item.instruction.index is None for item in moving)  # type: ignore[attr-defined]
+    names = {place.name for item in moving for place, *_ in item.outside if place.name}
+    computed = any(item.touches[memory][1] for item in items if item not in moving)
+    loaded = any(item.touches[memory][1] for item in moving)
+    is_copy = len(moving) == len(items)
+    return names if plain and not (loaded and computed) and (len(names) == 1 or is_copy) else set()
 
 
 def _add_token(tokens: list[dict[_Item, Affine]], counts: Mapping[_Item, Affine]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.views import View
@@ -11,7 +12,16 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.epilogues import float_epilogue, gated_epilogue, integer_epilogue
-from npu_model.lowering.families import CannotLower, Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.families import (
+    CannotLower,
+    Operands,
+    Tiling,
+    divided,
+    halvings,
+    in_tiers,
+    lowering,
+    parts,
+)
 from npu_model.lowering.tiles import Box
 from npu_model.lowering.vector_program import VectorProgram
 
@@ -27,23 +37,31 @@ def need_matrix(chip: Chip, dtype: str) -> None:
 
 
 def product_tilings(
-    m: int, n: int, k: int, chip: Chip, sizes: tuple[int, int] = (1, 1), staged: int = 0, products: int = 1
-) -> list[dict[str, int]]:
+    m: int, n: int, k: int, chip: Chip, sizes: tuple[int, int] = (1, 1), staged: int = 0
+) -> Iterable[Tiling | None]:
     """Tile sizes of a product and what stays while the other side is loaded again (`rows_outer`), likely ones first.
-
-    Likely ones load the least. For each number of rows only the most columns are tried whose sums fit.
 
     Args:
         sizes: Bytes of an element of the left side, and of the weight.
         staged: The sides that are in the scratchpad before: 1 for the weight, 2 for the rows.
-        products: Number of products that are computed side by side.
+    """
+    return in_tiers(partial(_tiles, m, n, k, chip, sizes, staged, 1))
+
+
+def _tiles(
+    m: int, n: int, k: int, chip: Chip, sizes: tuple[int, int], staged: int, products: int, divisor: int
+) -> list[Tiling]:
+    """Tilings of `products` products side by side, those that load the least first.
+
+    For each number of rows only the most columns are tried whose sums fit.
     """
     assert chip.matrix is not None
     sums, room = chip.matrix.accumulator_bytes // 4 // products, chip.sram.size // products
-    found: list[tuple[int, dict[str, int]]] = []
-    for tk in halvings(k, 64, chip.matrix.rows)[:_MOST_TRIED]:
-        for tm in halvings(m, 8, 8):
-            fitting = [tn for tn in halvings(n, chip.matrix.columns, chip.matrix.columns) if tm * tn <= sums]
+    rows, columns = chip.matrix.rows, chip.matrix.columns
+    found: list[tuple[int, Tiling]] = []
+    for tk in divided(halvings(k, 64, rows)[:_MOST_TRIED], divisor, rows):
+        for tm in divided(halvings(m, 8, 8), divisor):
+            fitting = [tn for tn in divided(halvings(n, columns, columns), divisor, columns) if tm * tn <= sums]
             for tn in fitting[:_MOST_TRIED]:
                 if tk * (tm * sizes[0] + tn * sizes[1]) > room:
                     continue
@@ -55,12 +73,12 @@ def product_tilings(
     return [tiling for _, tiling in sorted(found, key=lambda each: each[0])]
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     need_matrix(chip, o.x.dtype)
     return _linear_tilings(o, chip)
 
 
-def _linear_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+def _linear_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     """Tilings of a product with a weight; a weight streams past a single row, and is not staged."""
     m, k = o.x.shape
     room, staged = chip.dma.staged_bytes, 0
@@ -76,7 +94,7 @@ def linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     _tiled(e, o, tiling)
 
 
-def _integer_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+def _integer_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     need_matrix(chip, "int8")
     return _linear_tilings(o, chip)
 
@@ -129,9 +147,9 @@ def _tiled(e: Emitter, o: Operands, tiling: Tiling) -> None:
             _epilogue(e, o, sums, rows, columns)
 
 
-def _gated_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+def _gated_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     need_matrix(chip, o.x.dtype)
-    return (tiling for tiling in product_tilings(1, o.n, o.k, chip) if not tiling["rows_outer"])
+    return product_tilings(1, o.n, o.k, chip)  # of one row, so that rows are never outside
 
 
 @lowering("gated_matmul_vec_kernel", tilings=_gated_tilings)
@@ -187,14 +205,18 @@ def _epilogue(e: Emitter, o: Operands, sums: Piece, rows: Axis, columns: Axis) -
         e.store(out, o.out, box)
 
 
-def _batched_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+def _batched_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     need_matrix(chip, o.a.dtype)
     products = o.out.shape[-3] if len(o.out.shape) > 2 else 1
     sizes = itemsize(o.a.dtype), itemsize(o.b.dtype)
-    for together in halvings(products, 1):
-        for tiling in product_tilings(o.m, o.n, o.k, chip, sizes, 0, together):
-            if not tiling["rows_outer"] or (tiling["m"] < o.m and tiling["k"] == o.k):
-                yield {**tiling, "together": together}
+
+    def tiles(divisor: int) -> Iterator[Tiling]:
+        for together in divided(halvings(products, 1), divisor):
+            for tiling in _tiles(o.m, o.n, o.k, chip, sizes, 0, together, divisor):
+                if not tiling["rows_outer"] or (tiling["m"] < o.m and tiling["k"] == o.k):
+                    yield {**tiling, "together": together}
+
+    return in_tiers(tiles)
 
 
 @lowering("batched_matmul_kernel", tilings=_batched_tilings)
