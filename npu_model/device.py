@@ -70,7 +70,7 @@ class NPUBackend(Backend):
         self.checked = os.environ.get("NPU_SIM_CHECKED") == "1" if checked is None else checked
         self.npu_target = NPUTarget(chip)
         self.config = self.npu_target.config
-        self.simulated_seconds = 0.0
+        self.simulated_seconds: float = 0.0
         self._host = CPUBackend(tune=False)
         self._loaded: WeakValueDictionary[bytes, _Loaded] = WeakValueDictionary()
 
@@ -144,6 +144,14 @@ class NPUBackend(Backend):
 
     def clock(self) -> float:
         return self.simulated_seconds
+
+    @property
+    def makes_trials(self) -> bool:
+        return False  # the prices of a simulated chip are simulated
+
+    def waited(self, seconds: float) -> None:
+        with self.lock:
+            self.simulated_seconds += seconds
 
     def timed(self, launch: Launch) -> float:
         launch()

@@ -35,6 +35,10 @@ def _from_float8(x: Any) -> Any:
     return np.asarray(x).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
+def _float8_bits(x: Any) -> Any:
+    return np.asarray(x, np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(np.int32)
+
+
 def _bits(x: Any, shift: float, mask: float) -> Any:
     return (np.asarray(x).astype(np.int32, copy=False) >> int(shift)) & int(mask)
 
@@ -68,6 +72,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "signed_byte": lambda x: np.asarray(x).astype(np.uint8).view(np.int8).astype(np.int32),
     "to_float8": _to_float8,
     "from_float8": _from_float8,
+    "float8_bits": _float8_bits,
 }
 
 

@@ -6,7 +6,8 @@ Engines work side by side, each on one instruction at a time and in the order of
    been reached. Instructions start in the order in which they become ready.
 2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine
    is free for the next transfer meanwhile. All engines share DRAM.
-3. Any other instruction keeps its engine for its cycles.
+3. Any other instruction keeps its engine for its cycles. A product ends the depth of the array later where folds
+   overlap; the engine begins the next one meanwhile.
 4. At its end an instruction raises its tokens; an engine's instructions end in their order.
 5. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
    the chip overlaps them; otherwise a launch begins when the section before has ended.
@@ -312,7 +313,8 @@ class _Scheduler:
                 self.dram_free = queue.free = start + cycles
                 end = queue.free + latency
             else:
-                end = queue.free = start + cycles
+                queue.free = start + cycles
+                end = queue.free + cost.latency
             if end < queue.ended:
                 end = queue.ended
             queue.ended = end
