@@ -155,7 +155,7 @@ def qwen_lines() -> Iterator[Line]:
         try:
             program = compile_decode_loop(checkpoint, 2048, NPUTarget(chip))
         except NPUError as error:
-            yield Line(what, 1.0, problem=str(error).splitlines()[0])
+            yield Line(what, 1.0, problem=str(error).splitlines()[0].removesuffix(":"))
             continue
         yield timed(what, 1.0, partial(simulate, program, chip))
 

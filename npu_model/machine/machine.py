@@ -169,7 +169,7 @@ class Machine:
         return self.memory[tile.buffer]
 
     def execution(self, instruction: Instruction, varying: Sequence[int]) -> Execution:
-        """What executes an instruction of the program; it is made once.
+        """The executor of an instruction of the program, which is made once.
 
         Args:
             varying: Axes of which some elements do not exist in some rounds.

@@ -14,7 +14,7 @@ from npu_model.isa.instructions import Tile
 POISON = 0xA5
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
-"""For each axis of a box, the first existing element and the one behind the last."""
+"""The first existing element and the one behind the last, for each axis of a box."""
 
 
 class MachineError(DeviceError):
@@ -95,7 +95,7 @@ class Part:
         self._offset = sum(first * stride for (first, _), stride in zip(ranges, self.strides, strict=True))
 
     def read(self, counters: Sequence[int]) -> np.ndarray:
-        """What it holds in a round of the loops. Raises `MachineError` where something was never written."""
+        """The elements in a round of the loops. Raises `MachineError` where something was never written."""
         address, memory = self._address(counters), self.memory
         array = memory.view(address, self.shape, self.strides, self.dtype)
         if memory.written is not None:
