@@ -38,7 +38,8 @@ from npu_model.machine.machine import Machine, Run
 MOST_CALLS = 4  # of a chain
 _MOST_STRIPES = 64
 _COARSE = 8  # tilings of a stripe that are looked at before its chain is chosen
-_NOTABLE = 0.003  # part of a program's cycles that DRAM is busy with a value which is worth a cascade
+_NOTABLE = 0.01  # part of a program's cycles that DRAM is busy with a value which is worth a cascade
+_WORTH = 0.005  # part of a program's cycles that a cascade saves at least
 _STAGED = 1024  # bytes of a weight that is worth a buffer
 
 Rows: TypeAlias = tuple[int, int]
@@ -348,19 +349,23 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     check_calls(plan.calls, chip, mapper)
     plain = _linked(plan, plan, [1] * len(plan.calls), chip, mapper)
     chosen = _chosen(plan, chip, mapper)
-    before = Machine(chip, plain.program).run() if chosen else None
-    while before is not None and chosen:
-        changed = with_cascades(plan, chosen, chip, mapper)
-        if changed is not None and _is_better(Machine(chip, changed.program).run(), before):
+    if not chosen:
+        return plain
+    before = Machine(chip, plain.program).run()
+    for factor in (1, 0.5, 4):
+        ways = [replace(cascade, stripes=max(2, round(cascade.stripes * factor))) for cascade in chosen]
+        changed = with_cascades(plan, ways, chip, mapper)
+        if changed is None:
+            continue
+        run = Machine(chip, changed.program).run()
+        if run.cycles < before.cycles * (1 - _WORTH) and _moved(run) <= _moved(before):
             return changed
-        chosen = chosen[: len(chosen) // 2]
     return plain
 
 
-def _is_better(run: Run, before: Run) -> bool:
-    """Whether a run takes fewer cycles and moves no more bytes of DRAM."""
-    moved, had = (sum(counts.dram_read + counts.dram_written for counts in each.sections) for each in (run, before))
-    return run.cycles < before.cycles and moved <= had
+def _moved(run: Run) -> int:
+    """Bytes of DRAM that a run moves."""
+    return sum(counts.dram_read + counts.dram_written for counts in run.sections)
 
 
 def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[ExecutionPlan, TileProgram]:
@@ -424,7 +429,7 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[Cascade]:
             passing = sum(value.size_bytes for value in values.values())
             for cascade in _ways(plan, first, stop, room, passing):
                 gain = sum(parts[first:stop]) - _price(plan, cascade, room, chip, coarse)
-                if gain > 0 and best[first][0] + gain > best[-1][0]:
+                if gain > _WORTH * sum(parts) and best[first][0] + gain > best[-1][0]:
                     best[-1] = best[first][0] + gain, (*best[first][1], (gain, cascade))
     return [cascade for _, cascade in sorted(best[-1][1], key=lambda each: -each[0])]
 
@@ -438,7 +443,10 @@ def _passing(plan: ExecutionPlan) -> list[bool]:
     outputs = {view.buffer for view in plan.output_views.values()}
 
     def passes(call: KernelCall, following: KernelCall) -> bool:
-        if not {call.kernel, following.kernel} <= _RULES.keys() or len(call.outputs) != 1:
+        own, next_ = _RULES.get(call.kernel), _RULES.get(following.kernel)
+        if own is None or next_ is None or own.dim != next_.dim or len(call.outputs) != 1:
+            return False
+        if any(view.rank <= own.dim or not view.numel for view in (*call.outputs, *following.outputs)):
             return False
         value = call.outputs[0]
         is_between = plan.buffers[value.buffer].kind == "arena" and value.buffer not in outputs
