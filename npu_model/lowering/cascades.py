@@ -438,13 +438,18 @@ def _passing(plan: ExecutionPlan) -> list[bool]:
     outputs = {view.buffer for view in plan.output_views.values()}
 
     def passes(call: KernelCall, following: KernelCall) -> bool:
-        if not {call.kernel, following.kernel} <= _RULES.keys() or len(call.outputs) != 1:
+        if not (_has_rows(call) and _has_rows(following)) or len(call.outputs) != 1:
             return False
         value = call.outputs[0]
         is_between = plan.buffers[value.buffer].kind == "arena" and value.buffer not in outputs
         return is_between and touching[value.buffer] == [value, value] and value in following.inputs
 
     return list(starmap(passes, pairwise(plan.calls)))
+
+
+def _has_rows(call: KernelCall) -> bool:
+    """Whether the call's result has the dimension along which its kernel is divided into stripes."""
+    return call.kernel in _RULES and call.outputs[0].rank > _RULES[call.kernel].dim
 
 
 def _room(
