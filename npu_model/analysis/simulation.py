@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
+from npu_compiler.program.plan import ExecutionPlan
 from npu_model.analysis.result import Result, make_result
 from npu_model.chip import Chip
 from npu_model.isa.instructions import TileProgram
 from npu_model.loading import load_tiles
-from npu_model.lowering.program import lower_program
+from npu_model.lowering.cascades import arrange, lower_arranged
+from npu_model.lowering.mapper import Mapper, Sketches
 from npu_model.machine.machine import Machine, Run
 
 # More memory, bandwidth or arrays make no program slower by more than this share of its time and, for each call, one
@@ -35,6 +37,36 @@ def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Re
         ConstraintError: the chip cannot run a call of an op-level program; lists all of them.
         DeviceError: the program was compiled for another chip.
     """
+    tiles = lowered(program, chip)
+    return result_of(program, chip, tiles, Machine(chip, tiles).run(spans=spans))
+
+
+def lowered(program: CompiledProgram, chip: Chip) -> TileProgram:
+    """The instructions of a program for a chip: those that it was compiled to or, of an op-level program, new ones.
+
+    Raises as `simulate`.
+    """
+    plan = checked_plan(program)
+    if program.target.startswith("npu:"):
+        return load_tiles(program, chip)
+    _, tiles = lower_arranged(plan, chip, Mapper(chip))
+    return tiles
+
+
+def simulate_for(program: CompiledProgram, chip: Chip, sketches: Sketches) -> Result:
+    """One run of a program on one of many chips, with the cycles, traffic and energy that `simulate` tells.
+
+    Args:
+        sketches: What was emitted for the other chips, which is not emitted again.
+    """
+    if program.target.startswith("npu:"):
+        return simulate(program, chip)
+    tiles = arrange(checked_plan(program), chip, Mapper(chip, sketches)).program
+    return result_of(program, chip, tiles, Machine(chip, tiles).run())
+
+
+def checked_plan(program: CompiledProgram) -> ExecutionPlan:
+    """The plan of a program that can be simulated. Raises `InputError` where it is for another target, or empty."""
     import npu_compiler.ops  # noqa: F401  (declares the kernels)
 
     if program.contains_code:
@@ -42,11 +74,9 @@ def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Re
             f"'{program.name}' was compiled for {program.target}, whose kernels only that target knows; simulate takes "
             "programs compiled with --target op_level or npu:CHIP"
         )
-    plan = program.plan
-    if not plan.calls:
+    if not program.plan.calls:
         raise InputError(f"'{program.name}' has no kernel calls to simulate: its outputs are its inputs or constants")
-    tiles = load_tiles(program, chip) if program.target.startswith("npu:") else lower_program(plan, chip)
-    return result_of(program, chip, tiles, Machine(chip, tiles).run(spans=spans))
+    return program.plan
 
 
 def result_of(program: CompiledProgram, chip: Chip, tiles: TileProgram, run: Run) -> Result:
@@ -55,4 +85,4 @@ def result_of(program: CompiledProgram, chip: Chip, tiles: TileProgram, run: Run
     return make_result(program.name, program.plan, chip, tiles, run, kept)
 
 
-__all__ = ["MONOTONE_WITHIN", "most_cycles", "result_of", "simulate"]
+__all__ = ["MONOTONE_WITHIN", "lowered", "most_cycles", "result_of", "simulate", "simulate_for"]

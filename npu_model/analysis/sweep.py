@@ -22,9 +22,10 @@ from typing import Any
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import ConstraintError, InputError
 from npu_compiler.files import write_atomically
-from npu_model.analysis.simulation import simulate
+from npu_model.analysis.simulation import simulate_for
 from npu_model.chip import Chip
 from npu_model.chip.description import check_number
+from npu_model.lowering.mapper import Sketches
 
 MOST_CHIPS = 4096
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -199,7 +200,8 @@ def _simulated(
     program: CompiledProgram, chips: Sequence[tuple[dict[str, float], Chip]], workers: int
 ) -> Iterator[Point]:
     if workers < 2:
-        yield from (_point(program, *chip) for chip in chips)
+        sketches: Sketches = {}
+        yield from (_point(program, *chip, sketches) for chip in chips)
         return
     spawn = get_context("spawn")  # a fork would copy the locks of threads that run here
     with ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(program.to_bytes(),)) as pool:
@@ -219,13 +221,19 @@ def _program() -> CompiledProgram:
     return CompiledProgram.from_bytes(_packed[0])
 
 
+@cache
+def _sketches() -> Sketches:
+    """What the worker emitted so far."""
+    return {}
+
+
 def _point_of_process(chip: tuple[dict[str, float], Chip]) -> Point:
-    return _point(_program(), *chip)
+    return _point(_program(), *chip, _sketches())
 
 
-def _point(program: CompiledProgram, values: dict[str, float], chip: Chip) -> Point:
+def _point(program: CompiledProgram, values: dict[str, float], chip: Chip, sketches: Sketches) -> Point:
     try:
-        result = simulate(program, chip)
+        result = simulate_for(program, chip, sketches)
     except ConstraintError as error:
         return Point(values, 0.0, 0.0, 0, 0.0, area(chip), problem=error.violations[0])
     return Point(values, result.seconds, result.energy.total, result.dram_bytes, result.utilization, area(chip))

@@ -47,7 +47,11 @@ DOUBLE = 2  # places of a piece within a loop
 
 
 class DoesNotFit(Exception):
-    """A piece is larger than the memory that a section may use."""
+    """A section needs more than it may use of a memory: at least `size` bytes."""
+
+    def __init__(self, space: Space, size: int) -> None:
+        super().__init__()
+        self.space, self.size = space, size
 
 
 @dataclass(frozen=True)
@@ -106,10 +110,10 @@ class Piece:
     def shape(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
-    def tile(self, *dims: int | None) -> Tile:
+    def tile(self, *dims: int | None, offset: int = 0) -> Tile:
         """The piece as an operand of an instruction whose axes are these dimensions of it; None where it has none."""
         strides = tuple(0 if dim is None else self.strides[dim] for dim in dims)
-        return self.with_strides(strides)
+        return self.with_strides(strides, offset)
 
     def with_strides(self, strides: tuple[int, ...], offset: int = 0) -> Tile:
         """The piece as an operand that is walked with these strides, from `offset` bytes on."""
@@ -257,7 +261,7 @@ class Emitter:
         address = self._used[space]
         self._used[space] = address + size * slots
         if self._used[space] > room:
-            raise DoesNotFit
+            raise DoesNotFit(space, self._used[space])
         memory = Memory(space, self.depth, first + address, size, slots, self._turn())
         strides = tuple(step * itemsize(dtype) for step in contiguous_strides(sizes))
         return Piece(axes, dtype, space, Affine(memory.address), strides, memory)
@@ -286,6 +290,13 @@ class Emitter:
         if fill is not None:
             target = replace(target, axes=tuple(Axis(axis.size) for axis in axes))
         return target
+
+    @staticmethod
+    def part(whole: Piece, view: View, box: Sequence[tuple[Affine, int]]) -> Piece:
+        """A box of a tensor that lies in the scratchpad whole."""
+        axes = [Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True)]
+        offset = sum((start * stride for (start, _), stride in zip(box, whole.strides, strict=True)), ZERO)
+        return whole.reshaped(axes, whole.strides, offset)
 
     def store(self, piece: Piece, view: View, box: Sequence[tuple[Affine, int]], queue: int = 2) -> None:
         """Move a piece to a box of a tensor."""
@@ -440,6 +451,11 @@ class Emitter:
         """Bytes of the scratchpad for pieces."""
         return self._used[Space.SCRATCHPAD]
 
+    @property
+    def used_accumulators(self) -> int:
+        """Bytes of the accumulators."""
+        return self._used[Space.ACCUMULATORS]
+
     def executions(self) -> Iterator[tuple[Instruction, int, str]]:
         """Each instruction, how often it is executed, and the buffer in DRAM that it moves from or to."""
         for item in self._items:
@@ -449,15 +465,17 @@ class Emitter:
     def rooms(self) -> dict[str, int]:
         """Buffer in DRAM → bytes of the scratchpad for pieces of it, which need none where it lies in the scratchpad.
 
-        A piece with filled surroundings is not among them: it is a copy in any case.
+        A piece with filled surroundings is not among them, which is a copy in any case.
         """
-        sizes: dict[str, dict[Memory, int]] = {}
+        touching: dict[Memory, list[_Item]] = {}
         for item in self._items:
-            for place, *_ in item.outside:
-                moves = isinstance(item.instruction, Transfer) and item.instruction.fill is None
-                for memory in item.touches if moves else ():
-                    sizes.setdefault(place.name, {})[memory] = memory.size * memory.slots
-        return {name: sum(memories.values()) for name, memories in sizes.items() if name}
+            for memory in item.touches:
+                touching.setdefault(memory, []).append(item)
+        sizes: dict[str, int] = {}
+        for memory, items in touching.items():
+            for name in _owners(memory, items):
+                sizes[name] = sizes.get(name, 0) + memory.size * memory.slots
+        return sizes
 
     # Tokens
 
@@ -513,6 +531,17 @@ class Emitter:
         )
         body = tuple(_built(item, waits, signals) for item in self._root.items)
         return Draft(body, outside, raised, self._used[Space.SCRATCHPAD], self._used[Space.ACCUMULATORS])
+
+
+def _owners(memory: Memory, items: Sequence[_Item]) -> set[str]:
+    """The buffers in DRAM that a piece is moved from or to, and stands for: either of them, where it is only moved."""
+    moving = [item for item in items if isinstance(item.instruction, Transfer)]
+    plain = all(item.instruction.fill is None and item.instruction.index is None for item in moving)  # type: ignore[attr-defined]
+    names = {place.name for item in moving for place, *_ in item.outside if place.name}
+    computed = any(item.touches[memory][1] for item in items if item not in moving)
+    loaded = any(item.touches[memory][1] for item in moving)
+    is_copy = len(moving) == len(items)
+    return names if plain and not (loaded and computed) and (len(names) == 1 or is_copy) else set()
 
 
 def _add_token(tokens: list[dict[_Item, Affine]], counts: Mapping[_Item, Affine]) -> None:

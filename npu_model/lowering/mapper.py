@@ -1,27 +1,36 @@
 """`Mapper`: the tilings of calls, by a bounded search over their lowering.
 
-A candidate is emitted and its instructions are added up: cycles of each engine, and of DRAM by operand. The estimate of
-a call is the time of its busiest engine, or of DRAM, and what comes before and behind: the first loads and the last
-stores. An operand that stays in the scratchpad takes no DRAM and no room for its pieces, so that one search tells the
-estimates for any choice of such operands. Equal calls are searched once.
+A tiling is emitted once, as a *sketch*: the work of its instructions, which is the same on every chip. A chip's costs
+of that work are added up: cycles of each engine, and of DRAM by operand. The estimate of a call is the time of its
+busiest engine, or of DRAM, and what comes before and behind: the first loads and the last stores. An operand that stays
+in the scratchpad takes no DRAM and no room for its pieces, so that one search tells the estimates for any choice of
+such operands. Equal calls are searched once, and chips that share their sketches emit a tiling once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from npu_compiler.program.kernels import KernelCall
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Engine, Space, Token
 from npu_model.lowering.emitter import DOUBLE, DoesNotFit, Emitter, Place
-from npu_model.lowering.families import LOWERINGS, CannotLower, Lowering, Operands, Tiling, operands_of
-from npu_model.machine.costs import Costs
+from npu_model.lowering.families import LOWERINGS, CannotLower, Operands, Tiling, operands_of
+from npu_model.machine.costs import Costs, Work, work_of
 
 MOST_CANDIDATES = 40
-MOST_TRIED = 400  # tilings that are looked at for one call, those that do not fit included
+MOST_TRIED = 400  # tilings of one size that are looked at for one call, those that do not fit included
 _HIDDEN = 0.5  # part of the first loads and last stores that the calls around hide, where there is room for both
+_REACH = 3  # calls behind which the first loads of a call may go on
+_LIKELY = 6  # tilings of a call that are compared beside those of the calls around
+_TRAFFIC = 0.1  # part of the cycles of DRAM that is added, since the calls around wait for DRAM too
 _ISSUE = 16.0  # cycles that an instruction is taken to cost besides, so that of equal tilings the shortest is taken
 
 
@@ -34,12 +43,11 @@ class Candidate:
         dram: Cycles of DRAM, by position of the operand among the call's views.
         room: Bytes of the scratchpad for pieces, by position of the operand that they are moved from or to.
         scratchpad: Bytes of the scratchpad in all.
-        fill: Cycles of the first transfers and the last ones, latencies included.
+        fill: Cycles of the first transfers and the last ones, latencies included; by position.
         once: Cycles of one round of the engines that compute.
         flow: Cycles that the transfers of an operand take one after the other, latencies included, where each piece has
             two places; by position.
         executions: Number of instructions that are executed.
-        serial: Whether loads wait for the stores before them, which share their queue where there are fewer than three.
     """
 
     tiling: Tiling
@@ -47,37 +55,215 @@ class Candidate:
     dram: Mapping[int, float]
     room: Mapping[int, int]
     scratchpad: int
-    fill: float
+    fill: Mapping[int, float]
     once: float
     flow: Mapping[int, float]
     executions: int
-    serial: bool = False
 
     def needs(self, resident: Collection[int]) -> int:
         """Bytes of the scratchpad, with these operands in it already."""
-        return self.scratchpad - sum(self.room.get(position, 0) for position in resident)
+        return max(0, self.scratchpad - sum(self.room.get(position, 0) for position in resident))
 
-    def estimate(self, resident: Collection[int], room: int) -> float:
-        """Cycles, with these operands in the scratchpad and `room` bytes of it for pieces."""
-        moved = sum(cycles for position, cycles in self.dram.items() if position not in resident)
-        if self.serial:
-            return self.busy + moved + self.executions * _ISSUE
-        fits_twice = 2 * self.needs(resident) <= room
-        hidden = _HIDDEN if fits_twice else 1.0
-        flow = max((cycles for position, cycles in self.flow.items() if position not in resident), default=0.0)
-        return max(self.busy + self.fill * hidden, moved + self.once * hidden, flow) + self.executions * _ISSUE
+
+@dataclass(frozen=True)
+class Sketch:
+    """A tiling of a call as it is emitted with all operands in DRAM: what any chip has to do.
+
+    Attributes:
+        moves: The operand's position among the call's views (-1 for none), the work of a transfer, and how often it is
+            done.
+        computes: Engine, work, and how often it is done.
+        room: Bytes of the scratchpad for pieces, by position of the operand that they are moved from or to.
+        scratchpad, accumulators: Bytes in all.
+        executions: Number of instructions that are executed.
+    """
+
+    tiling: Tiling
+    moves: tuple[tuple[int, Work | None, int], ...]
+    computes: tuple[tuple[str, Work | None, int], ...]
+    room: Mapping[int, int]
+    scratchpad: int
+    accumulators: int
+    executions: int
+
+
+Sketches: TypeAlias = dict[object, Sketch | DoesNotFit]
+"""What was emitted so far, for any number of chips; where a tiling did not fit, how many bytes it needs at least."""
+
+
+class Choices:
+    """The tilings of a call on a chip.
+
+    Args:
+        operands: Number of the call's views.
+        serial: Whether loads wait for the stores before them, which share their queue where there are fewer than three.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], operands: int, serial: bool) -> None:
+        self.candidates = candidates
+        self._operands, self._serial = operands, serial
+        self._busy, self._once, self._issue = np.array(
+            [(each.busy, each.once, each.executions * _ISSUE) for each in candidates]
+        ).T
+        self._scratchpad = np.array([each.scratchpad for each in candidates])
+        self._room, self._dram, self._flow, self._fill = (
+            self._by_operand([getattr(each, name) for each in candidates]) for name in ("room", "dram", "flow", "fill")
+        )
+        self._estimated: dict[frozenset[int], tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = {}
+        self._steps: dict[frozenset[int], tuple[list[int], list[float]]] = {}
+        self._likely: dict[tuple[frozenset[int], int], list[_Option]] = {}
+
+    def _by_operand(self, rows: Sequence[Mapping[int, float]]) -> NDArray[Any]:
+        """Numbers by candidate and position; those of no operand, at -1, come last."""
+        return np.array([[row.get(position, 0) for position in (*range(self._operands), -1)] for row in rows])
+
+    def _estimates(self, resident: frozenset[int]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """By candidate, with these operands in the scratchpad: bytes that it needs, and cycles.
+
+        The cycles are those where the calls around leave no room for its pieces, and those where they do.
+        """
+        if resident not in self._estimated:
+            outside = np.array([position not in resident for position in (*range(self._operands), -1)])
+            needs = np.maximum(0, self._scratchpad - self._room @ ~outside)
+            moved = self._dram @ outside
+            if self._serial:
+                apart = beside = self._busy + moved * (1 + _TRAFFIC) + self._issue
+            else:
+                flow, fill = (self._flow * outside).max(axis=1), self._fill @ outside
+                apart, beside = (
+                    np.maximum.reduce([self._busy + fill * hidden, moved + self._once * hidden, flow])
+                    + moved * _TRAFFIC
+                    + self._issue
+                    for hidden in (1.0, _HIDDEN)
+                )
+            self._estimated[resident] = needs, apart, beside
+        return self._estimated[resident]
+
+    def ranked(self, resident: Collection[int], room: int) -> list[Candidate]:
+        """The candidates that fit into `room` bytes with these operands in the scratchpad, the best first."""
+        needs, apart, beside = self._estimates(frozenset(resident))
+        order = np.argsort(np.where(2 * needs <= room, beside, apart), kind="stable")
+        return [self.candidates[number] for number in order if needs[number] <= room]
+
+    def estimate(self, resident: frozenset[int], room: int) -> float:
+        """Cycles of the best candidate that fits; infinite where none does."""
+        rooms, estimates = self._by_room(resident)
+        number = bisect_right(rooms, room)
+        return estimates[number - 1] if number else math.inf
+
+    def least_room(self, resident: frozenset[int], room: int) -> int:
+        """The fewest bytes with which the estimate is as good as with `room` bytes."""
+        rooms, _ = self._by_room(resident)
+        number = bisect_right(rooms, room)
+        return rooms[number - 1] if number else room
+
+    def _by_room(self, resident: frozenset[int]) -> tuple[list[int], list[float]]:
+        """The bytes from which on the estimate gets better, and the estimates."""
+        if resident not in self._steps:
+            needs, apart, beside = (each.tolist() for each in self._estimates(resident))
+            points = [*zip(needs, apart, strict=True), *((2 * n, e) for n, e in zip(needs, beside, strict=True))]
+            rooms: list[int] = []
+            estimates: list[float] = []
+            for room, estimate in sorted(points):
+                if not estimates or estimate < estimates[-1]:
+                    rooms.append(room)
+                    estimates.append(estimate)
+            self._steps[resident] = rooms, estimates
+        return self._steps[resident]
+
+    def _fill_of(self, number: int, resident: frozenset[int]) -> float:
+        return sum(cycles for position, cycles in self.candidates[number].fill.items() if position not in resident)
+
+    def likely(self, resident: frozenset[int], room: int) -> list[_Option]:
+        """Some of the best candidates that fit into `room` bytes, with room for the calls around and without."""
+        if (resident, room) not in self._likely:
+            needs, apart, beside = self._estimates(resident)
+            (fitting,) = np.nonzero(needs <= room)
+            best = [fitting[np.argsort(each[fitting], kind="stable")[:_LIKELY]] for each in (apart, beside)]
+            self._likely[resident, room] = [
+                _Option(
+                    self.candidates[n], int(needs[n]), self._fill_of(n, resident), float(apart[n]), float(beside[n])
+                )
+                for n in dict.fromkeys(np.concatenate(best).tolist())
+            ]
+        return self._likely[resident, room]
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A candidate for one of a program's calls: bytes that it needs, and its estimates.
+
+    Attributes:
+        fill: Cycles of its first transfers and last ones.
+        apart: Cycles where the calls that could hide its first loads leave no room for them.
+        beside: Cycles where they do.
+    """
+
+    candidate: Candidate
+    needs: int
+    fill: float
+    apart: float
+    beside: float
+
+
+@dataclass(frozen=True)
+class _Path:
+    """Options for the first calls of a sequence: cycles so far, and the last options with theirs, latest first."""
+
+    cycles: float
+    last: tuple[tuple[_Option, float], ...]
+    before: _Path | None
+
+    def then(self, option: _Option, room: int) -> _Path:
+        """The path with an option for the next call, which may use `room` bytes."""
+        own, wanted, taken = option.beside, option.fill * _HIDDEN, option.needs
+        for other, cycles in self.last:
+            taken += other.needs
+            if taken > room:
+                own = option.apart
+                break
+            wanted -= cycles
+            if wanted <= 0:
+                break
+        return _Path(self.cycles + own, ((option, own), *self.last[: _REACH - 1]), self)
+
+
+def in_sequence(calls: Sequence[tuple[Choices, frozenset[int], int]]) -> list[Candidate]:
+    """The tilings of calls that follow each other, where the first loads of one go on while those before compute.
+
+    Args:
+        calls: Each with its operands in the scratchpad, and the bytes for its pieces; some candidate fits.
+    """
+    paths = [_Path(0.0, (), None)]
+    for choices, resident, room in calls:
+        paths = [
+            min((path.then(option, room) for path in paths), key=lambda path: path.cycles)
+            for option in choices.likely(resident, room)
+        ]
+    taken = []
+    path: _Path | None = min(paths, key=lambda path: path.cycles)
+    while path is not None and path.last:
+        taken.append(path.last[0][0].candidate)
+        path = path.before
+    return taken[::-1]
 
 
 class Mapper:
-    """Searches tilings for the calls of programs on one chip."""
+    """Searches tilings for the calls of programs on one chip.
 
-    def __init__(self, chip: Chip) -> None:
-        self.chip = chip
+    Args:
+        sketches: What was emitted for other chips.
+        most: Tilings of a call that are compared.
+    """
+
+    def __init__(self, chip: Chip, sketches: Sketches | None = None, most: int = MOST_CANDIDATES) -> None:
+        self.chip, self.most = chip, most
+        self.sketches = {} if sketches is None else sketches
         self._costs = Costs(chip)
-        self._searched: dict[object, list[Candidate] | CannotLower] = {}
+        self._searched: dict[object, Choices | CannotLower] = {}
 
-    def candidates(self, call: KernelCall) -> list[Candidate]:
-        """Tilings of a call, with all operands in DRAM.
+    def choices(self, call: KernelCall) -> Choices:
+        """Tilings of a call.
 
         Raises:
             CannotLower: the chip cannot run the call, or no tiling fits.
@@ -85,7 +271,9 @@ class Mapper:
         key = _signature(call)
         if key not in self._searched:
             try:
-                self._searched[key] = self._search(operands_of(call))
+                operands = len(call.inputs) + len(call.outputs)
+                serial = self.chip.dma.channels < 3
+                self._searched[key] = Choices(self._search(operands_of(call), key), operands, serial)
             except CannotLower as error:
                 self._searched[key] = error
         found = self._searched[key]
@@ -94,34 +282,26 @@ class Mapper:
         return found
 
     def ranked(self, call: KernelCall, resident: Collection[int], room: int) -> list[Candidate]:
-        """The candidates that fit into `room` bytes with these operands in the scratchpad, the best first."""
-        fitting = [each for each in self.candidates(call) if each.needs(resident) <= room]
-        return sorted(fitting, key=lambda each: each.estimate(resident, room))
+        """The tilings that fit into `room` bytes with these operands in the scratchpad, the best first."""
+        return self.choices(call).ranked(resident, room)
 
-    def estimate(self, call: KernelCall, resident: Collection[int], room: int) -> float:
-        """Cycles of the best candidate that fits; infinite where none does."""
-        return min(
-            (each.estimate(resident, room) for each in self.candidates(call) if each.needs(resident) <= room),
-            default=math.inf,
-        )
-
-    def _search(self, operands: Operands) -> list[Candidate]:
+    def _search(self, operands: Operands, signature: object) -> list[Candidate]:
         call = operands.call
         if call.kernel not in LOWERINGS:
             raise CannotLower(f"the NPU has no lowering for '{call.kernel}'")
-        lowering = LOWERINGS[call.kernel]
-        views = (*call.inputs, *call.outputs)
-        places = {view.buffer: Place(Space.DRAM, view.buffer, 0, 2**62) for view in views}
-        positions: dict[str, list[int]] = {}
-        for position, view in enumerate(views):
-            positions.setdefault(view.buffer, []).append(position)
         found: list[Candidate] = []
-        for tried, tiling in enumerate(lowering.tilings(operands, self.chip)):
-            candidate = self._candidate(lowering, operands, tiling, places, positions)
-            if candidate is not None:
-                found.append(candidate)
-            if len(found) >= MOST_CANDIDATES or tried >= MOST_TRIED:
+        tried = 0
+        for tiling in LOWERINGS[call.kernel].tilings(operands, self.chip):
+            if len(found) >= self.most or (found and (tiling is None or tried >= MOST_TRIED)):
                 break
+            if tiling is None:
+                tried = 0
+            if tiling is None or tried >= MOST_TRIED:
+                continue
+            tried += 1
+            sketch = self._sketch(operands, tiling, signature)
+            if sketch is not None:
+                found.append(self._candidate(sketch))
         if not found:
             raise CannotLower(
                 f"its smallest tiles do not fit {self.chip.sram.size} bytes of scratchpad, or the accumulators; "
@@ -129,43 +309,65 @@ class Mapper:
             )
         return found
 
-    def _candidate(
-        self,
-        lowering: Lowering,
-        operands: Operands,
-        tiling: Tiling,
-        places: Mapping[str, Place],
-        positions: Mapping[str, list[int]],
-    ) -> Candidate | None:
-        emitter = new_emitter(self.chip, places, (0, self.chip.sram.size))
-        try:
-            lowering.emit(emitter, operands, tiling)
-        except DoesNotFit:
+    def _sketch(self, operands: Operands, tiling: Tiling, signature: object) -> Sketch | None:
+        """A tiling as it is emitted, or None where it does not fit the chip."""
+        chip = self.chip
+        key = signature, chip.sram.alignment, chip.output is not None, tuple(tiling.items())
+        sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
+        room = {Space.SCRATCHPAD: chip.sram.size, Space.ACCUMULATORS: sums}
+        found = self.sketches.get(key)
+        if found is None or (isinstance(found, DoesNotFit) and found.size <= room[found.space]):
+            try:
+                found = _sketch(operands, tiling, chip)
+            except DoesNotFit as error:
+                found = DoesNotFit(error.space, error.size)  # without the frames that it passed
+            self.sketches[key] = found
+        if isinstance(found, DoesNotFit) or found.scratchpad > chip.sram.size or found.accumulators > sums:
             return None
+        return found
+
+    def _candidate(self, sketch: Sketch) -> Candidate:
+        costs, latency = self._costs, self.chip.dram_latency_cycles
         busy: dict[str, float] = {}
         once: dict[str, float] = {}
         dram: dict[int, float] = {}
         flow: dict[int, float] = {}
-        fill = 0.0
-        executions = 0
-        latency = self.chip.dram_latency_cycles
-        for instruction, times, name in emitter.executions():
-            cost = self._costs.cost(instruction, [axis.size for axis in instruction.axes])
-            engine = instruction.engine
-            executions += times
-            if engine.startswith(Engine.DMA):
-                fill += cost.cycles + latency
-                position = positions[name][0] if name else -1
-                dram[position] = dram.get(position, 0.0) + times * cost.cycles
-                flow[position] = flow.get(position, 0.0) + times * (cost.cycles + latency) / DOUBLE
-            else:
-                busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
-                once[engine] = once.get(engine, 0.0) + cost.cycles
+        fill: dict[int, float] = {}
+        for position, work, times in sketch.moves:
+            cycles = costs.of(work).cycles
+            fill[position] = fill.get(position, 0.0) + cycles + latency
+            dram[position] = dram.get(position, 0.0) + times * cycles
+            flow[position] = flow.get(position, 0.0) + times * (cycles + latency) / DOUBLE
+        for engine, work, times in sketch.computes:
+            cost = costs.of(work)
+            busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
+            once[engine] = once.get(engine, 0.0) + cost.cycles + cost.latency
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
-        room = {positions[name][0]: size for name, size in emitter.rooms().items()}
-        serial = self.chip.dma.channels < 3
-        return Candidate(tiling, slowest, dram, room, emitter.used, fill, around, flow, executions, serial)
+        return Candidate(
+            sketch.tiling, slowest, dram, sketch.room, sketch.scratchpad, fill, around, flow, sketch.executions
+        )
+
+
+def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
+    call = operands.call
+    views = (*call.inputs, *call.outputs)
+    emitter = new_emitter(chip, {v.buffer: Place(Space.DRAM, v.buffer, 0, 2**62) for v in views}, (0, chip.sram.size))
+    LOWERINGS[call.kernel].emit(emitter, operands, tiling)
+    positions: dict[str, int] = {"": -1}
+    for position, view in enumerate(views):
+        positions.setdefault(view.buffer, position)
+    moves, computes = [], []
+    executions = 0
+    for instruction, times, name in emitter.executions():
+        work = work_of(instruction, [axis.size for axis in instruction.axes])
+        executions += times
+        if instruction.engine.startswith(Engine.DMA):
+            moves.append((positions[name], work, times))
+        else:
+            computes.append((instruction.engine, work, times))
+    room = {positions[name]: size for name, size in emitter.rooms().items()}
+    return Sketch(tiling, tuple(moves), tuple(computes), room, emitter.used, emitter.used_accumulators, executions)
 
 
 def new_emitter(
@@ -191,4 +393,4 @@ def _signature(call: KernelCall) -> object:
     return call.kernel, views, len(call.inputs), repr(sorted(call.params.items()))
 
 
-__all__ = ["Candidate", "Mapper", "emit_call", "new_emitter"]
+__all__ = ["Candidate", "Choices", "Mapper", "Sketches", "emit_call", "in_sequence", "new_emitter"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from npu_compiler.constraint_checker import ADVICE
@@ -26,13 +26,14 @@ from npu_model.isa.instructions import (
     Wait,
 )
 from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
-from npu_model.lowering.families import CannotLower
+from npu_model.lowering.families import CannotLower, Tiling
 from npu_model.lowering.implied_waits import without_implied_waits
-from npu_model.lowering.mapper import Mapper, emit_call, new_emitter
+from npu_model.lowering.mapper import Mapper, emit_call, in_sequence, new_emitter
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
 from npu_model.machine.machine import engines_of, token_totals
 
+_RECENT = 8  # sections whose pieces others avoid
 ARENA = "arena"  # the buffer in DRAM that holds intermediate values
 
 
@@ -50,15 +51,30 @@ def lower_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper | None = None)
     Raises:
         ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
-    mapper = mapper or Mapper(chip)
+    return trimmed(link_program(plan, chip, mapper or Mapper(chip)), chip)
+
+
+def trimmed(program: TileProgram, chip: Chip) -> TileProgram:
+    """A linked program without waits that others imply and tokens that nobody waits for."""
+    return without_idle_tokens(without_implied_waits(program, chip))
+
+
+def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: Collection[str] = ()) -> TileProgram:
+    """The tile program of a plan, with waits that others imply and tokens that nobody waits for.
+
+    It takes as many cycles as that of `lower_program`.
+
+    Args:
+        passing: Intermediate values that stay in the scratchpad wherever they fit.
+    """
     check_calls(plan.calls, chip, mapper)
     try:
-        return _lowered(plan, chip, mapper, choose_residency(plan, chip, mapper))
+        return _linked(plan, chip, mapper, choose_residency(plan, chip, mapper, passing))
     except ConstraintError:  # values that stay leave too little room for some call
-        return _lowered(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
+        return _linked(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
 
 
-def _lowered(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
+def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
     places = dram_places(plan)
     preload = [
         _preloaded(name, places[name], address, chip)
@@ -68,11 +84,12 @@ def _lowered(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residen
     for name, address in residency.addresses.items():
         places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
     linker = Linker(chip, places, token_totals(preload))
-    for call, room in zip(plan.calls, residency.rooms, strict=True):
-        linker.add(call, mapper, room, frozenset(residency.addresses))
+    own = [positions(call, residency.addresses) for call in plan.calls]
+    calls = list(zip(map(mapper.choices, plan.calls), own, residency.rooms, strict=True))
+    for call, candidate, (_, resident, room) in zip(plan.calls, in_sequence(calls), calls, strict=True):
+        linker.add(call, candidate.tiling, room, candidate.needs(resident))
     sections = tuple(linker.sections)
-    program = TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
-    return without_idle_tokens(without_implied_waits(program, chip))
+    return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
 
 
 def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:
@@ -81,7 +98,7 @@ def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None
     problems = []
     for call in calls:
         try:
-            mapper.candidates(call)
+            mapper.choices(call)
         except CannotLower as error:
             reason = f"kernel '{call.kernel}' cannot run on chip '{chip.name}': {error}"
             refused.setdefault(call.node, reason)
@@ -141,26 +158,38 @@ class Linker:
     sections: list[Section] = field(default_factory=list)
     _accesses: dict[tuple[Space, str], list[_Access]] = field(default_factory=dict)
     _waited: dict[str, dict[str, int]] = field(default_factory=dict)
-    _next: int = 0
+    _recent: list[tuple[int, int]] = field(default_factory=list)  # where pieces lie, of the last sections first
 
-    def add(self, call: KernelCall, mapper: Mapper, room: int, resident: frozenset[str]) -> None:
-        """Append a call's section, whose pieces lie in the first `room` bytes of the scratchpad.
+    def add(self, call: KernelCall, tiling: Tiling, room: int, size: int) -> None:
+        """Append a call's section, whose pieces take `size` bytes of the first `room` bytes of the scratchpad.
 
-        Pieces begin behind those of the section before, so that loads of one may go on while the other computes.
+        Pieces lie where those of the sections before do not, as far as that goes, so that loads of one may go on while
+        the other computes.
         """
-        own = positions(call, resident)
-        for candidate in mapper.ranked(call, own, room):
-            for first in (self._next, 0):
-                emitter = new_emitter(self.chip, self.places, (first, room - first), self.raised)
-                try:
-                    emit_call(call, candidate.tiling, emitter)
-                except DoesNotFit:
-                    continue
-                self._next = first + emitter.used
-                self._append(call, emitter.finish())
-                return
+        for first in (self._start(room, size), 0):
+            emitter = new_emitter(self.chip, self.places, (first, room - first), self.raised)
+            try:
+                emit_call(call, tiling, emitter)
+            except DoesNotFit:  # some lowerings need pieces of their own only for operands in the scratchpad
+                continue
+            if emitter.used:
+                self._recent = [(first, first + emitter.used), *self._recent[: _RECENT - 1]]
+            self._append(call, emitter.finish())
+            return
         reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.chip.name}'"
         raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
+
+    def _start(self, room: int, size: int) -> int:
+        """The first byte of pieces: of places at an end of the room or beside other pieces, the longest free one."""
+        top = (room - size) // self.chip.sram.alignment * self.chip.sram.alignment
+        beside = [start for first, end in self._recent for start in (end, first - size)]
+        starts = [start for start in (0, top, *beside) if 0 <= start <= top]
+
+        def sections_before(start: int) -> int:
+            taken = [first < start + size and start < end for first, end in self._recent]
+            return taken.index(True) if True in taken else len(taken)
+
+        return max(starts, key=sections_before, default=0)
 
     def _append(self, call: KernelCall, draft: Draft) -> None:
         fences: dict[str, dict[str, int]] = {}

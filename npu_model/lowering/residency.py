@@ -3,20 +3,25 @@
 An intermediate value stays from the call that makes it to the last one that reads it, a weight from run to run. Values
 that stay are placed from the scratchpad's end downwards; a call's pieces have what is below the lowest of those that
 live then. A value stays if the calls' estimates say that the program becomes faster: calls that touch it move fewer
-bytes, and all calls that it outlives have less room. Weights that fit without taking room from any call stay too, those
-first that are loaded the most often for their size.
+bytes, and all calls that it outlives have less room.
+
+Weights and intermediate values compete for the same bytes. Several shares of the scratchpad are tried for weights:
+those that save the most cycles for their size fill the share, intermediate values have the rest, and further weights
+take what no call uses. The share with the least estimate is taken.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
-from npu_model.lowering.mapper import Mapper
+from npu_model.lowering.mapper import Choices, Mapper
+
+_SHARES = 8  # shares of the scratchpad that are tried for weights
 
 
 @dataclass
@@ -35,7 +40,9 @@ class Residency:
 
 
 @dataclass
-class _Live:
+class _Value:
+    """A value that may stay: its bytes, its first and last call, and the calls that touch it."""
+
     name: str
     size: int
     first: int
@@ -43,108 +50,163 @@ class _Live:
     users: list[int]
 
 
-def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Residency:
-    """The values of a plan that stay in the scratchpad of a chip."""
-    calls = plan.calls
+def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: Collection[str] = ()) -> Residency:
+    """The values of a plan that stay in the scratchpad of a chip.
+
+    Args:
+        passing: Intermediate values that stay wherever they fit.
+    """
     alignment = chip.sram.alignment
     size = chip.sram.size // alignment * alignment
-    found = Residency({}, [size] * len(calls))
-    resident: list[frozenset[str]] = [frozenset()] * len(calls)
-    estimates = [mapper.estimate(call, (), size) for call in calls]
-    outputs = {view.buffer for view in plan.output_views.values()}
-    placed: list[tuple[_Live, int]] = []
-    for value in sorted(_values(plan), key=lambda v: (-len(v.users) / v.size, v.first)):
-        if value.name in outputs:
+    calls = [(call, mapper.choices(call)) for call in plan.calls]
+    values, weights = _values(plan, alignment)
+    weights = _by_gain(weights, calls, size)
+    best = _Stay(calls, size)
+    tried: set[tuple[str, ...]] = set()
+    for share in range(_SHARES):
+        pinned = _first_that_fit(weights, size * share // _SHARES)
+        if (names := tuple(weight.name for weight in pinned)) in tried:
             continue
-        address = _highest_free(value, placed, size, alignment)
+        tried.add(names)
+        stay = _Stay(calls, size)
+        stay.pin(pinned)
+        for value in values:
+            if value.name in passing:
+                stay.keep(value, -math.inf)
+        for value in values:
+            if value.name not in passing:
+                stay.keep(value, 0.0)
+        stay.pin(_first_that_fit([weight for weight in weights if weight not in pinned], stay.spare()))
+        if stay.cycles < best.cycles or len(tried) == 1:
+            best = stay
+    return Residency(best.addresses, best.rooms, best.weights)
+
+
+class _Stay:
+    """A choice of values that stay, as it grows: the room, operands in the scratchpad and estimate of each call."""
+
+    def __init__(self, calls: Sequence[tuple[KernelCall, Choices]], size: int) -> None:
+        self._calls, self._size = calls, size
+        self.rooms = [size] * len(calls)
+        self.addresses: dict[str, int] = {}
+        self.weights: list[str] = []
+        self._resident: list[frozenset[int]] = [frozenset()] * len(calls)
+        self._estimates = [choices.estimate(frozenset(), size) for _, choices in calls]
+        self._placed: list[tuple[_Value, int]] = []
+
+    @property
+    def cycles(self) -> float:
+        """The sum of all calls' estimates."""
+        return sum(self._estimates)
+
+    def spare(self) -> int:
+        """Bytes below all values that stay, which no call gains from."""
+        least = (
+            choices.least_room(resident, room)
+            for (_, choices), resident, room in zip(self._calls, self._resident, self.rooms, strict=True)
+        )
+        return min(self.rooms, default=0) - max(least, default=0)
+
+    def pin(self, weights: Sequence[_Value]) -> None:
+        """Keep weights from run to run, below all values that stay."""
+        if not weights:
+            return
+        end = min(self.rooms)
+        for weight in weights:
+            end -= weight.size
+            self.addresses[weight.name] = end
+            self.weights.append(weight.name)
+            self._placed.append((weight, end))
+            for index in weight.users:
+                self._resident[index] |= positions(self._calls[index][0], (weight.name,))
+        self.rooms = [min(room, end) for room in self.rooms]
+        self._estimates = [
+            choices.estimate(resident, room)
+            for (_, choices), resident, room in zip(self._calls, self._resident, self.rooms, strict=True)
+        ]
+
+    def keep(self, value: _Value, least: float) -> None:
+        """Keep an intermediate value where it lives, if there is a place and the estimates gain more than the least."""
+        address = self._highest_free(value)
         if address is None:
-            continue
-        span = range(value.first, value.last + 1)
-        rooms = {index: min(found.rooms[index], address) for index in span}
-        after = {}
-        for index in span:
-            names = resident[index] | {value.name} if index in value.users else resident[index]
-            if names == resident[index] and rooms[index] == found.rooms[index]:
-                continue
-            after[index] = mapper.estimate(calls[index], positions(calls[index], names), rooms[index])
-        gain = sum(estimates[index] - new for index, new in after.items())
-        if not math.isfinite(gain) or gain <= 0:
-            continue
-        found.addresses[value.name] = address
-        placed.append((value, address))
-        for index in span:
-            found.rooms[index] = rooms[index]
+            return
+        gain = 0.0
+        changes = []
+        for index in range(value.first, value.last + 1):
+            call, choices = self._calls[index]
+            room, resident = min(self.rooms[index], address), self._resident[index]
             if index in value.users:
-                resident[index] |= {value.name}
-        for index, new in after.items():
-            estimates[index] = new
-    _keep_weights(plan, found, resident, mapper, alignment)
-    return found
+                resident |= positions(call, (value.name,))
+            estimate = choices.estimate(resident, room)
+            gain += self._estimates[index] - estimate
+            changes.append((index, room, resident, estimate))
+        if not math.isfinite(gain) or gain <= least:
+            return
+        self.addresses[value.name] = address
+        self._placed.append((value, address))
+        for index, room, resident, estimate in changes:
+            self.rooms[index], self._resident[index], self._estimates[index] = room, resident, estimate
+
+    def _highest_free(self, value: _Value) -> int | None:
+        """The highest address where a value overlaps none that lives at the same time."""
+        others = sorted(
+            ((address, address + other.size) for other, address in self._placed
+             if other.first <= value.last and value.first <= other.last),
+            reverse=True,
+        )  # fmt: skip
+        end = self._size
+        for first, behind in others:
+            if end - value.size >= behind:
+                return end - value.size
+            end = min(end, first)
+        return end - value.size if end > value.size else None
 
 
-def positions(call: KernelCall, names: Sequence[str] | frozenset[str]) -> frozenset[int]:
+def positions(call: KernelCall, names: Collection[str]) -> frozenset[int]:
     """The positions of a call's operands that lie in these buffers."""
     return frozenset(i for i, view in enumerate((*call.inputs, *call.outputs)) if view.buffer in names)
 
 
-def _values(plan: ExecutionPlan) -> list[_Live]:
-    """The intermediate values of a plan with their lifetimes."""
+def _values(plan: ExecutionPlan, alignment: int) -> tuple[list[_Value], list[_Value]]:
+    """The intermediate values of a plan, those first that are touched most often for their size; and its weights."""
     users: dict[str, list[int]] = {}
     for index, call in enumerate(plan.calls):
         for name in {view.buffer for view in (*call.inputs, *call.outputs)}:
             users.setdefault(name, []).append(index)
-    return [
-        _Live(name, max(1, plan.buffers[name].size_bytes), calls[0], calls[-1], calls)
-        for name, calls in users.items()
-        if plan.buffers[name].kind == "arena"
-    ]
+    outputs = {view.buffer for view in plan.output_views.values()}
+    values, weights = [], []
+    for name, calls in users.items():
+        buffer = plan.buffers[name]
+        size = -(-max(1, buffer.size_bytes) // alignment) * alignment
+        if buffer.kind == "arena" and name not in outputs:
+            values.append(_Value(name, size, calls[0], calls[-1], calls))
+        elif buffer.is_constant and buffer.size_bytes:
+            weights.append(_Value(name, size, 0, len(plan.calls) - 1, calls))
+    return sorted(values, key=lambda v: (-len(v.users) / v.size, v.first)), weights
 
 
-def _highest_free(value: _Live, placed: Sequence[tuple[_Live, int]], size: int, alignment: int) -> int | None:
-    """The highest address where a value overlaps none that lives at the same time."""
-    others = sorted(
-        ((address, address + other.size) for other, address in placed
-         if other.first <= value.last and value.first <= other.last),
-        reverse=True,
-    )  # fmt: skip
-    end = size
-    for first, behind in others:
-        address = (end - value.size) // alignment * alignment
-        if address >= behind:
-            return address
-        end = min(end, first)
-    address = (end - value.size) // alignment * alignment
-    return address if address > 0 else None
+def _by_gain(weights: list[_Value], calls: Sequence[tuple[KernelCall, Choices]], size: int) -> list[_Value]:
+    """The weights that save something, those first that save the most cycles, or time of DRAM, for their size."""
+    gains: dict[str, tuple[float, float]] = {}
+    for weight in weights:
+        cycles = traffic = 0.0
+        for index in weight.users:
+            call, choices = calls[index]
+            own = positions(call, (weight.name,))
+            cycles += choices.estimate(frozenset(), size) - choices.estimate(own, size)
+            traffic += sum(choices.ranked((), size)[0].dram.get(position, 0.0) for position in own)
+        gains[weight.name] = cycles / weight.size, traffic / weight.size
+    return sorted((weight for weight in weights if gains[weight.name][1]), key=lambda w: gains[w.name], reverse=True)
 
 
-def _keep_weights(
-    plan: ExecutionPlan, found: Residency, resident: list[frozenset[str]], mapper: Mapper, alignment: int
-) -> None:
-    """Keep weights in the scratchpad where that takes no room that a call uses."""
-    if not plan.calls:
-        return
-    spare = found.rooms[:]
-    readers: dict[str, list[int]] = {}
-    traffic: dict[str, float] = {}
-    for index, call in enumerate(plan.calls):
-        best = next(iter(mapper.ranked(call, positions(call, resident[index]), found.rooms[index])), None)
-        if best is None:
-            return
-        needed = best.needs(positions(call, resident[index]))
-        spare[index] -= needed if 2 * needed > found.rooms[index] else 2 * needed
-        for position, view in enumerate(call.inputs):
-            if plan.buffers[view.buffer].is_constant:
-                readers.setdefault(view.buffer, []).append(index)
-                traffic[view.buffer] = traffic.get(view.buffer, 0.0) + best.dram.get(position, 0.0)
-    free = min(spare)
-    end = min(found.rooms)
-    order = sorted(readers, key=lambda name: -traffic[name] / max(1, plan.buffers[name].size_bytes))
-    for name in order:
-        size = -(-plan.buffers[name].size_bytes // alignment) * alignment
-        if not size or size > free or not traffic[name]:
-            continue
-        end -= size
-        free -= size
-        found.addresses[name] = end
-        found.weights.append(name)
-    found.rooms = [min(room, end) for room in found.rooms]
+def _first_that_fit(weights: Sequence[_Value], room: int) -> list[_Value]:
+    """The first weights that fit into `room` bytes together, those left out that do not fit beside the ones before."""
+    chosen = []
+    for weight in weights:
+        if weight.size <= room:
+            room -= weight.size
+            chosen.append(weight)
+    return chosen
+
+
+__all__ = ["Residency", "choose_residency", "positions"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -17,13 +18,14 @@ from npu_sim.commands.simulation_text import as_json, result_lines, slow_dtype
 from npu_sim.commands.units import format_time
 
 if TYPE_CHECKING:
-    from npu_compiler import CodegenTarget, CompiledProgram
-    from npu_model import Chip
+    from npu_compiler import CodegenTarget, CompiledProgram, IRGraph
+    from npu_model import Chip, PlanResult, Result
 
 # The kind of a model, its name, dtype, quantization, prompt and cache length.
 _Wanted: TypeAlias = tuple[str, str, str | None, str | None, int | None, int | None]
 
 PROMPT = 512
+_ROWS = 12  # partitions of a plan that are shown
 
 
 def _is_requests(trace: Path) -> bool:
@@ -133,6 +135,8 @@ def simulate(
 ) -> None:
     """Simulate a model on a chip: latency, utilization, stalls, traffic and energy.
 
+    Where the chip lacks some ops, its host runs these, and the time includes host and transfers.
+
     Of a language model, the prefill of a prompt and a decode step are simulated; --trace, --picture and --sweep are of
     the decode step. With a --trace of requests (.csv), a server with the model on the chip is simulated instead.
     """
@@ -154,7 +158,8 @@ def simulate(
 
 
 def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
-    """Simulate a model's programs on one chip."""
+    """Simulate a model's programs on one chip, or on the chip and its host in turns."""
+    from npu_compiler.errors import ConstraintError
     from npu_model import NPUTarget
     from npu_model import simulate as simulate_program
 
@@ -163,20 +168,24 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
 
         check_picture(outputs.picture)
     with step(f"preparing {wanted[1]}"):
-        programs, count = _programs(NPUTarget(chip), *wanted)
+        plan = None
+        try:
+            programs, count = _programs(NPUTarget(chip), *wanted)
+        except ConstraintError:
+            if outputs.picture is not None or wanted[0] in ("program", "language"):
+                raise
+            plan = _simulated_plan(wanted, chip, outputs)
+        else:
+            check_ops(programs if wanted[0] == "program" else [], chip)
+    if plan is not None:
+        _show_plan(plan, outputs)
+        return
     results, spans = [], outputs.timeline is not None or outputs.picture is not None
     with progress("simulating") as report:
         for program in programs:
             results.append(simulate_program(program, chip, spans=spans))
             report(len(results), len(programs))
-    if outputs.timeline is not None:
-        from npu_model.analysis.trace import timeline
-
-        timeline(results[-1]).save(outputs.timeline)
-    if outputs.picture is not None:
-        from npu_model.analysis.picture import draw_run
-
-        draw_run(results[-1], outputs.picture)
+    _save(results[-1], outputs)
     if outputs.json:
         print_json(as_json(results, chip, count))
         return
@@ -190,6 +199,50 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
             f"time to first token: {format_time(prefill.seconds)} for a prompt of {count} tokens; "
             f"then {1 / decode.seconds:.1f} tokens per second"
         )
+
+
+def _save(result: Result, outputs: Outputs) -> None:
+    """Write the trace and the picture of a run, as far as they are wanted."""
+    if outputs.timeline is not None:
+        from npu_model.analysis.trace import timeline
+
+        timeline(result).save(outputs.timeline)
+    if outputs.picture is not None:
+        from npu_model.analysis.picture import draw_run
+
+        draw_run(result, outputs.picture)
+
+
+def _simulated_plan(wanted: _Wanted, chip: Chip, outputs: Outputs) -> PlanResult:
+    from npu_compiler import partition
+    from npu_model import simulate_plan
+
+    kind, model, dtype, quantization, *_ = wanted
+    plan = partition(_graph(kind, model), npu=chip, compute_dtype=dtype, quantization=quantization)
+    return simulate_plan(plan, chip, spans=outputs.timeline is not None)
+
+
+def _show_plan(result: PlanResult, outputs: Outputs) -> None:
+    """Show a model that the chip and its host run in turns."""
+    if outputs.timeline is not None:
+        result.timeline().save(outputs.timeline)
+    if outputs.json:
+        print_json(result.to_dict())
+        return
+    typer.echo(result.summary())
+    typer.echo(f"  {'start':>10} {'time':>10} {'transfers':>10}  {'nodes':>5}  where, first … last node")
+    stages = result.stages
+    for stage in stages if outputs.full else stages[:_ROWS]:
+        nodes = stage.part.graph.nodes
+        crossing = sum(seconds for _, seconds in stage.transfers)
+        where = "host" if stage.part.device == "cpu" else "chip"
+        typer.echo(
+            f"  {format_time(stage.start):>10} {format_time(stage.work):>10} {format_time(crossing):>10}  "
+            f"{len(nodes):5}  {where}, {nodes[0].name} … {nodes[-1].name}"
+        )
+    if not outputs.full and len(stages) > _ROWS:
+        typer.echo(f"  … and {len(stages) - _ROWS} more partitions (--full)")
+    note("some nodes run on the host; `npu-sim partition --npu` says why, and what their support would gain")
 
 
 def _serve(
@@ -210,6 +263,19 @@ def _serve(
         raise InputError(f"a --trace of requests is served by a language model; {what} a single run")
     settings = {"context_length": cache_length}
     serve_on_chip(model, npu, read_requests(requests), settings, option="--npu", csv=outputs.csv, json=outputs.json)
+
+
+def check_ops(programs: Iterable[CompiledProgram], chip: Chip | None) -> None:
+    """Refuse a program in which a chip's `[ops]` were not asked for. Raises `InputError`."""
+    from npu_compiler.errors import InputError
+    from npu_model.chip import Ops
+
+    for program in programs:
+        if chip is not None and chip.ops != Ops() and not program.target.startswith("npu:"):
+            raise InputError(
+                f"'{program.name}' was compiled without the [ops] of chip '{chip.name}'; compile it with "
+                "--target npu:CHIP, or give its IR file"
+            )
 
 
 def _check_model(
@@ -251,21 +317,26 @@ def _programs(
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int | None]:
     """The model's programs; of a language model, prefill and decode, and the length of the prompt."""
-    from npu_compiler import CompiledProgram, CompileOptions, read_ir
+    from npu_compiler import CompiledProgram, CompileOptions
     from npu_compiler import compile as compile_ir
 
     if kind == "program":
         return [CompiledProgram.load(model)], None
     if kind == "language":
         return language_programs(model, target, dtype, quantization, tokens, cache_length)
-    if kind == "ir":
-        graph = read_ir(Path(model))
-        return [compile_ir(graph, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
+    options = CompileOptions(compute_dtype=dtype, quantization=quantization)
+    return [compile_ir(_graph(kind, model), target, options)], None
+
+
+def _graph(kind: str, model: str) -> IRGraph:
+    """The graph of an IR file, a vision model or a quantized network."""
+    from npu_compiler import read_ir
     from npu_sim.vision.models import extract_model_ir, find_model, quantized_files
 
+    if kind == "ir":
+        return read_ir(Path(model))
     quantized = quantized_files(Path(model)) if kind == "quantized" else None
-    ir = extract_model_ir(find_model(model)) if quantized is None else quantized[0]
-    return [compile_ir(ir, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
+    return read_ir(extract_model_ir(find_model(model)) if quantized is None else quantized[0])
 
 
 def language_programs(
@@ -296,7 +367,7 @@ def language_programs(
 
 def _sweep(wanted: _Wanted, chip: Chip, ranges: str, outputs: Outputs) -> None:
     """Simulate a model on many chips; of a language model, the decode step."""
-    from npu_compiler import OpLevelTarget
+    from npu_model import ChipOpsTarget
     from npu_model.analysis.picture import check_picture, draw_sweep
     from npu_model.analysis.sweep import as_csv, parse_sweep, write_csv
     from npu_model.analysis.sweep import sweep as simulate_all
@@ -305,7 +376,7 @@ def _sweep(wanted: _Wanted, chip: Chip, ranges: str, outputs: Outputs) -> None:
     if outputs.picture is not None:
         check_picture(outputs.picture)
     with step(f"preparing {wanted[1]}"):
-        program = _programs(OpLevelTarget(), *wanted)[0][-1]
+        program = _programs(ChipOpsTarget(chip), *wanted)[0][-1]
     with progress(f"simulating {program.name}") as report:
         points = simulate_all(program, swept, report)
     if outputs.csv is not None:

@@ -298,8 +298,7 @@ def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[l
 
 
 def _empty_caches(checkpoint: Checkpoint, cache_length: int, sequences: int = 1) -> list[list["torch.Tensor"]]:
-    """Tensors [sequences, KV heads, cache length, head dim] for the layers' state: a list of each kind, one for each
-    layer."""
+    """Tensors [sequences, KV heads, cache length, head dim] for the layers' state: for each kind a list by layer."""
 
     def shape(kind: StateKind) -> tuple[int, ...]:
         heads, *width = kind.row(checkpoint.config)
@@ -512,8 +511,10 @@ def _and_others(names: list[str]) -> str:
 
 
 def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The module's non-persistent buffers as lists, its tied parameters (name → the other name, both ways), and what
-    says which of its tensors one in a file is."""
+    """Facts of a module that are kept on disk: its buffers, its tied parameters, and how a file names its tensors.
+
+    The buffers are the non-persistent ones, as lists; tied parameters are name → the other name, both ways.
+    """
     model = meta_model(checkpoint)
     try:
         buffers = _buffers(model)
@@ -575,8 +576,10 @@ def _whole(config: Any) -> Any:
 
 
 class _WithExtras(Mapping[str, Any]):
-    """A checkpoint's tensors by the module's names, additional ones, and tied parameters under both of their names;
-    nothing is copied."""
+    """A checkpoint's tensors by the module's names, with additional ones; nothing is copied.
+
+    Tied parameters are there under both of their names.
+    """
 
     def __init__(
         self, state: Mapping[str, Any], names: Mapping[str, str], extra: Mapping[str, Any], tied: Mapping[str, str]

@@ -1,5 +1,7 @@
-"""The modules that are traced and compiled: a Hugging Face model with its KV cache as inputs and outputs, and decode
-steps that choose the next token themselves."""
+"""The modules that are traced and compiled: a Hugging Face model with its KV cache as inputs and outputs.
+
+Some choose the next token themselves.
+"""
 
 import contextlib
 import inspect

@@ -50,7 +50,7 @@ weights = load_weights(model.state_dict(), program, device)
 inputs = {spec.name: torch.randn(spec.shape).numpy() for spec in program.input_specs}
 """
 SET_UP = {"npu_model.md", "profiling.md", "report.md"}
-SLOW = {"engine.md", "from_pytorch.md", "language_models.md", "quantization.md"}
+SLOW = {"design_a_chip.md", "engine.md", "from_pytorch.md", "index.md", "language_models.md", "quantization.md"}
 TRANSLATED = [page for page in (*PAGES, DOCS.parent / "README.md") if page.with_suffix(".ko.md").exists()]
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

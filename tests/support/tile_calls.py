@@ -19,6 +19,7 @@ from npu_model.isa.instructions import Buffer, Space, TileProgram
 from npu_model.lowering.emitter import Place
 from npu_model.lowering.mapper import Candidate, Mapper
 from npu_model.lowering.program import Linker, chip_digest, dram_places, lower_program
+from npu_model.lowering.residency import positions
 from npu_model.machine.machine import Machine, Run
 from npu_model.machine.memory import Memory
 from npu_runtime.cpu.kernels import CPU_KERNELS
@@ -159,7 +160,8 @@ def run_on_chip(
     program = lower_program(plan, chip)
     if mapper is not None:
         linker = Linker(chip, dram_places(plan), {})
-        linker.add(call, mapper, chip.sram.size, frozenset())
+        candidate = mapper.ranked(call, (), chip.sram.size)[0]
+        linker.add(call, candidate.tiling, chip.sram.size, candidate.scratchpad)
         program = replace(program, sections=tuple(linker.sections))
     program = decode(encode(program))
     memory = {name: Memory(name, t.data.view(np.uint8), False) for name, t in tensors.items()}
@@ -184,19 +186,24 @@ def run_in_scratchpad(
         used += -(-t.data.nbytes // alignment) * alignment
     if used > room:
         return False
-    linker, mapper, resident = Linker(chip, places, {}), Mapper(chip), frozenset(tensors)
+    linker, mapper = Linker(chip, places, {}), Mapper(chip)
     whole = {name: View(name, t.data.shape, (1,), 0, t.view.dtype) for name, t in tensors.items()}
     home = {name: replace(view, buffer=f"{name} in dram") for name, view in whole.items()}
+
+    def add(call: KernelCall) -> None:
+        own = positions(call, tensors)
+        candidate = mapper.ranked(call, own, room)[0]
+        linker.add(call, candidate.tiling, room, candidate.needs(own))
 
     def copy(source: View, target: View) -> KernelCall:
         return KernelCall("copy_kernel", "", (source,), (target,), {"scalars": [None]}, "copy")
 
     for name in tensors:
-        linker.add(copy(home[name], whole[name]), mapper, room, resident)
+        add(copy(home[name], whole[name]))
     views = [tuple(t.view for t in tensors) for tensors in (inputs, outputs)]
-    linker.add(KernelCall(kernel, "", *views, dict(params), "node"), mapper, room, resident)
+    add(KernelCall(kernel, "", *views, dict(params), "node"))
     for t in outputs:
-        linker.add(copy(whole[t.view.buffer], home[t.view.buffer]), mapper, room, resident)
+        add(copy(whole[t.view.buffer], home[t.view.buffer]))
     buffers = tuple(Buffer(name, t.data.nbytes) for name, t in tensors.items())
     program = TileProgram(chip.name, chip_digest(chip), buffers, (), tuple(linker.sections))
     memory = {name: Memory(name, t.data.view(np.uint8), False) for name, t in tensors.items()}

@@ -129,8 +129,9 @@ class EngineCore:
         self.scheduler.add(sequence, computed)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that may be added again. Tokens that are not chosen or delivered yet are dropped, unless
-        it has ended.
+        """Take out a sequence that may be added again.
+
+        Tokens that are not chosen or delivered yet are dropped, unless it has ended.
         """
         if self.sequences.pop(sequence.arrival, None) is not None:
             sequence.ended = True
@@ -305,8 +306,9 @@ class EngineCore:
         return output
 
     def _choose(self, output: SequenceOutput, token: int, logits: Logits) -> int:
-        """The token after a sequence and an output's tokens as its grammar, penalty or sampler chooses it, or the one
-        that the device has chosen; its log probability is added to the output.
+        """The next token of a sequence, by its grammar, penalty or sampler if it has one, else the device's choice.
+
+        It follows the sequence and the output's tokens so far; its log probability is added to the output.
         """
         sequence = output.sequence
         filter, penalty = sequence.token_filter, sequence.penalty
@@ -345,7 +347,7 @@ class EngineCore:
         sequence.last_time = now
 
     def _fail(self, error: Exception, steps: list[PlannedStep]) -> None:
-        """Steps have failed: end their sequences. What the pool holds cannot be trusted, so the others start over."""
+        """End the sequences of failed steps; the others start over, since the pool may hold wrong rows."""
         self.failures += 1
         for sequence in {sequence: None for step in steps for sequence in step.sequences}:
             self.end(sequence, "error", error)

@@ -1,0 +1,500 @@
+"""Cascades: chains of calls that are computed in stripes of rows, so that what lies between stays on the chip.
+
+Given: c = conv(x); p = pool(c), where c does not fit the scratchpad
+Result: for each stripe of p's rows: the rows of c that it needs, into a buffer of their own; then the stripe of p
+
+A stripe is a call like any other, on parts of its operands' views, so that tilings and residency know nothing of
+cascades. In the tile program, the section of the chain's last call has the instructions of all stripes, and those of
+the others are empty. The rows of c that two stripes need, the halo, are computed again or, where that is cheaper,
+copied from the stripe before. Weights may be brought into a buffer once for all stripes.
+
+A cascade is taken if its price is less: first by the estimates of the stripes' tilings, which choose among numbers of
+stripes; then the whole program is simulated, which must take fewer cycles and move no more bytes of DRAM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise, product, starmap
+from typing import TypeAlias
+
+from npu_compiler.errors import ConstraintError
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, declaration
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.memory_planner import plan_memory
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.views import View, contiguous_strides
+from npu_compiler.target_config import OP_LEVEL
+from npu_model.chip import Chip
+from npu_model.isa.instructions import Section, TileProgram
+from npu_model.lowering.families import CannotLower, operands_of
+from npu_model.lowering.mapper import Mapper
+from npu_model.lowering.program import check_calls, link_program, shapes, trimmed
+from npu_model.lowering.residency import choose_residency, positions
+from npu_model.machine.machine import Machine, Run
+
+MOST_CALLS = 4  # of a chain
+_MOST_STRIPES = 64
+_COARSE = 8  # tilings of a stripe that are looked at before its chain is chosen
+_NOTABLE = 0.003  # part of a program's cycles that DRAM is busy with a value which is worth a cascade
+_STAGED = 1024  # bytes of a weight that is worth a buffer
+
+Rows: TypeAlias = tuple[int, int]
+"""First row, and the one behind the last."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A call for some rows of its result.
+
+    Attributes:
+        reads: For each input the rows that it reads of it; None for all of it.
+    """
+
+    call: KernelCall
+    reads: tuple[Rows | None, ...]
+
+
+Rule: TypeAlias = Callable[[KernelCall, Rows], tuple[Sequence[Rows | None], Mapping[str, object]] | None]
+"""The rows of each input that rows of a call's result need, and the parameters that change; None where there is no such
+call."""
+
+
+@dataclass(frozen=True)
+class _Striped:
+    dim: int
+    rule: Rule
+
+
+_RULES: dict[str, _Striped] = {}
+
+
+def _striped(dim: int, *kernels: str) -> Callable[[Rule], Rule]:
+    """Decorator: the function is the rule of kernels whose result has its rows along a dimension."""
+
+    def add(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(kernels, _Striped(dim, rule)))
+        return rule
+
+    return add
+
+
+def _under(rows: Rows, height: int, window: int, stride: int, dilation: int, top: int) -> tuple[Rows, Rows] | None:
+    """The rows of an image under the windows of rows of a result, and the rows of padding above and below."""
+    first, stop = rows[0] * stride - top, (rows[1] - 1) * stride - top + (window - 1) * dilation + 1
+    inside = max(0, first), min(height, stop)
+    return (inside, (inside[0] - first, stop - inside[1])) if inside[0] < inside[1] else None
+
+
+@_striped(2, "conv2d_kernel", "integer_conv2d_kernel")
+def _convolution(call: KernelCall, rows: Rows) -> tuple[Sequence[Rows | None], Mapping[str, object]] | None:
+    o = operands_of(call)
+    under = _under(rows, o.x.shape[2], o.weight.shape[2], o.stride[0], o.dilation[0], o.padding[0])
+    if under is None:
+        return None
+    reads = [under[0], *(rows if view is o.residual else None for view in call.inputs[1:])]
+    return reads, {"padding": [*under[1], *o.padding[2:]]}
+
+
+@_striped(2, "max_pool2d_kernel", "integer_max_pool2d_kernel")
+def _pooling(call: KernelCall, rows: Rows) -> tuple[Sequence[Rows | None], Mapping[str, object]] | None:
+    o = operands_of(call)
+    under = _under(rows, o.x.shape[2], o.window[0], o.stride[0], o.dilation[0], o.padding[0])
+    if under is None or under[1][1] > under[1][0]:  # padding is alike above and below; too much below does no harm
+        return None
+    return [under[0]], {"padding": [under[1][0], o.padding[1]]}
+
+
+@_striped(0, "matmul_kernel", "matmul_notrans_kernel", "integer_linear_kernel")
+def _product(call: KernelCall, rows: Rows) -> tuple[Sequence[Rows | None], Mapping[str, object]] | None:
+    o = operands_of(call)
+    reads = [rows, *(rows if view is o.residual else None for view in call.inputs[1:])]
+    return reads, {"m": rows[1] - rows[0]} if "m" in call.params else {}
+
+
+def _elementwise(call: KernelCall, rows: Rows) -> tuple[Sequence[Rows | None], Mapping[str, object]] | None:
+    return [rows] * len(call.inputs), {}
+
+
+_striped(2, *ELEMENTWISE_KERNELS, "integer_add_kernel")(_elementwise)
+
+
+def part_of(call: KernelCall, dim: int, rows: Rows) -> Part | None:
+    """The call for some rows of its result, or None where there is none."""
+    striped = _RULES.get(call.kernel)
+    if striped is None or striped.dim != dim or call.outputs[0].rank <= dim:
+        return None
+    found = striped.rule(call, rows)
+    if found is None:
+        return None
+    reads, changed = found
+    inputs = tuple(
+        view if read is None else view.slice(dim, *read) for view, read in zip(call.inputs, reads, strict=True)
+    )
+    outputs = tuple(view.slice(dim, *rows) for view in call.outputs)
+    dense_inputs, dense_outputs = ([_compact(view, view.buffer)[0] for view in views] for views in (inputs, outputs))
+    dense = _with(call, dense_inputs, dense_outputs, changed)
+    if declaration(call).problem(dense) is not None:  # the NPU reads operands with any strides
+        return None
+    return Part(_with(call, inputs, outputs, changed), tuple(reads))
+
+
+def _with(
+    call: KernelCall, inputs: Sequence[View], outputs: Sequence[View], changed: Mapping[str, object]
+) -> KernelCall:
+    """A call with other views, and the work that is theirs."""
+    share = math.prod(outputs[0].shape) / math.prod(call.outputs[0].shape)
+    moved = sum(map(distinct_bytes, (*inputs, *outputs)))
+    return replace(
+        call,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        params={**call.params, **changed},
+        flops=round(call.flops * share),
+        bytes_moved=moved,
+    )
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """A way to compute a chain of a plan's calls.
+
+    Attributes:
+        first, stop: The chain: the number of its first call, and of the one behind its last.
+        stripes: Number of stripes.
+        keeps_halo: Whether rows that two stripes need are copied, instead of computed again.
+        stages_weights: Whether weights are brought into buffers for all stripes.
+    """
+
+    first: int
+    stop: int
+    stripes: int
+    keeps_halo: bool
+    stages_weights: bool
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """The calls and buffers of a cascade.
+
+    Attributes:
+        staging: Calls before the first stripe.
+        stripes: The calls of each stripe, in their order.
+        passing: Bytes between the calls of the largest stripe.
+        staged: Bytes of weights in buffers.
+    """
+
+    staging: tuple[KernelCall, ...]
+    stripes: tuple[tuple[KernelCall, ...], ...]
+    buffers: tuple[BufferAllocation, ...]
+    passing: int
+    staged: int
+
+    @property
+    def calls(self) -> tuple[KernelCall, ...]:
+        """All calls in their order."""
+        return (*self.staging, *chain(*self.stripes))
+
+
+def _copy(source: View, target: View, node: str) -> KernelCall:
+    moved = distinct_bytes(source) + distinct_bytes(target)
+    return KernelCall("copy_kernel", "", (source,), (target,), {"scalars": [None]}, node, bytes_moved=moved)
+
+
+def _compact(view: View, name: str) -> tuple[View, BufferAllocation]:
+    """A buffer of its own for a view's elements, with its dimensions in the same order in memory."""
+    order = sorted(range(view.rank), key=lambda d: -abs(view.strides[d]))
+    strides = dict(zip(order, contiguous_strides([view.shape[d] for d in order]), strict=True))
+    own = View(name, view.shape, tuple(strides[d] for d in range(view.rank)), 0, view.dtype)
+    return own, BufferAllocation(name, "arena", view.shape, view.dtype)
+
+
+def stripes_of(plan: ExecutionPlan, cascade: Cascade, most: int | None = None) -> Stripes | None:
+    """The first stripes of a cascade, at most so many, or all; None where some rule has no call for some of them."""
+    last = plan.calls[cascade.stop - 1]
+    total = last.outputs[0].shape[_RULES[last.kernel].dim]
+    each = -(-total // cascade.stripes)
+    writer = _Writer(plan, cascade)
+    for start in islice(range(0, total, each), most):
+        if not writer.add((start, min(total, start + each))):
+            return None
+    return writer.stripes()
+
+
+class _Writer:
+    """Writes the calls of a cascade, stripe by stripe.
+
+    Invariants:
+        1. `_passed[n]` are the rows that the last stripe has of the value behind the chain's call n, and their view.
+        2. A stripe's calls are made from the last one to the first: each tells the rows of the value before it.
+    """
+
+    def __init__(self, plan: ExecutionPlan, cascade: Cascade) -> None:
+        self._plan, self._cascade = plan, cascade
+        self._chain = plan.calls[cascade.first : cascade.stop]
+        self._dim = _RULES[self._chain[-1].kernel].dim
+        self._staging: list[KernelCall] = []
+        self._stripes: list[tuple[KernelCall, ...]] = []
+        self._buffers: list[BufferAllocation] = []
+        self._staged: dict[View, View] = {}
+        self._passed: dict[int, tuple[Rows, View]] = {}
+        self._passing = 0
+
+    def add(self, rows: Rows) -> bool:
+        """Write the calls for rows of the chain's result; False where some rule has no call."""
+        stripe: list[KernelCall] = []
+        before = dict(self._passed)
+        passing = 0
+        for position in reversed(range(len(self._chain))):
+            part = part_of(self._chain[position], self._dim, rows)
+            if part is None:
+                return False
+            inputs, outputs = list(part.call.inputs), part.call.outputs
+            copies: list[KernelCall] = []
+            if position < len(self._chain) - 1:
+                (first, _), view = self._passed[position]
+                outputs = (view.slice(self._dim, rows[0] - first, rows[1] - first),)
+            self._stage(part, inputs)
+            if position:
+                at = self._chain[position].inputs.index(self._chain[position - 1].outputs[0])
+                read = part.reads[at]
+                if read is None:
+                    return False
+                inputs[at] = self._buffer(position - 1, read)
+                passing += distinct_bytes(inputs[at])
+                rows, copies = self._missing(position - 1, read, before.get(position - 1))
+                if rows[0] >= rows[1]:
+                    return False
+            stripe = [*copies, _with(part.call, inputs, outputs, {}), *stripe]
+        self._stripes.append(tuple(stripe))
+        self._passing = max(self._passing, passing)
+        return True
+
+    def _buffer(self, position: int, rows: Rows) -> View:
+        """A buffer for rows of the value behind a call."""
+        value = self._chain[position].outputs[0]
+        view, buffer = _compact(value.slice(self._dim, *rows), f"{value.buffer}.{len(self._stripes)}")
+        self._buffers.append(buffer)
+        self._passed[position] = rows, view
+        return view
+
+    def _missing(self, position: int, rows: Rows, before: tuple[Rows, View] | None) -> tuple[Rows, list[KernelCall]]:
+        """The rows of a value that have to be computed, and the copy of those that the stripe before has."""
+        if before is None or not self._cascade.keeps_halo or before[0][1] <= rows[0]:
+            return rows, []
+        (first, stop), source = before
+        halo = source.slice(self._dim, rows[0] - first, stop - first)
+        target = self._passed[position][1].slice(self._dim, 0, stop - rows[0])
+        return (stop, rows[1]), [_copy(halo, target, self._chain[position].node)]
+
+    def _stage(self, part: Part, inputs: list[View]) -> None:
+        """Have a call read its weights from buffers, which they are copied to before the first stripe."""
+        for at, read in enumerate(part.reads if self._cascade.stages_weights else ()):
+            view = inputs[at]
+            is_weight = read is None and self._plan.buffers[view.buffer].is_constant
+            if not is_weight or distinct_bytes(view) < _STAGED:
+                continue
+            if view not in self._staged:
+                self._staged[view], buffer = _compact(view, f"{view.buffer}.at{self._cascade.first}")
+                self._buffers.append(buffer)
+                self._staging.append(_copy(view, self._staged[view], part.call.node))
+            inputs[at] = self._staged[view]
+
+    def stripes(self) -> Stripes:
+        """All that was written."""
+        staged = sum(distinct_bytes(view) for view in self._staged)
+        return Stripes(tuple(self._staging), tuple(self._stripes), tuple(self._buffers), self._passing, staged)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A plan with its cascades.
+
+    Attributes:
+        plan: The plan, with memory for what its steps touch.
+        program: Its tile program as it is linked, with a section for each of its calls.
+    """
+
+    plan: ExecutionPlan
+    program: TileProgram
+
+
+def _linked(
+    plan: ExecutionPlan, steps: ExecutionPlan, counts: Sequence[int], chip: Chip, mapper: Mapper
+) -> Arrangement:
+    """An arrangement of a plan whose calls are done in these numbers of steps."""
+    program = link_program(steps, chip, mapper, steps.buffers.keys() - plan.buffers.keys())
+    sections = iter(program.sections)
+    own = [tuple(islice(sections, count)) for count in counts]
+    merged = tuple(_section(call, each) for call, each in zip(plan.calls, own, strict=True))
+    return Arrangement(plan, replace(program, sections=merged))
+
+
+def _section(call: KernelCall, steps: Sequence[Section]) -> Section:
+    if len(steps) == 1:
+        return steps[0]
+    comment = f"{shapes(call)}; in a cascade" + (f" of {len(steps)} steps" if steps else "")
+    return Section(call.node, call.kernel, comment, tuple(node for step in steps for node in step.body))
+
+
+def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
+    """A plan with those cascades that make it faster on a chip.
+
+    Raises:
+        ConstraintError: the chip cannot run calls; all of them are named with the reason.
+    """
+    check_calls(plan.calls, chip, mapper)
+    plain = _linked(plan, plan, [1] * len(plan.calls), chip, mapper)
+    chosen = _chosen(plan, chip, mapper)
+    before = Machine(chip, plain.program).run() if chosen else None
+    while before is not None and chosen:
+        changed = with_cascades(plan, chosen, chip, mapper)
+        if changed is not None and _is_better(Machine(chip, changed.program).run(), before):
+            return changed
+        chosen = chosen[: len(chosen) // 2]
+    return plain
+
+
+def _is_better(run: Run, before: Run) -> bool:
+    """Whether a run takes fewer cycles and moves no more bytes of DRAM."""
+    moved, had = (sum(counts.dram_read + counts.dram_written for counts in each.sections) for each in (run, before))
+    return run.cycles < before.cycles and moved <= had
+
+
+def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[ExecutionPlan, TileProgram]:
+    """A plan with memory for its cascades, and its tile program. Raises as `arrange`."""
+    arrangement = arrange(plan, chip, mapper)
+    return arrangement.plan, trimmed(arrangement.program, chip)
+
+
+def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> Arrangement | None:
+    """The plan with these cascades, which have no call in common; None where some stripe has no call or does not fit.
+
+    Its memory is planned anew: what a chain reads lives until its last stripe.
+    """
+    calls, buffers = list(plan.calls), dict(plan.buffers)
+    counts = [1] * len(calls)
+    for cascade in sorted(cascades, key=lambda each: -each.first):
+        stripes = stripes_of(plan, cascade)
+        if stripes is None:
+            return None
+        for call in plan.calls[cascade.first : cascade.stop - 1]:
+            del buffers[call.outputs[0].buffer]
+        calls[cascade.first : cascade.stop] = stripes.calls
+        counts[cascade.first : cascade.stop] = [*[0] * (cascade.stop - cascade.first - 1), len(stripes.calls)]
+        buffers.update({buffer.name: buffer for buffer in stripes.buffers})
+    steps = plan_memory(replace(plan, calls=calls, buffers=buffers), OP_LEVEL.buffer_alignment)
+    own = {
+        name: replace(buffer, offset=steps.buffers[name].offset if name in steps.buffers else 0)
+        for name, buffer in plan.buffers.items()
+    }
+    ends = [buffer.offset + buffer.size_bytes for buffer in own.values() if buffer.kind == "arena"]
+    steps = replace(steps, arena_bytes=max([steps.arena_bytes, *ends]))
+    try:
+        return _linked(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, chip, mapper)
+    except ConstraintError:
+        return None
+
+
+def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[Cascade]:
+    """Cascades that overlap in no call and are estimated to save the most cycles together; the best first."""
+    residency = choose_residency(plan, chip, mapper)
+    own = [positions(call, residency.addresses) for call in plan.calls]
+    parts = [
+        mapper.choices(call).estimate(names, room)
+        for call, names, room in zip(plan.calls, own, residency.rooms, strict=True)
+    ]
+    least = _NOTABLE * sum(parts) * chip.dram_bytes_per_cycle
+    coarse = Mapper(chip, mapper.sketches, _COARSE)
+    passes = _passing(plan)
+    best: list[tuple[float, tuple[tuple[float, Cascade], ...]]] = [(0.0, ())]  # gain and cascades of the first calls
+    for stop in range(1, len(plan.calls) + 1):
+        best.append(best[-1])
+        for first in range(stop - 2, max(0, stop - MOST_CALLS) - 1, -1):
+            if not passes[first]:
+                break
+            values = {
+                call.outputs[0].buffer: plan.buffers[call.outputs[0].buffer] for call in plan.calls[first : stop - 1]
+            }
+            if all(2 * value.size_bytes < least for value in values.values()):
+                continue
+            room = _room(plan, residency.addresses, values.keys(), first, stop, chip)
+            passing = sum(value.size_bytes for value in values.values())
+            for cascade in _ways(plan, first, stop, room, passing):
+                gain = sum(parts[first:stop]) - _price(plan, cascade, room, chip, coarse)
+                if gain > 0 and best[first][0] + gain > best[-1][0]:
+                    best[-1] = best[first][0] + gain, (*best[first][1], (gain, cascade))
+    return [cascade for _, cascade in sorted(best[-1][1], key=lambda each: -each[0])]
+
+
+def _passing(plan: ExecutionPlan) -> list[bool]:
+    """For each call but the last, whether its result is an intermediate value that the following call alone reads."""
+    touching: dict[str, list[View]] = {}
+    for call in plan.calls:
+        for view in (*call.outputs, *call.inputs):
+            touching.setdefault(view.buffer, []).append(view)
+    outputs = {view.buffer for view in plan.output_views.values()}
+
+    def passes(call: KernelCall, following: KernelCall) -> bool:
+        if not {call.kernel, following.kernel} <= _RULES.keys() or len(call.outputs) != 1:
+            return False
+        value = call.outputs[0]
+        is_between = plan.buffers[value.buffer].kind == "arena" and value.buffer not in outputs
+        return is_between and touching[value.buffer] == [value, value] and value in following.inputs
+
+    return list(starmap(passes, pairwise(plan.calls)))
+
+
+def _room(
+    plan: ExecutionPlan, addresses: Mapping[str, int], values: Collection[str], first: int, stop: int, chip: Chip
+) -> int:
+    """Bytes below the values that stay in the scratchpad while a chain is computed, and are none of its own."""
+    lowest = chip.sram.size
+    for name, address in addresses.items():
+        buffer = plan.buffers[name]
+        lives = buffer.is_constant or (buffer.first_use < stop and first <= buffer.last_use)
+        if lives and name not in values:
+            lowest = min(lowest, address)
+    return lowest
+
+
+def _ways(plan: ExecutionPlan, first: int, stop: int, room: int, passing: int) -> Iterator[Cascade]:
+    """Cascades of a chain in as few stripes as leave room for the stripes' own pieces, and in twice as many.
+
+    Args:
+        passing: Bytes between its calls in all.
+    """
+    last = plan.calls[stop - 1]
+    most = last.outputs[0].shape[_RULES[last.kernel].dim]
+    least = next((1 << power for power in range(1, most.bit_length()) if 2 * passing >> power <= room // 2), most + 1)
+    for stripes in (least, 2 * least):
+        if stripes <= min(most, _MOST_STRIPES):
+            for keeps_halo, stages_weights in product((False, True), repeat=2):
+                yield Cascade(first, stop, stripes, keeps_halo, stages_weights)
+
+
+def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper: Mapper) -> float:
+    """Cycles of a cascade with all of its buffers in the scratchpad, where all stripes take those of the second one.
+
+    A stripe's loads go on while the one before computes, more so than those of calls that are estimated by themselves.
+    """
+    stripes = stripes_of(plan, cascade, 2)
+    if stripes is None or len(stripes.stripes) < 2 or (cascade.stages_weights and not stripes.staging):
+        return math.inf
+    names = {buffer.name for buffer in stripes.buffers}
+    room -= 2 * stripes.passing + stripes.staged
+    launch = 1e3 * chip.clock_ghz * chip.launch.cost_us
+
+    def cycles(calls: Sequence[KernelCall]) -> float:
+        options = [mapper.choices(call).likely(positions(call, names), room) for call in calls]
+        return sum(min((2 * each.beside - each.apart for each in own), default=math.inf) for own in options)
+
+    try:
+        return launch + cycles(stripes.staging) + cascade.stripes * cycles(stripes.stripes[1])
+    except CannotLower:
+        return math.inf
+
+
+__all__ = ["Arrangement", "Cascade", "arrange", "lower_arranged", "part_of", "stripes_of", "with_cascades"]
