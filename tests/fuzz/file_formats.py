@@ -252,3 +252,19 @@ def open_sweep(data: bytes) -> Any:
 def seal_sweep(content: Any) -> bytes:
     parts = (part if isinstance(part, list) and part else [part] for part in content)
     return ",".join(f"{part[0]}={'..'.join(map(str, part[1:]))}" for part in parts).encode(errors="surrogatepass")
+
+
+def open_trace(data: bytes) -> Any:
+    """The cells of a trace of requests."""
+    return [[_plain_cell(cell) for cell in line.split(",")] for line in data.decode().splitlines()]
+
+
+def _plain_cell(cell: str) -> Any:
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
+
+
+def seal_trace(content: Any) -> bytes:
+    return "\n".join(",".join(str(cell) for cell in line) for line in content).encode("utf-8", "surrogatepass")

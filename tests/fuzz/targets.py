@@ -84,6 +84,8 @@ def corpus(name: str) -> list[bytes]:
             b"banks=1..4,rows=8..32,columns=16",
             b"clock=0.5..2,latency=1..100,lanes=8",
         ]
+    if name == "trace":
+        return [b"arrival_seconds,prompt_tokens,new_tokens\n0,100,20\n0.25,30,5\n", b"3,1,1\n1e-3,128,40\n1.5,7,300\n"]
     if name == "generation":
         return [json.dumps(settings).encode() for settings in _GENERATION]
     if name in ("program", "run"):
@@ -334,6 +336,30 @@ def _read_sweep(folder: Path) -> Check:
     return check
 
 
+class _EvenPrograms:
+    def cost(self, shape: object) -> Any:
+        from npu_sim.llm.simulated import ProgramCost
+
+        return ProgramCost(1e-5, 1e-5, 1e-4, 1e-4)
+
+
+def _read_trace(folder: Path) -> Check:
+    """Reads a trace of requests and serves it; every request ends, and what it got adds up."""
+    from npu_sim.llm.simulated import PoolSettings, StepPrices, read_requests, serve_requests
+
+    pool, path = PoolSettings(128, max_batch=4), folder / "trace.csv"
+
+    def check(data: bytes) -> str:
+        path.write_bytes(data)
+        result = serve_requests(read_requests(path), StepPrices(_EvenPrograms(), 4, 512, 128), pool)
+        for each in result.requests:
+            room = pool.context_length + 1 - each.request.prompt_tokens
+            assert each.tokens == min(each.request.new_tokens, room) and each.last >= each.first > each.request.arrival
+        return "served"
+
+    return check
+
+
 _GENERATION: tuple[dict[str, Any], ...] = (
     {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0, "do_sample": True, "temperature": 0.6, "top_p": 0.9},
     {"eos_token_id": 2, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "max_length": 20, "top_k": 50},
@@ -521,6 +547,7 @@ TARGETS = {
     "tiles": Target(_run_tiles, NPUError, ((_open_tiles, _seal_tiles),), 10),
     "chip": Target(_read_chip, InputError, ((file_formats.open_chip, file_formats.seal_chip),), 10),
     "sweep": Target(_read_sweep, InputError, ((file_formats.open_sweep, file_formats.seal_sweep),)),
+    "trace": Target(_read_trace, InputError, ((file_formats.open_trace, file_formats.seal_trace),)),
     "generation": Target(_read_generation, NPUError, ((file_formats.open_json, file_formats.seal_json),)),
     "cache": Target(_read_cache, NPUError, ((_open_cached, _seal_cached),)),
 }

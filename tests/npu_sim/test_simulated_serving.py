@@ -46,7 +46,7 @@ CONFIG = {
     "max_position_embeddings": CONTEXT,
     "torch_dtype": "bfloat16",
 }
-LARGEST_ERROR, MEAN_ERROR = 0.15, 0.05  # of an interpolated price, as docs/serving.md says
+LARGEST_ERROR, MEAN_ERROR = 0.15, 0.06  # of an interpolated price, as docs/serving.md says
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def price(prices: StepPrices, shape: ContiguousShape) -> float:
 
 def test_prices_of_simulated_programs_are_their_times(programs: SimulatedPrograms) -> None:
     prices = prices_of(programs)
-    for shape in (ContiguousShape(16, 1, 64), ContiguousShape(1, 64, 64), ContiguousShape(128, 1, 64)):
+    for shape in (ContiguousShape(32, 1, 128), ContiguousShape(1, 32, 128), ContiguousShape(128, 1, 128)):
         assert price(prices, shape) == pytest.approx(programs.cost(shape).seconds)
 
 
@@ -109,7 +109,7 @@ def test_programs_are_few_and_kept(checkpoint: Checkpoint) -> None:
     first, again = (SimulatedPrograms(checkpoint, chip) for _ in range(2))
     for programs in (first, again):
         serve_requests(requests, prices_of(programs), PoolSettings(CONTEXT))
-    assert first.simulated == len(first.used) <= 8 + 10 + 2 * 4 * 2
+    assert first.simulated == len(first.used) <= 8 + 10 + 2 * (4 + 5)
     assert again.simulated == 0 and again.used == first.used
 
 

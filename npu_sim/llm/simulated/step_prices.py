@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from npu_sim.llm.graph import ContiguousShape
 from npu_sim.llm.simulated.programs import ProgramCost
 
-RATIO = 8
+RATIO = 4
 LEAST_CONTEXT = 16  # shorter ones cost the same
 
 
