@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-from npu_compiler.graph.dtypes import is_int
+from npu_compiler.graph.dtypes import is_float, is_int
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Layout, register_op
@@ -105,6 +105,15 @@ def _rows(ctx: Lowering, x: View, width: int) -> View:
     return ctx.inner_contiguous(ctx.reshaped(x, (x.numel // width if width else 0, width)))
 
 
+def _as_float(ctx: Lowering, weight: View) -> View:
+    """A weight, or a float32 copy of one of integers or booleans, which PyTorch promotes."""
+    if is_float(weight.dtype):
+        return weight
+    copy = ctx.temp(weight.shape, "float32")
+    ctx.elementwise("copy", [weight], copy)
+    return copy
+
+
 @register_op("aten.rms_norm npu.rms_norm", tensors=("input", "weight"), one_dtype=True)
 def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
     """x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over the trailing dimensions."""
@@ -123,7 +132,7 @@ def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
         "weight_offset": float(node.attrs.get("weight_offset", 0.0)),
         "has_weight": int(bool(weight)),
     }
-    weights = [ctx.contiguous(ctx.reshaped(w, (width,))) for w in weight]
+    weights = [ctx.contiguous(ctx.reshaped(_as_float(ctx, w), (width,))) for w in weight]
     ctx.emit("rmsnorm_kernel", [rows, *weights], [flat], params, flops=4 * x.numel)
 
 

@@ -720,6 +720,7 @@ case("group_norm", lambda x, g, c: F.group_norm(x, 2, g, c), f(2, 6, 4, 5), w(6)
 case("group_norm-plain", lambda x: F.group_norm(x, 3, eps=1e-3), f(2, 6, 5), ulps=2, spread=1)
 case("group_norm-rank2", lambda x, g, c: F.group_norm(x, 2, g, c), f(4, 6), w(6), w(6), ulps=2, spread=1)
 case("rms_norm", lambda x, g: F.rms_norm(x, (33,), g, 1e-5), f(2, 3, 33), w(33), ulps=2, spread=1)
+case("rms_norm-boolean-weight", lambda x, g: F.rms_norm(x, (33,), g > 0, 1e-5), f(2, 3, 33), w(33), ulps=2, spread=1)
 case("rms_norm-default-eps", lambda x: F.rms_norm(x * 1e-2, (7,)), f(2, 3, 7), ulps=2, spread=2)
 case(
     "rms_norm-explicit",
