@@ -40,7 +40,7 @@ SWEEP = "arrays=1..4,bandwidth=12.8..51.2,sram=256K..2M"
 # A picture's name → the report, the height in pixels, the colour scheme, and what to do before taking it.
 PICTURES: dict[str, tuple[str, int, Literal["light", "dark"], Callable[[Page], Any]]] = {
     "overview": ("edge", 700, "light", lambda page: page.click("#tab-overview")),
-    "engines": ("edge", 800, "light", lambda page: page.click("#tab-timeline")),
+    "engines": ("edge", 860, "light", lambda page: page.click("#tab-timeline")),
     "layers": ("edge", 700, "light", lambda page: page.click("#tab-layers")),
     "traffic": ("edge", 560, "light", lambda page: page.click("#tab-traffic")),
     "roofline": ("edge", 700, "dark", lambda page: page.click("#tab-roofline")),
@@ -56,7 +56,7 @@ def _pick(page: Page) -> None:
     """Pick the last chip of the Pareto front beside the one that is swept."""
     page.click("#tab-sweep")
     page.locator("#sweep .point.best").last.press("Enter")
-    page.mouse.move(0, 0)
+    page.evaluate("document.activeElement.blur()")
 
 
 def _find(page: Page, words: str) -> None:
