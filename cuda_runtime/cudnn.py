@@ -104,8 +104,8 @@ class Cudnn:
 
     def takes(self, call: KernelCall) -> bool:
         """Whether cuDNN has the operations that a convolution needs; `plans` shows whether it has plans for them."""
-        known = all(view.dtype in _TYPES for view in (*call.inputs, *call.outputs))
-        return known and convolution_of(call).computes.activation in ("none", *_ACTIVATIONS)
+        has_types = all(view.dtype in _TYPES for view in (*call.inputs, *call.outputs))
+        return has_types and convolution_of(call).computes.activation in ("none", *_ACTIVATIONS)
 
     def plans(self, call: KernelCall) -> Iterator[ConvolutionPlan]:
         """Built, deterministic plans for a convolution, the most promising one first."""

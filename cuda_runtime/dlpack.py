@@ -17,8 +17,8 @@ _CODE_OFFSETS = {b"dltensor": 20, b"dltensor_versioned": 52}
 
 def carrier(dtype: str) -> np.dtype:
     """The dtype with which to export memory of a storage dtype."""
-    known = _CARRIERS.get(dtype)
-    return np.dtype(dtype) if known is None else known
+    stand_in = _CARRIERS.get(dtype)
+    return np.dtype(dtype) if stand_in is None else stand_in
 
 
 def retag(capsule: Any, dtype: str) -> Any:

@@ -59,17 +59,17 @@ def argument_updates(graph: Any, function: int, arguments: Sequence[tuple[int, i
     Raises:
         DeviceError: the graph does not contain the kernels.
     """
-    found = {}
+    nodes = {}
     for node in _nodes(graph.graph):
         described = _KernelNode()
         _check(_driver().cuGraphKernelNodeGetParams_v2(node, ctypes.byref(described)), "a graph's node cannot be read")
         if described.function == function:
             for index, (address, size) in enumerate(arguments):
                 if ctypes.string_at(described.arguments[0], size) == ctypes.string_at(address, size):
-                    found[index] = node, described
-    if len(found) != len(arguments):
+                    nodes[index] = node, described
+    if len(nodes) != len(arguments):
         raise DeviceError("a captured graph does not contain the copies of its inputs and outputs")
-    return [_update(graph.graphExec, *found[index], address) for index, (address, _) in enumerate(arguments)]
+    return [_update(graph.graphExec, *nodes[index], address) for index, (address, _) in enumerate(arguments)]
 
 
 def _nodes(graph: int) -> list[int]:

@@ -36,13 +36,13 @@ class KernelCache:
 
     def __init__(self, nvrtc: Any, arch: int, folder: Path, counters: Counter[str]) -> None:
         self._nvrtc, self._folder, self._counters = nvrtc, folder, counters
-        known = [int(other) for other in nvrtc.getSupportedArchs()]
-        self._is_ptx = arch not in known
-        usable = max((other for other in known if other <= arch), default=None)
+        archs = [int(other) for other in nvrtc.getSupportedArchs()]
+        self._is_ptx = arch not in archs
+        usable = max((other for other in archs if other <= arch), default=None)
         if usable is None:
             version = ".".join(map(str, nvrtc.getVersion()))
             raise DeviceError(
-                f"NVRTC {version} makes no code for compute capability {arch / 10}, only for {min(known) / 10} and up; "
+                f"NVRTC {version} makes no code for compute capability {arch / 10}, only for {min(archs) / 10} and up; "
                 "install CuPy for an older CUDA"
             )
         name = f"compute_{usable}" if self._is_ptx else _ALL_OF_IT.get(usable, f"sm_{usable}")

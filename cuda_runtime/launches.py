@@ -101,7 +101,7 @@ class GraphSequence:
                 return
             if not self._graphs:
                 self._graphs = [self._capture(part) for part in self._parts()]
-                self._updates = self._found()
+                self._updates = self._find_updates()
             self._replay(self._device.stream)
         self._device.counters["graph_launches"] += 1
 
@@ -121,7 +121,7 @@ class GraphSequence:
                 under_way += launch.branches
         return [self._launches]
 
-    def _found(self) -> list[Callable[[], None]]:
+    def _find_updates(self) -> list[Callable[[], None]]:
         if not self._moving:
             return []
         (graph,) = self._graphs

@@ -43,9 +43,9 @@ def check_source(name: str, text: str) -> None:
         ProgramFormatError: the text has a directive or an escape that generated sources do not have.
     """
     joined = _CONTINUATION.sub("", text)
-    found = _REFUSED.search(joined)
-    if found is not None:
-        words = re.match(r"\S*\s*\w*", joined[found.start() :])
+    refused = _REFUSED.search(joined)
+    if refused is not None:
+        words = re.match(r"\S*\s*\w*", joined[refused.start() :])
         assert words is not None
         raise ProgramFormatError(
             f"kernel source '{name}' has {words[0]!r}, which no generated source has: a program must not have the "

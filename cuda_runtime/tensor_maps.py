@@ -19,8 +19,8 @@ _UINT8, _PLAIN, _SWIZZLE_128, _PROMOTE_256, _ZEROS = 0, 0, 3, 3, 0  # cuda.h: CU
 
 @cache
 def _encode() -> Any:
-    found = load_driver().cuTensorMapEncodeTiled
-    found.argtypes = [
+    encode = load_driver().cuTensorMapEncodeTiled
+    encode.argtypes = [
         ctypes.c_void_p,
         ctypes.c_int,
         ctypes.c_uint,
@@ -28,7 +28,7 @@ def _encode() -> Any:
         *[ctypes.c_void_p] * 4,
         *[ctypes.c_int] * 4,
     ]
-    return found
+    return encode
 
 
 def encoded(matrix: TensorMap, address: int) -> np.ndarray:

@@ -52,30 +52,30 @@ class TunedConvolutions:
 
     def kernels(self, call: KernelCall) -> list[KernelCall]:
         """The calls of our kernels that may be launched for a convolution; all must be compiled before `tune`."""
-        chosen = self._known(call)
+        chosen = self._choice(call)
         if chosen is None:
             return kernels_of(call)
         return [chosen] if isinstance(chosen, KernelCall) else []
 
     def tune(self, calls: Iterable[KernelCall]) -> None:
         """Choose an implementation for each new convolution by trials."""
-        unknown = {_key(call): call for call in calls if self._known(call) is None}
+        unknown = {_key(call): call for call in calls if self._choice(call) is None}
         if not unknown:
             return
         free, _ = self._device.runtime.memGetInfo()
         needs = {key: size for key, call in unknown.items() if (size := _Scratch(call).size) <= free // 2}
         memory = self._device.allocate(max(needs.values(), default=0), "the memory that convolutions are tried in")
-        found = {key: self._fastest_kernel(unknown[key], memory) for key in needs}
+        fastest = {key: self._fastest_kernel(unknown[key], memory) for key in needs}
         deadline = time.monotonic() + _MOST_SECONDS
         untried = set()
-        for key, (form, seconds) in sorted(found.items(), key=lambda item: -item[1][1]):
+        for key, (form, seconds) in sorted(fastest.items(), key=lambda item: -item[1][1]):
             if seconds < _SHORT:
                 break
             if time.monotonic() > deadline:
                 untried.add(key)
                 continue
-            found[key] = self._faster_plan(unknown[key], memory, form, seconds)
-        for key, (form, seconds) in found.items():
+            fastest[key] = self._faster_plan(unknown[key], memory, form, seconds)
+        for key, (form, seconds) in fastest.items():
             self._chosen[key] = form
             self._device.counters["tuned"] += 1
             if key not in untried and math.isfinite(seconds):
@@ -83,10 +83,10 @@ class TunedConvolutions:
 
     def form(self, call: KernelCall) -> Form:
         """The chosen implementation of a convolution: a plan of cuDNN, or a call of one of our kernels."""
-        chosen = self._known(call)
+        chosen = self._choice(call)
         return kernels_of(call)[0] if chosen is None else over(chosen, call)
 
-    def _known(self, call: KernelCall) -> Form | None:
+    def _choice(self, call: KernelCall) -> Form | None:
         key = _key(call)
         if key not in self._chosen and (recalled := self._recall(key, call)) is not None:
             self._chosen[key] = recalled

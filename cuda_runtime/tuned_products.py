@@ -76,11 +76,11 @@ class TunedProducts:
             at = _assumed(call)
             key = product_key(call, at)
             if key not in self._chosen and key not in unknown:
-                known = self._recall(key, Product(self._lt, call, at))
-                if known is None:
+                algorithm = self._recall(key, Product(self._lt, call, at))
+                if algorithm is None:
                     unknown[key] = call
                 else:
-                    self._chosen[key] = known
+                    self._chosen[key] = algorithm
         if not unknown:
             return
         free, _ = self._device.runtime.memGetInfo()

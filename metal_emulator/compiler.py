@@ -142,21 +142,8 @@ class Function:
             KernelFault: A check failed; what the kernel had written until then stays.
             ValueError: The launch makes no sense.
         """
-        count = threads[0] * threads[1] * threads[2]
-        if not 0 < count <= MAX_THREADS:
-            raise ValueError(f"{self.name}: {count} threads in a threadgroup; it can have 1 to {MAX_THREADS}")
-        unknown = set(constants) - set(self.library.constants)
-        if unknown:
-            raise ValueError(f"{self.name}: no function constant named {', '.join(sorted(unknown))}")
-        regions = [
-            _Region(
-                argument.name.encode(),
-                *buffers.get(argument.index, (None, 0)),
-                int(argument.address_space == "device" and not argument.is_const),
-            )
-            for argument in self.arguments
-            if argument.kind == "buffer"
-        ]
+        self._check(threads, constants)
+        regions = self._regions(buffers)
         report = ctypes.create_string_buffer(REPORT_BYTES)
         grid = grid_threads or [size * group for size, group in zip(threads, groups, strict=True)]
         launch = _Launch(
@@ -178,6 +165,27 @@ class Function:
             faulted = _scheduler().metal_run(ctypes.byref(launch))
         if faulted:
             raise KernelFault(report.value.decode())
+
+    def _check(self, threads: Sequence[int], constants: Mapping[str, int | float | bool]) -> None:
+        """Refuse a launch that makes no sense. Raises ValueError."""
+        count = threads[0] * threads[1] * threads[2]
+        if not 0 < count <= MAX_THREADS:
+            raise ValueError(f"{self.name}: {count} threads in a threadgroup; it can have 1 to {MAX_THREADS}")
+        unknown = set(constants) - set(self.library.constants)
+        if unknown:
+            raise ValueError(f"{self.name}: no function constant named {', '.join(sorted(unknown))}")
+
+    def _regions(self, buffers: Mapping[int, tuple[int, int]]) -> list[_Region]:
+        """The memory of each buffer argument, by buffer index → (address, length in bytes)."""
+        return [
+            _Region(
+                argument.name.encode(),
+                *buffers.get(argument.index, (None, 0)),
+                int(argument.address_space == "device" and not argument.is_const),
+            )
+            for argument in self.arguments
+            if argument.kind == "buffer"
+        ]
 
 
 class Library:

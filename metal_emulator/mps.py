@@ -78,11 +78,29 @@ class Layout:
         return ""
 
 
-class MPSMatrixDescriptor(Allocatable):
-    """The shape and layout of a matrix, or of several of one shape."""
+class _Shaped(Allocatable):
+    """An object that has the shape of a matrix, or of several."""
 
     __slots__ = ("_layout",)
     _layout: Layout
+
+    @selector()
+    def rows(self) -> int:
+        return self._layout.rows
+
+    @selector()
+    def columns(self) -> int:
+        return self._layout.columns
+
+    @selector()
+    def matrices(self) -> int:
+        return self._layout.matrices
+
+
+class MPSMatrixDescriptor(_Shaped):
+    """The shape and layout of a matrix, or of several of one shape."""
+
+    __slots__ = ()
 
     @classmethod
     @selector(NSUINTEGER, NSUINTEGER, NSUINTEGER, DATA_TYPE)
@@ -111,18 +129,6 @@ class MPSMatrixDescriptor(Allocatable):
         return instance
 
     @selector()
-    def rows(self) -> int:
-        return self._layout.rows
-
-    @selector()
-    def columns(self) -> int:
-        return self._layout.columns
-
-    @selector()
-    def matrices(self) -> int:
-        return self._layout.matrices
-
-    @selector()
     def rowBytes(self) -> int:
         return self._layout.row_bytes
 
@@ -131,11 +137,10 @@ class MPSMatrixDescriptor(Allocatable):
         return self._layout.matrix_bytes
 
 
-class MPSMatrix(Allocatable):
+class MPSMatrix(_Shaped):
     """A matrix, or several, in a buffer."""
 
-    __slots__ = ("_buffer", "_layout", "_offset")
-    _layout: Layout
+    __slots__ = ("_buffer", "_offset")
 
     @initializer(Object("MTLBuffer"), NSUINTEGER, Object("MPSMatrixDescriptor"))
     def initWithBuffer_offset_descriptor_(
@@ -152,18 +157,6 @@ class MPSMatrix(Allocatable):
         self._offset = offset
         self._layout = layout
         return self
-
-    @selector()
-    def rows(self) -> int:
-        return self._layout.rows
-
-    @selector()
-    def columns(self) -> int:
-        return self._layout.columns
-
-    @selector()
-    def matrices(self) -> int:
-        return self._layout.matrices
 
 
 @dataclass(frozen=True)
@@ -275,7 +268,7 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
 def _multiply(
     left: Batch, right: Batch, result: Batch, transpose_left: bool, transpose_right: bool, alpha: float, beta: float
 ) -> None:
-    """[count, rows, columns]: products in float32, rounded once, written over the result's rows and columns only."""
+    """Write alpha · left · right + beta · result to each result, in float32, rounded once; padding stays."""
     a, b = (batch.array().astype(np.float32) for batch in (left, right))
     out = result.array()
     with np.errstate(all="ignore"):

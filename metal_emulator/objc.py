@@ -319,7 +319,7 @@ class Allocatable(NSObject):
         return allocated
 
     def _begin(self, method: str, device: MTLDevice | None = None) -> None:
-        """Leave the allocated state, once."""
+        """Mark an allocated object as initialized; a second time is a usage error."""
         self._check(not self._ready, method, "initialized twice")
         self._device = device
         self._ready = True

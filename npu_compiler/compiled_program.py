@@ -76,9 +76,9 @@ class CompiledProgram:
         """
         import npu_compiler.ops  # noqa: F401  # it declares the kernels, whose families the totals tell
 
-        made = f"target {self.target}, compute dtype {self.compute_dtype}, compiler {self.compiler_version}"
+        origin = f"target {self.target}, compute dtype {self.compute_dtype}, compiler {self.compiler_version}"
         code = f"  contains code: {self.trust}\n" if self.contains_code else ""
-        return f"program {self.name}\n  {made}\n{code}{describe_plan(self.plan, tables=kernels, full=full)}"
+        return f"program {self.name}\n  {origin}\n{code}{describe_plan(self.plan, tables=kernels, full=full)}"
 
     def to_bytes(self) -> bytes:
         """The content of the `.npubin`.

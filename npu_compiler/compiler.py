@@ -74,7 +74,7 @@ def default_stages(graph: IRGraph, target: CodegenTarget, options: CompileOption
     mark = partial(mark_quantized_weights, quantization=options.quantization, config=config)
     return [
         *_NORMALIZE,
-        ("check_constraints", check_constraints),
+        ("check_constraints", partial(check_constraints, target=target, compute_dtype=compute_dtype)),
         ("bound_integers", bound_integers),
         ("eliminate_common_subexpressions", eliminate_common_subexpressions),
         ("lower_outer_products", lower_outer_products),

@@ -13,8 +13,12 @@ from npu_compiler.program.target import CodegenTarget
 ADVICE = "use partition() and DAGExecutor, which run it on the CPU (see `npu-sim partition`)"
 
 
-def find_violations(graph: IRGraph) -> list[str]:
-    """One sentence per violation: the node, what it holds, and what to do about it."""
+def find_violations(graph: IRGraph, target: CodegenTarget | None = None, compute_dtype: str = "") -> list[str]:
+    """One sentence per violation: the node, what it holds, and what to do about it.
+
+    Args:
+        target: Also asked about each node. Default: only the op table is.
+    """
     violations = []
     for name in graph.inputs:
         spec = graph.tensors[name]
@@ -27,6 +31,8 @@ def find_violations(graph: IRGraph) -> list[str]:
     reasons |= find_integer_ranges(graph, on_cpu=unsupported).overflows
     for node in graph.nodes:
         reason = reasons[node.name]
+        if reason is None and target is not None:
+            reason = target.refusal(node, graph, compute_dtype)
         if reason is not None:
             advice = "extract the IR under torch.no_grad()" if node.op_type == OPAQUE_OP else ADVICE
             violations.append(_violation(node, graph, reason, advice))
@@ -38,13 +44,13 @@ def _violation(node: OpNode, graph: IRGraph, reason: str, advice: str) -> str:
     return f"node '{node.name}' ({node.op_type} → {shapes}): {reason}; {advice}"
 
 
-def check_constraints(graph: IRGraph) -> IRGraph:
-    """The graph as it is.
+def check_constraints(graph: IRGraph, target: CodegenTarget | None = None, compute_dtype: str = "") -> IRGraph:
+    """The graph as it is; arguments are those of `find_violations`.
 
     Raises:
         ConstraintError: it cannot run as one program; lists all violations.
     """
-    violations = find_violations(graph)
+    violations = find_violations(graph, target, compute_dtype)
     if violations:
         raise ConstraintError(violations)
     return graph

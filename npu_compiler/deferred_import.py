@@ -8,7 +8,7 @@ from typing import Any
 
 
 def deferred(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__` (PEP 562).
+    """A package's `__getattr__` (PEP 562), which imports a name's module when the name is first used.
 
     Args:
         modules: Name → the package's module that defines it.

@@ -29,7 +29,7 @@ _SURELY_LEFT = 24 * 3600  # seconds, where the file system has no locks
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """`atomic_file` for content that is in memory."""
+    """Write a file, whole or not at all, from content in memory; see `atomic_file`."""
     with atomic_file(path) as file:
         file.write(data)
 

@@ -32,7 +32,8 @@ class CompileOptions:
             when they are loaded. `int4+int8` and the like also round what these layers multiply, to int8 or fp8 with
             a scale for each row (not on Metal).
         kv_cache: `int8` or `fp8`: store KV caches in a byte an element, with a scale for each token and head, as a
-            further input and output of the program, `<name>.scales` (on the CPU only). Default: in the compute dtype.
+            further input and output of the program, `<name>.scales` (on the CPU and simulated chips). Default: in the
+            compute dtype.
         mesh: Divide the graph among several devices, each of which runs the program with its part of the weights. The
             program has what `npu_compiler.passes.shard` makes of the graph. Default: one device.
         disabled_fusions: Names from `FUSIONS` to leave out, for bisecting.

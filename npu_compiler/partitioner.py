@@ -20,6 +20,8 @@ from npu_compiler.graph.writer import graph_to_dict
 from npu_compiler.op_support import given_attrs, is_op_supported, supports_node
 from npu_compiler.ops.registry import unsupported_reason
 from npu_compiler.options import CompileOptions
+from npu_compiler.partitioning.prices import Prices, priced_target
+from npu_compiler.partitioning.pricing import Made, PlanPrice, price_graph, replaced
 from npu_compiler.passes.integer_ranges import INT32_RANGE, find_integer_ranges, with_bounds
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.quantize import Quantization, find_formats
@@ -68,6 +70,7 @@ class PartitionPlan:
         output_transfers: Graph outputs that must come back from the device.
         reasons: Node name → why it is on the CPU.
         formats: `state_dict` key → how the device stores the weight, where that is in few bits.
+        price: The times by which the graph was divided, if it was.
     """
 
     graph: IRGraph
@@ -76,6 +79,16 @@ class PartitionPlan:
     output_transfers: tuple[TransferOp, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     formats: Mapping[str, QuantizedFormat] = field(default_factory=dict)
+    price: PlanPrice | None = None
+
+    def programs(self, target: CodegenTarget) -> list[CompiledProgram]:
+        """The programs of the plan's partitions for the device, in order."""
+        return [self.compile(part, target) for part in self.partitions if part.device == "npu"]
+
+    @property
+    def on_device(self) -> set[str]:
+        """The names of the nodes on the device."""
+        return {node.name for part in self.partitions if part.device == "npu" for node in part.graph.nodes}
 
     def compile(self, part: Partition, target: CodegenTarget) -> CompiledProgram:
         """The program of one of the plan's partitions for the device."""
@@ -110,13 +123,14 @@ class PartitionPlan:
         """The plan as a Mermaid flow chart."""
         lines = ["graph TD", "    inputs([inputs])"]
         maker = dict.fromkeys(self.graph.inputs, "inputs")
+        sizes = crossing_bytes(self.graph, self.compute_dtype)
         for p in self.partitions:
             shape = ("[", "]") if p.device == "npu" else ("[[", "]]")
             label = f'"{p.device.upper()} {p.index}: {len(p.graph.nodes)} nodes"'
             lines.append(f"    p{p.index}{shape[0]}{label}{shape[1]}")
             edges: dict[str, int] = {}
             for name in p.graph.inputs:
-                edges[maker[name]] = edges.get(maker[name], 0) + tensor_bytes(self.graph.tensors[name])
+                edges[maker[name]] = edges.get(maker[name], 0) + sizes[name]
             lines += [f"    {source} -->|{size} B| p{p.index}" for source, size in edges.items()]
             maker.update(dict.fromkeys(p.graph.outputs, f"p{p.index}"))
         lines.append("    outputs([outputs])")
@@ -133,6 +147,8 @@ def partition(
     target: CodegenTarget | None = None,
     compute_dtype: str | None = None,
     quantization: Quantization | None = None,
+    npu: object | None = None,
+    prices: Prices | None = None,
 ) -> PartitionPlan:
     """Group a graph's nodes by device.
 
@@ -141,59 +157,125 @@ def partition(
     scheduled so that each partition takes every node that is ready, which gathers independent CPU nodes instead of
     splitting a device run around each.
 
+    With prices, what the device could run goes to the CPU as well where the graph takes less time so: of all divisions,
+    the plan is the one of least price.
+
     Args:
         target: Target of the device that will run the plan. Default: one that supports the whole op table.
         compute_dtype, quantization: As for `compile`; partitions on the CPU read weights in PyTorch's dtypes.
+        npu: A chip (`npu_model.Chip`), which stands for its target and its prices.
+        prices: Times of nodes and transfers on the target's device.
 
     Raises:
         IRError: the IR is malformed.
         NPUError: unknown compute dtype.
-        InputError: the quantization is unknown, or a weight cannot be stored so.
+        InputError: the quantization is unknown, or a weight cannot be stored so; or `npu` says too little for prices.
     """
+    if npu is not None:
+        target, prices = priced_target(npu)
     graph = normalize(read_ir(ir))
     formats = find_formats(graph, quantization) if quantization else {}
     dtype = choose_compute_dtype(graph, compute_dtype)
-    lacking: dict[str, str] = {}
-    while True:
-        reasons = _cpu_reasons(graph, is_supported_fn, lacking)
-        integers = find_integer_ranges(graph, on_cpu=reasons)
-        reasons |= integers.overflows
-        bounded = with_bounds(graph, integers.bounds)
-        devices: dict[str, DeviceKind] = {node.name: "cpu" if node.name in reasons else "npu" for node in graph.nodes}
-        groups = min((_schedule(bounded, devices, first) for first in ("npu", "cpu")), key=len)
-        partitions = _build_partitions(bounded, groups, dtype, integers.ranges)
-        more = {} if target is None or target.supports_all else _lacking(partitions, target, dtype, formats)
-        if not more and target is not None and target.assembles:
-            more = _refused(partitions, target, dtype, formats)
-        if not more:
-            break
-        lacking |= more  # which divides the graph in another way, so that other nodes may meet in a fusion or not
-    graph = bounded
-    on_device = {name for p in partitions if p.device == "npu" for name in p.graph.outputs}
-    back = tuple(
-        TransferOp(name, "npu", "cpu", tensor_bytes(graph.tensors[name]))
-        for name in dict.fromkeys(graph.outputs)
-        if name in on_device
-    )
-    return PartitionPlan(graph, partitions, dtype, back, reasons, formats)
+    divider = _Divider(graph, is_supported_fn, target, dtype, formats)
+    plan = divider.plan({})
+    if prices is None or target is None:
+        return plan
+    price = divider.price(plan, target, prices)
+    plan = divider.plan(_reasons(price))
+    price = replaced(price, plan.on_device)
+    measured = sum(time for part in plan.programs(target) for time in prices.calls(part)) - price.device
+    if price.seconds + measured > price.host_alone:
+        price = replaced(price, ())
+        plan = divider.plan(_reasons(price))
+    return replace(plan, price=price)
 
 
-def _cpu_reasons(graph: IRGraph, is_supported_fn: SupportFn, lacking: Mapping[str, str]) -> dict[str, str]:
-    takes_attrs = _takes_attrs(is_supported_fn)
-    producers = graph.producers()
-    reasons: dict[str, str] = {}
-    for node in graph.nodes:
-        supported = is_supported_fn(node.op_type, given_attrs(node)) if takes_attrs else is_supported_fn(node.op_type)
-        reason = unsupported_reason(node, graph)
-        if reason is None and not supported:
-            reason = "the given support function rejects the op"
-        reason = reason or lacking.get(node.name)
-        source = producers.get(node.inputs[0]) if node.base == "getitem" else None
-        if source is not None:
-            reason = f"its producer '{source.name}' is on the CPU" if source.name in reasons else None
-        if reason is not None:
-            reasons[node.name] = reason
-    return reasons
+def _reasons(price: PlanPrice) -> dict[str, str]:
+    """Node → why it is on the host."""
+    return {name: unit.reason for unit in price.units if not unit.on_device for name in unit.nodes}
+
+
+@dataclass(frozen=True)
+class _Divider:
+    """A normalized graph, and the questions whose answers divide it."""
+
+    graph: IRGraph
+    is_supported_fn: SupportFn
+    target: CodegenTarget | None
+    dtype: str
+    formats: Mapping[str, QuantizedFormat]
+
+    def plan(self, kept: Mapping[str, str]) -> PartitionPlan:
+        """The plan in which all is on the device but these nodes, for their reasons, and what cannot run there."""
+        graph, target, dtype, formats = self.graph, self.target, self.dtype, self.formats
+        lacking = dict(kept)
+        while True:
+            reasons = self._cpu_reasons(lacking)
+            integers = find_integer_ranges(graph, on_cpu=reasons)
+            reasons |= integers.overflows
+            bounded = with_bounds(graph, integers.bounds)
+            devices: dict[str, DeviceKind] = {
+                node.name: "cpu" if node.name in reasons else "npu" for node in graph.nodes
+            }
+            groups = min((_schedule(bounded, devices, first) for first in ("npu", "cpu")), key=_runs_and_length)
+            partitions = _build_partitions(bounded, groups, dtype, integers.ranges)
+            more = {} if target is None or target.supports_all else _lacking(partitions, target, dtype, formats)
+            if not more and target is not None and target.assembles:
+                more = _refused(partitions, target, dtype, formats)
+            if not more:
+                break
+            lacking |= more  # which divides the graph in another way, so that other nodes may meet in a fusion or not
+        crossed = {transfer.tensor for part in partitions for transfer in part.transfers if transfer.target == "cpu"}
+        on_device = {name for p in partitions if p.device == "npu" for name in p.graph.outputs} - crossed
+        sizes = crossing_bytes(bounded, dtype)
+        back = tuple(
+            TransferOp(name, "npu", "cpu", sizes[name]) for name in dict.fromkeys(bounded.outputs) if name in on_device
+        )
+        return PartitionPlan(bounded, partitions, dtype, back, reasons, formats)
+
+    def price(self, plan: PartitionPlan, target: CodegenTarget, prices: Prices) -> PlanPrice:
+        """The prices of the graph, divided at the least price.
+
+        Args:
+            plan: All that the device can run is on it.
+        """
+        made = [_with_origins(part, plan, target) for part in plan.partitions if part.device == "npu"]
+        sizes = crossing_bytes(plan.graph, self.dtype)
+        return price_graph(plan.graph, plan.reasons, made, prices, self.dtype, sizes)
+
+    def _cpu_reasons(self, lacking: Mapping[str, str]) -> dict[str, str]:
+        graph, takes_attrs = self.graph, _takes_attrs(self.is_supported_fn)
+        producers = graph.producers()
+        reasons: dict[str, str] = {}
+        for node in graph.nodes:
+            given = (node.op_type, given_attrs(node)) if takes_attrs else (node.op_type,)
+            supported = self.is_supported_fn(*given)
+            reason = unsupported_reason(node, graph)
+            if reason is None and not supported:
+                reason = "the given support function rejects the op"
+            if reason is None and self.target is not None:
+                reason = self.target.refusal(node, graph, self.dtype)
+            reason = reason or lacking.get(node.name)
+            source = producers.get(node.inputs[0]) if node.base == "getitem" else None
+            if source is not None:
+                reason = f"its producer '{source.name}' is on the CPU" if source.name in reasons else None
+            if reason is not None:
+                reasons[node.name] = reason
+        return reasons
+
+
+def _with_origins(part: Partition, plan: PartitionPlan, target: CodegenTarget) -> Made:
+    """A partition's program, and the nodes of the graph that each node with calls stands for."""
+    options = CompileOptions(compute_dtype=plan.compute_dtype, quantization=plan.formats)
+    *_, (_, final) = trace_stages(part.graph, target, options)
+    program = plan.compile(part, target)
+    readers = final.consumers()
+    origins: dict[str, set[str]] = {}
+    for node in reversed(final.nodes):  # what the compiler adds, such as a cast, belongs to what reads it
+        own = _made_into(node, part.graph, final)
+        origins[node.name] = own or set().union(*(origins[r.name] for x in node.outputs for r in readers.get(x, ())))
+    everything = {node.name for node in part.graph.nodes}  # for a target that makes one call of nodes of its choice
+    return program, {call.node: origins.get(call.node) or everything for call in program.kernels}
 
 
 def _lacking(
@@ -275,6 +357,10 @@ def _schedule(
     return groups
 
 
+def _runs_and_length(groups: list[tuple[DeviceKind, list[OpNode]]]) -> tuple[int, int]:
+    return sum(device == "npu" for device, _ in groups), len(groups)
+
+
 def _build_partitions(
     graph: IRGraph,
     groups: list[tuple[DeviceKind, list[OpNode]]],
@@ -286,6 +372,7 @@ def _build_partitions(
         name: found for name, found in ranges.items() if is_int(graph.tensors[name].dtype) and found != INT32_RANGE
     }
     native = native_dtype(graph)
+    sizes, crossed = crossing_bytes(graph, compute_dtype), set[str]()
     readers: dict[str, set[int]] = {}
     home: dict[str, DeviceKind] = dict.fromkeys((*graph.inputs, *graph.constants), "cpu")
     for index, (device, nodes) in enumerate(groups):
@@ -320,10 +407,11 @@ def _build_partitions(
             native_dtype=native,
         )
         crossing = tuple(
-            TransferOp(name, home[name], device, tensor_bytes(graph.tensors[name]))
+            TransferOp(name, home[name], device, sizes[name])
             for name in inputs
-            if home[name] != device
+            if home[name] != device and name not in crossed  # a value stays where it has been brought
         )
+        crossed |= {transfer.tensor for transfer in crossing}
         partitions.append(Partition(index, device, sub, crossing))
     return tuple(partitions)
 
@@ -337,5 +425,8 @@ def _boundary_spec(
     return replace(spec, storage=storage, bounds=ranges.get(spec.name, spec.bounds))
 
 
-def tensor_bytes(spec: TensorSpec) -> int:
-    return spec.numel * itemsize(spec.dtype)
+def crossing_bytes(graph: IRGraph, compute_dtype: str) -> dict[str, int]:
+    """Tensor → its bytes where it crosses: as the device stores it. Weights and constants do not cross."""
+    stored = assign_storage(graph, compute_dtype).tensors
+    made = [*graph.inputs, *(name for node in graph.nodes for name in node.outputs)]
+    return {name: stored[name].numel * itemsize(stored[name].storage) for name in made}

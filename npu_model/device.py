@@ -33,13 +33,14 @@ class TileLaunch:
     Attributes:
         on_host: Computes the call on the host.
         section: Runs the call's section, once the launch belongs to a program.
+        seconds: The time that the section takes on the chip.
     """
 
     call: KernelCall
     operands: Sequence[Operand]
     on_host: Launch
     section: Callable[[], None] | None = None
-    seconds: float = 0.0
+    seconds: Callable[[], float] = float
 
     def __call__(self) -> None:
         (self.section or self.on_host)()
@@ -69,7 +70,7 @@ class NPUBackend(Backend):
         self.checked = os.environ.get("NPU_SIM_CHECKED") == "1" if checked is None else checked
         self.npu_target = NPUTarget(chip)
         self.config = self.npu_target.config
-        self.simulated_seconds = 0.0
+        self.simulated_seconds: float = 0.0
         self._host = CPUBackend(tune=False)
         self._loaded: WeakValueDictionary[bytes, _Loaded] = WeakValueDictionary()
 
@@ -99,7 +100,7 @@ class NPUBackend(Backend):
         machine.preload()
         for index, launch in enumerate(own):
             launch.section = partial(machine.run_section, index)
-            launch.seconds = self._seconds(loaded, index)
+            launch.seconds = partial(self._seconds, loaded, index)
         first, last = launches.index(own[0]), launches.index(own[-1])
         before, after = launches[:first], launches[last + 1 :]
 
@@ -144,9 +145,17 @@ class NPUBackend(Backend):
     def clock(self) -> float:
         return self.simulated_seconds
 
+    @property
+    def makes_trials(self) -> bool:
+        return False  # the prices of a simulated chip are simulated
+
+    def waited(self, seconds: float) -> None:
+        with self.lock:
+            self.simulated_seconds += seconds
+
     def timed(self, launch: Launch) -> float:
         launch()
-        return launch.seconds if isinstance(launch, TileLaunch) else 0.0
+        return launch.seconds() if isinstance(launch, TileLaunch) else 0.0
 
     def ran(self, program: CompiledProgram) -> None:
         if program.kernels:

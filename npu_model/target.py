@@ -1,20 +1,51 @@
-"""`NPUTarget`: compiles op-level programs to the tile programs of one chip."""
+"""`NPUTarget`: compiles op-level programs to the tile programs of one chip, and refuses ops that it lacks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.partitioning.lone_nodes import LoneNodes
+from npu_compiler.partitioning.prices import Prices, prices_of
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import OpLevelTarget
 from npu_compiler.target_config import OP_LEVEL
+from npu_model.capabilities import Capabilities
 from npu_model.chip import Chip
 from npu_model.isa.encoding import encode
 from npu_model.lowering.cascades import lower_arranged
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import chip_digest
+from npu_model.prices import ChipPrices
 
 
-class NPUTarget(OpLevelTarget):
+class ChipOpsTarget(OpLevelTarget):
+    """The kernels of the op table, for the ops that a chip has; programs are for no chip yet.
+
+    Args:
+        chip: The chip whose ops there are.
+    """
+
+    def __init__(self, chip: Chip) -> None:
+        self.chip = chip
+        self.lone = LoneNodes()
+        self.capabilities = Capabilities(chip, self.lone)
+
+    @property
+    def supports_all(self) -> bool:
+        return not self.capabilities.is_limited
+
+    def supports(self, op_type: str, attrs: Mapping[str, Any]) -> bool:
+        return not op_type.startswith("npu.") or self.supports_all or self.capabilities.has_fused(op_type)
+
+    def refusal(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> str | None:
+        return self.capabilities.refusal(node, graph, compute_dtype)
+
+
+class NPUTarget(ChipOpsTarget):
     """The kernels of the op table, each with the instructions that compute it on a chip.
 
     Args:
@@ -22,15 +53,26 @@ class NPUTarget(OpLevelTarget):
     """
 
     def __init__(self, chip: Chip) -> None:
-        self.chip = chip
+        super().__init__(chip)
         self._mapper = Mapper(chip)
-        self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1, rounds_caches=False)
+        self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1)
 
     @property
     def key(self) -> str:
         return f"{self.config.name}:{chip_digest(self.chip)}"
 
+    @cached_property
+    def prices(self) -> ChipPrices:
+        """The times of the chip, its host and their link. Raises `InputError` where its file says nothing of these."""
+        return ChipPrices(self.chip, self._mapper, self.lone)
+
     def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
         """The plan with its tile program. Raises `ConstraintError`, with the nodes of all calls that the chip lacks."""
         arranged, tiles = lower_arranged(plan, self.chip, self._mapper)
         return replace(arranged, machine_code=encode(tiles))
+
+
+@prices_of.register
+def _prices_of_chip(target: NPUTarget) -> Prices | None:
+    """The prices of the target's chip; None where its file says nothing of a host or a link."""
+    return None if target.chip.host is None or target.chip.link is None else target.prices

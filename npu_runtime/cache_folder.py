@@ -45,7 +45,7 @@ def write_entry(path: Path, content: bytes) -> None:
 
 
 def keep_entry(path: Path, content: bytes) -> None:
-    """`write_entry`, which here must not fail: where it cannot, it warns once."""
+    """Write an entry as `write_entry` does; a failure is a warning, given once per folder and reason."""
     try:
         write_entry(path, content)
     except OSError as error:
@@ -53,7 +53,7 @@ def keep_entry(path: Path, content: bytes) -> None:
 
 
 def keep_file(path: Path, data: bytes) -> None:
-    """`keep_entry` for a file whose format has a checksum of its own."""
+    """Write a file whose format has a checksum of its own; a failure is a warning, as in `keep_entry`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)

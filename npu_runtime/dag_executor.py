@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from npu_compiler.errors import WeightError
 from npu_compiler.graph.dtypes import (
     INT32_MAX,
     INT32_MIN,
+    SignedInt,
     misfit,
     numpy_dtype,
     saturating_cast,
@@ -28,7 +28,7 @@ from npu_runtime.hardware import Hardware
 from npu_runtime.named_values import Outputs, inputs_by_name
 from npu_runtime.numerics import warn_of_doubtful_values
 from npu_runtime.packing import as_array, check_array
-from npu_runtime.profiler import Profiler
+from npu_runtime.profiler import Profiler, moment
 from npu_runtime.pytorch import require_torch
 from npu_runtime.weight_loader import check_weight, load_weights, to_numpy, weight_error
 
@@ -38,10 +38,31 @@ if TYPE_CHECKING:
 Value = np.ndarray | DeviceBuffer
 
 
+@dataclass
+class _Values:
+    """The values of a run, where they were made, and copies of them on the other side.
+
+    Attributes:
+        made: Tensor → array on the host, or buffer on the device.
+        brought: Tensor → its copy on the device, and the bounds that it was checked against.
+        taken: Tensor → its copy on the host.
+    """
+
+    made: dict[str, Value]
+    brought: dict[str, tuple[DeviceBuffer, tuple[SignedInt, SignedInt] | None]] = field(default_factory=dict)
+    taken: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def forget(self, name: str) -> None:
+        """Free a value that nobody reads any more."""
+        for values in (self.made, self.brought, self.taken):
+            values.pop(name, None)
+
+
 class DAGExecutor:
     """Device partitions are compiled here, once; `load_weights` uploads their weights, once.
 
-    Values stay where they were made: a device buffer that the next device partition reads never visits the host.
+    Values stay where they were made, and where they were brought: a device buffer that the next device partition reads
+    never visits the host, and what several partitions read crosses once.
 
     Several threads may call `execute` at once: CPU partitions run side by side, runs on the device queue (see
     `Executor`), and each thread has buffers of its own for what it uploads.
@@ -104,7 +125,7 @@ class DAGExecutor:
         self._weights = weights
 
     def _check_weights(self, weights: Mapping[str, Any]) -> None:
-        """All weights must be there; those that stay on the CPU are checked here, the others when they are uploaded."""
+        """Check that all weights are there, and that those on the CPU fit; the others are checked when uploaded."""
         graph = self.plan.graph
         on_device = {name for part in self.plan.partitions if part.device == "npu" for name in part.graph.weights}
         problems = []
@@ -141,15 +162,17 @@ class DAGExecutor:
         return result
 
     def _execute(self, inputs: Mapping[str, np.ndarray], profiler: Profiler | None) -> dict[str, np.ndarray]:
-        values: dict[str, Value] = dict(self._check_inputs(inputs))
+        values = _Values(dict(self._check_inputs(inputs)))
         for part in self.plan.partitions:
             if part.device == "npu":
-                values.update(self._run_device(part, values, profiler))
+                values.made.update(self._run_device(part, values, profiler))
             else:
-                values.update(self._run_cpu(part, values, profiler))
+                values.made.update(self._run_cpu(part, values, profiler))
             for name in part.graph.inputs:
                 if self._last_use.get(name) == part.index:
-                    values.pop(name, None)
+                    values.forget(name)
+        if self.plan.price is not None:
+            self.backend.waited(self.plan.price.beside_device)
         return Outputs({name: self._output(tensor, values, profiler) for name, tensor in self._outputs()})
 
     def _output_specs(self) -> list[TensorSpec]:
@@ -161,10 +184,10 @@ class DAGExecutor:
         graph = self.plan.graph
         return list(zip(graph.output_names, graph.outputs, strict=True))
 
-    def _output(self, tensor: str, values: Mapping[str, Value], profiler: Profiler | None) -> np.ndarray:
+    def _output(self, tensor: str, values: _Values, profiler: Profiler | None) -> np.ndarray:
         graph = self.plan.graph
-        if tensor in values:
-            return np.array(self._to_host(tensor, values[tensor], profiler))
+        if tensor in values.made:
+            return np.array(self._to_host(tensor, values, profiler))
         if tensor in graph.weights:
             return np.array(to_numpy(self._weights[next(graph.weights[tensor].keys())]))
         return np.array(graph.constants[tensor])
@@ -182,64 +205,72 @@ class DAGExecutor:
             checked[name] = array if array.dtype == wanted else array.astype(wanted)
         return checked
 
-    def _run_device(self, part: Partition, values: Mapping[str, Value], profiler: Profiler | None) -> dict[str, Value]:
+    def _run_device(self, part: Partition, values: _Values, profiler: Profiler | None) -> dict[str, Value]:
         executor = self.executors[part.index]
         inputs: dict[str, DeviceBuffer | np.ndarray] = {}
         donated = set(executor.program.plan.donations.values())
         for spec in executor.program.input_specs:
-            # A donated input is updated in place, which must not happen to a value that is still read afterwards.
-            keep_value = spec.name in donated and self._last_use.get(spec.name) != part.index
-            inputs[spec.name] = self._to_device(part.index, spec, values[spec.name], keep_value, profiler)
+            is_donated = spec.name in donated
+            inputs[spec.name] = self._to_device(part.index, spec, values, is_donated, profiler)
         return dict(executor.run(inputs, self._device_weights[part.index], profiler))
 
-    def _run_cpu(self, part: Partition, values: Mapping[str, Value], profiler: Profiler | None) -> dict[str, Value]:
-        inputs = {name: self._to_host(name, values[name], profiler) for name in part.graph.inputs}
+    def _run_cpu(self, part: Partition, values: _Values, profiler: Profiler | None) -> dict[str, Value]:
+        inputs = {name: self._to_host(name, values, profiler) for name in part.graph.inputs}
         if profiler is None:
             return dict(self._cpu[part.index].run(inputs))
-        name, start = f"cpu partition {part.index}", time.perf_counter()
+        name, start = f"cpu partition {part.index}", profiler.clock()
         with profiler.on_host(name):
             outputs = self._cpu[part.index].run(inputs, profiler.on_host)
-        profiler.add_kernel(name, time.perf_counter() - start)
+        profiler.add_kernel(name, profiler.clock() - start)
         return dict(outputs)
 
     def _to_device(
-        self, index: int, spec: TensorSpec, value: Value, keep_value: bool, profiler: Profiler | None
+        self, index: int, spec: TensorSpec, values: _Values, is_donated: bool, profiler: Profiler | None
     ) -> DeviceBuffer:
         """The value as the partition wants it; copies and uploads reuse one buffer, so nothing is prepared again."""
-        uploads = self._uploads
+        uploads, value = self._uploads, values.made[spec.name]
         buffer = uploads.get((index, spec.name))
+        copy, bounds = values.brought.get(spec.name, (None, None))
+        there = copy if copy is not None and bounds == spec.bounds else value
+        # An index is checked on the host, and programs rely on that.
+        if isinstance(there, DeviceBuffer) and _is_alike(there, spec) and (there is copy or not spec.is_index):
+            # A donated input is updated in place, which must not happen to a value that is still read afterwards.
+            if not is_donated or self._last_use.get(spec.name) == index:
+                return there
+            if buffer is None:
+                buffer = uploads[index, spec.name] = there.copy()
+            else:
+                buffer.copy_from(there)
+            return buffer
         if isinstance(value, DeviceBuffer):
-            is_alike = value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape)
-            # An index is checked on the host, and programs rely on that.
-            if is_alike and not spec.is_index:
-                if not keep_value:
-                    return value
-                if buffer is None:
-                    buffer = uploads[index, spec.name] = value.copy()
-                else:
-                    buffer.copy_from(value)
-                return buffer
             value = value.to_numpy()
         elif spec.name not in self.plan.graph.inputs:
             value = _as_the_device_makes_it(value, spec)
-        start = time.perf_counter()
+        start = moment(profiler)
         if buffer is None:
             buffer = uploads[index, spec.name] = self.backend.allocate_buffer(value, spec=spec)
         else:
             buffer.write(value, spec)
         if profiler is not None:
             self.backend.synchronize()
-            profiler.add_transfer("host → device", time.perf_counter() - start, buffer.size_bytes, spec.name)
+            profiler.add_transfer("host → device", profiler.clock() - start, buffer.size_bytes, spec.name)
+        if not is_donated:
+            values.brought[spec.name] = buffer, spec.bounds
         return buffer
 
-    def _to_host(self, name: str, value: Value, profiler: Profiler | None) -> np.ndarray:
+    def _to_host(self, name: str, values: _Values, profiler: Profiler | None) -> np.ndarray:
+        value = values.taken.get(name, values.made[name])
         if isinstance(value, np.ndarray):
             return value
-        start = time.perf_counter()
-        array = value.to_numpy(self.plan.graph.tensors[name])
+        start = moment(profiler)
+        array = values.taken[name] = value.to_numpy(self.plan.graph.tensors[name])
         if profiler is not None:
-            profiler.add_transfer("device → host", time.perf_counter() - start, value.size_bytes, name)
+            profiler.add_transfer("device → host", profiler.clock() - start, value.size_bytes, name)
         return array
+
+
+def _is_alike(buffer: DeviceBuffer, spec: TensorSpec) -> bool:
+    return buffer.dtype == spec.storage and buffer.alloc_shape == (spec.alloc_shape or spec.shape)
 
 
 def _as_the_device_makes_it(array: np.ndarray, spec: TensorSpec) -> np.ndarray:

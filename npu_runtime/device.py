@@ -89,7 +89,7 @@ def _numbered(factory: Callable[..., Backend], name: str, number: str) -> Callab
 
 
 def neighbour(name: str, distance: int) -> str:
-    """The device so many after another of its kind: `gpu:3` of `gpu:1` and 2; of a kind without numbers, the same."""
+    """The name of the device `distance` places further: `gpu:3` for `gpu:1` and 2; unnumbered kinds stay."""
     kind, _, detail = name.partition(":")
     factory = _FACTORIES.get(kind) or _plugin(kind)
     parameter = None if factory is None else next(iter(inspect.signature(factory).parameters.values()), None)

@@ -87,10 +87,10 @@ class Executor:
         self.backend = best_hardware() if device is None else as_backend(device)
         self.counters: Counter[str] = Counter()
         self._specs = {spec.name: spec for spec in program.input_specs}
-        known = self.backend.runs_targets
+        targets = self.backend.runs_targets
         for target in (program.target, *([] if config is None else [config.name])):
-            if target not in known:
-                listed = "' and '".join(known)
+            if target not in targets:
+                listed = "' and '".join(targets)
                 raise DeviceError(f"the program was compiled for '{target}', but this device runs '{listed}'")
         if self.backend.config.programs_are_code:
             program.trust.check(program.name)

@@ -45,7 +45,7 @@ _forking = threading.local()
 
 
 def call_lock(owner: Locked) -> Any:
-    """A lock for an object's attribute `lock` (rules 1 and 2)."""
+    """A reentrant lock for an object's attribute `lock`, registered so that a fork waits for it (rules 1 and 2)."""
     _owners.add(owner)
     return threading.RLock()
 
@@ -67,7 +67,7 @@ def _before_fork() -> None:
 
 
 def _take(owners: list[Locked]) -> list[Any]:
-    """The locks of all owners, or of as many as could be had; reentrant ones of this thread count."""
+    """Take the locks of all owners, or those that come free in time, and return them."""
     taken = []
     for owner in owners:
         lock = owner.lock

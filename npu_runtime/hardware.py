@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,9 +63,9 @@ class Ceilings:
         limits = []
         if self.bandwidth and call.bytes_moved:
             limits.append((call.bytes_moved / self.bandwidth, "memory"))
-        known = [view.dtype for view in (*call.inputs, *call.outputs) if view.dtype in self.flops]
-        if known and call.flops:
-            limits.append((call.flops / self.flops[known[0]], "compute"))
+        dtypes = [view.dtype for view in (*call.inputs, *call.outputs) if view.dtype in self.flops]
+        if dtypes and call.flops:
+            limits.append((call.flops / self.flops[dtypes[0]], "compute"))
         return max(limits, default=None)
 
 
@@ -90,10 +91,12 @@ class Hardware(DeviceMemory, ABC):
     Attributes:
         lock: Held by the thread that binds and launches a program, so that runs do not mix.
         collectives: The group that the device has joined, for programs that are divided among several.
+        simulated_seconds: Time of all runs so far on the device that this one simulates; None where it simulates none.
     """
 
     lock: AbstractContextManager[bool]
     collectives: Collectives | None = None
+    simulated_seconds: float | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -161,6 +164,11 @@ class Hardware(DeviceMemory, ABC):
 
         return run
 
+    @property
+    def makes_trials(self) -> bool:
+        """Whether ways to run something are timed to choose the fastest; not if `NPU_SIM_TUNE=0`."""
+        return os.environ.get("NPU_SIM_TUNE", "1") != "0"
+
     def without_trials(self) -> AbstractContextManager[object]:
         """Context in which launches are prepared without timing trials. The caller holds the lock."""
         return nullcontext()
@@ -189,6 +197,9 @@ class Hardware(DeviceMemory, ABC):
 
     def ran(self, program: CompiledProgram) -> None:
         """Take note that an executor has launched a run of this program; the lock is held."""
+
+    def waited(self, seconds: float) -> None:
+        """Take note that a plan spent this time beside the device, whose clock is simulated."""
 
     def timed(self, launch: Launch) -> float:
         """Run one launch to its end; returns the seconds it took, by the device's own clock if it has one."""

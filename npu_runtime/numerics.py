@@ -19,15 +19,15 @@ def doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpe
         outputs: Output name → array.
         specs: Specs of the outputs.
     """
-    sentences = []
-    for spec in specs:
-        if is_float(spec.dtype) and (problem := _problem(np.asarray(outputs[spec.name]), spec.storage or spec.dtype)):
-            sentences.append(f"output '{spec.name}': {problem}")
-    return sentences
+    return [
+        f"output '{spec.name}': {problem}"
+        for spec in specs
+        if is_float(spec.dtype) and (problem := _problem(np.asarray(outputs[spec.name]), spec.storage or spec.dtype))
+    ]
 
 
 def warn_of_doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> None:
-    """A `NumericalWarning` for each of `doubtful_values`."""
+    """Give a `NumericalWarning` for each of `doubtful_values`."""
     for problem in doubtful_values(outputs, specs):
         warnings.warn(problem, NumericalWarning, stacklevel=3)
 

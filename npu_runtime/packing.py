@@ -97,7 +97,7 @@ def check_array(data: np.ndarray, spec: TensorSpec) -> None:
 
 
 def beyond_range(value: float, dtype: str) -> str:
-    """The part of a message that says of a value that a float dtype cannot hold it."""
+    """The end of a message about a value that exceeds a float dtype: "1e+06, which float16 cannot hold (at most …)"."""
     return f"{value:.6g}, which {dtype} cannot hold (at most {FLOAT_MAX[dtype]:.6g})"
 
 

@@ -27,7 +27,7 @@ class CallTime:
 
     Attributes:
         plan: The plan whose call number `index` it is.
-        ended: Time at which it had ended, by the host's clock (`time.perf_counter`).
+        ended: Time at which it had ended, by the profiler's clock.
         seconds: Seconds that it took, by the device's clock if it has one.
         phases: Activity of the device's parts, where it measured that; of the first run only.
     """

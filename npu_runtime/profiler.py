@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +30,15 @@ class Profiler:
     A profiled run synchronizes after every kernel, so its total is larger than an unprofiled run's.
 
     Attributes:
+        clock: Seconds since some moment; the clock of a device that simulates another (`Hardware.clock`) gives totals
+            in that one's time, in which the host's work takes none.
         kernels, transfers: Totals by name.
         total, runs: Seconds of all runs, and their number.
         calls: Every kernel call on a device, in order.
         host_spans, transfer_spans: Activities of the host, nested, and every transfer.
     """
 
+    clock: Callable[[], float] = time.perf_counter
     kernels: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
     transfers: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
     total: float = 0.0
@@ -62,19 +65,19 @@ class Profiler:
         entry.seconds += seconds
         entry.calls += 1
         entry.bytes += size
-        now = time.perf_counter()
+        now = self.clock()
         self.transfer_spans.append(Span(name, now - seconds, now, {"tensor": tensor, "bytes": size}))
 
     @contextmanager
     def run(self, name: str) -> Iterator[None]:
         """A run of a program or plan; of runs inside each other only the outermost counts as one."""
-        start = time.perf_counter()
+        start = self.clock()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-        end = time.perf_counter()
+        end = self.clock()
         self.host_spans.append(Span(name, start, end, {}))
         if self._depth == 0:
             self.total += end - start
@@ -83,9 +86,9 @@ class Profiler:
     @contextmanager
     def on_host(self, name: str, **args: Any) -> Iterator[None]:
         """Something that the host does, for the trace."""
-        start = time.perf_counter()
+        start = self.clock()
         yield
-        self.host_spans.append(Span(name, start, time.perf_counter(), args))
+        self.host_spans.append(Span(name, start, self.clock(), args))
 
     def timeline(self) -> Timeline:
         """The records on tracks: host, transfers, each device's kernels and their blocks, and counters."""
@@ -126,10 +129,16 @@ class Profiler:
     def report(self) -> str:
         """A table: kernel, milliseconds and calls per run, share."""
         data = self.to_dict()
-        lines = [f"{'kernel':36} {'ms/run':>10} {'calls':>7} {'share':>7}"]
-        for row in data["kernels"]:
-            lines.append(f"{row['name']:36} {row['ms']:10.3f} {row['calls']:7.0f} {row['share']:7.1%}")
-        for row in data["transfers"]:
-            lines.append(f"{row['name']:36} {row['ms']:10.3f} {row['calls']:7.0f} {row['bytes']:.0f} bytes")
-        lines.append(f"{'total (with profiling)':36} {data['total_ms']:10.3f}")
+        named = "{name:36} {ms:10.3f} {calls:7.0f} "
+        lines = [
+            f"{'kernel':36} {'ms/run':>10} {'calls':>7} {'share':>7}",
+            *((named + "{share:7.1%}").format_map(row) for row in data["kernels"]),
+            *((named + "{bytes:.0f} bytes").format_map(row) for row in data["transfers"]),
+            f"{'total (with profiling)':36} {data['total_ms']:10.3f}",
+        ]
         return "\n".join(lines)
+
+
+def moment(profiler: Profiler | None) -> float:
+    """The time by a profiler's clock, if there is a profiler."""
+    return 0.0 if profiler is None else profiler.clock()

@@ -5,7 +5,6 @@ The invariants that are numbered here are those of `executor.py`.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -22,7 +21,7 @@ from npu_runtime.executor_inputs import InputPlaces, check_fits
 from npu_runtime.hardware import Hardware, Launch, Operand
 from npu_runtime.named_values import Outputs
 from npu_runtime.profile_trace import CallTime
-from npu_runtime.profiler import Profiler
+from npu_runtime.profiler import Profiler, moment
 
 
 class Arena:
@@ -243,12 +242,12 @@ class ThreadRun:
         if self._prologue_runs != self._shared.prologue_runs:
             self._follow_weights()
         for name, value in moved.items():
-            start = time.perf_counter()
+            start = moment(profiler)
             buffer = bound[name] = self._inputs.place(name, value, self.memory.get(name))
             if profiler is not None and buffer is not value:
                 self._backend.synchronize()
                 way = f"{'host' if isinstance(value, np.ndarray) else 'device'} → device"
-                profiler.add_transfer(way, time.perf_counter() - start, buffer.size_bytes, name)
+                profiler.add_transfer(way, profiler.clock() - start, buffer.size_bytes, name)
             if self._is_elsewhere(name, buffer):
                 self.memory[name] = buffer
                 self._forget([name])
@@ -285,12 +284,12 @@ class ThreadRun:
 
     def launches_of(self, buffer: str) -> list[tuple[Launch, int]]:
         """The prepared launches that touch a buffer, and how many of their operands are in it."""
-        found = []
+        uses = []
         for index in self._users.get(buffer, ()):
             call, launch = self._plan.calls[index], self._launches[index]
             assert launch is not None
-            found.append((launch, sum(view.buffer == buffer for view in (*call.inputs, *call.outputs))))
-        return found
+            uses.append((launch, sum(view.buffer == buffer for view in (*call.inputs, *call.outputs))))
+        return uses
 
     def _follow_weights(self) -> None:
         """Mark for preparation the calls that read a replaced weight or a result of the prologue."""
@@ -311,8 +310,8 @@ class ThreadRun:
                 self._sequence = None
 
     def _is_elsewhere(self, name: str, buffer: DeviceBuffer) -> bool:
-        known = self.memory.get(name)
-        return known is None or known.native_handle is not buffer.native_handle
+        bound = self.memory.get(name)
+        return bound is None or bound.native_handle is not buffer.native_handle
 
     def _check_sharing(self, inputs: Mapping[str, DeviceBuffer]) -> None:
         """Refuse memory that the program would write while it still has to read it under another name."""
@@ -347,7 +346,7 @@ class ThreadRun:
         for index, (call, launch) in enumerate(zip(self._plan.calls, self._launches, strict=True)):
             assert launch is not None
             seconds = backend.timed(launch)
-            ended = time.perf_counter()
+            ended = profiler.clock()
             phases = () if profiler.runs else backend.phases(call, self.memory)
             profiler.add_call(CallTime(self._plan, index, backend, ended, seconds, phases))
 

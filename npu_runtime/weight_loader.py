@@ -129,8 +129,8 @@ def _made_of(
 ) -> tuple[list[str], list[np.ndarray]]:
     if weight.spec.bounds is not None:
         arrays = ((key, array) for key, array in state.items() if isinstance(array, np.ndarray) and array.size)
-        found = ((key, out_of_bounds(array, *weight.spec.bounds)) for key, array in arrays)
-        if problems := [f"too large: '{key}' {problem}" for key, problem in found if problem is not None]:
+        problems_by_key = ((key, out_of_bounds(array, *weight.spec.bounds)) for key, array in arrays)
+        if problems := [f"too large: '{key}' {problem}" for key, problem in problems_by_key if problem is not None]:
             return problems, []
     sources = dict(state)
     try:
@@ -154,8 +154,8 @@ def _made_of(
 def find_misfit(array: np.ndarray, dtype: str) -> float | None:
     """`dtypes.misfit`, by several threads."""
     flat = array.reshape(-1)
-    found = in_pieces(lambda piece: misfit(flat[piece], dtype), flat.size, _PIECE)
-    return next((value for value in found if value is not None), None)
+    misfits = in_pieces(lambda piece: misfit(flat[piece], dtype), flat.size, _PIECE)
+    return next((value for value in misfits if value is not None), None)
 
 
 def _as_stored(value: Any) -> np.ndarray | QuantizedArray:
@@ -182,8 +182,8 @@ def _name_problems(program: CompiledProgram, state: Mapping[str, Any], strict: b
     needed = {key for weight in program.weight_specs.values() for key in weight.recipe.keys()}
     problems = [f"missing: '{key}'{_suggest(key, state)}" for key in sorted(needed - set(state))]
     if strict:
-        known = needed | set(program.plan.unused_weights)
-        problems += [f"unknown: '{key}'" for key in sorted(set(state) - known)]
+        expected = needed | set(program.plan.unused_weights)
+        problems += [f"unknown: '{key}'" for key in sorted(set(state) - expected)]
     return problems
 
 
@@ -340,7 +340,7 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
         self._add(map_file(file))
 
     def _add(self, whole: np.ndarray) -> None:
-        """A file is the header's length in 8 bytes, the header in JSON, and the data, where its offsets point."""
+        """Add the tensors of a file: 8 bytes with the header's length, the header in JSON, then the data."""
         start = 8 + int.from_bytes(whole[:8].tobytes(), "little")
         header = json.loads(whole[8:start].tobytes())
         header.pop("__metadata__", None)

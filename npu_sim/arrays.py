@@ -36,19 +36,19 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
     return arrays
 
 
-def read_arrays(assignments: Sequence[str], known: Sequence[str]) -> dict[str, np.ndarray]:
-    """`read_inputs` where only the inputs' names are known."""
+def read_arrays(assignments: Sequence[str], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Arrays for named inputs, read from files; without the checks of dtype and shape that `read_inputs` makes."""
     arrays: dict[str, np.ndarray] = {}
     for assignment in assignments:
         name, path = split_assignment(assignment)
-        found = _load_npz(path) if name is None else {name: _load_npy(path)}
-        for key, array in found.items():
-            if key not in known:
-                raise InputError(f"unknown input '{key}'; the inputs are {', '.join(known)}")
+        loaded = _load_npz(path) if name is None else {name: _load_npy(path)}
+        for key, array in loaded.items():
+            if key not in names:
+                raise InputError(f"unknown input '{key}'; the inputs are {', '.join(names)}")
             if key in arrays:
                 raise InputError(f"input '{key}' is given twice")
             arrays[key] = array
-    missing = [name for name in known if name not in arrays]
+    missing = [name for name in names if name not in arrays]
     if missing:
         raise InputError(
             f"missing input {', '.join(missing)}; give all inputs (--input name=file.npy), or none for random ones"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def compile_cached(
     ir: dict[str, Any], target: "CodegenTarget | None" = None, options: "CompileOptions | None" = None
 ) -> "CompiledProgram":
-    """`npu_compiler.compile` with caching: see `cached_program`; the key is the IR."""
+    """Compile IR as `npu_compiler.compile` does, or take the program from the cache; see `cached_program`."""
     return cached_program(ir["model_name"], ir, lambda: ir, target, options)
 
 
@@ -83,6 +83,11 @@ def has_program(name: str, key: Any, target: "CodegenTarget", options: "CompileO
 
 
 def _program_place(name: str, key: Any, target: "CodegenTarget", options: "CompileOptions | None") -> Path:
+    return _place(name, [key, *program_key(target, options)], "npubin")
+
+
+def program_key(target: "CodegenTarget", options: "CompileOptions | None" = None) -> list[Any]:
+    """The part of a key that changes whenever the compiler might make another program of the same IR."""
     from npu_compiler import CompileOptions
 
     options = options or CompileOptions()
@@ -90,7 +95,7 @@ def _program_place(name: str, key: Any, target: "CodegenTarget", options: "Compi
     chosen = {each.name: getattr(options, each.name) for each in fields(options)}
     if isinstance(options.quantization, Mapping):
         chosen["quantization"] = dict(options.quantization)
-    return _place(name, [key, target.key, chosen, _compiler_digest(target)], "npubin")
+    return [target.key, chosen, _compiler_digest(target)]
 
 
 def _place(name: str, key: Any, suffix: str) -> Path:

@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    """The entry point of the `npu-sim` script."""
+    """Run the `npu-sim` script: the entry point that is installed."""
     with suppress(ValueError):  # only the main thread has signals
         signal.signal(signal.SIGINT, _end)  # a running command has a handler of its own
     from npu_sim.commands.application import app

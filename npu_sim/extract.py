@@ -135,8 +135,8 @@ def load_model(
         module, examples = _load_hugging_face(Path(source), task, tokens)
         return module, given or examples, Path(source).resolve().name
     with _imports_from(_folder_of(source)):
-        made = _find_factory(source)()
-    module, examples = made if isinstance(made, tuple) else (made, ())
+        result = _find_factory(source)()
+    module, examples = result if isinstance(result, tuple) else (result, ())
     from torch import nn
 
     if not isinstance(module, nn.Module):

@@ -33,7 +33,7 @@ def test_a_plan_says_what_runs_where_and_what_crosses() -> None:
     plan = partition(extract_ir(Mixed(), (X,)), is_op_supported)
     assert [part.device for part in plan.partitions] == ["npu", "cpu", "npu"]
     assert [move.tensor for move in plan.transfers] == ["x", "add", "linalg_inv", "linear_1"]
-    assert [move.bytes for move in plan.transfers] == [256, 64, 64, 32]
+    assert [move.bytes for move in plan.transfers] == [128, 32, 32, 16]
     assert plan.reasons == {"linalg_inv": "op 'aten.linalg_inv.default' is not in the op table"}
     assert "linalg_inv" in str(plan) and plan.to_mermaid().startswith("graph")
 

@@ -83,7 +83,7 @@ def _level_here() -> str:
 
 def describe(threads: int, rates: Rates) -> dict[str, Any]:
     return {
-        "cpu": _cpu_facts().get("model name") or platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "level": _level_here(),
         "threads": threads,
         "read_gb_per_s": rates.bandwidth / 1e9,
@@ -91,6 +91,11 @@ def describe(threads: int, rates: Rates) -> dict[str, Any]:
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "date": date.today().isoformat(),
     }
+
+
+def cpu_name() -> str:
+    """The CPU by name."""
+    return _cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def _cpu_facts() -> dict[str, str]:

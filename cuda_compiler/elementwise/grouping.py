@@ -94,8 +94,8 @@ def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
 
 def _absorb(groups: list[Group], index: int) -> None:
     """Merge the group at `index` with earlier ones, as long as there are any that it fuses with."""
-    while (found := _partner(groups, index)) is not None:
-        at, merged, moves_up = found
+    while (partner := _partner(groups, index)) is not None:
+        at, merged, moves_up = partner
         groups[at if moves_up else index] = merged
         del groups[index if moves_up else at]
         index = at if moves_up else index - 1
@@ -107,11 +107,11 @@ def _partner(groups: list[Group], index: int) -> tuple[int, Group, bool] | None:
     may_move_up = True
     for at in range(index - 1, max(-1, index - 1 - _WINDOW), -1):
         other = groups[at]
-        if other.is_elementwise and other.numel == group.numel and group.is_related(other):
-            if may_move_up or not any(other.conflicts(between) for between in groups[at + 1 : index]):
-                merged = merge(other, group)
-                if merged is not None:
-                    return at, merged, may_move_up
+        fits = other.is_elementwise and other.numel == group.numel and group.is_related(other)
+        if fits and (may_move_up or not any(other.conflicts(between) for between in groups[at + 1 : index])):
+            merged = merge(other, group)
+            if merged is not None:
+                return at, merged, may_move_up
         may_move_up = may_move_up and not group.conflicts(other)
     return None
 

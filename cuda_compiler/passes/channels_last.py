@@ -219,14 +219,14 @@ class _Relaid:
             order = DEPTHWISE_WEIGHTS if _is_depthwise(call, weight) else IMAGES
             weight = operands.weight(weight, (channels, *weight.shape[2:]), dtype, call.node, order)
         residual = operands.input(residual, residual.shape[1], call.node) if residual is not None else None
-        made = out
+        result = out
         if not is_channels_last(out):
-            made = operands.buffer(f"{call.node}.out", out.shape, out.dtype, "arena")
+            result = operands.buffer(f"{call.node}.out", out.shape, out.dtype, "arena")
         inputs = tuple(view for view in (x, weight, bias, residual) if view is not None)
         params = {**call.params, CONSTANT_WEIGHT: constant}
-        operands.calls.append(replace(call, inputs=inputs, outputs=(made,), params=params))
-        if made is not out:
-            operands.calls.append(copy(made, out, call.node))
+        operands.calls.append(replace(call, inputs=inputs, outputs=(result,), params=params))
+        if result is not out:
+            operands.calls.append(copy(result, out, call.node))
 
     def normalize(self, call: KernelCall) -> None:
         """Append a group norm; where its result is channels-last, so is what it reads."""

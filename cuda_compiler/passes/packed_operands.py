@@ -1,4 +1,4 @@
-"""Copies of convolutions' operands with their channels side by side, padded to as many as kernels read at a time."""
+"""Copies of convolutions' operands with channels innermost, padded to a multiple of what kernels read at a time."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def find_rank_sum(
     if at + 2 > len(calls):
         return None
     reduction, addition = calls[at : at + 2]
-    made = elementwise_kernel(addition)
-    if reduction.kernel != "all_reduce_kernel" or made is None or made.op.name != "add":
+    sum_kernel = elementwise_kernel(addition)
+    if reduction.kernel != "all_reduce_kernel" or sum_kernel is None or sum_kernel.op.name != "add":
         return None
     (summand,), total, out = reduction.inputs, reduction.outputs[0], addition.outputs[0]
     plain = len(addition.inputs) == 2 and addition.params.get("alpha", 1) == 1
@@ -154,7 +154,7 @@ def _peer_copy(rank_sum: RankSum, product: KernelCall, make: Specializer) -> Ker
     own = product.outputs[0]
     peers, turns = _exchange_buffers(rank_sum, make)
     copied = make.temporary(f"{rank_sum.node}.copied", own.shape, own.dtype)
-    made = make.kernel(
+    copy = make.kernel(
         KernelCall("peer_copy", "", (), (), {}, rank_sum.node),
         "movement/peer_copy.cu",
         grid=(1, 1, 1),
@@ -163,7 +163,7 @@ def _peer_copy(rank_sum: RankSum, product: KernelCall, make: Specializer) -> Ker
         outputs={"copied": copied, "turns": turns},
         constants={"ranks": rank_sum.ranks},
     )
-    return _exchanging(_launched(made, LaunchKind.PEER_COPY), rank_sum.ranks, peers, own)
+    return _exchanging(_launched(copy, LaunchKind.PEER_COPY), rank_sum.ranks, peers, own)
 
 
 def _exchange_buffers(rank_sum: RankSum, make: Specializer) -> tuple[View, View]:
@@ -205,8 +205,8 @@ def _normalizes(call: KernelCall, out: View) -> bool:
     if call.kernel != "rmsnorm_kernel":
         return False
     x, gain, *_ = KERNELS[call.kernel].bind(call)
-    made = call.outputs[0]
-    return x == out and made.dtype == out.dtype and _is_packed(made) and (gain is None or gain.is_contiguous)
+    result = call.outputs[0]
+    return x == out and result.dtype == out.dtype and _is_packed(result) and (gain is None or gain.is_contiguous)
 
 
 def _rank_sum(
@@ -240,7 +240,7 @@ def _rank_sum(
         "peers": peers,
     }
     outputs = {"out": rank_sum.out, "normalized": norm.outputs[0] if norm is not None else None, "turns": turns}
-    made = make.kernel(
+    kernel = make.kernel(
         KernelCall("rank_sum", "", (), (), {}, rank_sum.node, rank_sum.out.numel * rank_sum.ranks),
         "norms/rank_sum.cu",
         grid=(min(rows, MULTIPROCESSORS * blocks), 1, 1),
@@ -261,5 +261,5 @@ def _rank_sum(
         },
     )
     if copied is not None:
-        made = _launched(made, LaunchKind.AFTER_COPIES)
-    return _exchanging(made, rank_sum.ranks, peers, rank_sum.summand)
+        kernel = _launched(kernel, LaunchKind.AFTER_COPIES)
+    return _exchanging(kernel, rank_sum.ranks, peers, rank_sum.summand)

@@ -89,24 +89,24 @@ class _Joining:
             if count == 1 and name not in kept and self.plan.buffers[name].kind == "arena"
         }
         for index, call in enumerate(self.plan.calls):
-            if (found := self._joins(call)) is not None:
-                self.joined[index] = found
+            if (join := self._joins(call)) is not None:
+                self.joined[index] = join
         for index, call in enumerate(self.plan.calls):
             if (reader := self._scaling_reader(index, call)) is not None:
                 self.scaling[index] = reader
 
     def calls(self, index: int, call: KernelCall) -> list[KernelCall]:
         """The calls that take a call's place."""
-        made = self._replaced(index, call)
+        replacement = self._replaced(index, call)
         written = {view.buffer for view in call.outputs}
-        self.rounded = {key: found for key, found in self.rounded.items() if key[0].buffer not in written}
+        self.rounded = {key: codes for key, codes in self.rounded.items() if key[0].buffer not in written}
         if index in self.joined:
             rows, form = self.joined[index]
-            rounding, found = round_rows(self.make, call, form, self._origin(call, rows))
-            self.rounded[rows, form] = found
-            keep_rounded(self.make, rows, form, found)
+            rounding, codes = round_rows(self.make, call, form, self._origin(call, rows))
+            self.rounded[rows, form] = codes
+            keep_rounded(self.make, rows, form, codes)
             return [rounding]
-        return made
+        return replacement
 
     def _replaced(self, index: int, call: KernelCall) -> list[KernelCall]:
         """A product of codes, with the rounding of its rows where they are not rounded yet."""
@@ -127,8 +127,8 @@ class _Joining:
             return [*before, joined_product(self.make, call, rounded, _function(reader), applied)]
         # A gate reads both halves of a long row, so their bytes count; bfloat16 holds any sum of codes.
         narrow = reader.kernel != _NORM and out.dtype == "bfloat16"
-        product, found = unscaled_product(self.make, call, rounded, "bfloat16" if narrow else "float32")
-        self.unscaled[out.buffer] = call, found
+        product, unscaled = unscaled_product(self.make, call, rounded, "bfloat16" if narrow else "float32")
+        self.unscaled[out.buffer] = call, unscaled
         return [*before, product]
 
     def _joins(self, call: KernelCall) -> tuple[View, RoundedForm] | None:
@@ -156,8 +156,8 @@ class _Joining:
         decl = elementwise_kernel(call)
         if decl is None or len(call.inputs) > 2 or list(call.params["scalars"]) != [None] * len(call.inputs):
             return False
-        found = [_as_rows(view, rows) for view in call.inputs if view.dtype == rows.dtype]
-        return len(found) == len(call.inputs) and bool(found) and None not in found
+        inputs = [_as_rows(view, rows) for view in call.inputs if view.dtype == rows.dtype]
+        return len(inputs) == len(call.inputs) and bool(inputs) and None not in inputs
 
     def _scaling_reader(self, index: int, call: KernelCall) -> int | None:
         """The joined call that can scale a product of codes, as the first that reads it, or be part of it."""
@@ -204,13 +204,13 @@ class _Joining:
             )
             if x.buffer not in self.unscaled:
                 return origin
-            product, found = self.unscaled[x.buffer]
+            product, unscaled = self.unscaled[x.buffer]
             residual = operands(product)["residual"]
             return replace(
                 origin,
-                x=found.out,
-                row_scales=found.row_scales,
-                column_scales=found.column_scales,
+                x=unscaled.out,
+                row_scales=unscaled.row_scales,
+                column_scales=unscaled.column_scales,
                 residual=residual,
                 total=x if len(self.readers[x.buffer]) > 1 else None,
             )
@@ -221,13 +221,13 @@ class _Joining:
         origin = RowOrigin(x, rows.dtype, function=_function(call), other=others[0] if others else None)
         if x.buffer not in self.unscaled:
             return origin
-        _, found = self.unscaled[x.buffer]
-        parts = [_columns(found, view) for view in (x, *others)]
+        _, unscaled = self.unscaled[x.buffer]
+        parts = [_columns(unscaled, view) for view in (x, *others)]
         other, other_scales = parts[1] if others else (None, None)
         return replace(
             origin,
             x=parts[0][0],
-            row_scales=found.row_scales,
+            row_scales=unscaled.row_scales,
             column_scales=parts[0][1],
             other=other,
             other_scales=other_scales,
@@ -241,8 +241,8 @@ def _is_aligned(view: View, rows: View) -> bool:
 
 def _as_rows(view: View, rows: View) -> View | None:
     """A view as rows of that shape, if the elements of a row lie side by side."""
-    found = view.reshape(rows.shape) if view.numel == rows.numel else None
-    return None if found is None or found.strides[1] != 1 else found
+    shaped = view.reshape(rows.shape) if view.numel == rows.numel else None
+    return None if shaped is None or shaped.strides[1] != 1 else shaped
 
 
 def _columns(product: UnscaledProduct, part: View) -> tuple[View, View]:

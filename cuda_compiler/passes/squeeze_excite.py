@@ -33,11 +33,11 @@ def join_squeeze_excite(plan: ExecutionPlan) -> ExecutionPlan:
             readers.setdefault(name, []).append(index)
     calls: list[KernelCall | None] = list(plan.calls)
     for index, call in enumerate(plan.calls):
-        found = _Chain.at(plan.calls, index, readers, kept) if call.kernel == "adaptive_avg_pool2d_kernel" else None
-        if found is not None and _is_undisturbed(plan.calls, found, plan.calls[index].inputs[0].buffer):
-            for place in found.places:
+        chain = _Chain.at(plan.calls, index, readers, kept) if call.kernel == "adaptive_avg_pool2d_kernel" else None
+        if chain is not None and _is_undisturbed(plan.calls, chain, plan.calls[index].inputs[0].buffer):
+            for place in chain.places:
                 calls[place] = None
-            calls[found.places[-1]] = found.joined(plan.calls)
+            calls[chain.places[-1]] = chain.joined(plan.calls)
     return replace(plan, calls=[call for call in calls if call is not None])
 
 

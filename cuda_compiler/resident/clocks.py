@@ -66,9 +66,9 @@ def with_clocks(source: str, memory: int) -> str:
         **_IN_PHASES,
     }
     lines = source.split("\n")
-    found = Counter(line for line in lines if line in added)
+    counts = Counter(line for line in lines if line in added)
     once = (_DEFINED_AFTER, *_IN_KERNEL)
-    assert all(found[line] == 1 for line in once), "a template has changed, and the lines to add to it have not"
+    assert all(counts[line] == 1 for line in once), "a template has changed, and the lines to add to it have not"
     return "\n".join("\n".join([line, added[line]]) if line in added else line for line in lines)
 
 

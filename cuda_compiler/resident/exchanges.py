@@ -34,17 +34,17 @@ def with_rank_sum(
     summand = product.outputs[0]
     if product.params.get("has_residual") or product.params["activation"] != "none" or readers[summand.buffer] != 1:
         return nothing
-    found = find_rank_sum(calls, at, summand.shape, readers)
-    if found is None or found.summand.buffer != summand.buffer or not summand.is_contiguous:
+    rank_sum = find_rank_sum(calls, at, summand.shape, readers)
+    if rank_sum is None or rank_sum.summand.buffer != summand.buffer or not summand.is_contiguous:
         return nothing
     params = {**product.params, "has_residual": 1}
-    inputs = (*product.inputs, found.residual)
-    joined = replace(product, inputs=inputs, outputs=(found.out,), params=params, node=found.node)
-    return _TAKEN, joined, found.ranks
+    inputs = (*product.inputs, rank_sum.residual)
+    joined = replace(product, inputs=inputs, outputs=(rank_sum.out,), params=params, node=rank_sum.node)
+    return _TAKEN, joined, rank_sum.ranks
 
 
 def exchanging(phase: Phase, ranks: int) -> Phase:
-    """The phase of a product whose sums are those of so many ranks."""
+    """A product's phase that adds up the sums of all ranks; the phase itself for one rank."""
     if ranks == 1:
         return phase
     out = phase.outputs["out"]

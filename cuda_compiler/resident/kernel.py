@@ -146,7 +146,7 @@ def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers
 
 
 def _with_gate(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[int, KernelCall]:
-    """The product with a number, and the gate behind it where there is one; how many calls that adds."""
+    """The product at `index`, with its gate if one follows; and before it, the number of calls that this adds."""
     product = plan.calls[index]
     inner = plan.buffers[product.outputs[0].buffer].kind == "arena"
     following = plan.calls[index + 1] if inner and index + 1 < len(plan.calls) else None

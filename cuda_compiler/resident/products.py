@@ -123,7 +123,7 @@ def own_rows(rows: int, most: int) -> int:
 
 
 def chunk_bytes(row_bytes: int, unit_rows: int, slot: int) -> int:
-    """Bytes of a row that a slot takes: as many as fit, in chunks as equal as whole groups for all warps allow."""
+    """Bytes of a row that are copied at a time: the row in the fewest chunks that fit a slot, of about equal size."""
     group = WARPS * LINE_BYTES
     needed = groups(row_bytes, group)
     return groups(needed, groups(needed, slot // unit_rows // group)) * group

@@ -91,7 +91,7 @@ def _is_aligned(view: View) -> bool:
 
 
 def _streams(call: KernelCall, parts: dict[str, View], own: int, gated: bool, group: int) -> Iterator[Stream]:
-    """The ways to stream the weight in units of so many rows; none where a slot does not hold whole groups of them.
+    """The ways to stream a weight in units of `own` rows; none where a slot cannot hold whole groups of them.
 
     Where whole rows fit in a slot, one copy takes all rows of a unit, which lie side by side. Where they do not, each
     row's part is a copy, but their sides may still be one: those of whole rows, again with every chunk.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cuda_compiler.specialization.gpu import CLUSTERS, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
-from cuda_compiler.specialization.sizes import Size3, groups, vector_width
+from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
@@ -145,65 +145,42 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
             )
         ]
     splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_FILLING_BLOCKS, blocks))
-    return _split_and_combine(
-        make,
-        call,
-        "attention/attention.cu",
-        "attention_split",
-        inputs=operands.inputs,
-        out=operands.out,
-        parts=(batch, kv_heads, rows, splits, value_width),
-        grid=(splits, kv_heads * row_blocks, batch),
-        shared=split_memory(rows, width, value_width),
-        constants={"splits": splits, "stages": _STAGES},
-    )
-
-
-def _split_and_combine(
-    make: Specializer,
-    call: KernelCall,
-    file: str,
-    function: str,
-    *,
-    inputs: Mapping[str, View | None],
-    out: View,
-    parts: tuple[int, ...],
-    grid: Size3,
-    shared: int,
-    constants: Mapping[str, int],
-) -> list[KernelCall]:
-    """A kernel whose blocks attend to some of the keys each, and one that combines their parts of each row.
-
-    Args:
-        parts: Shape of the partial sums, [..., rows, splits, value width].
-    """
-    *lead, splits, value_width = parts
-    sums = make.temporary(call.node, parts, "float32")
-    stats = make.temporary(call.node, (*parts[:-1], 2), "float32")
-    partial = {"sums": sums, "stats": stats}
+    parts = _partial_sums(make, call, (batch, kv_heads, rows, splits, value_width))
     split = make.kernel(
         call,
-        file,
-        function=function,
-        inputs=inputs,
-        outputs=partial,
-        grid=grid,
+        "attention/attention.cu",
+        function="attention_split",
+        inputs=operands.inputs,
+        outputs=parts,
+        grid=(splits, kv_heads * row_blocks, batch),
         block=(_WARPS * WARP, 1, 1),
-        shared=shared,
-        constants=constants,
+        shared=split_memory(rows, width, value_width),
+        constants={"splits": splits, "stages": _STAGES},
         min_blocks=_MIN_BLOCKS,
     )
+    return [split, _combine(make, call, parts, operands.out)]
+
+
+def _partial_sums(make: Specializer, call: KernelCall, shape: tuple[int, ...]) -> dict[str, View]:
+    """Results of blocks that attend to some of the keys each: sums [..., rows, splits, value width] and statistics."""
+    sums, stats = (make.temporary(call.node, (*shape[:-1], width), "float32") for width in (shape[-1], 2))
+    return {"sums": sums, "stats": stats}
+
+
+def _combine(make: Specializer, call: KernelCall, parts: Mapping[str, View], out: View) -> KernelCall:
+    """The kernel that combines the `_partial_sums` of each row."""
+    *lead, splits, value_width = parts["sums"].shape
     combine = make.kernel(
         call,
         "attention/attention.cu",
         function="attention_combine",
-        inputs=partial,
+        inputs=parts,
         outputs={"out": out},
         grid=(prod(lead) * groups(value_width, WARP), 1, 1),
         block=(_COMBINE_THREADS, 1, 1),
         constants={"splits": splits},
     )
-    return [split, replace(combine, flops=0, bytes_moved=0)]
+    return replace(combine, flops=0, bytes_moved=0)
 
 
 def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, stages: int = _STAGES) -> int:
@@ -361,18 +338,20 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
                 min_blocks=_MIN_BLOCKS,
             )
         ]
-    return _split_and_combine(
-        make,
+    parts = _partial_sums(make, call, (tokens, head_groups, sharing, splits, value_width))
+    split = make.kernel(
         call,
         "attention/paged.cu",
-        "paged_split",
+        function="paged_split",
         inputs=inputs,
-        out=out.unsqueeze(2),
-        parts=(tokens, head_groups, sharing, splits, value_width),
+        outputs=parts,
         grid=(splits, head_groups, tokens),
+        block=(_WARPS * WARP, 1, 1),
         shared=shared,
         constants={**constants, "splits": splits},
+        min_blocks=_MIN_BLOCKS,
     )
+    return [split, _combine(make, call, parts, out.unsqueeze(2))]
 
 
 def _paged_plain(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> KernelCall:
@@ -416,7 +395,7 @@ def _paged_tokens(
             splits *= 2
         return warps * splits / groups(tiles, resident * CLUSTERS[splits]), splits, warps, resident
 
-    _, splits, warps, resident = max((division(*each) for each in _PAGED_SHAPES), key=lambda found: found[0])
+    _, splits, warps, resident = max((division(*each) for each in _PAGED_SHAPES), key=lambda shape: shape[0])
     while warps > 1 and _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES) > memory_of_each(
         make.gpu.shared_memory, resident
     ):

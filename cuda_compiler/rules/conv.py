@@ -40,8 +40,8 @@ def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     x, weight, _, _, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
     # Layouts that cuDNN knows; our kernels have others too.
-    known = weight.is_contiguous or channels_last(weight).is_contiguous
-    if x.dtype != weight.dtype or not (known and is_packed(x, 1) and is_packed(out, 1)):
+    packed = weight.is_contiguous or channels_last(weight).is_contiguous
+    if x.dtype != weight.dtype or not (packed and is_packed(x, 1) and is_packed(out, 1)):
         return forms[:1]
     return [tuned(forms, call)]
 
@@ -99,8 +99,11 @@ def _has_terms_in_order(weight: View) -> bool:
 
 
 def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
-    """Packs of channels by tiles of pixels, both the larger the more there is to do; large windows take fewer channels,
-    since a thread has all products of a tile's row in registers."""
+    """A depthwise convolution by packs of channels and tiles of pixels.
+
+    Both are the larger the more there is to do; large windows take fewer channels, since a thread has all products of a
+    tile's row in registers.
+    """
     images, channels, rows, columns = call.outputs[0].shape
     taps = call.inputs[1].shape[2] * call.inputs[1].shape[3]
     forms = _DEPTHWISE_FORMS if taps <= _FEW_TAPS else _DEPTHWISE_WIDE_FORMS
@@ -168,7 +171,7 @@ class Tile:
         return max(self.stages * self.stage_bytes, self.sum_bytes)
 
     def for_steps(self, steps: int) -> Tile:
-        """The tile with no more stages than a sum of so many steps has use for."""
+        """The tile with no more stages than a sum of `steps` steps can use."""
         return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
     def blocks(self, pixels: int, channels: int) -> int:
@@ -264,7 +267,7 @@ def tiles(
         if splits == 1 or splits <= steps and tile.blocks(pixels, channels) < 2 * MULTIPROCESSORS
     ]
     ranked = [
-        tile for tile, _ in sorted(shared_out, key=lambda found: found[0].cost(pixels, channels, steps, found[1]))
+        tile for tile, _ in sorted(shared_out, key=lambda shares: shares[0].cost(pixels, channels, steps, shares[1]))
     ]
     by_warps = [tile for tile in ranked if not tile.by_warpgroups][:_FORMS]
     by_warpgroups = [tile for tile in ranked if tile.by_warpgroups][:_WARPGROUP_FORMS]

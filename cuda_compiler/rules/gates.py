@@ -37,12 +37,12 @@ def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> K
     ):
         return None
     half = out.shape[1] // 2
-    made = call.outputs[0].reshape((out.shape[0], half)) if call.outputs[0].numel == out.shape[0] * half else None
-    if made is None or made.dtype != out.dtype or made.buffer == product.inputs[0].buffer:
+    gated = call.outputs[0].reshape((out.shape[0], half)) if call.outputs[0].numel == out.shape[0] * half else None
+    if gated is None or gated.dtype != out.dtype or gated.buffer == product.inputs[0].buffer:
         return None
     params = {**product.params, "n": half, "activation": activation}
     kernel = GATED[product.kernel]
-    return replace(call, kernel=kernel, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)
+    return replace(call, kernel=kernel, inputs=product.inputs, outputs=(gated,), params=params, flops=product.flops)
 
 
 def reads_halves(call: KernelCall, product: View) -> bool:

@@ -94,7 +94,7 @@ def linear_codes(
         f"#define RESIDUAL_MAP {'0' if residual is None else 'residual_map'}",
         "",
     )
-    made = make.kernel(
+    product = make.kernel(
         replace(call, params={**call.params, "n": n}),
         "matmul/linear_codes.cu",
         function="linear_codes",
@@ -120,7 +120,7 @@ def linear_codes(
         definitions="\n".join(definitions),
         maps=maps,
     )
-    return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
+    return replace(product, bytes_moved=sum(map(distinct_bytes, (*product.inputs, *product.outputs))))
 
 
 @cache

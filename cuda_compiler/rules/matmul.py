@@ -198,7 +198,7 @@ def epilogue(
         "rows": row_scales,
         "columns": column_scales,
     }
-    made = make.kernel(
+    kernel = make.kernel(
         call,
         "matmul/matmul.cu",
         function="linear_epilogue",
@@ -208,7 +208,7 @@ def epilogue(
         block=(256, 1, 1),
         constants={"pack": pack},
     )
-    return replace(made, flops=0, bytes_moved=0) if call.kernel != "linear_epilogue_kernel" else made
+    return replace(kernel, flops=0, bytes_moved=0) if call.kernel != "linear_epilogue_kernel" else kernel
 
 
 def gemm(

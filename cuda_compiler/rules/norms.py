@@ -73,10 +73,12 @@ def _group_norm_by_pixels(make: Specializer, call: KernelCall, x: View, out: Vie
         "constants": {"pack": PACK, "chunks": chunks},
     }
     file = "norms/group_norm.cu"
-    found = make.kernel(call, file, function="groupnorm_chunks", inputs={"x": x}, outputs={"stats": stats}, **options)
+    statistics = make.kernel(
+        call, file, function="groupnorm_chunks", inputs={"x": x}, outputs={"stats": stats}, **options
+    )
     inputs = {"x": x, "weight": weight, "bias": bias, "stats": stats}
     applied = make.kernel(call, file, function="groupnorm_apply", inputs=inputs, outputs={"out": out}, **options)
-    return [replace(found, flops=0, bytes_moved=0), applied]
+    return [replace(statistics, flops=0, bytes_moved=0), applied]
 
 
 def _group_norm_by_channels(make: Specializer, call: KernelCall) -> KernelCall:

@@ -133,7 +133,7 @@ def _tiles(make: Specializer, call: KernelCall, inputs: dict[str, View | None]) 
 
 def _dequantize(make: Specializer, call: KernelCall, parts: dict[str, View | None], out: View) -> KernelCall:
     pack = min(8, _pack(call))  # 16 bytes of the result, so that neighbours store side by side
-    made = make.kernel(
+    kernel = make.kernel(
         call,
         _FILE,
         function="dequantize",
@@ -143,7 +143,7 @@ def _dequantize(make: Specializer, call: KernelCall, parts: dict[str, View | Non
         block=(_BLOCK, 1, 1),
         constants={"pack": pack},
     )
-    return replace(made, flops=0, bytes_moved=sum(map(distinct_bytes, (*made.inputs, out))))
+    return replace(kernel, flops=0, bytes_moved=sum(map(distinct_bytes, (*kernel.inputs, out))))
 
 
 def _embedding(make: Specializer, call: KernelCall) -> list[KernelCall]:

@@ -46,9 +46,9 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
     call = replace(call, inputs=(x,), outputs=(out,), params={**call.params, "reduce_dims": len(inner)})
     pack = min(vector_width(x), 16 // itemsize(x.dtype)) if len(inner) == 1 else 1
     extreme = _EXTREMES.get(call.kernel)
-    if extreme is not None and out.numel <= _FEW_ROWS and x.rank <= 2 and inner_steps == [1]:
-        if inner[0] >= _LONG_ROW:
-            return [_extreme_of_long_rows(make, call, extreme, pack)]
+    long_rows = out.numel <= _FEW_ROWS and x.rank <= 2 and inner_steps == [1] and inner[0] >= _LONG_ROW
+    if extreme is not None and long_rows:
+        return [_extreme_of_long_rows(make, call, extreme, pack)]
     constants, grid, block = teams_for(out.numel, numel(inner) // pack)
     return [make.kernel(call, "reductions/reduce.cu", grid=grid, block=block, constants=constants)]
 

@@ -207,7 +207,7 @@ def product_of_codes(make: Specializer, call: KernelCall, rounded: RoundedRows) 
 
 
 def joined_product(make: Specializer, call: KernelCall, rounded: RoundedRows, function: str, out: View) -> KernelCall:
-    """A product of codes, for which `suits_linear_codes` holds, of whose columns `function` makes half as many.
+    """A product of codes whose columns `function` joins in pairs, such as gate and up; see `suits_linear_codes`.
 
     Args:
         function: C of `float made(float a, float b)`.

@@ -206,9 +206,11 @@ def kernel_signature(
     cluster: int,
     maps: Sequence[str],
 ) -> str:
-    """The macros with which a template starts its kernel: `KERNEL` waits for the preceding kernel at once;
-    under `WAITING_KERNEL` the template itself calls `begin_in_turn` when it needs that kernel's results, and it has the
-    maps of operands."""
+    """The macros with which a template starts its kernel.
+
+    `KERNEL` waits for the preceding kernel at once; under `WAITING_KERNEL` the template itself calls `begin_in_turn`
+    when it needs that kernel's results, and it has the maps of operands.
+    """
     arguments: dict[str, str] = {}
     for side, const in ((inputs, "const "), (outputs, "")):
         for name, view in side.items():

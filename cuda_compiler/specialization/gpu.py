@@ -17,7 +17,7 @@ RESERVED_SHARED_MEMORY = 1024  # bytes of each block's, which CUDA takes
 
 
 def memory_of_each(shared_memory: int, blocks: int) -> int:
-    """Bytes of shared memory of a block where so many fit a multiprocessor on which one may have `shared_memory`."""
+    """The most shared memory, in bytes, that a block may have if `blocks` of them are to share a multiprocessor."""
     return (shared_memory + RESERVED_SHARED_MEMORY) // blocks - RESERVED_SHARED_MEMORY
 
 

@@ -13,9 +13,24 @@ from cuda_compiler.specialization.c_text import index_type, kernel_signature, sh
 from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.sizes import Size3, check_grid, vector_width
 from cuda_compiler.specialization.template_files import kernel_text, template_text
-from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl
+from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.plan import BufferAllocation, BufferKind
 from npu_compiler.program.views import View, contiguous_strides
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A kernel's template and what decides its text besides the call's operands and parameters.
+
+    Attributes:
+        shape: Threads per block, minimum of blocks per multiprocessor, size of the cluster, and operands with maps.
+    """
+
+    file: str
+    function: str
+    shape: tuple[Size3, int, int, tuple[str, ...]]
+    constants: Mapping[str, bool | int | float]
+    definitions: str
 
 
 @dataclass
@@ -33,7 +48,7 @@ class Specializer:
     buffers: Mapping[str, BufferAllocation] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
-    _made: dict[Any, str] = field(default_factory=dict)
+    _names: dict[Any, str] = field(default_factory=dict)
     _cached: dict[tuple[View, Hashable], View] = field(default_factory=dict)
 
     def never_written(self, view: View) -> bool:
@@ -68,7 +83,7 @@ class Specializer:
         self.temporaries[name] = BufferAllocation(name, kind, shape, dtype)
         return View(name, shape, contiguous_strides(shape), 0, dtype)
 
-    def kernel(
+    def kernel(  # noqa: PLR0913 -- an argument is a property of the kernel
         self,
         call: KernelCall,
         file: str,
@@ -102,16 +117,15 @@ class Specializer:
                 `<name>_map` behind all operands.
         """
         function = function or call.kernel
-        decl = KERNELS.get(call.kernel)
         if inputs is None or outputs is None:
-            assert decl is not None
+            decl = KERNELS[call.kernel]
             bound = decl.bind(call)
             declared = [operand.name for operand in (*decl.inputs, *decl.outputs)]
             views = dict(zip(declared, bound, strict=True))
             inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
         shape = (block, min_blocks, cluster, tuple(maps))
-        source = self._source(call, decl, file, function, shape, inputs, outputs, constants or {}, definitions)
+        source = self._source(call, _Template(file, function, shape, constants or {}, definitions), inputs, outputs)
         operands = [(name, view) for name, view in (*inputs.items(), *outputs.items()) if view is not None]
         tensor_maps = {
             name: TensorMap.of(index, view, maps[name]) for index, (name, view) in enumerate(operands) if name in maps
@@ -123,7 +137,7 @@ class Specializer:
         )
 
     def add_source(self, text: str) -> str:
-        """The name of a source text."""
+        """Add a source text to the program's sources and return its name."""
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.sources[name] = text
         return name
@@ -131,34 +145,29 @@ class Specializer:
     def _source(
         self,
         call: KernelCall,
-        decl: KernelDecl | None,
-        file: str,
-        function: str,
-        shape: tuple[Size3, int, int, tuple[str, ...]],
+        template: _Template,
         inputs: Mapping[str, View | None],
         outputs: Mapping[str, View | None],
-        constants: Mapping[str, bool | int | float],
-        definitions: str,
     ) -> str:
+        """The name of the source of a template's kernel for a call's operands and parameters."""
         shared = shared_buffers(inputs, outputs)
         geometry = [
             (name, view and (view.shape, view.strides, vector_width(view), view.dtype, view.buffer in shared))
             for name, view in (*inputs.items(), *outputs.items())
         ]
-        chosen = (dict(call.params), dict(constants), definitions)
-        key = repr((call.kernel, file, function, shape, geometry, len(inputs), *chosen))
-        if key not in self._made:
+        key = repr((call.kernel, template, geometry, len(inputs), dict(call.params)))
+        if key not in self._names:
             parts = [
                 template_text("common/common.cuh"),
                 template_text("common/overlap.cuh"),
-                specialized(call, decl, inputs, outputs, constants),
-                kernel_signature(inputs, outputs, shared, *shape),
-                *([definitions] if definitions else []),
-                kernel_text(file, function),
+                specialized(call, KERNELS.get(call.kernel), inputs, outputs, template.constants),
+                kernel_signature(inputs, outputs, shared, *template.shape),
+                *([template.definitions] if template.definitions else []),
+                kernel_text(template.file, template.function),
             ]
             views = [view for view in (*inputs.values(), *outputs.values()) if view is not None]
-            self._made[key] = self.add_source(index_type(views) + "\n".join(parts))
-        return self._made[key]
+            self._names[key] = self.add_source(index_type(views) + "\n".join(parts))
+        return self._names[key]
 
 
 Rule: TypeAlias = Callable[[Specializer, KernelCall], list[KernelCall]]

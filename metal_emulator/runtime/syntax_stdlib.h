@@ -2,6 +2,8 @@
 // and bfloat are builtin types of the AArch64 target, vectors are ext_vector_type, and nothing is defined.
 #pragma once
 
+#include "integer_types.h"
+
 #define METAL_DEVICE __attribute__((address_space(1)))
 #define METAL_CONSTANT const __attribute__((address_space(2)))
 #define METAL_THREADGROUP __attribute__((address_space(3)))
@@ -9,20 +11,6 @@
 
 typedef _Float16 half;
 typedef __fp16 bfloat;
-typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef unsigned long ulong;
-typedef __SIZE_TYPE__ size_t;
-typedef __PTRDIFF_TYPE__ ptrdiff_t;
-typedef __INT8_TYPE__ int8_t;
-typedef __INT16_TYPE__ int16_t;
-typedef __INT32_TYPE__ int32_t;
-typedef __INT64_TYPE__ int64_t;
-typedef __UINT8_TYPE__ uint8_t;
-typedef __UINT16_TYPE__ uint16_t;
-typedef __UINT32_TYPE__ uint32_t;
-typedef __UINT64_TYPE__ uint64_t;
 
 // `float4(a, b)` becomes this: clang makes no vector by a functional cast.
 template <class V, class... Parts> V metal_construct(Parts...);

@@ -12,7 +12,7 @@ SPACES = ("device", "constant", "threadgroup", "thread")
 
 
 def rewrite_address_spaces(source: Source, items: Sequence[Item]) -> None:
-    """Pointers become `…_pointer<T>`, references plain references, threadgroup variables arrays of the threadgroup."""
+    """Make pointers `…_pointer<T>`, references plain ones, and threadgroup variables arrays of the group."""
     for item in items:
         arrays = count()
         for index in range(item.start, item.end):
@@ -59,7 +59,7 @@ def _rewrite_space(source: Source, index: int, arrays: Iterator[int]) -> None:
 
 
 def _view_parameter(source: Source, first: int, after: int, kind: str) -> None:
-    """`threadgroup T (&name)[N][M]`, whose declarator starts at `after`."""
+    """Rewrite a parameter `threadgroup T (&name)[N][M]`, with its declarator at `after`, as a `threadgroup_view`."""
     close = source.tokens[after].partner
     end = source.after_dimensions(close + 1)
     view = f"::metal_runtime::threadgroup_view<{kind}{source.joined(close + 1, end)}>"
@@ -93,7 +93,7 @@ def _declare_arrays(source: Source, first: int, name: int, kind: str, arrays: It
 
 
 def _mark_scalar(source: Source, start: int, end: int, name: str) -> None:
-    """A threadgroup variable that is no array is one of a single element."""
+    """Rewrite the uses of a threadgroup variable that is no array as `name[0]`: it is declared as an array of one."""
     for index in range(start, end):
         token = source.tokens[index]
         if token.text == name and source.text(index - 1) not in (".", "->", "::"):
@@ -102,7 +102,7 @@ def _mark_scalar(source: Source, start: int, end: int, name: str) -> None:
 
 
 def rewrite_addresses(source: Source) -> None:
-    """`&p[i]` → `(p + (i))`: a checked pointer's element is a value and has no address."""
+    """Rewrite `&p[i]` as `(p + (i))`: a checked pointer's element is a value and has no address."""
     for index, token in enumerate(source.tokens):
         if token.text == "reinterpret_cast":
             token.output = "::metal_runtime::pointer_cast"
@@ -119,7 +119,7 @@ def rewrite_addresses(source: Source) -> None:
 
 
 def rewrite_writes(source: Source) -> None:
-    """`p[i] = x` → `write(p, (i)) = x` and `*p = x` → `write(p) = x`; `update` where the old value is read, too."""
+    """Rewrite `p[i] = x` as `write(p, (i)) = x`, `*p = x` as `write(p) = x`, and `p[i] += x` with `update`."""
     for index, token in enumerate(source.tokens):
         if token.kind != "op" or token.in_attribute:
             continue
@@ -140,7 +140,7 @@ def _rewrite_assignment(source: Source, index: int, function: str) -> None:
 
 
 def _rewrite_element(source: Source, end: int, function: str) -> None:
-    """Makes the element access that ends before `end` one that writes, if there is one."""
+    """Rewrite the element access that ends before `end`, if there is one, as a call of `write` or `update`."""
     start = source.postfix_start(end)
     if source.text(start - 1) in ("*", "&", ">") or (source.is_name(start - 1) and not source.is_keyword(start - 1)):
         return  # a declaration

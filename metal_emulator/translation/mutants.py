@@ -34,7 +34,7 @@ class Mutant:
 
 
 def add_mutants(source: Source, items: Sequence[Item], not_guards: frozenset[tuple[str, int]]) -> tuple[Mutant, ...]:
-    """Makes every barrier and bounds guard one that can be switched off; numbered from 1.
+    """Give every barrier and bounds guard a switch that turns it off; return these mutants, numbered from 1.
 
     A guard is a comparison of indices in the condition of an `if` or a `?`. Switched off, it is as if the guard were
     not there: true where it lets a thread go on (`i < n`), false where it makes one leave (`if (i >= n) return;`).
@@ -84,7 +84,7 @@ class _Mutation:
     def find_guards(
         self, item: Item, floats: frozenset[str], start: int, end: int, joined_by: str, leaves: bool
     ) -> None:
-        """Adds the guards of the condition [start, end).
+        """Add the guards of the condition [start, end).
 
         Args:
             joined_by: The operator that joins this part of the condition to others.

@@ -44,7 +44,7 @@ class Token:
         return f"{self.before}{self.prefix}{self.output}{self.suffix}"
 
     def wrap(self, last: Token, opening: str, closing: str) -> None:
-        """Puts text around the tokens from this one to `last`, outside what was put there before."""
+        """Put text around the tokens from this one to `last`, outside text that was put there before."""
         self.prefix = opening + self.prefix
         last.suffix += closing
 
@@ -116,7 +116,7 @@ class Source:
         return first.text + "".join((" " if token.before else "") + token.text for token in others)
 
     def blank(self, start: int, end: int, replacement: str = "") -> None:
-        """Writes `replacement` in place of the tokens [start, end); the lines stay."""
+        """Write `replacement` in place of the tokens [start, end); line numbers stay."""
         for token in self.tokens[start:end]:
             token.output = ""
         self.tokens[start].output = replacement

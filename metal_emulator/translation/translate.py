@@ -87,7 +87,7 @@ def rewrite_numbers(source: Source) -> None:
 
 
 def rewrite_swizzles(source: Source) -> None:
-    """`v.zx` → `v.template swizzle<2, 0>()`."""
+    """Rewrite `v.zx` as `v.template swizzle<2, 0>()`."""
     for index, token in enumerate(source.tokens):
         if source.text(index - 1) == "." and source.text(index + 1) != "(" and _SWIZZLE.fullmatch(token.text):
             places = ", ".join(str("xyzw".index(name)) for name in token.text)

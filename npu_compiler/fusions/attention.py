@@ -41,9 +41,8 @@ def _attention_patterns() -> tuple[P, ...]:
             weights = Maybe(_softmax(Maybe(logits)))
             result.append(P(products, (weights, v)))
     prescaled = P(products, (mul(q, Num("scale")), k))
-    for logits in (add(prescaled, mask), prescaled):
-        result.append(P(products, (Maybe(_softmax(Maybe(logits))), v)))
-    return tuple(result)
+    unscaled = (P(products, (Maybe(_softmax(Maybe(logits))), v)) for logits in (add(prescaled, mask), prescaled))
+    return (*result, *unscaled)
 
 
 def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
@@ -101,7 +100,7 @@ def share_kv_heads(graph: IRGraph) -> IRGraph:
 
 
 def _through_transpose(name: str, producers: dict[str, OpNode], original: Callable[[str], str]) -> str:
-    """`original` of a tensor, seen through the transpose pair that the attention fusion leaves around keys."""
+    """`original(name)`, or that of the tensor behind the two transposes that the attention fusion leaves at keys."""
     direct = original(name)
     if direct:
         return direct

@@ -109,9 +109,9 @@ class Matcher:
 
     def match(self, pattern: P, root: OpNode) -> Match | None:
         """Match a pattern ending in `root`, such that nothing inside is read from outside or bound as an operand."""
-        for found in self._node(pattern, root, Match(root)):
-            if self._is_closed(found):
-                return found
+        for match in self._node(pattern, root, Match(root)):
+            if self._is_closed(match):
+                return match
         return None
 
     def _is_closed(self, match: Match) -> bool:
@@ -148,8 +148,8 @@ class Matcher:
             return
         if not operands:
             return
-        for found in self._value(patterns[0], operands[0], state):
-            yield from self._args(patterns[1:], operands[1:], found)
+        for match in self._value(patterns[0], operands[0], state):
+            yield from self._args(patterns[1:], operands[1:], match)
 
     def _value(self, pattern: Pattern, operand: str | float | None, state: Match) -> Iterator[Match]:
         if isinstance(pattern, Either):
@@ -158,17 +158,17 @@ class Matcher:
             return
         if isinstance(pattern, Num):
             if isinstance(operand, (int, float)) and _close(operand, pattern.value):
-                found = state.copy()
-                found.scalars[pattern.name] = float(operand)
-                yield found
+                match = state.copy()
+                match.scalars[pattern.name] = float(operand)
+                yield match
             return
         if not isinstance(operand, str):
             return
         if isinstance(pattern, Var):
             if state.tensors.get(pattern.name, operand) == operand:
-                found = state.copy()
-                found.tensors[pattern.name] = operand
-                yield found
+                match = state.copy()
+                match.tensors[pattern.name] = operand
+                yield match
             return
         node = self.producers.get(operand)
         if isinstance(pattern, Maybe):
@@ -233,10 +233,12 @@ class Fusion:
 
 
 def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bool] = lambda node: True) -> IRGraph:
-    """Replace every match, last nodes first, so the longest chain wins; in a float32 model none that rounds inside.
+    """Replace every match of a fusion, from the last node to the first, so that the longest chain wins.
+
+    In a float32 model, a match stays as it is if it rounds to 16 bits and widens again: a fused kernel would not round.
 
     Args:
-        supports: Whether a node may be made; a match whose rewrite makes another one stays as it is.
+        supports: Whether the target has a node; a match whose rewrite needs another one stays as it is.
     """
     roots = {op for pattern in fusion.patterns for op in pattern.ops.split()}
     if not any(node.base in roots for node in graph.nodes):
@@ -273,9 +275,9 @@ def _widens(match: Match, graph: IRGraph) -> bool:
 
     In a float32 model that rounds on purpose; one kernel would keep float32 in between. A 16-bit model gains by it.
     """
-    made = {out for node in match.nodes.values() for out in node.outputs if graph.tensors[out].dtype in HALF_DTYPES}
+    halves = {out for node in match.nodes.values() for out in node.outputs if graph.tensors[out].dtype in HALF_DTYPES}
     return any(
-        not made.isdisjoint(node.inputs) and graph.tensors[out].dtype in ("float32", "float64")
+        not halves.isdisjoint(node.inputs) and graph.tensors[out].dtype in ("float32", "float64")
         for node in match.nodes.values()
         for out in node.outputs
     )

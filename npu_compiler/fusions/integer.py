@@ -199,7 +199,7 @@ class _Fuser:
         self.tensors, self.constants = dict(graph.tensors), dict(graph.constants)
         self.storable = storable_in_bytes(graph)
         self.taken: set[str] = set()
-        self.made: dict[str, OpNode] = {}
+        self.replacements: dict[str, OpNode] = {}
 
     def run(self) -> IRGraph:
         for node in reversed(self.graph.nodes):
@@ -213,9 +213,9 @@ class _Fuser:
                 elif node.base == "aten.add":
                     self._sum(node)
         nodes = [
-            self.made.get(node.name, node)
+            self.replacements.get(node.name, node)
             for node in self.graph.nodes
-            if node.name in self.made or node.name not in self.taken
+            if node.name in self.replacements or node.name not in self.taken
         ]
         return replace(self.graph, nodes=nodes, tensors=self.tensors, constants=self.constants)
 
@@ -287,7 +287,7 @@ class _Fuser:
         return name
 
     def _follow(self, node: OpNode, tensor: str, may_add: bool) -> _Chain:
-        """The sum, the activation and the rounding that follow the only reader of each, one after the other."""
+        """The ops that can join an integer op: a sum, an activation and a rounding, each the last one's only reader."""
         chain = _Chain(node, [node], {**_NO_RESIDUAL, **_NO_RESULT, "activation": "none"})
         shape = self.tensors[tensor].shape
         reader = self._only_reader(tensor)
@@ -345,7 +345,7 @@ class _Fuser:
         self._make("npu.integer_mean", chain, (x.name,), attrs)
 
     def _sum(self, node: OpNode) -> None:
-        """A sum of two quantized tensors that no product takes along."""
+        """Make one integer op of a sum of two quantized tensors, where no product computes it at its end."""
         operands = [self._quantized(name) for name in node.inputs]
         if len(operands) != 2 or node.attrs.get("alpha", 1) != 1:
             return
@@ -358,5 +358,5 @@ class _Fuser:
         self._make("npu.integer_add", chain, (x.name, other.name), attrs)
 
     def _make(self, op: str, chain: _Chain, inputs: tuple[str, ...], attrs: dict[str, Any]) -> None:
-        self.made[chain.last.name] = OpNode(chain.last.name, op, inputs, chain.last.outputs, attrs)
+        self.replacements[chain.last.name] = OpNode(chain.last.name, op, inputs, chain.last.outputs, attrs)
         self.taken.update(node.name for node in chain.taken)

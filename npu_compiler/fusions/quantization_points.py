@@ -68,16 +68,15 @@ class IntegerWeight:
 class Points:
     """The layers and tensors of a float graph that can be quantized.
 
+    Args:
+        keep: Nodes of layers that stay floats.
+
     Attributes:
         layers: Layers in the graph's order.
         tensors: Tensors to quantize, in order, if all layers are.
     """
 
     def __init__(self, graph: IRGraph, keep: Collection[str] = ()) -> None:
-        """
-        Args:
-            keep: Nodes of layers that stay floats.
-        """
         self.graph = graph
         self._producers, self._consumers = graph.producers(), graph.consumers()
         ends: dict[str, str] = {}

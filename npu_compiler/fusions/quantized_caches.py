@@ -35,7 +35,8 @@ def quantize_caches(graph: IRGraph, kv_cache: str | None, config: TargetConfig) 
     format = row_format(kv_cache, "a KV cache")
     if not config.rounds_caches:
         raise InputError(
-            f"the target {config.name} has no kernels for a KV cache in {kv_cache}; only programs for the CPU have"
+            f"the target {config.name} has no kernels for a KV cache in {kv_cache}; only programs for the CPU and for "
+            "simulated chips have"
         )
     caches = _find_caches(graph)
     if not caches:
@@ -78,18 +79,18 @@ def _find_caches(graph: IRGraph) -> dict[str, _Update]:
     """Updated cache → its update, for inputs that only their update reads, and of which attention alone reads more."""
     consumers = graph.consumers()
     updates = [update for node in graph.nodes for update in _updates(node, graph)]
-    found = {x.result: x for x in updates if x.cache in graph.inputs and len(consumers[x.cache]) == 1}
+    caches = {x.result: x for x in updates if x.cache in graph.inputs and len(consumers[x.cache]) == 1}
 
     def reads_both(node: OpNode) -> bool:
         others = (*node.inputs[:1], *node.inputs[3:])
-        return node.base in _ATTENTION and set(node.inputs[1:3]) <= found.keys() and not found.keys() & set(others)
+        return node.base in _ATTENTION and set(node.inputs[1:3]) <= caches.keys() and not caches.keys() & set(others)
 
-    while wrong := [name for name in found if not all(map(reads_both, consumers.get(name, [])))]:
+    while wrong := [name for name in caches if not all(map(reads_both, consumers.get(name, [])))]:
         for name in wrong:
-            del found[name]
+            del caches[name]
     # Of a call that updates two caches, both are or none is.
-    whole = {name for node in graph.nodes if set(node.outputs) <= found.keys() for name in node.outputs}
-    return {name: update for name, update in found.items() if name in whole}
+    whole = {name for node in graph.nodes if set(node.outputs) <= caches.keys() for name in node.outputs}
+    return {name: update for name, update in caches.items() if name in whole}
 
 
 def _updates(node: OpNode, graph: IRGraph) -> list[_Update]:

@@ -140,9 +140,9 @@ def _join_rotations(run: list[_Heads], tensors: dict[str, TensorSpec]) -> list[O
     name = unique_name("+".join(heads.node.name for heads in run), tensors)
 
     def tensor(suffix: str, like: str, shape: tuple[int, ...]) -> str:
-        made = unique_name(f"{name}{suffix}", tensors)
-        tensors[made] = replace(tensors[like], name=made, shape=shape)
-        return made
+        tensor_name = unique_name(f"{name}{suffix}", tensors)
+        tensors[tensor_name] = replace(tensors[like], name=tensor_name, shape=shape)
+        return tensor_name
 
     window, view, transpose = (step.outputs[0] for step in run[0].steps)
     columns = tensor(".columns", window, (batch, rows, end - start))

@@ -138,7 +138,7 @@ class IRGraph:
 
 @cache
 def base_op(op_type: str) -> str:
-    """`aten.add` of `aten.add.Tensor`; names outside of `aten` and `npu` unchanged, but for the built-in `getitem`."""
+    """The op without its overload: `aten.add` for `aten.add.Tensor`. Other namespaces stay, but for `getitem`."""
     if op_type == "<built-in function getitem>":
         return "getitem"
     if op_type.startswith(("aten.", "npu.")):

@@ -51,8 +51,8 @@ class QuantizedFormat:
 
     def __post_init__(self) -> None:
         if self.codes not in CODE_FORMATS:
-            known = ", ".join(CODE_FORMATS)
-            raise InputError(f"unknown codes {self.codes!r:.80} of a quantized format; known are {known}")
+            names = ", ".join(CODE_FORMATS)
+            raise InputError(f"unknown codes {self.codes!r:.80} of a quantized format; known are {names}")
         if type(self.group) is not int or self.group < 0:
             raise InputError(f"the group size of a quantized format is {self.group!r:.80}, which is not a whole number")
         if self.scales not in FLOAT_DTYPES - {"float64"}:
@@ -60,8 +60,8 @@ class QuantizedFormat:
         if self.offsets not in OFFSETS or (self.code_format.is_float and self.offsets != "none"):
             raise InputError(f"offsets {self.offsets!r:.80} of {self.codes}; known are {', '.join(OFFSETS)}")
         if self.activations not in ("none", *ROW_FORMATS):
-            known = ", ".join(("none", *ROW_FORMATS))
-            raise InputError(f"activations cannot be rounded to {self.activations!r:.80}; choose one of {known}")
+            names = ", ".join(("none", *ROW_FORMATS))
+            raise InputError(f"activations cannot be rounded to {self.activations!r:.80}; choose one of {names}")
 
     def __str__(self) -> str:
         offsets = "" if self.offsets == "none" else f" {self.offsets}"
@@ -103,13 +103,13 @@ class QuantizedFormat:
         return None
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, int], str]]:
-        """Part → (shape, dtype), for a matrix of this shape."""
+        """The arrays that a matrix of this shape is stored as: name (codes, scales, offsets) → (shape, dtype)."""
         n, k = shape
         rows = (n, self.groups(k))
-        found = {"codes": ((n, k * self.bits // 8), "uint8"), "scales": (rows, self.scales)}
+        parts = {"codes": ((n, k * self.bits // 8), "uint8"), "scales": (rows, self.scales)}
         if self.offsets != "none":
-            found["offsets"] = (rows, self.scales if self.offsets == "minimum" else "uint8")
-        return found
+            parts["offsets"] = (rows, self.scales if self.offsets == "minimum" else "uint8")
+        return parts
 
     def size_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a matrix of this shape, scales and offsets included."""
@@ -174,9 +174,9 @@ class QuantizedArray:
         wanted = self.format.parts(self.shape)
         for name in PARTS:
             part = getattr(self, name)
-            found = None if part is None else (part.shape, part.dtype.name)
-            if found != wanted.get(name):
-                raise InputError(f"the {name} of a matrix {list(self.shape)} in {self.format} are {found}")
+            layout = None if part is None else (part.shape, part.dtype.name)
+            if layout != wanted.get(name):
+                raise InputError(f"the {name} of a matrix {list(self.shape)} in {self.format} are {layout}")
 
     def part(self, name: str) -> np.ndarray:
         """One of `PARTS` that the format has."""

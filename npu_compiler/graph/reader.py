@@ -50,8 +50,8 @@ def _converter(source: object) -> Callable[[Any], Mapping[str, Any]] | None:
     kind = Path(str(source)).suffix.removeprefix(".") if is_path else type(source).__name__
     if kind in ("", "json", "dict", "IR"):
         return None
-    found = next(iter(entry_points(group=IR_SOURCES, name=kind)), None)
-    return None if found is None else found.load()
+    reader = next(iter(entry_points(group=IR_SOURCES, name=kind)), None)
+    return None if reader is None else reader.load()
 
 
 def _load_json(path: Path) -> Mapping[str, Any]:
@@ -95,7 +95,7 @@ class _Reader:
         outputs_of = {raw["name"]: self._read_outputs(raw) for raw in raw_nodes}
         nodes = [self._read_node(raw, outputs_of[raw["name"]]) for raw in raw_nodes]
         outputs = [self._read_graph_output(meta) for meta in self.data["graph_outputs"]]
-        graph = IRGraph(
+        return IRGraph(
             name=str(self.data.get("model_name") or "model"),
             nodes=topological_order(nodes),
             tensors=self.tensors,
@@ -106,7 +106,6 @@ class _Reader:
             constants=self.constants,
             native_dtype=str(self.data.get("native_dtype") or ""),
         )
-        return graph
 
     def _read_output_names(self, outputs: list[str]) -> list[str]:
         """The names that the IR gives its outputs, if it does; else those of the tensors."""
@@ -134,8 +133,8 @@ class _Reader:
                 raise IRError(f"{where}: tensor '{name}': shape {list(shape)} has a negative dimension")
         dtype = meta.get("dtype")
         if not isinstance(dtype, str) or dtype not in KNOWN_DTYPES:
-            known = ", ".join(sorted(KNOWN_DTYPES))
-            raise IRError(f"{where}: tensor '{name}': unknown dtype {dtype!r}; known are {known}")
+            names = ", ".join(sorted(KNOWN_DTYPES))
+            raise IRError(f"{where}: tensor '{name}': unknown dtype {dtype!r}; known are {names}")
         storage = meta.get("storage") or ""
         if storage and (not isinstance(storage, str) or storage not in KNOWN_DTYPES):
             raise IRError(f"{where}: tensor '{name}': unknown storage dtype {storage!r}")
@@ -242,10 +241,10 @@ class _Reader:
             resolved = by_key.get(spec.name, spec.name)
         if resolved not in self.tensors:
             raise IRError(f"{where}: tensor '{spec.name}' is not a weight, a graph input, or any node's output")
-        known = self.tensors[resolved]
-        if known.shape != spec.shape:
+        declared = self.tensors[resolved]
+        if declared.shape != spec.shape:
             raise IRError(
-                f"{where}: '{spec.name}' has shape {list(spec.shape)}, but its producer declares {list(known.shape)}"
+                f"{where}: '{spec.name}' has shape {list(spec.shape)}, but its producer declares {list(declared.shape)}"
             )
         return resolved
 

@@ -84,7 +84,7 @@ def _write_narrow(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack:
 
 
 def _write_nothing(node: OpNode, base: TensorSpec, out: TensorSpec) -> None:
-    """No write-back: elements of the view overlap."""
+    """Return no `WriteBack`: elements of the view overlap, so that the base cannot be rebuilt from it."""
 
 
 def view_op(
@@ -317,7 +317,7 @@ def _chosen(node: OpNode, graph: IRGraph, index: int) -> OpNode:
 _parts_op("aten.split aten.split_with_sizes aten.chunk aten.tensor_split", ("self",), _slice_of)
 _parts_op("aten.unbind", ("self",), _row_of)
 _parts_op("aten.broadcast_tensors", ("*tensors",), _broadcast_of, ranges.each)
-_parts_op("getitem", ("*outputs",), _chosen, lambda node, graph, known: known[node.inputs[node.attrs["index"]]])
+_parts_op("getitem", ("*outputs",), _chosen, lambda node, graph, operands: operands[node.inputs[node.attrs["index"]]])
 
 
 def _shuffle(ctx: Lowering, node: OpNode, split: tuple[int, ...], order: list[int]) -> None:

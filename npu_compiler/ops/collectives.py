@@ -21,7 +21,6 @@ declare_kernel(
     "all_reduce_kernel",
     Family.COLLECTIVE,
     "x:f[.n] -> out:f[.n]",
-    source="",
     where=_is_group,
     ranks="I",
 )
@@ -29,7 +28,6 @@ declare_kernel(
     "all_gather_kernel",
     Family.COLLECTIVE,
     "x:fi[.n] -> out:fi[ranks,.n]",
-    source="",
     where=_is_group,
     ranks="I",
 )

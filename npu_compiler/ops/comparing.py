@@ -54,7 +54,7 @@ def _histogram(node: OpNode) -> tuple[int, float, float]:
 @register_op(
     "aten.histc",
     unsupported=_histc_unsupported,
-    integer_range=lambda node, graph, known: (0, graph.tensors[node.inputs[0]].numel),
+    integer_range=lambda node, graph, operands: (0, graph.tensors[node.inputs[0]].numel),
 )
 def lower_histc(ctx: Lowering, node: OpNode) -> None:
     """Count the elements in each bin; one at the upper limit is in the last, one outside of the limits in none."""
@@ -97,13 +97,13 @@ def _with_each(ctx: Lowering, op: str, elements: View, listed: View) -> View:
 def lower_isin(ctx: Lowering, node: OpNode) -> None:
     elements, listed = (ctx.view(name) for name in node.inputs)
     out = ctx.output()
-    found = ctx.temp(out.shape, "bool") if node.attrs.get("invert") else out
-    reduce(ctx, "any", _with_each(ctx, "eq", elements, listed), -1, found)
+    is_listed = ctx.temp(out.shape, "bool") if node.attrs.get("invert") else out
+    reduce(ctx, "any", _with_each(ctx, "eq", elements, listed), -1, is_listed)
     if node.attrs.get("invert"):
-        ctx.elementwise("logical_not", [found], out)
+        ctx.elementwise("logical_not", [is_listed], out)
 
 
-def _place_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+def _place_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
     return 0, graph.tensors[node.inputs[1]].numel
 
 

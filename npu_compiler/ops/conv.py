@@ -158,9 +158,9 @@ def _conv_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         return f"convolution with a weight of rank {rank}"
     if node.attrs.get("groups", 1) < 1:
         return f"convolution in {node.attrs['groups']} groups"
-    if node.base == "aten.convolution" and any(node.attrs.get("output_padding") or []):
-        if not node.attrs.get("transposed"):
-            return "output_padding on a convolution that is not transposed"
+    padded = node.base == "aten.convolution" and any(node.attrs.get("output_padding") or [])
+    if padded and not node.attrs.get("transposed"):
+        return "output_padding on a convolution that is not transposed"
     return None
 
 

@@ -116,7 +116,7 @@ def _sum_over_taps(ctx: Lowering, node: OpNode, sources: Sequence[View], window:
 
 
 def _emit_grouped(ctx: Lowering, windows: View, weight: View, out: View, biases: list[View], groups: int) -> None:
-    """A product for each group, of its channels' part of the windows with its part of the weight."""
+    """Emit a matrix product for each group: its channels of the windows by its part of the weight."""
     places, channels, taps = windows.shape[:4], windows.shape[4] // groups, windows.shape[5:]
     split = windows.reshape((*places, groups, channels, *taps))
     packed = ctx.temp((groups, *places, channels, *taps), windows.dtype)

@@ -332,7 +332,7 @@ _COMPARISONS = {
 
 
 def _lower_comparison(ctx: Lowering, node: OpNode) -> None:
-    """Numbers are compared in the dtype that the operands have in common, as in PyTorch: 300 is 44 to a uint8."""
+    """Emit a comparison in the dtype that the operands have in common, as PyTorch does: 300 is 44 to a uint8."""
     args = Args(node)
     dtype = common_dtype(args, ctx.graph, ("self", "other"))
     values = (operand(ctx, args, name) for name in ("self", "other"))
@@ -513,9 +513,9 @@ def lower_glu(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise("glu", [view.slice(dim, 0, half), view.slice(dim, half, 2 * half)], ctx.output())
 
 
-def _quotient_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+def _quotient_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
     divide = ranges.floor_divide if node.attrs["rounding_mode"] == "floor" else ranges.trunc_divide
-    return divide(*Args(node).ranges(known, of_scalar))  # type: ignore[arg-type]
+    return divide(*Args(node).ranges(operands, of_scalar))  # type: ignore[arg-type]
 
 
 @register_op(

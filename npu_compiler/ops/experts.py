@@ -53,6 +53,6 @@ def lower_grouped_product(ctx: Lowering, node: OpNode) -> None:
 
 
 def _zero_where_no_group(ctx: Lowering, group: View, groups: int, product: View, out: View) -> None:
-    known = ctx.temp(group.shape, "bool")
-    ctx.elementwise("lt", [group, groups], known)
-    ctx.elementwise("where", [known.unsqueeze(1), product, 0.0], out)
+    has_group = ctx.temp(group.shape, "bool")
+    ctx.elementwise("lt", [group, groups], has_group)
+    ctx.elementwise("where", [has_group.unsqueeze(1), product, 0.0], out)

@@ -105,7 +105,7 @@ def rows_along_dim(node: OpNode, graph: IRGraph) -> dict[str, Range]:
 
 
 def indexed_dims(node: OpNode, indices: int) -> list[int]:
-    """The dimensions that have one of so many index tensors; others are taken whole."""
+    """The dimensions that the node's index tensors (`indices` of them) apply to; others are taken whole."""
     masks = node.attrs.get("_tensor_list_none_masks")
     given = [not is_none for is_none in masks[0]] if masks else [True] * indices
     return [dim for dim, is_given in enumerate(given) if is_given]
@@ -200,7 +200,7 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     unsupported=lambda node, graph: "index_copy on a scalar" if not graph.tensors[node.inputs[0]].shape else None,
     index_bound=rows_along_dim,
     one_dtype=True,
-    integer_range=lambda node, graph, known: ranges.hull(known[node.inputs[0]], known[node.inputs[2]]),
+    integer_range=lambda node, graph, operands: ranges.hull(operands[node.inputs[0]], operands[node.inputs[2]]),
     shard=shard_rows_update,
 )
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
@@ -220,7 +220,7 @@ def lower_index_copy_pair(ctx: Lowering, node: OpNode) -> None:
 
 
 def _update_rows(ctx: Lowering, node: OpNode, kernel: str, bases: Sequence[str], sources: Sequence[str]) -> None:
-    """A base that may be updated in place is; the others are copied first."""
+    """Replace rows of each base by its source, in place where the base may be overwritten, else in a copy."""
     outputs: list[View] = []
     for position, name in enumerate(bases):
         base = ctx.view(name)

@@ -50,7 +50,6 @@ declare_kernel(
     "quantize_activation_kernel",
     Family.ELEMENTWISE,
     "x:f[*s] -> out:cu[*s]",
-    source="",
     where=_fits_bytes,
     **_RESULT,
 )
@@ -58,7 +57,6 @@ declare_kernel(
     "dequantize_activation_kernel",
     Family.ELEMENTWISE,
     "x:cu[*s] -> out:f[*s]",
-    source="",
     x_scale="f",
     zero_point="i",
 )
@@ -67,7 +65,6 @@ declare_kernel(
     Family.CONV,
     "x:cu[n,c,h,w] weight:c[.o,i,kh,kw] scales:f[.o] weight_zeros?:i[.o] bias?:f[.o] residual?:fcu[n,o,p,q]"
     " -> out:fcu[n,o,p,q]",
-    source="",
     where=lambda call: (
         call.groups > 0
         and call.c == call.i * call.groups
@@ -87,7 +84,6 @@ declare_kernel(
     "integer_linear_kernel",
     Family.MATMUL,
     "x:cu[m,.k] weight:c[.n,k] scales:f[.n] weight_zeros?:i[.n] bias?:f[.n] residual?:fcu[m,n] -> out:fcu[m,n]",
-    source="",
     where=lambda call: call.k <= MOST_TERMS and _fits_bytes(call),
     products=lambda call: (Product(call.m, call.n, call.k),),
     **_PRODUCT,
@@ -96,7 +92,6 @@ declare_kernel(
     "integer_max_pool2d_kernel",
     Family.POOL,
     "x:cu[n,c,h,w] -> out:cu[n,c,p,q]",
-    source="",
     where=lambda call: call.x.dtype == call.out.dtype and fits_pooling(call) and reach_the_image(call),
     **MAX_POOL,
 )
@@ -104,7 +99,6 @@ declare_kernel(
     "integer_mean_kernel",
     Family.POOL,
     "x:cu[n,c,h,w] -> out:fcu[n,c]",
-    source="",
     where=lambda call: call.h * call.w <= MOST_TERMS and call.h * call.w > 0 and _fits_bytes(call),
     x_scale="f",
     zero_point="i",
@@ -114,7 +108,6 @@ declare_kernel(
     "integer_add_kernel",
     Family.ELEMENTWISE,
     "x:cu[*s] residual:cu[*s] -> out:fcu[*s]",
-    source="",
     where=_fits_bytes,
     **_PRODUCT,
 )

@@ -19,7 +19,6 @@ declare_kernel(
     "quantized_index_copy_kernel",
     Family.INDEXING,
     "index:i[n] source:f[b,h,n,.d] -> codes:u[b,h,rows,.d] scales:f[b,h,.rows]",
-    source="",
     where=lambda call: call.d > 0 and call.scales.dtype == "float32",
     index_limit=lambda call: call.rows,
     **_FORMAT,
@@ -30,7 +29,6 @@ declare_kernel(
     Family.ATTENTION,
     "q:f[b,h,t,.d] k:u[b,shared,keys,.d] k_scales:f[b,shared,.keys] v:u[b,shared,keys,.e] v_scales:f[b,shared,.keys]"
     " mask?:fb[b,h,t,keys] -> out:f[b,h,t,e]",
-    source="",
     where=lambda call: (
         call.shared > 0 and call.h % call.shared == 0 and call.k_scales.dtype == call.v_scales.dtype == "float32"
     ),

@@ -64,13 +64,13 @@ def _as_volumes(view: View, spatial: int) -> View:
 
 
 def _planes(ctx: Lowering, volumes: View) -> View:
-    """[batch, channels · depth, height, width]."""
+    """Volumes as planes, [batch, channels · depth, height, width]."""
     batch, channels, depth, height, width = volumes.shape
     return ctx.reshaped(volumes, (batch, channels * depth, height, width))
 
 
 def _columns(ctx: Lowering, volumes: View) -> View:
-    """[batch, channels, depth, height · width]."""
+    """Volumes as columns along the depth, [batch, channels, depth, height · width]."""
     batch, channels, depth, height, width = volumes.shape
     return ctx.reshaped(volumes, (batch, channels, depth, height * width))
 
@@ -80,7 +80,7 @@ def _plane_params(params: Params) -> dict[str, Any]:
 
 
 def _depth_params(params: Params) -> dict[str, Any]:
-    """A window along the depth that is one column wide."""
+    """Parameters of the pooling along the depth, as a window one column wide over `_columns`."""
     return {
         key: [value[0], int(key != "padding")] if isinstance(value, list) else value for key, value in params.items()
     }
@@ -100,9 +100,9 @@ def _pooling_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-def _plane_indices(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> tuple[Range, ...]:
+def _plane_indices(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> tuple[Range, ...]:
     x = graph.tensors[node.inputs[0]].shape
-    return known.get(node.inputs[0], (0, 0)), ranges.index_below(math.prod(x[len(x) - _spatial(node) :]))
+    return operands.get(node.inputs[0], (0, 0)), ranges.index_below(math.prod(x[len(x) - _spatial(node) :]))
 
 
 @register_op(

@@ -61,7 +61,7 @@ def _under(dtype: str, less_important: str) -> str:
 
 
 def holds(dtype: str, other: str) -> bool:
-    """Whether every value of the integer or boolean dtype `other` is one of `dtype`, if that is one of those too."""
+    """Whether an integer or boolean dtype has all values of another; True where one of the two is a float dtype."""
     if not (is_int(dtype) and is_int(other)):
         return True
     own, theirs = np.iinfo(numpy_dtype(dtype)), np.iinfo(numpy_dtype(other))

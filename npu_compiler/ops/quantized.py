@@ -86,7 +86,6 @@ for _name, _sizes, _operands in (
         _name,
         Family.MATMUL,
         f"x:f[{_sizes},.k] {_operands} -> out:f[m,n]",
-        source="",
         where=_holds_rows if _sizes == "m" else _holds_gated_rows,
         products=_products if _sizes == "m" else _gated_products,
         m="I",

@@ -65,18 +65,18 @@ def constant(value: int) -> RangeFn:
 
 
 def add(a: Range, b: Range, factor: Range = (1, 1)) -> Range:
-    """a + factor · b"""
+    """The range of a + factor · b."""
     low, high = mul(factor, b)
     return a[0] + low, a[1] + high
 
 
 def sub(a: Range, b: Range, factor: Range = (1, 1)) -> Range:
-    """a - factor · b"""
+    """The range of a - factor · b."""
     return add(a, neg(b), factor)
 
 
 def rsub(a: Range, b: Range, factor: Range = (1, 1)) -> Range:
-    """b - factor · a"""
+    """The range of b - factor · a."""
     return sub(b, a, factor)
 
 
@@ -90,7 +90,7 @@ def mul(a: Range, b: Range) -> Range:
 
 
 def addcmul(a: Range, b: Range, c: Range, factor: Range) -> Range:
-    """a + factor · b · c"""
+    """The range of a + factor · b · c."""
     return add(a, mul(b, c), factor)
 
 
@@ -151,8 +151,8 @@ def power(base: Range, exponent: Range) -> Range:
     exponents = {low, min(low + 1, high), max(high - 1, low), high}
     bases = {*base, *(x for x in (-1, 0, 1) if base[0] <= x <= base[1])}
     powers = [x**y for x in bases for y in exponents]
-    found = min(powers), max(powers)
-    return hull(found, (-1, 1)) if exponent[0] < 0 else found
+    whole = min(powers), max(powers)
+    return hull(whole, (-1, 1)) if exponent[0] < 0 else whole
 
 
 def _quotients(a: Range, b: Range) -> list[tuple[int, int]]:

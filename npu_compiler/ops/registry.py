@@ -249,7 +249,7 @@ def is_in_place(op_type: str) -> bool:
 
 
 def out_of_place(op_type: str) -> str:
-    """`aten.add.Tensor` of `aten.add_.Tensor`."""
+    """The op type without the underscore that marks in-place ops: `aten.add.Tensor` for `aten.add_.Tensor`."""
     base = base_op(op_type)
     return _OPERATORS.get(base, base[:-1]) + op_type[len(base) :]
 
@@ -337,10 +337,10 @@ class Args:
         assert isinstance(value, list)
         return value
 
-    def ranges(self, known: Mapping[str, Range], of_scalar: Callable[[float], Range]) -> list[Range | None]:
+    def ranges(self, operands: Mapping[str, Range], of_scalar: Callable[[float], Range]) -> list[Range | None]:
         """The range of each tensor argument in the schema's order, be it a tensor or a number; None if omitted."""
         values = ((self.tensor(name), self.attr(name)) for name in self._names)
-        return [known[x] if x is not None else None if y is None else of_scalar(y) for x, y in values]
+        return [operands[x] if x is not None else None if y is None else of_scalar(y) for x, y in values]
 
     def attr(self, name: str, default: Any = None) -> Any:
         value = self.node.attrs.get(name)

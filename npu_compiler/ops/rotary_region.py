@@ -82,12 +82,12 @@ def _is_sliced(name: str, graph: IRGraph) -> bool:
 def _rotary_nodes(node: OpNode, tensors: dict[str, TensorSpec], interleaved: bool) -> list[OpNode]:
     positions, frequencies = node.inputs
     shape, half = tensors[node.outputs[0]].shape, tensors[frequencies].shape[0]
-    made: list[OpNode] = []
+    nodes: list[OpNode] = []
 
     def add(stem: str, op_type: str, inputs: tuple[str, ...], out: tuple[int, ...], **attrs: object) -> str:
         name = unique_name(f"{node.name}.{stem}", tensors)
         tensors[name] = TensorSpec(name, out, "float32" if stem != "position" else tensors[positions].dtype)
-        made.append(OpNode(name, op_type, inputs, (name,), attrs))
+        nodes.append(OpNode(name, op_type, inputs, (name,), attrs))
         return name
 
     column = add("position", "aten.unsqueeze.default", (positions,), (*shape[:-1], 1), dim=-1)
@@ -99,7 +99,7 @@ def _rotary_nodes(node: OpNode, tensors: dict[str, TensorSpec], interleaved: boo
         full = add("angles", "aten.cat.default", (angle, angle), shape, dim=-1, _tensor_list_sizes=[2])
     for out, function in zip(node.outputs, ("cos", "sin"), strict=True):
         value = add(function, f"aten.{function}.default", (full,), shape)
-        made.append(
+        nodes.append(
             OpNode(f"{node.name}.{function}_out", "aten.to.dtype", (value,), (out,), {"dtype": tensors[out].dtype})
         )
-    return made
+    return nodes

@@ -33,9 +33,9 @@ _REDUCTIONS = {
 }
 
 
-def _scattered_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
-    """The hull of old and new values; of a sum or a product, of as many as there are."""
-    tensors = Args(node).ranges(known, ranges.of_scalar)
+def _scattered_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
+    """The range of a scatter's result: old and new values, and their sums or products where it adds or multiplies."""
+    tensors = Args(node).ranges(operands, ranges.of_scalar)
     base, source = tensors[0], tensors[-1]
     assert base is not None and source is not None
     reduction, count = _reduction(node), numel(graph.tensors[node.inputs[1]].shape)
@@ -198,8 +198,8 @@ def _index_put_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-def _index_put_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
-    base, values = known[node.inputs[0]], known[node.inputs[-1]]
+def _index_put_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
+    base, values = operands[node.inputs[0]], operands[node.inputs[-1]]
     if not node.attrs.get("accumulate"):
         return ranges.hull(base, values)
     count = max(numel(graph.tensors[name].shape) for name in node.inputs[1:])
@@ -274,7 +274,7 @@ def _linear_index(ctx: Lowering, indices: Sequence[View], sizes: Sequence[int]) 
 
 
 def _put_where(ctx: Lowering, node: OpNode, base: View, mask: View, values: View, first: int) -> None:
-    """One value, or one row of values, for all places of a mask over the dimensions from `first` on."""
+    """Put (or add) one value, or one row of values, wherever a mask over the dimensions from `first` on is true."""
     rest = base.rank - first - mask.rank
     row = ctx.reshaped(values, values.shape[max(values.rank - rest, 0) :])
     for _ in range(rest):

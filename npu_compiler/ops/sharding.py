@@ -67,7 +67,7 @@ def _views(step: OpNode, graph: IRGraph) -> tuple[View, View | None]:
 
 
 def _spanning(view: View, span: int) -> int | None:
-    """The dimension that goes once through so many elements of memory."""
+    """The first dimension that covers exactly `span` elements of memory, or None."""
     dims = (d for d in range(view.rank) if view.shape[d] > 1 and view.strides[d] * view.shape[d] == span)
     return next(dims, None)
 

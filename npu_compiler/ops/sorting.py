@@ -15,13 +15,13 @@ from npu_compiler.program.views import View
 declare_kernel("argsort_kernel", Family.INDEXING, "x[*s,n] -> order:i[*s,n]", source="sort.metal", descending="?")
 
 
-def _order_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+def _order_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
     dim = 0 if node.base == "aten.msort" else node.attrs.get("dim", -1)
     return ranges.index_below(ranges.along(graph.tensors[node.inputs[0]].shape, dim))
 
 
-def _sorted_ranges(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> tuple[Range, ...]:
-    return known[node.inputs[0]], _order_range(node, graph, known)
+def _sorted_ranges(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> tuple[Range, ...]:
+    return operands[node.inputs[0]], _order_range(node, graph, operands)
 
 
 @register_op("aten.sort aten.msort", moves=True, integer_range=_sorted_ranges)

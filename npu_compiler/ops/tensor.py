@@ -291,7 +291,7 @@ def lower_arange(ctx: Lowering, node: OpNode) -> None:
 
 
 def emit_arange(ctx: Lowering, out: View, start: float, step: float) -> None:
-    """Fill a vector with start, start + step, …"""
+    """Fill a vector with start, start + step and so on."""
     params = {"start": start, "step": step, "int_start": as_int32(start), "int_step": as_int32(step)}
     ctx.emit("arange_kernel", [], [out], params)
 

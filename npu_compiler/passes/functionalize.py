@@ -82,7 +82,7 @@ class _Functionalizer:
 
     def _track_views(self, node: OpNode) -> None:
         for index, out in enumerate(node.outputs):
-            step = single_output(node, self._known(), index)
+            step = single_output(node, self._graph_so_far(), index)
             if node.base == "getitem":
                 if step.inputs[0] in self.aliases:
                     self.aliases[out] = self.aliases[step.inputs[0]]
@@ -114,7 +114,7 @@ class _Functionalizer:
         )
         return None if copies is None else 0
 
-    def _known(self) -> IRGraph:
+    def _graph_so_far(self) -> IRGraph:
         return replace(self.graph, tensors=self.tensors)
 
     def _window(self, alias: _Alias) -> View:
@@ -182,12 +182,12 @@ class _Functionalizer:
 
     def _scatter(self, step: _Step, source: str, value: str, node: OpNode) -> str:
         view, rule, spec, new = step.node, view_rule(step.node), self.tensors[source], self.tensors[value]
-        found = None
+        update = None
         if rule is not None and rule.write_back is not None and step.position == 0 and new.dtype == spec.dtype:
-            found = rule.write_back(view, spec, new)
-        if found is not None:
-            inputs = (source, value) if found.keeps_rest else (value,)
-            return self._append(found.op_type, inputs, spec, found.attrs)
+            update = rule.write_back(view, spec, new)
+        if update is not None:
+            inputs = (source, value) if update.keeps_rest else (value,)
+            return self._append(update.op_type, inputs, spec, update.attrs)
         raise InPlaceError(
             f"node '{node.name}': in-place write through '{view.op_type}' (node '{view.name}') has no out-of-place form"
         )

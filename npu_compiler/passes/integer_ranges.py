@@ -121,9 +121,9 @@ class _Walk:
 
     def __init__(self, graph: IRGraph, on_cpu: Collection[str]) -> None:
         self.graph = graph
-        self.known = {name: spec.bounds or _range_of_dtype(spec) for name, spec in graph.tensors.items()}
+        self.limits = {name: spec.bounds or _range_of_dtype(spec) for name, spec in graph.tensors.items()}
         constants = ((name, value) for name, value in graph.constants.items() if is_int(graph.tensors[name].dtype))
-        self.known |= {name: _extremes(value) for name, value in constants if value.size}
+        self.limits |= {name: _extremes(value) for name, value in constants if value.size}
         self.intervals: dict[str, Interval] = {
             name: _finite_extremes(value)
             for name, value in graph.constants.items()
@@ -131,9 +131,9 @@ class _Walk:
         }
         computed = [out for node in graph.nodes if node.name in on_cpu for out in node.outputs]
         checked = (*graph.inputs, *computed)
-        self.known |= {name: limits for name, limits in index_bounds(graph, on_cpu).items() if name in checked}
-        self.sources = {name for name in (*checked, *graph.weights) if self.known[name] == INT32_RANGE}
-        self.known |= {name: as_integers(limits) for name, limits in self.intervals.items()}
+        self.limits |= {name: limits for name, limits in index_bounds(graph, on_cpu).items() if name in checked}
+        self.sources = {name for name in (*checked, *graph.weights) if self.limits[name] == INT32_RANGE}
+        self.limits |= {name: as_integers(limits) for name, limits in self.intervals.items()}
         device = [node for node in graph.nodes if node.name not in on_cpu]
         self.nodes = [node for node in device if any(is_int(graph.tensors[out].dtype) for out in node.outputs)]
         made_of_floats = [node for node in self({})[1] if any(is_float(graph.tensors[x].dtype) for x in node.inputs)]
@@ -143,7 +143,7 @@ class _Walk:
             self.nodes = [node for node in device if node.name in names]
 
     def __call__(self, bounds: Mapping[str, Range]) -> tuple[dict[str, Range], list[OpNode]]:
-        ranges, intervals, overflowing = {**self.known, **bounds}, {**self.intervals}, []
+        ranges, intervals, overflowing = {**self.limits, **bounds}, {**self.intervals}, []
         for node in self.nodes:
             if is_float(self.graph.tensors[node.outputs[0]].dtype):
                 operands = {name: intervals.get(name, ranges[name]) for name in node.inputs}

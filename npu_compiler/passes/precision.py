@@ -61,7 +61,7 @@ def assign_storage(graph: IRGraph, compute_dtype: str) -> IRGraph:
     tensors = {}
     for name, spec in graph.tensors.items():
         float_dtype = "float32" if name not in narrow else spec.dtype if keeps_halves else compute_dtype
-        tensors[name] = replace(spec, storage=_storage(spec.dtype, float_dtype))
+        tensors[name] = replace(spec, storage=storage_dtype(spec.dtype, float_dtype))
     for name in in_bytes(graph):
         info = np.iinfo(tensors[name].dtype)
         bounds = tensors[name].bounds or (int(info.min), int(info.max))
@@ -69,7 +69,8 @@ def assign_storage(graph: IRGraph, compute_dtype: str) -> IRGraph:
     return replace(graph, tensors=_with_index_bounds(graph, tensors))
 
 
-def _storage(dtype: str, float_dtype: str) -> str:
+def storage_dtype(dtype: str, float_dtype: str) -> str:
+    """The dtype in device memory of a tensor that has this one in PyTorch, floats being stored in `float_dtype`."""
     if dtype in FLOAT_DTYPES:
         return float_dtype
     return "int32" if dtype in INT_DTYPES else dtype

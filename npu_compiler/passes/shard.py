@@ -206,7 +206,7 @@ class _Weights:
     tensors: dict[str, TensorSpec]
     weights: dict[str, WeightTransformRecipe]
     mesh: Mesh
-    made: dict[tuple[str, Split], str] = field(default_factory=dict)
+    names: dict[tuple[str, Split], str] = field(default_factory=dict)
 
     def part(self, name: str, split: Split) -> str:
         ((axis, parts),) = split
@@ -217,19 +217,19 @@ class _Weights:
         return self._add(name, (), self.tensors[name].shape, on_first_rank(self.weights[name]))
 
     def first_row(self, rows: int) -> str:
-        """The first of a rank's rows in a table that gives each rank as many."""
+        """The name of a weight that holds the first of a rank's rows, in a table of which each rank has `rows`."""
         key = "", ((0, rows),)
-        if key not in self.made:
-            name = self.made[key] = unique_name("first_row", self.tensors)
+        if key not in self.names:
+            name = self.names[key] = unique_name("first_row", self.tensors)
             self.tensors[name], self.weights[name] = TensorSpec(name, (1,), "int64"), rank_start(rows)
-        return self.made[key]
+        return self.names[key]
 
     def _add(self, name: str, split: Split, shape: tuple[int, ...], recipe: WeightTransformRecipe) -> str:
-        if (name, split) not in self.made:
-            part = self.made[name, split] = unique_name(f"{name}.shard", self.tensors)
+        if (name, split) not in self.names:
+            part = self.names[name, split] = unique_name(f"{name}.shard", self.tensors)
             self.tensors[part] = replace(self.tensors[name], name=part, shape=shape)
             self.weights[part] = recipe
-        return self.made[name, split]
+        return self.names[name, split]
 
 
 def _divide_tables(graph: IRGraph, mesh: Mesh) -> IRGraph:

@@ -109,7 +109,7 @@ def _check_buffers(plan: ExecutionPlan) -> None:
 
 
 def _check_tensors(plan: ExecutionPlan) -> None:
-    """The specs of inputs, outputs and weights, and the buffers that they fill."""
+    """Check the specs of inputs, outputs and weights, and the buffers that they fill."""
     weights = {name: weight.spec for name, weight in plan.weights.items()}
     if [spec.name for spec in weights.values()] != list(weights):
         raise ProgramFormatError("its weights are not listed under their names")
@@ -152,11 +152,11 @@ def _check_recipe(weight: WeightSpec) -> None:
     if not set(weight.recipe.keys()) <= sources.keys():
         raise ProgramFormatError(f"weight '{name}' reads a key whose shape is not known")
     try:
-        made = recipe_shape(weight.recipe, sources)
+        shape = recipe_shape(weight.recipe, sources)
     except ValueError as error:
         raise ProgramFormatError(f"weight '{name}' cannot be made: {error}") from error
-    if made != weight.spec.shape:
-        raise ProgramFormatError(f"weight '{name}' would be made as {list(made)}, not {list(weight.spec.shape)}")
+    if shape != weight.spec.shape:
+        raise ProgramFormatError(f"weight '{name}' would be made as {list(shape)}, not {list(weight.spec.shape)}")
 
 
 def _check_view(view: View, owner: BufferAllocation | None) -> None:
@@ -208,7 +208,7 @@ def _check_writes(calls: Sequence[KernelCall], plan: ExecutionPlan) -> None:
 
 
 def _check_prologue(plan: ExecutionPlan) -> None:
-    """The prologue makes what is persistent, of weights, constants and what it made before; no other call writes that.
+    """Check that only the prologue writes persistent buffers, and that it reads only these, weights and constants.
 
     (In programs that are code, calls may keep state there from run to run.)
     """
@@ -248,7 +248,7 @@ def _check_repeats(plan: ExecutionPlan, calls: Sequence[KernelCall]) -> None:
 
 
 def _check_index(call: KernelCall, plan: ExecutionPlan) -> None:
-    """An index that a call takes for checked must be an input whose bounds say so."""
+    """Check that an index that a call declares as checked is an input with bounds that fit."""
     checked = declaration(call).checked_index(call)
     if checked is None:
         return

@@ -32,7 +32,10 @@ def _arithmetic(function: Callable[[Value, Value], Value]) -> Callable[[Value, V
 
 
 def _number(value: Value) -> Value:
-    return np.asarray(value).astype(np.int32) if np.asarray(value).dtype == bool else value
+    return value.astype(np.int32) if getattr(value, "dtype", None) is _BOOL else value
+
+
+_BOOL = np.dtype(bool)
 
 
 _LEVELS: tuple[dict[str, Callable[[Value, Value], Value]], ...] = (  # the loosest first
@@ -148,8 +151,11 @@ class _Reader:
             self._advance()
             operands.append(self.conditional())
         self.expect(")")
-        return lambda names: names[token](*(operand(names) for operand in operands))
+        return lambda names: names[token](*[operand(names) for operand in operands])
 
 
 def _applied(function: Callable[..., Value], *operands: Evaluator) -> Evaluator:
-    return lambda names: function(*(operand(names) for operand in operands))
+    if len(operands) == 2:
+        first, second = operands
+        return lambda names: function(first(names), second(names))
+    return lambda names: function(*[operand(names) for operand in operands])

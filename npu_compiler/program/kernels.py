@@ -151,7 +151,7 @@ class KernelDecl:
         return None
 
     def _match(self, call: KernelCall) -> SimpleNamespace | str:
-        """A call's views, sizes and parameters by their declared names; what does not fit, in words, where it is so."""
+        """A call's views, sizes and parameters by their declared names; or, if they do not fit, the reason in words."""
         declared = (*self.inputs, *self.outputs)
         optional = [operand for operand in self.inputs if operand.optional]
         needed = len(self.inputs) - len(optional)

@@ -51,8 +51,8 @@ def _in_place_pairs(plan: ExecutionPlan, buffers: dict[str, BufferAllocation]) -
         if is_generated or elementwise_kernel(call) is None or len(call.outputs) != 1:
             continue
         out = call.outputs[0]
-        made = buffers[out.buffer]
-        if made.kind != "arena" or made.first_use != index:
+        result = buffers[out.buffer]
+        if result.kind != "arena" or result.first_use != index:
             continue
         for view in call.inputs:
             source = buffers[view.buffer]
@@ -64,7 +64,7 @@ def _in_place_pairs(plan: ExecutionPlan, buffers: dict[str, BufferAllocation]) -
             )
             if source.kind == "arena" and source.last_use == index and aligned:
                 others = sum(other.buffer == view.buffer for other in call.inputs)
-                if others == 1 and source.size_bytes == made.size_bytes:
+                if others == 1 and source.size_bytes == result.size_bytes:
                     pairs.add((view.buffer, out.buffer))
     return pairs
 

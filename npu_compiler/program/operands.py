@@ -52,11 +52,11 @@ class Operand:
         first = None if self.packed is None else self.packed % len(self.sizes)
         return f"{text}[{','.join('.' * (index == first) + size for index, size in enumerate(self.sizes))}]"
 
-    def problem(self, view: View, known: Sizes) -> str | None:
-        """The reason why a view does not fit, or None; adds to `known` the sizes that the view is the first to have."""
+    def problem(self, view: View, bound: Sizes) -> str | None:
+        """The reason why a view does not fit, or None; adds to `bound` the sizes that the view is the first to have."""
         if view.dtype not in self.dtypes:
             return f"'{self.name}' is stored as {view.dtype}, not as {' or '.join(sorted(self.dtypes))}"
-        if self.sizes is not None and not _bind(self.sizes, view.shape, known):
+        if self.sizes is not None and not _bind(self.sizes, view.shape, bound):
             return f"'{self.name}' has shape {list(view.shape)}, not [{', '.join(self.sizes)}]"
         if self.packed is not None and not is_contiguous(view.shape[self.packed :], view.strides[self.packed :]):
             return f"'{self.name}' is not packed: shape {list(view.shape)}, strides {list(view.strides)}"
@@ -82,8 +82,8 @@ def _parse(text: str) -> Operand:
     return Operand(match["name"], match["optional"] is not None, dtypes, sizes, packed)
 
 
-def _bind(names: tuple[str, ...], shape: tuple[int, ...], known: Sizes) -> bool:
-    """Whether a shape has these sizes, as far as they are known; the others become known."""
+def _bind(names: tuple[str, ...], shape: tuple[int, ...], bound: Sizes) -> bool:
+    """Whether a shape has these sizes, as far as `bound` has them; the others are added to it."""
     star = next((index for index, name in enumerate(names) if name.startswith("*")), None)
     if star is None:
         pairs: list[tuple[str, Any]] = list(zip(names, shape, strict=False))
@@ -95,6 +95,6 @@ def _bind(names: tuple[str, ...], shape: tuple[int, ...], known: Sizes) -> bool:
         pairs = [*zip(names[:star], shape, strict=False), (names[star][1:], shape[star:end])]
         pairs += zip(names[star + 1 :], shape[end:], strict=False)
     return fits and all(
-        name == "_" or (size == int(name) if name.isdigit() else known.setdefault(name, size) == size)
+        name == "_" or (size == int(name) if name.isdigit() else bound.setdefault(name, size) == size)
         for name, size in pairs
     )

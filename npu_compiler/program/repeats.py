@@ -38,12 +38,12 @@ def fold(keys: Sequence[Hashable]) -> list[Run]:
     runs, unfolded = [], [(0, len(ids))]
     while unfolded:
         start, stop = unfolded.pop()
-        found = _longest(ids[start:stop])
-        if found is None:
+        repeat = _longest(ids[start:stop])
+        if repeat is None:
             if start < stop:
                 runs.append(Run(start, stop - start, 1))
             continue
-        run = Run(start + found.start, found.period, found.count)
+        run = Run(start + repeat.start, repeat.period, repeat.count)
         runs.append(run)
         unfolded += [(start, run.start), (run.stop, stop)]
     return sorted(runs, key=lambda run: run.start)

@@ -80,17 +80,17 @@ def make_key_pair(path: Path) -> tuple[Path, str]:
 
 def trusted_keys() -> dict[str, Path]:
     """Fingerprint → PEM file of the keys that this user trusts. Files that hold no key count as none."""
-    found = {}
+    keys = {}
     try:
         files = sorted(_trusted_folder().glob("*.pem"))
     except OSError:
         return {}
     for file in files:
         try:
-            found[fingerprint(_public_key(file).public_bytes_raw())] = file
+            keys[fingerprint(_public_key(file).public_bytes_raw())] = file
         except InputError:
             continue
-    return found
+    return keys
 
 
 def trust_key(path: Path) -> str:
@@ -111,7 +111,7 @@ def trust_key(path: Path) -> str:
 
 
 def distrust_key(name: str) -> None:
-    """No longer trust the key of that fingerprint.
+    """Remove a key from the trusted ones, by its fingerprint.
 
     Raises:
         InputError: no trusted key has it, or its file cannot be removed.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from npu_compiler.errors import InputError
+from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_compiler.program.kernels import KERNELS
 from npu_compiler.program.plan import ExecutionPlan
@@ -56,9 +57,16 @@ class CodegenTarget(ABC):
         """
         return True
 
+    def refusal(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> str | None:
+        """The reason why the hardware cannot run a node for its shapes, dtypes or attributes; by default, it can.
+
+        Nodes are asked about before they are fused, in the graph as `normalize` leaves it.
+        """
+        return None
+
     @property
     def supports_all(self) -> bool:
-        """Whether this target leaves `supports` as it is."""
+        """Whether this target has every op, since its class does not override `supports`."""
         return type(self).supports is CodegenTarget.supports
 
     def stages(self) -> list[PlanStage]:

@@ -149,7 +149,7 @@ def _read_key() -> bytes:
 
 
 def _make_key(path: Path) -> None:
-    """Make a key, whole and private from the first moment; where another process is faster, its key stays."""
+    """Write a new key file that only this user may read; one that another process has written meanwhile stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)

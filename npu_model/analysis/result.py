@@ -51,7 +51,7 @@ class CallResult:
         counts: Its work, busy engines and stalls.
         tiles, tile: How often its first instruction that computes is executed, and the sizes of that one's box.
         sram_used: Bytes of the scratchpad that it touches.
-        joules: Static energy left out.
+        energy: Static energy left out.
     """
 
     index: int
@@ -62,7 +62,12 @@ class CallResult:
     tiles: int
     tile: str
     sram_used: int
-    joules: float
+    energy: Energy
+
+    @property
+    def joules(self) -> float:
+        """Energy of all parts; static energy left out."""
+        return self.energy.total
 
     @property
     def start(self) -> int:
@@ -251,9 +256,9 @@ def make_result(name: str, plan: ExecutionPlan, chip: Chip, tiles: TileProgram, 
 
 def _call_result(index: int, call: KernelCall, section: Section, counts: Counts, chip: Chip) -> CallResult:
     tiles, tile = _first_tile(section)
-    joules = _energy(chip, [counts], 0).total
+    energy = _energy(chip, [counts], 0)
     used, family = _scratchpad_used(section), declaration(call).family.value
-    return CallResult(index, call.node, call.kernel, family, counts, tiles, tile, used, joules)
+    return CallResult(index, call.node, call.kernel, family, counts, tiles, tile, used, energy)
 
 
 def _energy(chip: Chip, every: Sequence[Counts], cycles: int) -> Energy:
@@ -283,9 +288,9 @@ def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
     outputs = {name for name, buffer in plan.buffers.items() if buffer.kind == "output"}
     for call in plan.calls:
         sizes = [distinct_bytes(view) for view in (*call.inputs, *call.outputs)]
-        if (excess := sum(sizes) - call.bytes_moved) > 0:  # a lookup touches but some rows of its table
-            largest = sizes.index(max(sizes))
-            sizes[largest] = max(0, sizes[largest] - excess)
+        excess = max(0, sum(sizes) - call.bytes_moved)  # a lookup touches but some rows of its table
+        for place in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+            sizes[place], excess = max(0, sizes[place] - excess), max(0, excess - sizes[place])
         for position, (view, size) in enumerate(zip((*call.inputs, *call.outputs), sizes, strict=True)):
             key = (view.buffer, position >= len(call.inputs))
             if view.buffer not in left_out:
@@ -306,7 +311,7 @@ def _first_tile(section: Section) -> tuple[int, str]:
 def _scratchpad_used(section: Section) -> int:
     """Bytes of the scratchpad that a section touches."""
     areas = sorted(
-        _area(tile, instruction, counts)
+        area_of(tile, instruction, counts)
         for instruction, counts in instructions(section.body)
         for tile in (*instruction.reads, *instruction.writes)
         if tile.space is Space.SCRATCHPAD
@@ -318,7 +323,7 @@ def _scratchpad_used(section: Section) -> int:
     return used
 
 
-def _area(tile: Tile, instruction: Instruction, counts: tuple[int, ...]) -> tuple[int, int]:
+def area_of(tile: Tile, instruction: Instruction, counts: tuple[int, ...]) -> tuple[int, int]:
     """The first byte that a tile touches in all rounds, and the one behind the last."""
     first, last = tile.address.bounds(counts)
     last += itemsize(tile.dtype) + tile.slot_bytes * (tile.slots - 1)
@@ -332,4 +337,13 @@ def is_transfer(engine: str) -> bool:
     return engine.startswith(Engine.DMA)
 
 
-__all__ = ["CallResult", "Energy", "Result", "compulsory_bytes", "is_transfer", "least_cycles", "make_result"]
+__all__ = [
+    "CallResult",
+    "Energy",
+    "Result",
+    "area_of",
+    "compulsory_bytes",
+    "is_transfer",
+    "least_cycles",
+    "make_result",
+]

@@ -1,16 +1,47 @@
-"""`scratchpad_over_time`: a drawing, in text, of which engine works on which place of the chip's memories, and when."""
+"""The scratchpad over time: which engine works on which place and when, as text; and what lies where between calls."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 from npu_compiler.graph.dtypes import itemsize
+from npu_model.analysis.result import CallResult, area_of
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Axis, Space, Tile, TileProgram
+from npu_model.isa.instructions import Axis, Section, Space, Tile, TileProgram, Transfer, instructions
 from npu_model.machine.costs import Costs
 from npu_model.machine.machine import Machine, token_totals
 from npu_model.machine.streams import Streams
+
+
+class Content(StrEnum):
+    """Reason for which a part of the scratchpad is taken."""
+
+    LOADED = "loaded"  # from DRAM, for one call
+    COMPUTED = "computed"  # by one call, for itself or for DRAM
+    HANDED_ON = "handed on"  # between two calls, without DRAM
+    KEPT = "kept"  # weights, from run to run
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A part of the scratchpad that is taken for a time.
+
+    Attributes:
+        first, last: Its first byte, and the one behind its last.
+        start, end: Its first cycle, and the one behind its last.
+        call: Number of the call that reads or writes it; of what is handed on, of the one that reads it.
+    """
+
+    first: int
+    last: int
+    start: int
+    end: int
+    call: int
+    content: Content
+
 
 _Use = tuple[int, int, str]  # first cycle, the one behind the last, and the letter to draw
 
@@ -41,6 +72,52 @@ def scratchpad_over_time(program: TileProgram, chip: Chip, width: int = 72) -> s
     return "\n".join(
         [*lines, *(f"{label[place]:<{margin}}  {_line(uses[place], run.cycles, width)}" for place in sorted(uses))]
     )
+
+
+def residents(program: TileProgram, calls: Sequence[CallResult], cycles: int) -> list[Resident]:
+    """The parts of the scratchpad that are taken over a run.
+
+    Tiles that a call uses are taken from its first instruction to its last. A call may read what it did not write: an
+    earlier call did, and the part is taken in between; or the preload did, and it is taken for the whole run.
+
+    Args:
+        calls: One for each section of the program.
+        cycles: Cycles of the run.
+    """
+    taken: list[Resident] = []
+    writers: list[tuple[int, int, int]] = []  # first and last byte, and the call that wrote them; the latest last
+    for index, (section, call) in enumerate(zip(program.sections, calls, strict=True)):
+        areas = _areas(section)
+        written = [(first, last) for first, last, content in areas if content is not None]
+        for first, last, content in areas:
+            if content is None:
+                if any(low < last and first < high for low, high in written):
+                    continue
+                before = [writer for low, high, writer in reversed(writers) if low < last and first < high]
+                content = Content.HANDED_ON if before else Content.KEPT
+                start, end = (calls[before[0]].end, call.end) if before else (0, cycles)
+            else:
+                start, end = call.start, call.end
+            taken.append(Resident(first, last, min(start, end), end, index, content))
+        writers = [each for each in writers if not any(low <= each[0] and each[1] <= high for low, high in written)]
+        writers += [(first, last, index) for first, last in written]
+    kept = {(each.first, each.last): each for each in taken if each.content is Content.KEPT}
+    return [each for each in taken if each.content is not Content.KEPT] + list(kept.values())
+
+
+def _areas(section: Section) -> list[tuple[int, int, Content | None]]:
+    """The parts of the scratchpad that a section touches; with None, those that it only reads."""
+    areas: dict[tuple[int, int], Content | None] = {}
+    for instruction, counts in instructions(section.body):
+        for tiles, content in (
+            (instruction.reads, None),
+            (instruction.writes, Content.LOADED if isinstance(instruction, Transfer) else Content.COMPUTED),
+        ):
+            for tile in tiles:
+                if tile.space is Space.SCRATCHPAD:
+                    area = area_of(tile, instruction, counts)
+                    areas[area] = content or areas.get(area)
+    return [(first, last, content) for (first, last), content in sorted(areas.items())]
 
 
 def _bytes(tile: Tile, axes: Sequence[Axis]) -> int:

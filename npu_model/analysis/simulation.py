@@ -37,12 +37,20 @@ def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Re
         ConstraintError: the chip cannot run a call of an op-level program; lists all of them.
         DeviceError: the program was compiled for another chip.
     """
+    tiles = lowered(program, chip)
+    return result_of(program, chip, tiles, Machine(chip, tiles).run(spans=spans))
+
+
+def lowered(program: CompiledProgram, chip: Chip) -> TileProgram:
+    """The instructions of a program for a chip: those that it was compiled to or, of an op-level program, new ones.
+
+    Raises as `simulate`.
+    """
     plan = checked_plan(program)
     if program.target.startswith("npu:"):
-        tiles = load_tiles(program, chip)
-    else:
-        _, tiles = lower_arranged(plan, chip, Mapper(chip))
-    return result_of(program, chip, tiles, Machine(chip, tiles).run(spans=spans))
+        return load_tiles(program, chip)
+    _, tiles = lower_arranged(plan, chip, Mapper(chip))
+    return tiles
 
 
 def simulate_for(program: CompiledProgram, chip: Chip, sketches: Sketches) -> Result:
@@ -77,4 +85,4 @@ def result_of(program: CompiledProgram, chip: Chip, tiles: TileProgram, run: Run
     return make_result(program.name, program.plan, chip, tiles, run, kept)
 
 
-__all__ = ["MONOTONE_WITHIN", "most_cycles", "result_of", "simulate", "simulate_for"]
+__all__ = ["MONOTONE_WITHIN", "lowered", "most_cycles", "result_of", "simulate", "simulate_for"]

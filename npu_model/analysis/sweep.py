@@ -89,8 +89,15 @@ def as_csv(points: Sequence[Point]) -> str:
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()})
+        writer.writerow({name: _cell(value) for name, value in row.items()})
     return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """A value as the table has it: whole numbers with all digits, others with six."""
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else f"{value:.6g}"
 
 
 def write_csv(points: Sequence[Point], path: Path) -> None:

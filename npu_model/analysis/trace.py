@@ -19,26 +19,30 @@ def timeline(*results: Result) -> Timeline:
         results: Runs on one chip, with their spans, which follow each other in time.
     """
     chip = results[0].chip
-    process = f"chip {chip.name}"
     title = ", ".join(dict.fromkeys(result.program for result in results))
     seconds = sum(result.seconds for result in results)
     trace = Timeline({"program": title, "chip": chip.name, "latency_us": 1e6 * seconds})
-    names = sorted({span.engine for result in results for span in result.spans})
-    tracks = {name: trace.track(process, name) for name in names}
     begin = 0.0
     for result in results:
-        for span in _slices(result.spans):
-            call = result.calls[span.section]
-            start, length = (1e6 * chip.seconds(cycles) for cycles in (span.start, span.end - span.start))
-            trace.slice(tracks[span.engine], f"{span.name} {call.node}", begin + start, length, _facts(call, result))
-        for call in result.calls:
-            at, end = (begin + 1e6 * chip.seconds(cycles) for cycles in (call.start, call.end))
-            trace.counter(process, "SRAM bytes in use", at, call.sram_used)
-            if call.dram_bytes and end > at:
-                trace.counter(process, "GB/s from and to DRAM", at, 1e-3 * call.dram_bytes / (end - at))
-                trace.counter(process, "GB/s from and to DRAM", end, 0.0)
+        add_run(trace, result, begin)
         begin += 1e6 * result.seconds
     return trace
+
+
+def add_run(trace: Timeline, result: Result, begin: float) -> None:
+    """Add a run, with its spans, that begins at that time in microseconds."""
+    chip, process = result.chip, f"chip {result.chip.name}"
+    tracks = {name: trace.track(process, name) for name in sorted({span.engine for span in result.spans})}
+    for span in _slices(result.spans):
+        call = result.calls[span.section]
+        start, length = (1e6 * chip.seconds(cycles) for cycles in (span.start, span.end - span.start))
+        trace.slice(tracks[span.engine], f"{span.name} {call.node}", begin + start, length, _facts(call, result))
+    for call in result.calls:
+        at, end = (begin + 1e6 * chip.seconds(cycles) for cycles in (call.start, call.end))
+        trace.counter(process, "SRAM bytes in use", at, call.sram_used)
+        if call.dram_bytes and end > at:
+            trace.counter(process, "GB/s from and to DRAM", at, 1e-3 * call.dram_bytes / (end - at))
+            trace.counter(process, "GB/s from and to DRAM", end, 0.0)
 
 
 def _slices(spans: Sequence[Span]) -> Iterable[Span]:
@@ -66,4 +70,4 @@ def _facts(call: CallResult, result: Result) -> dict[str, object]:
     }
 
 
-__all__ = ["timeline"]
+__all__ = ["add_run", "timeline"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from npu_compiler.errors import InputError
 from npu_model.chip.systolic import Dataflow
 
 DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
+LIMITED_DTYPES = (*DTYPES, "uint8", "int32", "bool")  # those that an op may be limited to
+_MOST_NAMED = 200  # names that an error lists
 _MOST = 1e18  # no number of a chip is larger
 # The functions that a vector unit computes unless its chip says otherwise: C's math library, as far as activations,
 # norms and the arithmetic of element-wise ops call it, and the integer divisions of `program/elementwise.py`.
@@ -33,6 +37,11 @@ def _above(least: float = 0.0, most: float = _MOST, *, default: Any = dataclasse
 def _one_of(*values: str, default: Any = dataclasses.MISSING) -> Any:
     """A field that is one of these words."""
     return field(default=default, metadata={"values": values})
+
+
+def _names(*, default: Any = dataclasses.MISSING) -> Any:
+    """A field that is a list of names."""
+    return field(default=default, metadata={"names": True})
 
 
 def _from(least: float, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
@@ -53,6 +62,8 @@ class Matrix:
         accumulator_bytes: Memory for sums of 4 bytes, of all arrays together.
         windows: Way to compute a convolution: `taps`, one product for each position in the window; or `columns`, one
             product over all positions, since the arrays are fed with whole windows.
+        load_rows: Rows of an array that are loaded in a cycle with what stays in it.
+        efficiency: Share of the peak that arrays reach while they stream; the rest is what the chip does not document.
     """
 
     arrays: int = _from(1, 65536)
@@ -63,6 +74,8 @@ class Matrix:
     overlapped_folds: bool = False
     accumulator_bytes: int = _from(64, 2**40, default=65536)
     windows: str = _one_of("taps", "columns", default="taps")
+    load_rows: int = _from(1, 65536, default=1)
+    efficiency: float = _above(0, 1, default=1.0)
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,50 @@ class Sram:
         return self.banks * self.ports * self.bytes_per_cycle
 
 
+# What a kind of DRAM has in each channel. LPDDR4: JESD209-4, a channel of 16 bits and 4 Gb. The others: Ramulator 2
+# (CMU-SAFARI/ramulator2, src/dram/impl at 525d045): LPDDR5-6400 of 8 Gb, DDR5-3200AN of 16 Gb with 8 bits a device and
+# 32 a channel, organisation and refresh of HBM2 and HBM3 of 8 Gb. HBM's tRCD, tRP and tCL: 7 cycles of 2 ns (Ramulator
+# 1, CMU-SAFARI/ramulator).
+DRAM_KINDS: Mapping[str, Mapping[str, float]] = {
+    name: dict(zip(("banks", "row_bytes", "trcd_ns", "trp_ns", "tcl_ns", "trfc_ns", "trefi_ns"), values, strict=True))
+    for name, values in {
+        "lpddr4": (8, 2048, 18, 18, 17.5, 180, 3904),
+        "lpddr5": (16, 2048, 18.75, 18.75, 25, 210, 3906),
+        "ddr5": (32, 4096, 15, 15, 15, 295, 3900),
+        "hbm2e": (16, 1024, 14, 14, 14, 350, 3900),
+        "hbm3": (16, 1024, 14, 14, 14, 350, 3900),
+    }.items()
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DramBanks:
+    """The organisation and timings of DRAM (`npu_model/machine/dram.py` has what they mean).
+
+    Attributes:
+        kind: Kind of DRAM that the keys which are not given are taken from.
+        channels: Channels, which share the bandwidth.
+        ranks: Ranks of a channel.
+        banks: Banks of a rank.
+        row_bytes: Size of a row of a bank.
+        interleave_bytes: Consecutive bytes that lie in one channel.
+        trcd_ns, trp_ns, tcl_ns: To open a row, to close it, and from a read to its first byte.
+        trfc_ns, trefi_ns: Time of a refresh, and from one to the next.
+    """
+
+    kind: str = _one_of("custom", *DRAM_KINDS, default="custom")
+    channels: int = _from(1, 1024)
+    ranks: int = _from(1, 64, default=1)
+    banks: int = _from(1, 4096)
+    row_bytes: int = _from(256, 2**20)
+    interleave_bytes: int = _from(16, 2**20, default=256)
+    trcd_ns: float = _from(0, 1e6)
+    trp_ns: float = _from(0, 1e6)
+    tcl_ns: float = _from(0, 1e6)
+    trfc_ns: float = _from(0, 1e6)
+    trefi_ns: float = _above(0, 1e9)
+
+
 @dataclass(frozen=True)
 class Dram:
     """The memory beside the chip.
@@ -116,18 +173,28 @@ class Dram:
         bandwidth_gb_s: 10^9 bytes per second.
         latency_ns: Nanoseconds from a request to its first byte.
         burst_bytes: A run of consecutive bytes takes as long as the next multiple of this many.
+        efficiency: Share of the bandwidth that transfers reach.
+        banks: Its banks and timings. Default: a transfer takes its bytes by the bandwidth.
     """
 
     bandwidth_gb_s: float = _above(0, 1e9)
     latency_ns: float = _from(0, 1e9)
     burst_bytes: int = _from(1, 65536, default=1)
+    efficiency: float = _above(0, 1, default=1.0)
+    banks: DramBanks | None = None
 
 
 @dataclass(frozen=True)
 class Dma:
-    """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency."""
+    """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency.
+
+    Attributes:
+        staged_bytes: Scratchpad for operands of a product with a weight that are moved there whole before it begins,
+            the weight first, as compilers do that place tensors and not tiles. Default: all are streamed by tiles.
+    """
 
     channels: int = _from(1, 1024)
+    staged_bytes: int = _from(0, 2**40, default=0)
 
 
 @dataclass(frozen=True)
@@ -174,6 +241,76 @@ _NO_ENERGY = Energy({}, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of an op; those that are None do not limit it.
+
+    Attributes:
+        dtypes: Dtypes of what it reads first: an activation, not a weight.
+        rank: The largest rank of its tensors.
+        size: The most elements along an axis of its tensors.
+        elements: The most elements of a tensor.
+        window: The most elements along an axis of its kernel window.
+        stride: The longest step of its window.
+    """
+
+    dtypes: tuple[str, ...] | None = _names(default=None)
+    rank: int | None = _from(0, 64, default=None)
+    size: int | None = _from(1, 2**40, default=None)
+    elements: int | None = _from(1, 2**40, default=None)
+    window: int | None = _from(1, 2**20, default=None)
+    stride: int | None = _from(1, 2**20, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ops:
+    """The ops that the chip's tool chain takes: what it lacks is refused, though the engines could compute it.
+
+    Ops go by their ATen names without `aten.`, or by the family of the kernels that compute them.
+
+    Attributes:
+        only: The ops and families that there are. Default: all that the engines compute.
+        without: Ops and families that are missing.
+        also: Ops that there are whatever `only` and `without` say.
+        limits: Op or family, or `all`, → its limits.
+    """
+
+    only: tuple[str, ...] | None = _names(default=None)
+    without: tuple[str, ...] = _names(default=())
+    also: tuple[str, ...] = _names(default=())
+    limits: Mapping[str, Limits] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The CPU beside the chip, as a roofline; it computes op by op.
+
+    Attributes:
+        gflops: 10^9 operations per second.
+        bandwidth_gb_s: 10^9 bytes per second from and to its memory.
+        overhead_us: Microseconds of each op besides, such as a framework's.
+    """
+
+    gflops: float = _above(0, 1e9)
+    bandwidth_gb_s: float = _above(0, 1e9)
+    overhead_us: float = _from(0, 1e6, default=0.0)
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """The way between the chip's memory and the host's.
+
+    Attributes:
+        bandwidth_gb_s: 10^9 bytes per second, in either direction.
+        latency_us: Microseconds of a transfer besides.
+        launch_us: Microseconds to begin a run of the chip and to learn that it has ended.
+    """
+
+    bandwidth_gb_s: float = _above(0, 1e9)
+    latency_us: float = _from(0, 1e6, default=0.0)
+    launch_us: float = _from(0, 1e6, default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chip:
     """A chip.
 
@@ -181,6 +318,7 @@ class Chip:
         clock_ghz: The clock of all its parts.
         matrix: None for a chip that has a vector unit only.
         energy: All zeros where the file says nothing of it.
+        host, link: None where the file says nothing of them; then a model is not divided by prices.
     """
 
     name: str
@@ -194,6 +332,9 @@ class Chip:
     control: Control = Control()
     launch: Launch = Launch()
     energy: Energy = _NO_ENERGY
+    ops: Ops = Ops()
+    host: Host | None = field(default=None, repr=False)  # programs do not depend on it, nor on the link
+    link: HostLink | None = field(default=None, repr=False)
 
     @property
     def dram_bytes_per_cycle(self) -> float:
@@ -202,8 +343,10 @@ class Chip:
 
     @property
     def dram_latency_cycles(self) -> float:
-        """Cycles from a request to its first byte."""
-        return self.dram.latency_ns * self.clock_ghz
+        """Cycles from a request to its first byte, where another row than the one it needs is open."""
+        banks = self.dram.banks
+        opening = 0.0 if banks is None else banks.trp_ns + banks.trcd_ns + banks.tcl_ns
+        return (self.dram.latency_ns + opening) * self.clock_ghz
 
     def seconds(self, cycles: float) -> float:
         """Time of a number of cycles, in seconds."""
@@ -300,10 +443,11 @@ def _fields(kind: type, given: Mapping[str, Any], path: str, where: str) -> Any:
 
 
 def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Any:
-    kind = next((part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)), hint)
+    is_optional = types.NoneType in typing.get_args(hint)
+    kind = next(part for part in typing.get_args(hint) if part is not types.NoneType) if is_optional else hint
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
-        return _fields(kind, _table(value, path, where), f"{path}.", where)
+        return _part(kind, _table(value, path, where), path, where)
     if kind is Dataflow:
         names = [dataflow.value for dataflow in Dataflow]
         if value not in names:
@@ -313,19 +457,42 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
         if not isinstance(value, bool):
             raise InputError(f"{where}: '{path}' is {_shown(value)}; write true or false")
         return value
-    if values := item.metadata.get("values"):
-        if value not in values:
-            raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(values)}")
-        return value
     if kind is str:
-        if not isinstance(value, str) or not value.strip():
-            raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
-        return value
+        return _word(item, value, path, where)
     if item.name == "functions":
         return _functions(value, path, where)
+    if "names" in item.metadata:
+        return _listed(value, LIMITED_DTYPES if item.name == "dtypes" else op_names(), path, where)
+    if item.name == "limits":
+        table = _table(value, path, where)
+        _listed(list(table), ("all", *op_names()), path, where)
+        return {
+            name: _fields(Limits, _table(x, f"{path}.{name}", where), f"{path}.{name}.", where)
+            for name, x in table.items()
+        }
     if typing.get_origin(kind) is Mapping:
         return _rates(item, value, path, where)
     return _number(kind is int, item, value, path, where)
+
+
+def _part(kind: type, table: Mapping[str, Any], path: str, where: str) -> Any:
+    """A part of a chip from its table; DRAM with banks gets what its kind has and the table does not give."""
+    if kind is not DramBanks:
+        part = _fields(kind, table, f"{path}.", where)
+        if isinstance(part, Dram) and part.banks is not None and part.banks.interleave_bytes % part.burst_bytes:
+            each = part.banks.interleave_bytes
+            raise InputError(
+                f"{where}: '{path}.burst_bytes' is {part.burst_bytes}; it must divide {each}, the bytes "
+                "that lie in one channel ('banks.interleave_bytes')"
+            )
+        return part
+    banks = _fields(kind, {**DRAM_KINDS.get(str(table.get("kind")), {}), **table}, f"{path}.", where)
+    row, each = banks.row_bytes, banks.interleave_bytes
+    if row % each:
+        raise InputError(f"{where}: '{path}.interleave_bytes' is {each}; it must divide the {row} bytes of a row")
+    if banks.trfc_ns >= banks.trefi_ns:
+        raise InputError(f"{where}: '{path}.trfc_ns' is {banks.trfc_ns:g}; it must be less than 'trefi_ns'")
+    return banks
 
 
 def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Mapping[str, float]:
@@ -337,16 +504,53 @@ def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> M
     return {name: _number(False, item, x, f"{path}.{name}", where) for name, x in table.items()}
 
 
+def _word(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> str:
+    values = item.metadata.get("values", ())
+    if values and value not in values:
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(values)}")
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
+    return value
+
+
+def _limits(value: Any, path: str, where: str) -> Mapping[str, Limits]:
+    """Op or family → its limits."""
+    table = _table(value, path, where)
+    _listed(list(table), ("all", *op_names()), path, where)
+    return {
+        name: _fields(Limits, _table(limits, f"{path}.{name}", where), f"{path}.{name}.", where)
+        for name, limits in table.items()
+    }
+
+
 def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:
     from npu_compiler import ops  # fills the table of functions
     from npu_compiler.program.functions import FUNCTIONS
 
     assert ops
-    allowed = (*VECTOR_FUNCTIONS, *FUNCTIONS)
+    return _listed(value, (*VECTOR_FUNCTIONS, *FUNCTIONS), path, where)
+
+
+def op_names() -> tuple[str, ...]:
+    """The names that a chip file may give to ops: families of kernels, and ops of ATen."""
+    from npu_compiler import ops
+    from npu_compiler.graph.model import base_op
+    from npu_compiler.ops.registry import OPS
+    from npu_compiler.program.kernels import Family
+
+    assert ops
+    own = (base_op(name).removeprefix("aten.").strip("_") for name in OPS if name.startswith("aten."))
+    return tuple(dict.fromkeys((*(family.value for family in Family), *sorted(own))))
+
+
+def _listed(value: Any, allowed: tuple[str, ...], path: str, where: str) -> tuple[str, ...]:
+    """A list of names out of some."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise InputError(f"{where}: '{path}' is {_shown(value)}; write a list of names in quotes")
     if unknown := sorted(set(value) - set(allowed)):
-        raise InputError(f"{where}: '{path}' has no function '{unknown[0]}'; there are {', '.join(allowed)}")
+        close = get_close_matches(unknown[0], allowed, 3) if len(allowed) > _MOST_NAMED else allowed
+        advice = f"; there are {', '.join(close)}" if close else ""
+        raise InputError(f"{where}: '{path}' has no '{unknown[0]}'{advice}")
     return tuple(value)
 
 

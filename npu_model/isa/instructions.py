@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import mul
 from typing import TypeAlias
 
 MAX_LOOPS = 8  # loops within each other
@@ -50,10 +51,7 @@ class Affine:
 
     def at(self, counters: Sequence[int]) -> int:
         """The value in a round of the loops; counters of inner loops that do not matter may be absent."""
-        value = self.base
-        for step, counter in zip(self.steps, counters, strict=False):
-            value += step * counter
-        return value
+        return self.base + sum(map(mul, self.steps, counters)) if self.steps else self.base
 
     def __add__(self, other: Affine | int) -> Affine:
         if isinstance(other, int):

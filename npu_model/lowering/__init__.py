@@ -12,6 +12,8 @@ from npu_model.lowering import (
     quantized,
     rope,
     rows,
+    scattering,
+    sorting,
     transposed,
 )
 
@@ -27,5 +29,7 @@ __all__ = [
     "quantized",
     "rope",
     "rows",
+    "scattering",
+    "sorting",
     "transposed",
 ]

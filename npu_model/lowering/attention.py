@@ -7,120 +7,207 @@ later tile has a larger one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_model.chip import Chip
-from npu_model.isa.instructions import ZERO, Axis, Role, Space
+from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.families import Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.families import Operands, Tiling, divided, halvings, in_tiers, lowering, parts
 from npu_model.lowering.products import need_matrix
 from npu_model.lowering.vector_program import VectorProgram
 
 _LOWEST = float("-inf")
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     need_matrix(chip, o.q.dtype)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     _, heads, queries, _ = o.q.shape
     _, shared, keys, width = o.v.shape
     members = heads // shared
-    for together in dict.fromkeys((members, 1)):  # query heads that read one tile of keys and values
-        for tk in halvings(keys, 16, 16)[:7]:
-            for tq in halvings(queries, 8, 8)[:7]:
-                if together * tq * (tk + width) <= sums:
-                    yield {"heads": together, "q": tq, "k": tk}
+
+    def tiles(divisor: int) -> list[Tiling]:
+        found: list[tuple[int, int, Tiling]] = []
+        # Query heads that read one tile of keys and values, and heads of keys and values.
+        for together, groups in [*((members, groups) for groups in divided(halvings(shared, 1), divisor)), (1, 1)]:
+            for tk in divided(halvings(keys, 16, 16)[:7], divisor):
+                for tq in divided(halvings(queries, 8, 8)[:7], divisor):
+                    if groups * together * tq * (tk + width) > sums:
+                        continue
+                    loads = parts(queries, tq) * (members // together)
+                    rounds = loads * parts(keys, tk) * parts(shared, groups)
+                    found.append((loads, rounds, {"groups": groups, "heads": together, "q": tq, "k": tk}))
+        return [tiling for *_, tiling in sorted(found, key=lambda each: each[:2])]
+
+    return in_tiers(tiles)
+
+
+Own: TypeAlias = tuple[Axis, Axis, Axis]
+"""The axes of a tile: heads of keys and values, query heads of each of them, queries."""
 
 
 @dataclass(frozen=True)
-class _Tile:
-    """The axes of a tile: query heads, queries, keys, and elements of a value; and where its keys begin anew."""
+class _Part:
+    """A part of a tile: while its softmax is computed, the matrix engine works on the other part.
 
-    heads: Axis
-    queries: Axis
-    keys: Axis
-    wide: Axis
-    begins: tuple[int, ...]
+    Attributes:
+        at: Number of its first element along each axis of the tile.
+        members: Query heads of the tile for each head of keys and values.
+        state: The largest score, the sum of weights and the sum of values so far.
+    """
+
+    own: Own
+    at: tuple[int, int, int]
+    members: int
+    state: list[Piece]
+
+    def by_heads(self, piece: Piece) -> Tile:
+        """The part of a piece [1, heads, queries, …], along the part's axes and the piece's last dimension."""
+        _, head, query, last = piece.strides
+        strides = (head * self.members, head, query)
+        return piece.with_strides((*strides, last), sum(at * step for at, step in zip(self.at, strides, strict=True)))
+
+    def by_groups(self, piece: Piece, *dims: int | None) -> Tile:
+        """The part of a piece [1, heads of keys and values, …], along these dimensions."""
+        return piece.tile(*dims, offset=self.at[0] * piece.strides[1])
 
 
-@lowering("attention_kernel", tilings=_tilings)
+def _parts(own: Own) -> list[tuple[Own, tuple[int, int, int]]]:
+    """The two halves of a tile along the first axis that can be halved, and where they begin; or all of it."""
+    groups, heads, queries = own
+    if groups.size % 2 == 0:
+        return [((part, heads, queries), (at, 0, 0)) for part, at in _halves(groups)]
+    if heads.size % 2 == 0:
+        return [((groups, part, queries), (0, at, 0)) for part, at in _halves(heads)]
+    if queries.size % 2 == 0:
+        return [((groups, heads, part), (0, 0, at)) for part, at in _halves(queries)]
+    return [(own, (0, 0, 0))]
+
+
+def _halves(axis: Axis) -> list[tuple[Axis, int]]:
+    half = axis.size // 2
+    return [(Axis(half, axis.start + at, axis.total), at) for at in (0, half)]
+
+
+@lowering("attention_kernel", "quantized_attention_kernel", tilings=_tilings)
 def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share heads of keys and values."""
+    """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share heads of keys and values.
+
+    Keys and values that are stored as codes, with a scale for each row, become numbers tile by tile.
+    """
     batch, heads, queries, width = o.q.shape
     shared, keys, value_width = o.k.shape[1], o.k.shape[2], o.v.shape[3]
-    together, tq, tk = tiling["heads"], tiling["q"], tiling["k"]
+    groups, together, tq, tk = tiling["groups"], tiling["heads"], tiling["q"], tiling["k"]
     members = heads // shared
-    with e.loop(batch) as b, e.loop(shared) as group, e.loop(members // together) as member:
-        head = group * members + member * together
+    with e.loop(batch) as b, e.loop(parts(shared, groups)) as group, e.loop(members // together) as member:
+        head = group * (groups * members) + member * together
         with e.loop(parts(queries, tq)) as i:
-            own, rows = Axis(together), Axis(tq, i * tq, queries)
-            box = [(b, 1), (head, together), (i * tq, tq)]
+            own = (Axis(groups, group * groups, shared), Axis(together), Axis(tq, i * tq, queries))
+            box = [(b, 1), (head, groups * together), (i * tq, tq)]
             q = e.load(o.q, [*box, (ZERO, width)], queue=0)
-            state = [e.room((own, rows, last), "float32") for last in (1, 1, value_width)]
+            tiles = [
+                _Part(axes, at, together, [e.room((*axes, last), "float32") for last in (1, 1, value_width)])
+                for axes, at in _parts(own)
+            ]
             with e.loop(parts(keys, tk)) as part:
-                begins = () if parts(keys, tk) == 1 else (e.depth - 1,)
-                tile = _Tile(own, rows, Axis(tk, part * tk, keys), Axis(value_width), begins)
-                of_keys = [(b, 1), (group, 1), (part * tk, tk)]
-                k = e.load(o.k, [*of_keys, (ZERO, width)], queue=1)
-                v = e.load(o.v, [*of_keys, (ZERO, value_width)], queue=1)
+                of_keys = [(b, 1), (group * groups, groups), (part * tk, tk)]
+                k = _rows(e, o, "k", [*of_keys, (ZERO, width)])
+                v = _rows(e, o, "v", [*of_keys, (ZERO, value_width)])
                 mask = None if o.mask is None else e.load(o.mask, [*box, (part * tk, tk)], queue=3)
-                _attend(e, o, tile, (q, k, v, mask), state)
+                axis = Axis(tk, part * tk, keys)
+                begins = () if parts(keys, tk) == 1 else (e.depth - 1,)
+                scores = [_scores(e, tile, q, k, axis) for tile in tiles]
+                weights = [
+                    _softmax(e, o, tile, each, mask, axis, begins) for tile, each in zip(tiles, scores, strict=True)
+                ]
+                products = [_values(e, tile, each[0], v, axis) for tile, each in zip(tiles, weights, strict=True)]
+                for tile, (_, scaling), added in zip(tiles, weights, products, strict=True):
+                    _add(e, tile, scaling, added, begins)
             out_box = [*box, (ZERO, value_width)]
             out, is_stored = e.result(o.out, out_box)
-            program = VectorProgram([own, rows, Axis(value_width)])
-            value, sums = program.input(state[2], 0, 1, 2), program.input(state[1], 0, 1, None)
-            value = program.op("true_divide", value, sums)
-            value = program.op("where", program.op("eq", sums, 0.0), 0.0, value)  # no key was seen
-            program.emit(e, [(value, out, (1, 2, 3))])
+            for tile in tiles:
+                program = VectorProgram([*tile.own, Axis(value_width)])
+                value, sums = program.input(tile.state[2], 0, 1, 2, 3), program.input(tile.state[1], 0, 1, 2, None)
+                value = program.op("true_divide", value, sums)
+                value = program.op("where", program.op("eq", sums, 0.0), 0.0, value)  # no key was seen
+                program.emit_tiles(e, [(value, out, tile.by_heads(out))])
             if is_stored:
                 e.store(out, o.out, out_box)
 
 
-def _attend(
-    e: Emitter, o: Operands, tile: _Tile, operands: tuple[Piece, Piece, Piece, Piece | None], state: list[Piece]
-) -> None:
-    """Take a tile of keys and values into the state: the largest score, the sum of weights, the sum of values."""
-    q, k, v, mask = operands
-    scores = e.room((tile.heads, tile.queries, tile.keys), "float32", Space.ACCUMULATORS)
+def _rows(e: Emitter, o: Operands, name: str, box: list[tuple[Affine, int]]) -> Piece:
+    """Rows of the keys or values as they are multiplied."""
+    piece = e.load(getattr(o, name), box, queue=1)
+    scales = getattr(o.names, f"{name}_scales", None)
+    if scales is None:
+        return piece
+    factors = e.load(scales, box[:3], queue=1)
+    numbers = e.room(piece.axes, o.q.dtype)
+    program = VectorProgram(piece.axes[1:])
+    code, scale = program.input(piece, 1, 2, 3), program.input(factors, 1, 2, None)
+    if CODE_FORMATS[o.format].is_float:
+        value = program.op("from_float8", code)
+    else:
+        value = program.op("to_float", program.op("signed_byte", code))
+    program.emit(e, [(program.op("mul", value, scale), numbers, (1, 2, 3))])
+    return numbers
+
+
+def _scores(e: Emitter, part: _Part, q: Piece, k: Piece, keys: Axis) -> Piece:
+    """The products of queries and keys."""
+    scores = e.room((*part.own, keys), "float32", Space.ACCUMULATORS)
+    query = part.by_heads(q)
     e.multiply(
-        [(Role.ROW, tile.heads), (Role.ROW, tile.queries), (Role.COLUMN, tile.keys), (Role.SUM, Axis(q.shape[3]))],
-        (q, q.tile(1, 2, None, 3)),
-        (k, k.tile(None, None, 2, 3)),
-        (scores, scores.tile(0, 1, 2, None)),
+        [*_roles(part), (Role.COLUMN, keys), (Role.SUM, Axis(q.shape[3]))],
+        (q, replace(query, strides=(*query.strides[:3], 0, query.strides[3]))),
+        (k, part.by_groups(k, 1, None, None, 2, 3)),
+        (scores, scores.tile(0, 1, 2, 3, None)),
     )
-    weights = e.room((tile.heads, tile.queries, tile.keys), o.q.dtype)
-    scaling = e.room((tile.heads, tile.queries, 1), "float32")
-    _softmax(e, o, tile, (scores, mask), (weights, scaling), state)
-    products = e.room((tile.heads, tile.queries, tile.wide), "float32", Space.ACCUMULATORS)
+    return scores
+
+
+def _values(e: Emitter, part: _Part, weights: Piece, v: Piece, keys: Axis) -> Piece:
+    """The sums of values by their weights."""
+    wide = Axis(v.shape[3])
+    products = e.room((*part.own, wide), "float32", Space.ACCUMULATORS)
     e.multiply(
-        [(Role.ROW, tile.heads), (Role.ROW, tile.queries), (Role.COLUMN, tile.wide), (Role.SUM, tile.keys)],
-        (weights, weights.tile(0, 1, None, 2)),
-        (v, v.tile(None, None, 3, 2)),
-        (products, products.tile(0, 1, 2, None)),
+        [*_roles(part), (Role.COLUMN, wide), (Role.SUM, keys)],
+        (weights, weights.tile(0, 1, 2, None, 3)),
+        (v, part.by_groups(v, 1, None, None, 3, 2)),
+        (products, products.tile(0, 1, 2, 3, None)),
     )
-    program = VectorProgram([tile.heads, tile.queries, tile.wide])
-    added, factor = program.input(products, 0, 1, 2), program.input(scaling, 0, 1, None)
-    before = program.carried(state[2], 0.0, tile.begins, 0, 1, 2)
-    program.emit(e, [(program.op("add", program.op("mul", before, factor), added), state[2], (0, 1, 2))])
+    return products
+
+
+def _roles(part: _Part) -> list[tuple[Role, Axis]]:
+    return list(zip((Role.BATCH, Role.ROW, Role.ROW), part.own, strict=True))
+
+
+def _add(e: Emitter, part: _Part, scaling: Piece, products: Piece, begins: tuple[int, ...]) -> None:
+    """Add a tile's sums to those so far."""
+    sums = part.state[2]
+    program = VectorProgram([*part.own, Axis(sums.shape[3])])
+    added, factor = program.input(products, 0, 1, 2, 3), program.input(scaling, 0, 1, 2, None)
+    before = program.carried(sums, 0.0, begins, 0, 1, 2, 3)
+    program.emit(e, [(program.op("add", program.op("mul", before, factor), added), sums, (0, 1, 2, 3))])
 
 
 def _softmax(
-    e: Emitter,
-    o: Operands,
-    tile: _Tile,
-    sources: tuple[Piece, Piece | None],
-    targets: tuple[Piece, Piece],
-    state: list[Piece],
-) -> None:
+    e: Emitter, o: Operands, part: _Part, scores: Piece, mask: Piece | None, keys: Axis, begins: tuple[int, ...]
+) -> tuple[Piece, Piece]:
     """Exponentials of a tile's scores less the largest so far, and the factor for the sums before."""
-    (scores, mask), (weights, scaling), (largest, total, _) = sources, targets, state
-    program = VectorProgram([tile.heads, tile.queries, tile.keys])
-    value = program.input(scores, 0, 1, 2)
-    allowed = None if mask is None else program.input(mask, 1, 2, 3)
-    before = program.carried(largest, _LOWEST, tile.begins, 0, 1, None)
-    sums = program.carried(total, 0.0, tile.begins, 0, 1, None)
+    largest, total, _ = part.state
+    weights = e.room((*part.own, keys), o.q.dtype)
+    scaling = e.room((*part.own, 1), "float32")
+    program = VectorProgram([*part.own, keys])
+    value = program.input(scores, 0, 1, 2, 3)
+    allowed = None if mask is None else program.input_tile(mask, part.by_heads(mask))
+    before = program.carried(largest, _LOWEST, begins, 0, 1, 2, None)
+    sums = program.carried(total, 0.0, begins, 0, 1, 2, None)
     value = program.op("mul", value, float(o.scale))
     if allowed is not None and mask is not None:
         if mask.dtype == "bool":
@@ -128,20 +215,21 @@ def _softmax(
         else:
             value = program.op("add", value, allowed)
     if o.causal:
-        row = program.op("coordinate", attrs=(1,))
-        column = program.op("coordinate", attrs=(2,))
+        row = program.op("coordinate", attrs=(2,))
+        column = program.op("coordinate", attrs=(3,))
         value = program.op("where", program.op("le", column, row), value, _LOWEST)
-    now = program.op("maximum", before, program.op("max", value, attrs=(2,)))
+    now = program.op("maximum", before, program.op("max", value, attrs=(3,)))
     safe = program.op("where", program.op("eq", now, _LOWEST), 0.0, now)
     exponentials = program.op("exp", program.op("sub", value, safe))
     factor = program.op("exp", program.op("sub", before, safe))
-    after = program.op("add", program.op("mul", sums, factor), program.op("sum", exponentials, attrs=(2,)))
+    after = program.op("add", program.op("mul", sums, factor), program.op("sum", exponentials, attrs=(3,)))
     program.emit(
         e,
         [
-            (exponentials, weights, (0, 1, 2)),
-            (factor, scaling, (0, 1, None)),
-            (now, largest, (0, 1, None)),
-            (after, total, (0, 1, None)),
+            (exponentials, weights, (0, 1, 2, 3)),
+            (factor, scaling, (0, 1, 2, None)),
+            (now, largest, (0, 1, 2, None)),
+            (after, total, (0, 1, 2, None)),
         ],
     )
+    return weights, scaling

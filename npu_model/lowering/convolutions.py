@@ -10,7 +10,17 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.epilogues import dequantized_residual, finished, float_epilogue, integer_epilogue
-from npu_model.lowering.families import CannotLower, Operands, Tiling, divisors, halvings, lowering, parts
+from npu_model.lowering.families import (
+    CannotLower,
+    Operands,
+    Tiling,
+    divided,
+    divisors,
+    halvings,
+    in_tiers,
+    lowering,
+    parts,
+)
 from npu_model.lowering.products import need_matrix
 from npu_model.lowering.vector_program import VectorProgram
 
@@ -55,48 +65,54 @@ def _window(o: Operands) -> _Window:
     )
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     window, (_, _, rows, columns) = _window(o), o.out.shape
     is_integer = o.x.dtype in ("int8", "uint8")
-    yield from _on_lanes(window, rows, columns)
+    on_arrays = True
     try:
         need_matrix(chip, "int8" if is_integer else o.x.dtype)
     except CannotLower:
         if window.channels != 1 or window.outputs != 1:
             raise
-        return
-    assert chip.matrix is not None
-    yield from _on_arrays(window, rows, columns, chip.matrix.accumulator_bytes // 4, chip)
+        on_arrays = False
+
+    def tiles(divisor: int) -> Iterator[Tiling]:
+        yield from _on_lanes(window, rows, columns, divisor)
+        if on_arrays:
+            yield from _on_arrays(window, rows, columns, chip, divisor)
+
+    return in_tiers(tiles)
 
 
-def _on_lanes(window: _Window, rows: int, columns: int) -> Iterator[Tiling]:
+def _on_lanes(window: _Window, rows: int, columns: int, divisor: int) -> Iterator[Tiling]:
     if window.channels != 1 or window.outputs != 1 or math.prod(window.kernel) > _MOST_TAPS_ON_LANES:
         return
-    for groups in halvings(window.groups, 1)[:8]:
-        for tp in halvings(rows, 1)[:5]:
+    for groups in divided(halvings(window.groups, 1)[:8], divisor):
+        for tp in divided(halvings(rows, 1)[:5], divisor):
             yield {"groups": groups, "p": tp, "q": columns, "o": 1, "c": 1, "lanes": 1, "rows_outer": 0}
 
 
-def _on_arrays(window: _Window, rows: int, columns: int, sums: int, chip: Chip) -> Iterator[Tiling]:
+def _on_arrays(window: _Window, rows: int, columns: int, chip: Chip, divisor: int) -> Iterator[Tiling]:
     assert chip.matrix is not None
+    sums = chip.matrix.accumulator_bytes // 4
+    row_sizes, column_sizes = halvings(rows, 1), halvings(columns, 4)
     if window.groups > 1:
-        sizes = [(groups, window.outputs) for groups in halvings(window.groups, 1)[:6]]
+        sizes = [(groups, window.outputs) for groups in divided(halvings(window.groups, 1)[:6], divisor)]
         sizes += [(1, outputs) for outputs in divisors(window.outputs)[1:5]]  # of one group at a time
         for groups, outputs in sizes:
-            for tp in halvings(rows, 1)[:6]:
-                for tq in halvings(columns, 4)[:3]:
+            for tp in divided(row_sizes[:6], divisor):
+                for tq in divided(column_sizes[:3], divisor):
                     if groups * outputs * tp * tq <= sums:
                         yield {
                             "groups": groups, "p": tp, "q": tq, "o": outputs, "c": window.channels,
                             "lanes": 0, "rows_outer": 0,
                         }  # fmt: skip
         return
-    for tc in halvings(window.channels, 1, chip.matrix.rows)[:5]:
-        for to in halvings(window.outputs, 1, chip.matrix.columns)[:5]:
-            for tp in halvings(rows, 1)[:7]:
-                for tq in halvings(columns, 4)[: 1 if tp > 1 else 4]:
-                    if to * tp * tq > sums:
-                        continue
+    for tc in divided(halvings(window.channels, 1, chip.matrix.rows)[:5], divisor, chip.matrix.rows):
+        for to in divided(halvings(window.outputs, 1, chip.matrix.columns)[:5], divisor, chip.matrix.columns):
+            for tp in divided([tp for tp in row_sizes if to * tp * columns <= sums][:7] or [1], divisor):
+                fitting = [tq for tq in column_sizes if to * tp * tq <= sums]
+                for tq in divided(fitting[: 1 if tp > 1 and divisor == 1 else 4], divisor):
                     orders = (0, 1) if (to < window.outputs and (tp < rows or tq < columns)) else (0,)
                     for rows_outer in orders:
                         yield {

@@ -110,10 +110,10 @@ class Piece:
     def shape(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
-    def tile(self, *dims: int | None) -> Tile:
+    def tile(self, *dims: int | None, offset: int = 0) -> Tile:
         """The piece as an operand of an instruction whose axes are these dimensions of it; None where it has none."""
         strides = tuple(0 if dim is None else self.strides[dim] for dim in dims)
-        return self.with_strides(strides)
+        return self.with_strides(strides, offset)
 
     def with_strides(self, strides: tuple[int, ...], offset: int = 0) -> Tile:
         """The piece as an operand that is walked with these strides, from `offset` bytes on."""
@@ -290,6 +290,13 @@ class Emitter:
         if fill is not None:
             target = replace(target, axes=tuple(Axis(axis.size) for axis in axes))
         return target
+
+    @staticmethod
+    def part(whole: Piece, view: View, box: Sequence[tuple[Affine, int]]) -> Piece:
+        """A box of a tensor that lies in the scratchpad whole."""
+        axes = [Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True)]
+        offset = sum((start * stride for (start, _), stride in zip(box, whole.strides, strict=True)), ZERO)
+        return whole.reshaped(axes, whole.strides, offset)
 
     def store(self, piece: Piece, view: View, box: Sequence[tuple[Affine, int]], queue: int = 2) -> None:
         """Move a piece to a box of a tensor."""

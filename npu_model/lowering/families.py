@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -36,12 +36,12 @@ class Lowering:
     """Lowering of calls of some kernels to instructions.
 
     Attributes:
-        tilings: The tilings to try for a call on a chip, likely ones first.
-            Raises `CannotLower` where the chip cannot run it.
+        tilings: The tilings to try for a call on a chip, likely ones first; those behind a None only if none before
+            fits. Raises `CannotLower` where the chip cannot run it.
         emit: Writes the section of a call in one of these tilings.
     """
 
-    tilings: Callable[[Operands, Chip], Iterable[Tiling]]
+    tilings: Callable[[Operands, Chip], Iterable[Tiling | None]]
     emit: Callable[[Emitter, Operands, Tiling], None]
 
 
@@ -49,7 +49,7 @@ LOWERINGS: dict[str, Lowering] = {}
 
 
 def lowering(
-    *kernels: str, tilings: Callable[[Operands, Chip], Iterable[Tiling]]
+    *kernels: str, tilings: Callable[[Operands, Chip], Iterable[Tiling | None]]
 ) -> Callable[[Callable[[Emitter, Operands, Tiling], None]], Callable[[Emitter, Operands, Tiling], None]]:
     """Decorator: the function writes the sections of these kernels' calls."""
 
@@ -88,6 +88,26 @@ def halvings(size: int, least: int, multiple: int = 1) -> list[int]:
     return sizes
 
 
+def in_tiers(tilings: Callable[[int], Iterable[Tiling]]) -> Iterator[Tiling | None]:
+    """Tilings of usual sizes; then, each behind a None, those of ever smaller ones, for chips on which none fits.
+
+    Args:
+        tilings: Tilings whose sizes are divided by its argument.
+    """
+    yield from tilings(1)
+    for divisor in (8, 64, 512, 4096):
+        yield None
+        yield from tilings(divisor)
+
+
+def divided(sizes: Iterable[int], divisor: int, multiple: int = 1) -> list[int]:
+    """Tile sizes divided by a number, and rounded up to a multiple where they are above it; each once."""
+    shares = [(size, parts(size, divisor)) for size in sizes]
+    return list(
+        dict.fromkeys(min(size, parts(part, multiple) * multiple) if part > multiple else part for size, part in shares)
+    )
+
+
 def divisors(size: int) -> list[int]:
     """The numbers that divide a size evenly, the largest first."""
     return [part for part in range(size, 0, -1) if size % part == 0]
@@ -100,8 +120,10 @@ __all__ = [
     "Operands",
     "Sequence",
     "Tiling",
+    "divided",
     "divisors",
     "halvings",
+    "in_tiers",
     "lowering",
     "operands_of",
     "parts",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.program.views import View
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Axis
-from npu_model.lowering.elementwise import STORES, copy
+from npu_model.lowering.elementwise import STORES
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.families import CannotLower, Operands, Tiling, lowering
+from npu_model.lowering.families import Operands, Tiling, lowering
 from npu_model.lowering.tiles import (
     Round,
     element_tilings,
@@ -19,20 +23,21 @@ from npu_model.lowering.tiles import (
     tile_shape,
     tiled,
 )
+from npu_model.lowering.vector_program import VectorProgram
 
-_MOST_PICKED = 4  # axes of a transfer besides the one that the index chooses along
+MOST_PICKED = 4  # axes of a transfer besides the one that the index chooses along
 
 
 def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     return element_tilings(max(view.numel for view in o.call.outputs))
 
 
-def _along(view: View, dim: int) -> View:
+def along(view: View, dim: int) -> View:
     """A view with one dimension in front of the others."""
     return view.permute([dim, *(d for d in range(view.rank) if d != dim)])
 
 
-def _merged_behind_first(*views: View) -> list[View]:
+def merged_behind_first(*views: View) -> list[View]:
     """Views of one shape with their first dimension as it is, and the others merged as far as possible."""
     order = sorted(range(1, views[0].rank), key=lambda d: -abs(views[0].strides[d]))
     merged, _ = grouped([order], *views)
@@ -53,16 +58,16 @@ def pick(e: Emitter, source: View, index: View, out: View, elements: int) -> Non
         return
     limit = source.shape[0]
     chosen, index = (replace(view, shape=out.shape) for view in (source, index))
-    out, chosen, index = _merged_behind_first(out, chosen, index)
-    tile = tile_shape(out.shape, elements, _MOST_PICKED)
+    out, chosen, index = merged_behind_first(out, chosen, index)
+    tile = tile_shape(out.shape, elements, MOST_PICKED)
     with tiled(e, out.shape, tile, [index]) as turn:
         (places,) = turn.pieces
         axes = tuple(turn.axis(d) for d in range(len(tile)))
-        piece = _picked(e, chosen, axes, places, limit)
+        piece = pick_box(e, chosen, axes, places, limit)
         _store_as(e, turn, piece, out)
 
 
-def _picked(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, limit: int) -> Piece:
+def pick_box(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, limit: int) -> Piece:
     """A tile of the elements that an index chooses along the first axis, in the scratchpad."""
     target = e.room(axes, chosen.dtype)
     source = e.whole(chosen, (Axis(axes[0].size), *axes[1:]))
@@ -73,7 +78,7 @@ def _picked(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, lim
 def picked_rows(e: Emitter, table: View, rows: Axis, places: Piece) -> Piece:
     """The rows of a matrix at a tile of places: `rows` is the tile's part of the places."""
     chosen = replace(table, shape=(rows.total, table.shape[1]))
-    return _picked(e, chosen, (rows, Axis(table.shape[1])), places, table.shape[0])
+    return pick_box(e, chosen, (rows, Axis(table.shape[1])), places, table.shape[0])
 
 
 def _store_as(e: Emitter, turn: Round, piece: Piece, out: View) -> None:
@@ -98,13 +103,13 @@ def embedding(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 def _rows_of(e: Emitter, table: View, ids: View, out: View, count: int, elements: int) -> None:
     """out[i…, j…] = table[ids[i…], j…] with `count` dimensions of ids, of which all but the last are looped over."""
-    for_rows = tile_shape(out.shape[count - 1 :], elements, _MOST_PICKED + 1)
+    for_rows = tile_shape(out.shape[count - 1 :], elements, MOST_PICKED + 1)
     tile = (*[1] * (count - 1), *for_rows)
     with tiled(e, out.shape, tile, [ids]) as turn:
         (places,) = turn.pieces
         axes = tuple(turn.axis(d) for d in range(count - 1, len(tile)))
         own = replace(table, shape=(axes[0].total, *table.shape[1:]))
-        picked = _picked(e, own, axes, _last_axes(places, count - 1), table.shape[0])
+        picked = pick_box(e, own, axes, _last_axes(places, count - 1), table.shape[0])
         outer = [turn.axis(d) for d in range(count - 1)]
         piece = picked.reshaped((*outer, *picked.axes), (*[0] * len(outer), *picked.strides))
         _store_as(e, turn, piece, out)
@@ -118,14 +123,14 @@ def _last_axes(piece: Piece, first: int) -> Piece:
 @lowering("index_select_kernel", tilings=_tilings)
 def index_select(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out[…, i, …] = x[…, index[i], …] along a dimension."""
-    out = _along(o.out, o.dim)
-    pick(e, _along(o.x, o.dim), spread(o.index, out.shape, [0]), out, tiling["elements"])
+    out = along(o.out, o.dim)
+    pick(e, along(o.x, o.dim), spread(o.index, out.shape, [0]), out, tiling["elements"])
 
 
 @lowering("gather_kernel", tilings=_tilings)
 def gather(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out[…, i, …] = x[…, index[…, i, …], …] along a dimension; of others the index may have fewer elements than x."""
-    out, index, x = (_along(view, o.dim) for view in (o.out, o.index, o.x))
+    out, index, x = (along(view, o.dim) for view in (o.out, o.index, o.x))
     pick(e, x, index, out, tiling["elements"])
 
 
@@ -155,7 +160,7 @@ def index(e: Emitter, o: Operands, tiling: Tiling) -> None:
     )
     (out, rest, *wide), (places, _) = grouped([range(spread_rank), range(spread_rank, out.rank)], out, rest, *wide)
     sizes, strides = ([values[d] for d in chosen] for values in (o.x.shape, o.x.strides))
-    tile = (*[1] * (places - 1), *tile_shape(out.shape[places - 1 :], tiling["elements"], _MOST_PICKED + 1))
+    tile = (*[1] * (places - 1), *tile_shape(out.shape[places - 1 :], tiling["elements"], MOST_PICKED + 1))
     with tiled(e, out.shape, tile, wide) as turn:
         list_axis = turn.axis(places - 1)
         flat = _flat_index(e, turn, places - 1, sizes, strides)
@@ -165,7 +170,7 @@ def index(e: Emitter, o: Operands, tiling: Tiling) -> None:
         if len(sizes) == 1:
             limit, step = sizes[0], strides[0]
         own = replace(rest, shape=(list_axis.total, *rest.shape[places:]), strides=(step, *rest.strides[places:]))
-        picked = _picked(e, own, axes, flat, limit)
+        picked = pick_box(e, own, axes, flat, limit)
         outer = [turn.axis(d) for d in range(places - 1)]
         _store_as(e, turn, picked.reshaped((*outer, *picked.axes), (*[0] * len(outer), *picked.strides)), out)
 
@@ -196,34 +201,65 @@ def index_copy(e: Emitter, o: Operands, tiling: Tiling) -> None:
     pairs = [(o.source, o.out)] if o.call.kernel == "index_copy_kernel" else [(o.source0, o.out0), (o.source1, o.out1)]
     for source, out in pairs:
         if source.numel:
-            rows = _along(source, o.dim)
+            rows = along(source, o.dim)
             places = spread(o.index, rows.shape, range(o.index.rank))
-            _replace(e, places, rows, _along(out, o.dim), tiling["elements"])
+            replace_rows(e, places, rows, along(out, o.dim), tiling["elements"])
 
 
-def _scatter_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
-    if o.reduce != "last":
-        raise CannotLower("its DMA engines put elements in their places, but do not join them with what is there")
-    if o.base.dtype != o.out.dtype:
-        raise CannotLower("its DMA engines do not change the dtype of what they copy")
-    return element_tilings(o.out.numel)
+def _rounding_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
+    return element_tilings(o.source.numel, max(32, o.source.shape[3]))
 
 
-@lowering("scatter_kernel", tilings=_scatter_tilings)
-def scatter(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, index[…, k]] = source[…, k], the last of several; what no index names is as in `base`."""
-    copy(e, o.base, o.out, tiling["elements"])
-    if o.source.numel:
-        index, source, out = (_along(view, view.rank - 1) for view in (o.index, o.source, o.out))
-        _replace(e, index, source, out, tiling["elements"])
+@lowering("quantized_index_copy_kernel", tilings=_rounding_tilings)
+def quantized_index_copy(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """codes[…, index[i], :], scales[…, index[i]] = source[…, i, :], rounded by row, in place."""
+    if not o.source.numel:
+        return
+    source, codes, scales = (along(view, 2) for view in (o.source, o.codes, o.scales))
+    limit = codes.shape[0]
+    codes, scales = replace(codes, shape=source.shape), replace(scales, shape=source.shape[:3])
+    tile = tile_shape(source.shape, max(tiling["elements"], source.shape[3]), MOST_PICKED)
+    with tiled(e, source.shape, tile, [source, spread(o.index, source.shape, [0])]) as turn:
+        piece, rows = turn.pieces
+        axes = tuple(turn.axis(d) for d in range(4))
+        row_axes = (*axes[:3], Axis(1))
+        places = [e.room(axes, "uint8"), e.room(row_axes, "float32")]
+        program = turn.program()
+        code, scale = _rounded(program, program.input(piece, *turn.axes), o.format, turn.axes)
+        along_rows = [None if d == 3 else d for d in turn.axes]
+        program.emit(e, [(code, places[0], turn.axes), (scale, places[1], along_rows)])
+        for stored, view in zip(places, (codes, scales), strict=True):
+            own = axes[: view.rank]
+            picks = rows.reshaped(own, rows.strides[: view.rank])
+            moved = stored.reshaped(own, stored.strides[: view.rank])
+            whole = e.whole(view, (Axis(own[0].size), *own[1:]))
+            e.transfer(own, moved, whole, queue=STORES, index=picks, index_limit=limit, scatters=True)
 
 
-def _replace(e: Emitter, places: View, source: View, out: View, elements: int) -> None:
+def _rounded(program: VectorProgram, value: int, codes: str, axes: Sequence[int]) -> tuple[int, int]:
+    """The codes of rows along the fourth dimension as bytes, and their scales, as `quantize_rows` makes them."""
+    kind = CODE_FORMATS[codes]
+    largest = program.op("abs", value)
+    if 3 in axes:
+        largest = program.op("max", largest, attrs=(axes.index(3),))
+    finite = program.op("lt", largest, math.inf)
+    scale = program.op("true_divide", largest, float(kind.largest))
+    scale = program.op("where", program.op("lt", scale, float(np.finfo(np.float32).tiny)), 0.0, scale)
+    inverse = program.op("where", program.op("gt", scale, 0.0), program.op("true_divide", 1.0, scale), 0.0)
+    scaled = program.op("mul", program.op("where", finite, value, 0.0), program.op("where", finite, inverse, 0.0))
+    if kind.is_float:
+        code = program.op("float8_bits", scaled)
+    else:
+        code = program.op("bits", program.op("round", scaled), attrs=(0, 255))
+    return code, program.op("where", finite, scale, program.op("sub", largest, largest))  # else NaN
+
+
+def replace_rows(e: Emitter, places: View, source: View, out: View, elements: int) -> None:
     """out[places[i, j, …], j, …] = source[i, j, …]."""
     limit = out.shape[0]
     target = replace(out, shape=source.shape)
-    source, target, places = _merged_behind_first(source, target, places)
-    tile = tile_shape(source.shape, elements, _MOST_PICKED)
+    source, target, places = merged_behind_first(source, target, places)
+    tile = tile_shape(source.shape, elements, MOST_PICKED)
     with tiled(e, source.shape, tile, [source, places]) as turn:
         piece, rows = turn.pieces
         axes = tuple(turn.axis(d) for d in range(len(tile)))

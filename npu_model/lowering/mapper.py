@@ -26,10 +26,8 @@ from npu_model.lowering.families import LOWERINGS, CannotLower, Operands, Tiling
 from npu_model.machine.costs import Costs, Work, work_of
 
 MOST_CANDIDATES = 40
-MOST_TRIED = 400  # tilings that are looked at for one call, those that do not fit included
+MOST_TRIED = 400  # tilings of one size that are looked at for one call, those that do not fit included
 _HIDDEN = 0.5  # part of the first loads and last stores that the calls around hide, where there is room for both
-_REACH = 3  # calls behind which the first loads of a call may go on
-_LIKELY = 6  # tilings of a call that are compared beside those of the calls around
 _REACH = 3  # calls behind which the first loads of a call may go on
 _LIKELY = 6  # tilings of a call that are compared beside those of the calls around
 _TRAFFIC = 0.1  # part of the cycles of DRAM that is added, since the calls around wait for DRAM too
@@ -45,7 +43,7 @@ class Candidate:
         dram: Cycles of DRAM, by position of the operand among the call's views.
         room: Bytes of the scratchpad for pieces, by position of the operand that they are moved from or to.
         scratchpad: Bytes of the scratchpad in all.
-        fill: Cycles of the first transfers and the last ones, latencies included.
+        fill: Cycles of the first transfers and the last ones, latencies included; by position.
         once: Cycles of one round of the engines that compute.
         flow: Cycles that the transfers of an operand take one after the other, latencies included, where each piece has
             two places; by position.
@@ -57,7 +55,7 @@ class Candidate:
     dram: Mapping[int, float]
     room: Mapping[int, int]
     scratchpad: int
-    fill: float
+    fill: Mapping[int, float]
     once: float
     flow: Mapping[int, float]
     executions: int
@@ -104,12 +102,12 @@ class Choices:
     def __init__(self, candidates: Sequence[Candidate], operands: int, serial: bool) -> None:
         self.candidates = candidates
         self._operands, self._serial = operands, serial
-        self._busy, self._fill, self._once, self._issue = np.array(
-            [(each.busy, each.fill, each.once, each.executions * _ISSUE) for each in candidates]
+        self._busy, self._once, self._issue = np.array(
+            [(each.busy, each.once, each.executions * _ISSUE) for each in candidates]
         ).T
         self._scratchpad = np.array([each.scratchpad for each in candidates])
-        self._room, self._dram, self._flow = (
-            self._by_operand([getattr(each, name) for each in candidates]) for name in ("room", "dram", "flow")
+        self._room, self._dram, self._flow, self._fill = (
+            self._by_operand([getattr(each, name) for each in candidates]) for name in ("room", "dram", "flow", "fill")
         )
         self._estimated: dict[frozenset[int], tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = {}
         self._steps: dict[frozenset[int], tuple[list[int], list[float]]] = {}
@@ -131,9 +129,9 @@ class Choices:
             if self._serial:
                 apart = beside = self._busy + moved * (1 + _TRAFFIC) + self._issue
             else:
-                flow = (self._flow * outside).max(axis=1)
+                flow, fill = (self._flow * outside).max(axis=1), self._fill @ outside
                 apart, beside = (
-                    np.maximum.reduce([self._busy + self._fill * hidden, moved + self._once * hidden, flow])
+                    np.maximum.reduce([self._busy + fill * hidden, moved + self._once * hidden, flow])
                     + moved * _TRAFFIC
                     + self._issue
                     for hidden in (1.0, _HIDDEN)
@@ -173,6 +171,9 @@ class Choices:
             self._steps[resident] = rooms, estimates
         return self._steps[resident]
 
+    def _fill_of(self, number: int, resident: frozenset[int]) -> float:
+        return sum(cycles for position, cycles in self.candidates[number].fill.items() if position not in resident)
+
     def likely(self, resident: frozenset[int], room: int) -> list[_Option]:
         """Some of the best candidates that fit into `room` bytes, with room for the calls around and without."""
         if (resident, room) not in self._likely:
@@ -180,7 +181,9 @@ class Choices:
             (fitting,) = np.nonzero(needs <= room)
             best = [fitting[np.argsort(each[fitting], kind="stable")[:_LIKELY]] for each in (apart, beside)]
             self._likely[resident, room] = [
-                _Option(self.candidates[n], int(needs[n]), float(apart[n]), float(beside[n]))
+                _Option(
+                    self.candidates[n], int(needs[n]), self._fill_of(n, resident), float(apart[n]), float(beside[n])
+                )
                 for n in dict.fromkeys(np.concatenate(best).tolist())
             ]
         return self._likely[resident, room]
@@ -191,12 +194,14 @@ class _Option:
     """A candidate for one of a program's calls: bytes that it needs, and its estimates.
 
     Attributes:
+        fill: Cycles of its first transfers and last ones.
         apart: Cycles where the calls that could hide its first loads leave no room for them.
         beside: Cycles where they do.
     """
 
     candidate: Candidate
     needs: int
+    fill: float
     apart: float
     beside: float
 
@@ -211,7 +216,7 @@ class _Path:
 
     def then(self, option: _Option, room: int) -> _Path:
         """The path with an option for the next call, which may use `room` bytes."""
-        own, wanted, taken = option.beside, option.candidate.fill * _HIDDEN, option.needs
+        own, wanted, taken = option.beside, option.fill * _HIDDEN, option.needs
         for other, cycles in self.last:
             taken += other.needs
             if taken > room:
@@ -285,12 +290,18 @@ class Mapper:
         if call.kernel not in LOWERINGS:
             raise CannotLower(f"the NPU has no lowering for '{call.kernel}'")
         found: list[Candidate] = []
-        for tried, tiling in enumerate(LOWERINGS[call.kernel].tilings(operands, self.chip)):
+        tried = 0
+        for tiling in LOWERINGS[call.kernel].tilings(operands, self.chip):
+            if len(found) >= self.most or (found and (tiling is None or tried >= MOST_TRIED)):
+                break
+            if tiling is None:
+                tried = 0
+            if tiling is None or tried >= MOST_TRIED:
+                continue
+            tried += 1
             sketch = self._sketch(operands, tiling, signature)
             if sketch is not None:
                 found.append(self._candidate(sketch))
-            if len(found) >= self.most or tried >= MOST_TRIED:
-                break
         if not found:
             raise CannotLower(
                 f"its smallest tiles do not fit {self.chip.sram.size} bytes of scratchpad, or the accumulators; "
@@ -321,16 +332,16 @@ class Mapper:
         once: dict[str, float] = {}
         dram: dict[int, float] = {}
         flow: dict[int, float] = {}
-        fill = 0.0
+        fill: dict[int, float] = {}
         for position, work, times in sketch.moves:
             cycles = costs.of(work).cycles
-            fill += cycles + latency
+            fill[position] = fill.get(position, 0.0) + cycles + latency
             dram[position] = dram.get(position, 0.0) + times * cycles
             flow[position] = flow.get(position, 0.0) + times * (cycles + latency) / DOUBLE
         for engine, work, times in sketch.computes:
-            cycles = costs.of(work).cycles
-            busy[engine] = busy.get(engine, 0.0) + times * cycles
-            once[engine] = once.get(engine, 0.0) + cycles
+            cost = costs.of(work)
+            busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
+            once[engine] = once.get(engine, 0.0) + cost.cycles + cost.latency
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         return Candidate(
@@ -382,4 +393,4 @@ def _signature(call: KernelCall) -> object:
     return call.kernel, views, len(call.inputs), repr(sorted(call.params.items()))
 
 
-__all__ = ["Candidate", "Choices", "Mapper", "Sketches", "emit_call", "in_sequence", "in_sequence", "new_emitter"]
+__all__ = ["Candidate", "Choices", "Mapper", "Sketches", "emit_call", "in_sequence", "new_emitter"]

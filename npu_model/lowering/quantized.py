@@ -9,7 +9,7 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.epilogues import float_epilogue, gated_epilogue
-from npu_model.lowering.families import CannotLower, Operands, Tiling, halvings, lowering, parts
+from npu_model.lowering.families import CannotLower, Operands, Tiling, divided, halvings, in_tiers, lowering, parts
 from npu_model.lowering.indexing import picked_rows
 from npu_model.lowering.products import need_matrix
 from npu_model.lowering.vector_program import VectorProgram
@@ -17,16 +17,28 @@ from npu_model.lowering.vector_program import VectorProgram
 _TINY = 1.1754943508222875e-38  # the least normal float32
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     need_matrix(chip, o.x.dtype)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
-    group = o.k // o.groups
-    for count in halvings(o.groups, 1)[:8] if o.groups > 1 else [1]:
-        for tm in halvings(o.m, 8, 8)[:4]:
-            for tn in halvings(o.n, 8, chip.matrix.columns)[:10]:
-                if tm * tn <= sums:
-                    yield {"m": tm, "n": tn, "k": count * group}
+    columns = chip.matrix.columns
+
+    def tiles(divisor: int) -> Iterator[Tiling]:
+        for tk in _depths(o, divisor):
+            for tm in divided(halvings(o.m, 8, 8)[:4], divisor):
+                for tn in divided(halvings(o.n, 8, columns)[:10], divisor, columns):
+                    if tm * tn <= sums:
+                        yield {"m": tm, "n": tn, "k": tk}
+
+    return in_tiers(tiles)
+
+
+def _depths(o: Operands, divisor: int) -> list[int]:
+    """Numbers of elements of k to try: whole groups, or, where all are one group, whole bytes."""
+    if o.groups > 1:
+        return [count * (o.k // o.groups) for count in divided(halvings(o.groups, 1)[:8], divisor)]
+    whole = [o.k] if divisor == 1 else divided(halvings(o.k, 64, 64), divisor, 64)
+    return [size for size in whole if size % (8 // CODE_FORMATS[o.codes].bits) == 0]
 
 
 _KERNELS = ("quantized_matmul_kernel", "quantized_matmul_vec_kernel", "dynamic_quantized_matmul_kernel")
@@ -63,13 +75,13 @@ def quantized_gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
-    """Rows of x as they are multiplied: as they are stored, or rounded to codes of 8 bits and back."""
+    """Rows of x as they are multiplied: as they are stored, or rounded to codes of 8 bits and back, in their place."""
     x = e.load(o.x, [(first, count), (ZERO, o.k)], queue=0)
     kind = getattr(o.names, "activations", "none")
     if kind == "none":
         return x
     axes = (Axis(count, first, o.m), Axis(o.k))
-    rounded = e.room(axes, o.x.dtype)
+    rounded = x if x.memory is not None else e.room(axes, o.x.dtype)
     program = VectorProgram(axes)
     value = program.input(x, 0, 1)
     most = float(CODE_FORMATS[kind].largest)
@@ -104,13 +116,16 @@ def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part
     """A tile [columns, tk] of the weight in x's dtype: scale · (code − zero point), or scale · code + minimum."""
     per_byte = 8 // CODE_FORMATS[o.codes].bits
     group = o.k // o.groups
-    groups, each = tk // group, group // per_byte
+    groups = max(1, tk // group)
+    each = tk // groups // per_byte
+    own = part * groups if o.groups > 1 else ZERO
     count = columns.size
     codes = e.load(o.data, [(first, count), (part * (tk // per_byte), tk // per_byte)], queue=1)
-    scales = e.load(o.scales, [(first, count), (part * groups, groups)], queue=1)
-    offset = None if o.offset is None else e.load(o.offset, [(first, count), (part * groups, groups)], queue=1)
+    scales = e.load(o.scales, [(first, count), (own, groups)], queue=1)
+    offset = None if o.offset is None else e.load(o.offset, [(first, count), (own, groups)], queue=1)
     weight = e.room((columns, Axis(tk)), o.x.dtype)
-    _store_numbers(e, o, (codes, scales, offset), (columns, Axis(groups, part * groups, o.groups), Axis(each)), weight)
+    of_group = Axis(each) if o.groups > 1 else Axis(each, part * each, o.k // per_byte)
+    _store_numbers(e, o, (codes, scales, offset), (columns, Axis(groups, own, o.groups), of_group), weight)
     return weight
 
 

@@ -7,23 +7,27 @@ from collections.abc import Iterator
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.families import Operands, Tiling, divisors, halvings, lowering, parts
+from npu_model.lowering.families import Operands, Tiling, divided, divisors, halvings, in_tiers, lowering, parts
 from npu_model.lowering.products import need_matrix
 from npu_model.lowering.vector_program import VectorProgram
 
 
-def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     need_matrix(chip, o.x.dtype)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     _, _, rows, columns = o.out.shape
     channels, outputs = o.x.shape[1] // o.groups, o.weight.shape[1]
     step = o.stride[0]
-    for tc in halvings(channels, 1)[:6] if o.groups == 1 else [channels]:
-        for to in halvings(outputs, 1)[:6] if o.groups == 1 else divisors(outputs):
-            for count in halvings(parts(rows, step), 1)[:8]:
-                if to * count * step * columns <= sums:
-                    yield {"c": tc, "o": to, "p": count * step}
+
+    def tiles(divisor: int) -> Iterator[Tiling]:
+        for tc in divided(halvings(channels, 1)[:6], divisor) if o.groups == 1 else [channels]:
+            for to in divided(halvings(outputs, 1)[:6], divisor) if o.groups == 1 else divisors(outputs):
+                for count in divided(halvings(parts(rows, step), 1)[:8], divisor):
+                    if to * count * step * columns <= sums:
+                        yield {"c": tc, "o": to, "p": count * step}
+
+    return in_tiers(tiles)
 
 
 @lowering("conv_transpose2d_kernel", tilings=_tilings)

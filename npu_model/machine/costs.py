@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, TypeAlias
 
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.elementwise import ELEMENTWISE
 from npu_compiler.program.products import Product
-from npu_model.chip import Chip, Dataflow
+from npu_model.chip import Chip, Dataflow, Matrix
 from npu_model.chip.systolic import mapping, sram_accesses
 from npu_model.isa.instructions import Compute, Engine, Fence, Instruction, Multiply, Role, Space, Tile, Transfer
 from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, REDUCTIONS, RUNNING_SUM
+from npu_model.machine.dram import Banks
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Cost:
 
     Attributes:
         cycles: Cycles that its engine is busy with it.
+        latency: Cycles until it has ended after that, while its engine begins the next one.
         port_cycles: Cycles of these in which it waits for the scratchpad's ports.
         dram_read, dram_written: Bytes moved from and to DRAM.
         sram_bytes: Bytes read from and written to the scratchpad.
@@ -39,6 +41,7 @@ class Cost:
     operations: int = 0
     dtype: str = ""
     port_cycles: int = 0
+    latency: int = 0
 
 
 _NOTHING = Cost()
@@ -52,6 +55,7 @@ class Moves(NamedTuple):
         read, written: Bytes moved from and to DRAM.
         inside: Bytes read from and written to the scratchpad.
         run, runs: Bytes of a run of consecutive bytes of DRAM, and number of runs.
+        strides, extents, item: The walk of DRAM: byte strides, number of elements along each, and bytes of an element.
     """
 
     filled: int
@@ -60,6 +64,9 @@ class Moves(NamedTuple):
     inside: int
     run: int
     runs: int
+    strides: tuple[int, ...]
+    extents: tuple[int, ...]
+    item: int
 
 
 class Multiplies(NamedTuple):
@@ -107,36 +114,51 @@ class Costs:
 
     @cached_property
     def bytes_per_cycle(self) -> float:
-        """Bytes per cycle of DRAM."""
-        return self.chip.dram_bytes_per_cycle
+        """Bytes per cycle that transfers from and to DRAM reach."""
+        return self.chip.dram_bytes_per_cycle * self.chip.dram.efficiency
 
-    def cost(self, instruction: Instruction, extents: Sequence[int]) -> Cost:
-        """The cost of an execution in which `extents` elements exist along each axis."""
-        return self.of(work_of(instruction, extents))
+    @cached_property
+    def banks(self) -> Banks | None:
+        """The banks of DRAM; None where the chip's file has none."""
+        return None if self.chip.dram.banks is None else Banks(self.chip)
 
-    def of(self, work: Work | None) -> Cost:
+    def cost(self, instruction: Instruction, extents: Sequence[int], address: int = 0) -> Cost:
+        """The cost of an execution in which `extents` elements exist along each axis.
+
+        Args:
+            address: Byte in DRAM that a transfer begins at; only its place among channels and rows matters.
+        """
+        return self.of(work_of(instruction, extents), address)
+
+    def of(self, work: Work | None, address: int = 0) -> Cost:
         """The cost of an execution's work."""
         if work is None:
             return _NOTHING
         if isinstance(work, Moves):
-            return self._moves(work)
+            return self._moves(work, address)
         if isinstance(work, Multiplies):
             return self._multiplies(work)
         return self._computes(work)
 
-    def _moves(self, work: Moves) -> Cost:
+    def _moves(self, work: Moves, address: int) -> Cost:
         cycles = work.filled / self.chip.sram.bandwidth
         if work.read or work.written:
             burst = self.chip.dram.burst_bytes
             cycles = max(cycles, work.runs * -(-work.run // burst) * burst / self.bytes_per_cycle)
+            if self.banks is not None:
+                cycles = max(cycles, self.banks.cycles(address, work.strides, work.extents, work.item))
         return Cost(math.ceil(cycles), work.read, work.written, work.inside)
 
     def _multiplies(self, work: Multiplies) -> Cost:
         if work not in self._products:
             self._products[work] = self._product(work)
         cycles, accessed, ports = self._products[work]
+        matrix = self.chip.matrix
+        assert matrix is not None
+        depth = _depth(matrix) if matrix.overlapped_folds else 0
+        latency = math.ceil(depth / (matrix.rates[work.dtype] * matrix.efficiency))
         macs = work.batch * work.rows * work.columns * work.sums * work.window
-        return Cost(cycles, sram_bytes=accessed, macs=macs, dtype=work.dtype, port_cycles=ports)
+        return Cost(cycles, 0, 0, accessed, macs, dtype=work.dtype, port_cycles=ports, latency=latency)
 
     def _product(self, work: Multiplies) -> tuple[int, int, int]:
         matrix = self.chip.matrix
@@ -188,11 +210,11 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     inside = (moved if source.space is Space.SCRATCHPAD else 0) + (filled if target.space is Space.SCRATCHPAD else 0)
     if index is not None:
         inside += _distinct(index, extents) * itemsize(index.dtype)
-    run, runs = 0, 0
-    if read or written:
-        outside = source if source.space is Space.DRAM else target
-        run, runs = _walk(outside, extents, size, index if outside is instruction.chosen else None)
-    return Moves(filled, read, written, inside, run, runs)
+    if not read and not written:
+        return Moves(filled, read, written, inside, 0, 0, (), (), size)
+    outside = source if source.space is Space.DRAM else target
+    run, runs = _walk(outside, extents, size, index if outside is instruction.chosen else None)
+    return Moves(filled, read, written, inside, run, runs, outside.strides, tuple(extents), size)
 
 
 def _walk(tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> tuple[int, int]:
@@ -271,13 +293,13 @@ def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int
     best: tuple[int, int, int] | None = None
     for arrays in _counts(matrix.arrays):
         for part, copies in _shares(product, arrays):
-            cycles = fold_cycles(part, chip) / rate
+            cycles = fold_cycles(part, chip) / (rate * matrix.efficiency)
             accesses = sram_accesses(part, matrix.rows, matrix.columns, matrix.dataflow)
             size = copies * (accesses.input_reads * left + accesses.weight_reads * right) // part.batch
             total = math.ceil(max(cycles, size / chip.sram.bandwidth))
             found = (total, size, total - math.ceil(cycles))
             best = found if best is None else min(best, found)
-        if best is not None and not best[2]:
+        if best is not None and not best[2] and arrays & (arrays - 1) == 0:
             break
     assert best is not None
     return best
@@ -292,35 +314,52 @@ def _counts(arrays: int) -> list[int]:
     return sorted({arrays, *range(1, min(arrays, _MANY_ARRAYS) + 1), *powers}, reverse=True)
 
 
-def _shares(product: Product, arrays: int) -> list[tuple[Product, int]]:
-    """Ways to share a product among arrays: (what each computes, at most; products of a batch that are computed)."""
+def _shares(product: Product, arrays: int) -> Iterator[tuple[Product, int]]:
+    """Ways to share a product among arrays: (what each computes, at most; products of a batch that are computed).
+
+    Arrays that share the elements which are summed add to the same sums in the accumulators.
+    """
     if product.batch >= arrays:
-        return [(Product(product.m, product.n, product.k, -(-product.batch // arrays)), product.batch)]
-    each = arrays // product.batch
-    ways = []
-    for name in ("m", "n"):
-        size = getattr(product, name)
-        parts = min(each, size)
-        sizes = {"m": product.m, "n": product.n} | {name: -(-size // parts)}
-        ways.append((Product(sizes["m"], sizes["n"], product.k, 1), parts * product.batch))
-    return ways
+        yield Product(product.m, product.n, product.k, -(-product.batch // arrays)), product.batch
+        return
+    for rows, columns, depths in _splits(arrays // product.batch):
+        if rows <= product.m and columns <= product.n and depths <= product.k:
+            part = Product(-(-product.m // rows), -(-product.n // columns), -(-product.k // depths), 1)
+            yield part, rows * columns * depths * product.batch
+
+
+@cache
+def _splits(arrays: int) -> list[tuple[int, int, int]]:
+    """The ways to divide a number of arrays along rows, columns and what is summed; without a rest, or along one."""
+    factors = [part for part in range(1, arrays + 1) if arrays % part == 0]
+    ways = [(a, b, arrays // a // b) for a in factors for b in factors if arrays // a % b == 0]
+    return ways or [(arrays, 1, 1)]
 
 
 def fold_cycles(product: Product, chip: Chip) -> int:
     """Cycles of one array for a product without waiting for memory, in folds as `chip.systolic` has them.
 
     With overlapped folds, what stays in the array is replaced while the fold before streams, and a fold begins to
-    stream while the last results of the one before leave.
+    stream while the last results of the one before leave; also from one product to the next. The first load and the
+    last results are the depth of the array, not counted here.
     """
     matrix = chip.matrix
     assert matrix is not None
-    rows, columns = matrix.rows, matrix.columns
-    laid = mapping(product, rows, columns, matrix.dataflow)
+    laid = mapping(product, matrix.rows, matrix.columns, matrix.dataflow)
     folds = laid.row_folds * laid.column_folds * product.batch
-    load = 0 if matrix.dataflow is Dataflow.OUTPUT else rows
     if not matrix.overlapped_folds:
-        return folds * (load + laid.time + rows + columns - 2)
-    return load + folds * max(laid.time, load) + rows + columns - 2
+        return folds * (laid.time + _depth(matrix))
+    return folds * max(laid.time, _load(matrix, min(laid.along_rows, matrix.rows)))
+
+
+def _load(matrix: Matrix, rows: int) -> int:
+    """Cycles in which what stays in rows of the array is loaded."""
+    return 0 if matrix.dataflow is Dataflow.OUTPUT else -(-rows // matrix.load_rows)
+
+
+def _depth(matrix: Matrix) -> int:
+    """Cycles of a fold besides those in which it streams: to load it, and for its last element to cross the array."""
+    return _load(matrix, matrix.rows) + matrix.rows + matrix.columns - 2
 
 
 __all__ = ["Cost", "Costs", "Work", "fold_cycles", "step_operations", "work_of"]

@@ -6,29 +6,37 @@ Engines work side by side, each on one instruction at a time and in the order of
    been reached. Instructions start in the order in which they become ready.
 2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine
    is free for the next transfer meanwhile. All engines share DRAM.
-3. Any other instruction keeps its engine for its cycles.
+3. Any other instruction keeps its engine for its cycles. A product ends the depth of the array later where folds
+   overlap; the engine begins the next one meanwhile.
 4. At its end an instruction raises its tokens; an engine's instructions end in their order.
 5. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
    the chip overlaps them; otherwise a launch begins when the section before has ended.
 
 Times are whole cycles. If data are computed, an instruction does all its work when it starts; since what it needs has
-ended by then, the order of starts is one that a chip might have taken.
+ended by then, the order of starts is one that a chip might have taken. Neither times nor the order depend on data, so a
+program that has run is computed again in the order of its first run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush
 
+import numpy as np
+
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Engine, Loop, Node, Section, Space, Tile, TileProgram, Token
-from npu_model.machine.arithmetic import execute
+from npu_model.isa.instructions import Engine, Instruction, Loop, Node, Section, Space, Tile, TileProgram, Token
+from npu_model.machine.blas import one_thread
 from npu_model.machine.costs import Cost, Costs
+from npu_model.machine.execution import Executed, Execution, execute, located
 from npu_model.machine.memory import MachineError, Memory
 from npu_model.machine.races import Races
 from npu_model.machine.streams import Entry, Prepared, Raised, Streams
+
+_MOST_KEPT = 2**18  # executions whose order is kept for the next run
 
 
 class Cause(StrEnum):
@@ -117,6 +125,8 @@ class Machine:
         self.memory = memory
         self.checked = checked
         self.costs = Costs(chip)
+        self._executions: dict[tuple[int, ...], Execution] = {}
+        self._first: tuple[Run, list[Executed]] | None = None
         if memory is not None:
             matrix = chip.matrix
             self._scratchpad = Memory("the scratchpad", chip.sram.size, checked)
@@ -124,7 +134,7 @@ class Machine:
 
     def preload(self) -> Run:
         """Bring weights that stay into the scratchpad; once, and again when weights change."""
-        return self._run(self.program.preload, {}, spans=False)
+        return self._run(self.program.preload, {})
 
     def run(self, *, spans: bool = False) -> Run:
         """Run the program once.
@@ -132,13 +142,22 @@ class Machine:
         Raises:
             MachineError: an instruction does what no correct program does; names the instruction, node and address.
         """
-        raised = token_totals(self.program.preload)
-        return self._run(self.program.sections, raised, spans)
+        if self._first is not None and not spans:
+            run, order = self._first
+            with _computing():
+                for executed in order:
+                    execute(*executed)
+            return run
+        first: list[Executed] | None = [] if self.memory is not None and not self.checked else None
+        run = self._run(self.program.sections, token_totals(self.program.preload), spans, first)
+        if first is not None and len(first) <= _MOST_KEPT:
+            self._first = run, first
+        return run
 
     def run_section(self, index: int) -> None:
         """Compute one section by itself, for looking at what is between sections; all before it have been."""
         raised = token_totals((*self.program.preload, *self.program.sections[:index]))
-        self._run(self.program.sections[index : index + 1], raised, spans=False)
+        self._run(self.program.sections[index : index + 1], raised)
 
     def memories(self, tile: Tile) -> Memory:
         """The memory that an operand is in."""
@@ -149,9 +168,35 @@ class Machine:
         assert self.memory is not None
         return self.memory[tile.buffer]
 
-    def _run(self, sections: Sequence[Section], raised: Mapping[Token, int], spans: bool) -> Run:
-        scheduler = _Scheduler(self, sections, raised, spans)
-        return scheduler.run()
+    def execution(self, instruction: Instruction, varying: Sequence[int]) -> Execution:
+        """What executes an instruction of the program; it is made once.
+
+        Args:
+            varying: Axes of which some elements do not exist in some rounds.
+        """
+        key = (id(instruction), *varying)
+        execution = self._executions.get(key)
+        if execution is None:
+            execution = self._executions[key] = Execution(instruction, varying, self.memories)
+        return execution
+
+    def _run(
+        self,
+        sections: Sequence[Section],
+        raised: Mapping[Token, int],
+        spans: bool = False,
+        order: list[Executed] | None = None,
+    ) -> Run:
+        scheduler = _Scheduler(self, sections, raised, spans, order)
+        with _computing() if self.memory is not None else nullcontext():
+            return scheduler.run()
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Compute without warnings and with one thread of BLAS."""
+    with np.errstate(all="ignore"), one_thread():
+        yield
 
 
 def token_totals(sections: Sequence[Section]) -> dict[Token, int]:
@@ -202,8 +247,16 @@ class _Queue:
 class _Scheduler:
     """One run: queues, tokens and time."""
 
-    def __init__(self, machine: Machine, sections: Sequence[Section], raised: Mapping[Token, int], spans: bool) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        sections: Sequence[Section],
+        raised: Mapping[Token, int],
+        spans: bool,
+        order: list[Executed] | None,
+    ) -> None:
         self.machine = machine
+        self.order = order
         self.sections = sections
         self.counts = [Counts() for _ in sections]
         self.spans: list[Span] = []
@@ -260,7 +313,8 @@ class _Scheduler:
                 self.dram_free = queue.free = start + cycles
                 end = queue.free + latency
             else:
-                end = queue.free = start + cycles
+                queue.free = start + cycles
+                end = queue.free + cost.latency
             if end < queue.ended:
                 end = queue.ended
             queue.ended = end
@@ -341,21 +395,17 @@ class _Scheduler:
         if self.keeps_spans and cost.cycles:
             name = type(instruction).__name__.lower()
             self.spans.append(Span(prepared.section, queue.name, name, start, start + cost.cycles))
-        try:
-            if self.races is not None:
+        node = self.sections[prepared.section].node
+        if self.races is not None:
+            try:
                 self.races.step(number, prepared, counters, waits)
-            if self.machine.memory is not None:
-                execute(instruction, counters, self.machine.memories)
-        except MachineError as error:
-            raise MachineError(f"{self._where(prepared, counters)}: {error}") from None
-        except (ArithmeticError, TypeError, ValueError) as error:
-            raise MachineError(f"{self._where(prepared, counters)} cannot be executed: {error}") from error
-
-    def _where(self, prepared: Prepared, counters: tuple[int, ...]) -> str:
-        instruction, section = prepared.instruction, self.sections[prepared.section]
-        name = type(instruction).__name__.lower()
-        rounds = f" in round {', '.join(map(str, counters))}" if counters else ""
-        return f"{name} on {instruction.engine}{rounds} of node '{section.node}'"
+            except MachineError as error:
+                raise located(error, node, instruction, counters) from error
+        if self.machine.memory is not None:
+            executed = node, self.machine.execution(instruction, prepared.varying), counters
+            if self.order is not None and len(self.order) <= _MOST_KEPT:
+                self.order.append(executed)
+            execute(*executed)
 
     def _check_finished(self) -> None:
         reasons = []

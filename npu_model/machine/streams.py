@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import TypeAlias
 
-from npu_model.isa.instructions import Affine, Engine, Instruction, Loop, Node, Section, Token, Transfer
+from npu_model.isa.instructions import Affine, Engine, Instruction, Loop, Node, Section, Space, Token, Transfer
 from npu_model.machine.costs import Cost, Costs
 
 _AHEAD = 256  # instructions, about: each is a few objects, and the garbage collector visits those that live long
@@ -50,8 +50,9 @@ class Prepared:
         moves: Whether it is a transfer.
         sizes: Engine → number of instructions that it executes in a round of the loops around.
         varying: Axes of which some elements do not exist in some rounds.
-        fixed: Its cost, if there are no such axes.
-        by_extents: Cost by extents of these axes.
+        outside: Address of what a transfer moves in a DRAM of banks, where that varies.
+        fixed: Its cost, if there is nothing of that.
+        by_extents: Cost by extents of these axes, and by the place of the address among channels and rows.
     """
 
     instruction: Instruction
@@ -62,6 +63,7 @@ class Prepared:
     counts: list[Affine]
     signals: list[Raised]
     varying: list[int]
+    outside: Affine | None
     fixed: Cost | None
     by_extents: dict[tuple[int, ...], Cost]
 
@@ -126,7 +128,9 @@ class Streams:
     def _prepared(self, instruction: Instruction, counts: tuple[int, ...], section: int) -> Prepared:
         bounds = [(axis.start.bounds(counts), axis) for axis in instruction.axes]
         clipped = [low < 0 or high + axis.size > axis.total for (low, high), axis in bounds]
-        fixed = None if any(clipped) else self._costs.cost(instruction, [axis.size for axis in instruction.axes])
+        outside = self._outside(instruction)
+        sizes = [axis.size for axis in instruction.axes]
+        fixed = None if any(clipped) or outside else self._costs.cost(instruction, sizes)
         return Prepared(
             instruction,
             section,
@@ -136,9 +140,17 @@ class Streams:
             [wait.count for wait in instruction.waits],
             [self._token(token) for token in instruction.signals],
             [position for position, is_clipped in enumerate(clipped) if is_clipped],
+            outside,
             fixed,
             {},
         )
+
+    def _outside(self, instruction: Instruction) -> Affine | None:
+        """The address in DRAM of a transfer whose time depends on it."""
+        if self._costs.banks is None or not isinstance(instruction, Transfer):
+            return None
+        tiles = (instruction.source, instruction.target)
+        return next((tile.address for tile in tiles if tile.space is Space.DRAM), None)
 
     def _token(self, token: Token) -> Raised:
         if token not in self.tokens:
@@ -205,13 +217,18 @@ class Streams:
             size, total = axes[position].size, axes[position].total
             starts = _values(axes[position].start, rounds)
             columns.append([max(0, min(size, total - start) - max(0, -start)) for start in starts])
+        banks = self._costs.banks
+        if node.outside is None or banks is None:
+            columns.append([0] * len(rounds))
+        else:
+            columns.append([address % banks.period for address in _values(node.outside, rounds)])
         keys = list(zip(*columns, strict=True))
         for key, times in Counter(keys).items():
             if key not in node.by_extents:
                 extents = [axis.size for axis in axes]
-                for position, extent in zip(node.varying, key, strict=True):
+                for position, extent in zip(node.varying, key, strict=False):
                     extents[position] = extent
-                node.by_extents[key] = self._costs.cost(node.instruction, extents)
+                node.by_extents[key] = self._costs.cost(node.instruction, extents, key[-1])
             work[engine, node.by_extents[key]] += times
         return [node.by_extents[key] for key in keys]
 

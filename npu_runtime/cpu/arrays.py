@@ -19,7 +19,7 @@ _MAPPED = 4 * 2**20
 
 
 def host_memory(count: int, dtype: np.dtype) -> np.ndarray:
-    """A flat array of any content that begins on a cache line.
+    """A flat array of `count` elements, not initialized, that begins on a cache line.
 
     Raises:
         MemoryError: there is not enough memory.

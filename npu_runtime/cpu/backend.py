@@ -157,7 +157,7 @@ class CPUBackend(Backend):
         return CPUBuffer(shape, alloc_shape, dtype, host_memory(numel(memory), numpy_dtype(dtype)))
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Waits for the native kernels and imports torch, so that no run does."""
+        """Wait for the native kernels and import torch, so that no run has to."""
         _ = self.native, self.pytorch
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
@@ -169,12 +169,18 @@ class CPUBackend(Backend):
         implementations = candidates(bound, self.native, self.pytorch)
         choose = self._tuner.launch if self.tune else default_launch
         launch = choose(bound, implementations)
+        if isinstance(launch, NativeLaunch):
+            launch.origin = f", for kernel '{call.kernel}' (node '{call.node}')"
         return launch or fallback(bound, self.native, self.pytorch)
 
     def join(self, rank: int, size: int, share: Share) -> None:
         from npu_runtime.cpu.gloo import GlooCollectives
 
         self.collectives = GlooCollectives(rank, size, share)
+
+    @property
+    def makes_trials(self) -> bool:
+        return self.tune
 
     @contextlib.contextmanager
     def without_trials(self) -> Iterator[None]:

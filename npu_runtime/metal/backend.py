@@ -183,9 +183,9 @@ class MetalBackend(Backend):
         self._device.save_archive()
 
     def _compile(self, call: KernelCall) -> CompiledCall:
-        known = self._compiled.get(id(call))
-        if known is not None:
-            return known[1]
+        entry = self._compiled.get(id(call))
+        if entry is not None:
+            return entry[1]
         product = as_product(call) if self._mps else None
         rest = call if product is None else addend_of(call) or epilogue_of(call)
         compiled = CompiledCall(product, None if rest is None else self._dispatch(rest))

@@ -122,7 +122,7 @@ class MetalDevice:
             DeviceError: Metal refused the source, with its message.
         """
         if dtype is None:
-            dtype = next((known for name, known in self._libraries if name == filename), "float32")
+            dtype = next((stored for name, stored in self._libraries if name == filename), "float32")
         kinds = _constant_kinds(filename)
         chosen = tuple((name, constants[name]) for name in kinds if name in constants)
         key = (filename, function, dtype, chosen)
@@ -131,9 +131,9 @@ class MetalDevice:
             values = self.api.Metal.MTLFunctionConstantValues.alloc().init()
             for name, value in chosen:
                 self._set_constant(values, name, kinds[name], value)
-            made, error = library.newFunctionWithName_constantValues_error_(function, values, None)
-            _require(made, f"function '{function}' of {filename}", error)
-            self._pipelines[key] = self._make_pipeline(made, function)
+            kernel, error = library.newFunctionWithName_constantValues_error_(function, values, None)
+            _require(kernel, f"function '{function}' of {filename}", error)
+            self._pipelines[key] = self._make_pipeline(kernel, function)
             self.counters["pipelines"] += 1
         return self._pipelines[key]
 
@@ -155,15 +155,14 @@ class MetalDevice:
         return self._libraries[key]
 
     def _set_constant(self, values: Any, name: str, kind: str, value: int) -> None:
-        Metal = self.api.Metal
         if kind == "bool":
-            values.setConstantValue_type_withName_(bytes([value]), Metal.MTLDataTypeBool, name)
+            values.setConstantValue_type_withName_(bytes([value]), self.api.Metal.MTLDataTypeBool, name)
         else:
-            values.setConstantValue_type_withName_(value.to_bytes(4, "little"), Metal.MTLDataTypeUInt, name)
+            values.setConstantValue_type_withName_(value.to_bytes(4, "little"), self.api.Metal.MTLDataTypeUInt, name)
 
     def _make_pipeline(self, function: Any, label: str) -> Any:
-        Metal = self.api.Metal
-        descriptor = Metal.MTLComputePipelineDescriptor.alloc().init()
+        metal = self.api.Metal
+        descriptor = metal.MTLComputePipelineDescriptor.alloc().init()
         descriptor.setComputeFunction_(function)
         descriptor.setLabel_(label)
         # A kernel that uses many registers could be given fewer threads than it is dispatched with.
@@ -171,10 +170,10 @@ class MetalDevice:
         make = self.handle.newComputePipelineStateWithDescriptor_options_reflection_error_
         if self._archive is not None:
             self._archive.attach(descriptor)
-            pipeline, *_ = make(descriptor, Metal.MTLPipelineOptionFailOnBinaryArchiveMiss, None, None)
+            pipeline, *_ = make(descriptor, metal.MTLPipelineOptionFailOnBinaryArchiveMiss, None, None)
             if pipeline is not None:
                 return pipeline
-        pipeline, *_, error = make(descriptor, Metal.MTLPipelineOptionNone, None, None)
+        pipeline, *_, error = make(descriptor, metal.MTLPipelineOptionNone, None, None)
         _require(pipeline, f"pipeline of '{label}'", error)
         if self._archive is not None:
             self._archive.add(descriptor)
@@ -284,8 +283,9 @@ class PipelineArchive:
                 if done:
                     write_atomically(self._path, (folder / "archive").read_bytes())
         except OSError as error:
-            return warn_of_cache(self._path.parent, error)
-        self._added = 0
+            warn_of_cache(self._path.parent, error)
+        else:
+            self._added = 0
 
 
 def _require(created: Any, what: str, error: Any) -> Any:

@@ -156,7 +156,7 @@ def _matmul_vec_notrans(call: KernelCall, config: TargetConfig) -> tuple[Size3, 
 
 
 def _conv(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """Pixels along x, channels along y, images along z: a product of four SIMD groups, or a few pixels a thread."""
+    """Pixels along x, channels along y, images along z; a threadgroup takes a tile, or a thread a few pixels."""
     images, channels, rows, columns = call.outputs[0].shape
     pixels = rows * columns
     if call.params.get("direct"):
@@ -194,7 +194,7 @@ def _is_wide(call: KernelCall) -> bool:
 
 
 def _attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """Queries along x (tiles of them; or, for wide heads, slices of each one's result), heads along y, batches."""
+    """One threadgroup per query (or tile of them, or slice of a wide head's result), head and batch."""
     batch, heads, queries, width = call.outputs[0].shape
     form = _attention_form(call)
     if "prefill" in form:
@@ -206,7 +206,7 @@ def _attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _paged_attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """Tokens along x (for wide heads, slices of each one's result), heads along y."""
+    """One threadgroup per token (for wide heads, per slice of its result) and head."""
     tokens, heads, width = call.outputs[0].shape
     keys = call.inputs[3].shape[1] * call.params["block_size"]
     threads = _whole_simdgroups(keys * ATTENTION_KEY_LANES, config.max_threadgroup_1d)

@@ -128,7 +128,7 @@ class MPSLaunch:
     """A product with its MPS objects, made once for fixed memory."""
 
     def __init__(self, device: MetalDevice, product: Product, memory: list[tuple[Any, int]]) -> None:
-        """`memory` holds (buffer, byte offset) of the left, right and result matrices."""
+        """Make the MPS objects; `memory` has (buffer, byte offset) of the left, right and result matrices."""
         self._device = device
         self._matrices = [
             self._describe(matrix, buffer, offset)

@@ -47,7 +47,7 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
 
     def __init__(self, state: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
         self._state = state
-        self._made: dict[str, QuantizedArray] = {}
+        self._quantized: dict[str, QuantizedArray] = {}
         self._lock = free_lock()
         schemes = read_schemes(config)
         marked = {key.rpartition(".")[0] for key in state if key.rpartition(".")[2] in _OF_WEIGHTS}
@@ -92,14 +92,14 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
         if key not in self.formats:
             raise KeyError(key)
         with self._lock:
-            array = self._made.pop(key, None)
+            array = self._quantized.pop(key, None)
             if array is None:
                 module = key.removesuffix(".weight")
                 with _concerning(module):
                     array = self._layouts[module].array(self._parts(module))
-            self._made[key] = array
-            if len(self._made) > _KEPT:
-                del self._made[next(iter(self._made))]
+            self._quantized[key] = array
+            if len(self._quantized) > _KEPT:
+                del self._quantized[next(iter(self._quantized))]
             return array
 
     def __contains__(self, key: object) -> bool:

@@ -59,7 +59,7 @@ class GPTQ:
         return QuantizedFormat(integer_codes(self.bits), self.group, parts["scales"].dtype.name, offsets)
 
     def _zeros(self, parts: Parts) -> np.ndarray:
-        """int16 [groups, n]."""
+        """The zero points, int16 [groups, n], unpacked from `qzeros`."""
         return fields(parts["qzeros"], self.bits).astype(np.int16) + np.int16(self.stored_minus_one)
 
     def _check_order(self, order: np.ndarray | None, k: int) -> None:
@@ -273,7 +273,7 @@ def _expect(parts: Parts, name: str, shape: tuple[int, int], dtypes: tuple[str, 
 
 
 def _check_scales(parts: Parts, rows: int, groups: int, name: str = "weight_scale") -> None:
-    """Scales are [rows, groups], or for whole rows [rows]; or one for all."""
+    """Raise WeightError if scales are not [rows, groups], [rows] where a row is one group, or a single one."""
     scales = parts[name]
     if scales.size != 1 and scales.shape != (rows, groups) and not (groups == 1 and scales.shape == (rows,)):
         raise WeightError(f"its {name} has the shape {list(scales.shape)}; the other tensors ask for {[rows, groups]}")

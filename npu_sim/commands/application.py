@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands import (
+    diff,
     graphs,
     keys,
     models,
+    partitioning,
     profiling,
     programs,
     quantize,
@@ -33,12 +35,13 @@ for command in (
     programs.compile,
     programs.describe,
     programs.run,
-    graphs.partition,
+    partitioning.partition,
+    partitioning.ops,
     graphs.verify,
     profiling.profile,
     simulate.simulate,
     report.report,
-    report.diff,
+    diff.diff,
     keys.sign,
     keys.keygen,
     keys.trust,
@@ -70,4 +73,4 @@ def options(
         bool, typer.Option("--debug", help="Show the traceback of an error; may also follow the command.")
     ] = False,
 ) -> None:
-    """Options that come before the command."""
+    """Take the options that come before the command."""

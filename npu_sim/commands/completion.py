@@ -55,8 +55,8 @@ def ir_files(incomplete: str) -> list[str]:
     return _files(incomplete, ".json")
 
 
-def models_and_programs(incomplete: str) -> list[str]:
-    return _files(incomplete, ".npubin", ".json")
+def ir_and_vision_models(incomplete: str) -> list[str]:
+    return [*vision_models(incomplete), *ir_files(incomplete)]
 
 
 def programs_and_ir(incomplete: str) -> list[str]:
@@ -99,7 +99,7 @@ def _paths(incomplete: str, *suffixes: str) -> tuple[list[str], list[str]]:
     except OSError:
         return [], []
     hidden = incomplete[len(folder) :].startswith(".")
-    found = [entry for entry in entries if hidden or not entry.name.startswith(".")]
-    files = [folder + entry.name for entry in found if entry.name.endswith(suffixes) and entry.is_file()]
-    folders = [f"{folder}{entry.name}/" for entry in found if entry.is_dir()]
+    visible = [entry for entry in entries if hidden or not entry.name.startswith(".")]
+    files = [folder + entry.name for entry in visible if entry.name.endswith(suffixes) and entry.is_file()]
+    folders = [f"{folder}{entry.name}/" for entry in visible if entry.is_dir()]
     return beginning(incomplete, files), beginning(incomplete, folders)

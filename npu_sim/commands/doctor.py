@@ -53,14 +53,14 @@ def _installed(name: str) -> str | None:
 def _devices() -> dict[str, dict[str, Any]]:
     from npu_runtime import Device, available_devices
 
-    found: dict[str, dict[str, Any]] = {}
+    devices: dict[str, dict[str, Any]] = {}
     for name in available_devices():
         try:
-            found[name] = {"usable": True, "description": Device(name).backend.device}
+            devices[name] = {"usable": True, "description": Device(name).backend.device}
         except Exception as error:  # a broken driver may raise anything, which must not end the report
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            found[name] = {"usable": False, "reason": reason}
-    return found
+            devices[name] = {"usable": False, "reason": reason}
+    return devices
 
 
 def _cuda() -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def report(facts: dict[str, Any]) -> str:
         f"{facts['cores']} cores",
         "packages",
     ]
-    lines += [f"  {name} {found or 'MISSING'}" for name, found in facts["packages"].items()]
+    lines += [f"  {name} {version or 'MISSING'}" for name, version in facts["packages"].items()]
     lines.append("optional packages")
     for name, entry in facts["optional"].items():
         lines.append(f"  {name} {entry['version'] or 'not installed'}: {entry['for']}")

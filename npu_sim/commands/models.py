@@ -51,7 +51,7 @@ class PromptSettings:
     ] = False
 
     def __post_init__(self) -> None:
-        """Raises `InputError` where the options do not go together, or a text is none."""
+        """Raise `InputError` if the options contradict each other, or a text is none."""
         from npu_compiler.errors import InputError
 
         if self.max_tokens is not None and self.cache_length is not None and self.max_tokens > self.cache_length:

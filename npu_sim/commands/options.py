@@ -165,7 +165,7 @@ KVCache = Annotated[
         names="npu_sim.llm.loading:KV_CACHES",
         metavar="FORMAT",
         text="Store the KV cache as int8 or fp8, with a scale for each token and head, or none: in the compute dtype. "
-        "CPU only.",
+        "CPU and npu:CHIP only.",
     ),
 ]
 ActivationFormat = Annotated[

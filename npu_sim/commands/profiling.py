@@ -51,6 +51,7 @@ def profile(
     from npu_sim.devices import simulated
 
     check_not_overwritten(trace, [file, weights, *assigned_files(inputs)])
+    divided: PartitionPlan | None = None
     if file.suffix != ".json":
         model = CompiledProgram.load(file, allow_code)
         state = weights_for(model, weights)
@@ -59,16 +60,20 @@ def profile(
         run, programs = _program_run(model, chosen, state, arrays), [model]
     else:
         chosen = device_settings.open()
-        plan = _partitioned(file, chosen.backend.target)
+        divided = plan = _partitioned(file, chosen.backend.target)
         state = weights_for(plan.graph, weights)
         arrays, used_seed = inputs_for([plan.graph.tensors[name] for name in plan.graph.inputs], inputs, seed)
         run, programs = _plan_run(plan, chosen, state, arrays)
-    chip, profiler = simulated(chosen), Profiler()
+    chip, profiler = simulated(chosen), Profiler(chosen.backend.clock)
     median = _timed(run, runs, chosen, profiler)
     if trace is not None:
         with step(f"writing {trace}"):
-            if chip is None:
+            if chip is None or not programs:
                 profiler.save_trace(trace)
+            elif divided is not None and divided.price is not None:
+                from npu_model import simulate_plan
+
+                simulate_plan(divided, chip.chip, spans=True).timeline().save(trace)
             else:
                 from npu_model.analysis.trace import timeline
 
@@ -88,9 +93,7 @@ def profile(
     typer.echo(profiler.report())
     typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")
     if chip is not None:
-        note(
-            f"kernels, median and trace are in time of chip {chip.chip.name}; transfers and the total in this machine's"
-        )
+        note(f"simulated: times are those of chip {chip.chip.name}; transfers and work on this machine take none of it")
     if trace is not None:
         typer.echo(f"trace written to {trace}; ui.perfetto.dev opens it")
 
@@ -112,9 +115,12 @@ def _timed(run: Run, runs: int, device: Device, profiler: Profiler) -> float:
 
 def _partitioned(ir: Path, target: CodegenTarget) -> PartitionPlan:
     from npu_compiler import partition, read_ir
+    from npu_compiler.partitioning.prices import prices_of
 
     with step(f"partitioning {ir}"):
-        return partition(read_ir(ir), target=target)
+        plan = partition(read_ir(ir), target=target)
+        prices = prices_of(target) if plan.reasons else None
+        return plan if prices is None else partition(plan.graph, target=target, prices=prices)
 
 
 def _program_run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +34,7 @@ from npu_sim.commands.targets import find_target
 if TYPE_CHECKING:
     import numpy as np
 
-    from npu_compiler import CompiledProgram, TensorSpec
+    from npu_compiler import CompiledProgram, CompileOptions, TensorSpec
 
 
 def compile(
@@ -71,23 +71,17 @@ def compile(
     json: AsJSON = False,
 ) -> None:
     """Compile IR into a program (.npubin)."""
-    from npu_compiler import CompileOptions, read_ir, trace_compilation
     from npu_compiler import compile as compile_ir
+    from npu_compiler import read_ir, trace_compilation
     from npu_compiler.errors import InputError
-    from npu_compiler.fusion_patterns import check_fusion_names
 
     if full and not stages:
         raise InputError("--full is for --stages")
-    if activations is not None:
-        if quantization is None:
-            raise InputError("--activations is for layers with quantized weights: give their --quantization too")
-        quantization = f"{quantization}+{activations}"
     if output is None and (json or not stages):
         raise InputError("give an output file (-o FILE.npubin)" + ("" if json else ", --stages, or both"))
     check_not_overwritten(output, [ir])
-    codegen, disabled = find_target(target, phase_clocks), disable_fusion or ()
-    check_fusion_names(disabled)
-    options = CompileOptions(dtype, quantization, disabled_fusions=disabled)
+    codegen = find_target(target, phase_clocks)
+    options = _compile_options(dtype, quantization, activations, disable_fusion or ())
     with step(f"reading {ir}"):
         graph = read_ir(ir)
     for text in describe_stages(trace_compilation(graph, codegen, options), full=full) if stages else ():
@@ -98,6 +92,22 @@ def compile(
         program = compile_ir(graph, codegen, options)
         program.save(output)
     _print_totals(program, output, json)
+
+
+def _compile_options(
+    dtype: str | None, quantization: str | None, activations: str | None, disabled: Sequence[str]
+) -> CompileOptions:
+    """The compiler's options as a command's. Raises InputError if they do not fit each other."""
+    from npu_compiler import CompileOptions
+    from npu_compiler.errors import InputError
+    from npu_compiler.fusion_patterns import check_fusion_names
+
+    if activations is not None:
+        if quantization is None:
+            raise InputError("--activations is for layers with quantized weights: give their --quantization too")
+        quantization = f"{quantization}+{activations}"
+    check_fusion_names(disabled)
+    return CompileOptions(dtype, quantization, disabled_fusions=disabled)
 
 
 def _print_totals(program: CompiledProgram, output: Path, json: bool) -> None:
@@ -127,29 +137,38 @@ def describe(
     json: AsJSON = False,
 ) -> None:
     """Show the totals, kernels, buffers and weights of a program, the nodes of an IR file, or a saved module."""
-    from npu_compiler import CompiledProgram, print_graph, read_ir
-    from npu_compiler.program.describe import summary
-
     if file.suffix == MODULE:
         describe_module(file, json)
+    elif file.suffix == ".json":
+        _describe_graph(file, json)
+    else:
+        _describe_program(file, full, json)
+
+
+def _describe_graph(file: Path, json: bool) -> None:
+    """Show the nodes of an IR file."""
+    from npu_compiler import print_graph, read_ir
+
+    graph = read_ir(file)
+    if not json:
+        typer.echo(print_graph(graph))
         return
-    if file.suffix == ".json":
-        graph = read_ir(file)
-        if json:
-            print_json(
-                {
-                    "name": graph.name,
-                    "inputs": [_spec(graph.tensors[name]) for name in graph.inputs],
-                    "outputs": [_spec(graph.tensors[name]) for name in graph.outputs],
-                    "weights": {name: str(recipe) for name, recipe in graph.weights.items()},
-                    "nodes": [
-                        {"name": n.name, "op": n.op_type, "inputs": n.inputs, "outputs": n.outputs} for n in graph
-                    ],
-                }
-            )
-        else:
-            typer.echo(print_graph(graph))
-        return
+    print_json(
+        {
+            "name": graph.name,
+            "inputs": [_spec(graph.tensors[name]) for name in graph.inputs],
+            "outputs": [_spec(graph.tensors[name]) for name in graph.outputs],
+            "weights": {name: str(recipe) for name, recipe in graph.weights.items()},
+            "nodes": [{"name": n.name, "op": n.op_type, "inputs": n.inputs, "outputs": n.outputs} for n in graph],
+        }
+    )
+
+
+def _describe_program(file: Path, full: bool, json: bool) -> None:
+    """Show the totals, kernels, buffers and weights of a program."""
+    from npu_compiler import CompiledProgram
+    from npu_compiler.program.describe import summary
+
     program = CompiledProgram.load(file)
     if not json:
         typer.echo(program.describe(full=full))

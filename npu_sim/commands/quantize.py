@@ -166,7 +166,7 @@ def _read_text(path: Path) -> str:
 
 
 def _show(report: Report) -> None:
-    """A table of the layers with the largest errors, and a row for all of them."""
+    """Print a table of the layers with the largest errors, and a row for all of them."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,26 +1,27 @@
-"""The commands that show programs: `report`, and `diff` for two of them."""
+"""The command `report`: what the compiler made of a model, and where its time, bytes and energy go, as a page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import check_file, check_not_overwritten, check_output, check_weights
-from npu_sim.commands.completion import chips, models_and_programs, targets
+from npu_sim.commands.checks import check_file, check_not_overwritten, check_output
+from npu_sim.commands.completion import chips, models, targets
 from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.options import AllowCode, AsJSON, DisabledFusions, Dtype, Inputs, Seed, WeightFormat, Weights
 from npu_sim.commands.resources import inputs_for, load_onto, weights_for
 from npu_sim.commands.settings import DeviceSettings
+from npu_sim.commands.simulate import check_ops
 from npu_sim.commands.targets import find_target
 
 if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram, CompileOptions, IRGraph, PartitionPlan
-    from npu_model import Chip, Result
+    from npu_model import Chip
     from npu_runtime import Device
     from npu_sim.report import Measurement, Roof, StageGraphs
 
@@ -29,12 +30,37 @@ RUNS = 5
 TARGET = "op_level"
 
 
-def _model_file(path: Path) -> Path:
+def _model(path: Path) -> Path:
     from npu_compiler.errors import InputError
 
     if path.suffix == MODULE:
         raise InputError(f"'{path}' is a saved module; give its IR, or one program")
-    return check_file(path, "program" if path.suffix == PROGRAM else "IR file")
+    if not is_vision_model(path) and not is_language_model(path):
+        check_file(path, "program" if path.suffix == PROGRAM else "IR file")
+    return path
+
+
+def optional_model(path: Path | None) -> Path | None:
+    """A model or program that is checked, if one is given."""
+    return None if path is None else _model(path)
+
+
+def is_vision_model(model: Path) -> bool:
+    """Whether it is the name of a vision model."""
+    from npu_sim.vision.models import MODELS
+
+    return str(model) in MODELS
+
+
+def is_language_model(model: Path) -> bool:
+    """Whether it is a language model: a shorthand, a folder, a GGUF file or a Hugging Face id; no file is read."""
+    from npu_sim.llm.loading import SHORTHANDS, find_checkpoint
+
+    is_id = len(model.parts) == 2 and not model.suffix and not model.parent.exists()
+    if str(model) not in SHORTHANDS and not model.is_dir() and model.suffix != ".gguf" and not is_id:
+        return False
+    find_checkpoint(str(model))
+    return True
 
 
 def _rate(value: float | None) -> float | None:
@@ -49,9 +75,10 @@ ModelFile = Annotated[
     Path,
     typer.Argument(
         metavar="MODEL|PROGRAM",
-        callback=_model_file,
-        autocompletion=models_and_programs,
-        help="IR file (JSON), or compiled program (.npubin).",
+        callback=_model,
+        autocompletion=models,
+        help="IR file (JSON), compiled program (.npubin), vision model by name, or a language model: Hugging Face id, "
+        "folder, .gguf file or smollm2.",
     ),
 ]
 Target = Annotated[
@@ -91,6 +118,14 @@ def report(
             help="Also simulate on a chip: edge, phone, datacenter, … or a file.",
         ),
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            "--sweep",
+            metavar="RANGES",
+            help="Also simulate many chips like it, as `simulate --sweep` does; of a language model, its decode step.",
+        ),
+    ] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option(metavar="GB/S", callback=_rate, help="Memory bandwidth for the roofline, in GB/s."),
@@ -108,6 +143,7 @@ def report(
     from npu_compiler import CompileOptions
     from npu_compiler.errors import InputError
     from npu_compiler.fusion_patterns import check_fusion_names
+    from npu_model.analysis.sweep import parse_sweep
     from npu_sim.arrays import assigned_files
 
     is_program = model.suffix == PROGRAM
@@ -121,31 +157,38 @@ def report(
         raise InputError("--bandwidth and --flops belong together; give both")
     if inputs and not is_measured:
         raise InputError("--input is for measuring; give --weights or --device too")
-    _check_measuring("a report", is_measured, target)
+    check_measuring("a report", is_measured, target)
+    if is_measured and not is_program and is_language_model(model):
+        raise InputError(f"a report measures no language model; for '{model}', leave out --weights and --device")
+    if sweep is not None and npu is None:
+        raise InputError("--sweep is of a chip; give it with --npu")
     check_fusion_names(options.disabled_fusions)
-    codegen = find_target(target or TARGET)
-    chip = None if npu is None else _chip(npu)
+    chip = None if npu is None else chip_named(npu)
+    codegen = find_target(target or TARGET) if chip is None or target else target_for(chip, sweep is not None)
+    if chip is not None and sweep is not None:
+        parse_sweep(sweep, chip)
     check_not_overwritten(output, [model, weights, *assigned_files(inputs)])
 
-    from npu_model import simulate
     from npu_sim.report import Roof
 
     roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
     opened = device_settings.open() if is_measured and not is_program else None
     if is_program:
-        subject = _load(model, allow_code)
+        subject = load(model, allow_code)
+        check_ops(subject.programs, chip)
     else:
-        subject = _compile(model, opened.backend.target if opened else codegen, options)
+        subject = compile_model(model, opened.backend.target if opened else codegen, options)
     measurement, numerics = None, None
     if is_measured and subject.plan is None:
         (program,) = subject.programs
         chosen = opened or device_settings.open_for(program)
-        measurement, numerics = _measure(subject, chosen, weights, inputs, runs, seed, verify)
+        measurement, numerics = measure_program(subject, chosen, weights, inputs, runs, seed, verify)
         roof = roof or Roof.of(chosen.backend.ceilings, program.compute_dtype)
     elif is_measured:
         subject.notes.append("The model is partitioned, so its kernels were not measured.")
-    simulations = [] if chip is None else [simulate(program, chip) for program in subject.programs]
-    _write(subject, output, measurement, simulations, roof, numerics, json)
+    simulations = simulated(subject.programs, chip)
+    swept = None if chip is None or sweep is None else _swept(subject.programs[-1], chip, sweep)
+    _write(subject, output, measurement, simulations, roof, numerics, swept, json)
 
 
 def _check_compiled(model: Path, options: CompileOptions, target: str | None) -> None:
@@ -162,22 +205,52 @@ def _check_compiled(model: Path, options: CompileOptions, target: str | None) ->
             raise InputError(f"{option} is for an IR file; '{model}' is compiled already")
 
 
-def _check_measuring(what: str, is_measured: bool, target: str | None) -> None:
+def check_measuring(what: str, is_measured: bool, target: str | None) -> None:
+    """Refuse a target where a device, whose own target it is, measures."""
     from npu_compiler.errors import InputError
 
     if is_measured and target is not None:
         raise InputError(f"--target is for {what} without measuring; leave out --target, --weights or --device")
 
 
-def _chip(npu: str) -> Chip:
+def chip_named(npu: str) -> Chip:
+    """The chip of an option `--npu`."""
     from npu_model import load_chip
 
     with concerning("--npu"):
         return load_chip(npu)
 
 
+def target_for(chip: Chip, is_swept: bool) -> CodegenTarget:
+    """The target whose programs run on a chip or, for a sweep, can be lowered for chips like it."""
+    from npu_model import ChipOpsTarget, NPUTarget
+
+    return ChipOpsTarget(chip) if is_swept else NPUTarget(chip)
+
+
+def _swept(program: CompiledProgram, chip: Chip, ranges: str) -> dict[str, Any]:
+    from npu_sim.report import sweep_facts
+
+    with progress("simulating the sweep") as advance:
+        return sweep_facts(program, chip, ranges, advance)
+
+
+def simulated(programs: Sequence[CompiledProgram], chip: Chip | None) -> list[dict[str, Any]]:
+    """The programs' runs on a chip; none without a chip."""
+    from npu_sim.report import simulated_facts
+
+    if chip is None:
+        return []
+    runs = []
+    with progress(f"simulating on {chip.name}") as advance:
+        for program in programs:
+            runs.append(simulated_facts(program, chip))
+            advance(len(runs), len(programs))
+    return runs
+
+
 @dataclass
-class _Subject:
+class Subject:
     """The subject of a report: the programs of a model and, where it was compiled here, how they came about."""
 
     programs: list[CompiledProgram]
@@ -188,41 +261,70 @@ class _Subject:
     notes: list[str] = field(default_factory=list)
 
 
-def _load(path: Path, allow_code: bool) -> _Subject:
+def load(path: Path, allow_code: bool) -> Subject:
+    """A compiled program as a subject."""
     from npu_compiler import CompiledProgram
 
     program = CompiledProgram.load(path, allow_code)
-    return _Subject([program], program.name)
+    return Subject([program], program.name)
 
 
-def _compile(path: Path, target: CodegenTarget, options: CompileOptions) -> _Subject:
-    """The program of an IR file or, where the NPU cannot run all of it, those of its device partitions."""
+def compile_model(path: Path, target: CodegenTarget, options: CompileOptions) -> Subject:
+    """The program of a model or, where the NPU cannot run all of it, those of its device partitions.
+
+    Of a language model, the prefill of a prompt and a decode step, as `simulate` has them.
+    """
     from npu_compiler import compile as compile_ir
-    from npu_compiler import partition, read_ir, trace_stages
+    from npu_compiler import read_ir, trace_stages
     from npu_compiler.errors import ConstraintError
+    from npu_sim.commands.simulate import language_programs
     from npu_sim.report import stage_graphs
+    from npu_sim.vision.models import extract_model_ir, find_model
 
     with step(f"compiling {path}"):
-        graph = read_ir(path)
+        if is_language_model(path):
+            quantization = options.quantization
+            assert quantization is None or isinstance(quantization, str)
+            programs, tokens = language_programs(str(path), target, options.compute_dtype, quantization, None, None)
+            notes = [f"A prefill of {tokens} tokens, and a decode step."]
+            return Subject(programs, path.name, notes=notes)
+        graph = read_ir(extract_model_ir(find_model(str(path))) if is_vision_model(path) else path)
         try:
             program = compile_ir(graph, target, options)
         except ConstraintError:
-            plan = partition(
-                graph, target=target, compute_dtype=options.compute_dtype, quantization=options.quantization
-            )
-            stages = stage_graphs([("read", graph)])
-            stages.add_partitions(plan)
-            parts = [plan.compile(part, target) for part in plan.partitions if part.device == "npu"]
-            if not parts:
+            subject = _divided(graph, target, options)
+            if not subject.programs:
                 raise
-            return _Subject(parts, graph.name, graph, stages, plan)
+            return subject
         stages = stage_graphs(trace_stages(graph, target, options))
-    return _Subject([program], graph.name, graph, stages)
+    return Subject([program], graph.name, graph, stages)
 
 
-def _measure(
-    subject: _Subject, device: Device, weights: Path | None, inputs: Inputs, runs: int, seed: int | None, verify: bool
+def _divided(graph: IRGraph, target: CodegenTarget, options: CompileOptions) -> Subject:
+    """A graph that a target cannot run whole: the programs of its partitions on the device."""
+    from npu_compiler import partition
+    from npu_model import ChipOpsTarget, simulate_plan
+    from npu_sim.report import stage_graphs
+
+    chip = target.chip if isinstance(target, ChipOpsTarget) else None
+    plan = partition(
+        graph,
+        target=None if chip else target,
+        npu=chip,
+        compute_dtype=options.compute_dtype,
+        quantization=options.quantization,
+    )
+    stages = stage_graphs([("read", graph)])
+    stages.add_partitions(plan)
+    programs = [plan.compile(part, target) for part in plan.partitions if part.device == "npu"]
+    notes = [] if chip is None else [simulate_plan(plan, chip).summary()]
+    return Subject(programs, graph.name, graph, stages, plan, notes)
+
+
+def measure_program(
+    subject: Subject, device: Device, weights: Path | None, inputs: Inputs, runs: int, seed: int | None, verify: bool
 ) -> tuple[Measurement, dict[str, Any] | None]:
+    """Measure the subject's only program and, if asked, verify its model."""
     from npu_sim.report import measure
 
     (program,) = subject.programs
@@ -246,12 +348,13 @@ def _measure(
 
 
 def _write(
-    subject: _Subject,
+    subject: Subject,
     output: Path,
     measurement: Measurement | None,
-    simulations: Sequence[Result],
+    simulations: Sequence[Mapping[str, Any]],
     roof: Roof | None,
     numerics: dict[str, Any] | None,
+    sweep: dict[str, Any] | None,
     json: bool,
 ) -> None:
     from npu_compiler.program.describe import format_bytes
@@ -266,6 +369,7 @@ def _write(
         partitions=subject.plan,
         roof=roof,
         numerics=numerics,
+        sweep=sweep,
         notes=subject.notes,
     )
     with step(f"writing {output}"):
@@ -273,8 +377,9 @@ def _write(
     for remark in subject.notes:
         note(f"note: {remark}")
     if json:
+        kept = ("name", "target", "dtype", "totals", "measured")
         facts = [
-            {name: program[name] for name in ("name", "target", "dtype", "totals", "measured", "simulated")}
+            {**{name: program[name] for name in kept}, "simulated": _totals(program["simulated"])}
             for program in contents["programs"]
         ]
         print_json({"report": str(output), "bytes": size, "programs": facts, "notes": subject.notes})
@@ -283,97 +388,7 @@ def _write(
         typer.echo(f"{output}: {calls} kernel launches, {format_bytes(size)}")
 
 
-def diff(
-    a: ModelFile,
-    b: ModelFile,
-    *,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", callback=check_output, help="Also write the comparison as HTML."
-        ),
-    ] = None,
-    weights: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--weights", "-w", metavar="FILE", help="Weights, to measure the time; twice if the models' own differ."
-        ),
-    ] = None,
-    device_settings: DeviceSettings,
-    allow_code: AllowCode = False,
-    target: Target = None,
-    runs: Runs = RUNS,
-    seed: Seed = None,
-    json: AsJSON = False,
-) -> None:
-    """Compare two programs: kernels, bytes, memory and, with --weights or --device, time."""
-    from npu_compiler import CompileOptions
-    from npu_compiler.errors import InputError
-
-    given = [path for path in map(check_weights, weights or ()) if path is not None]
-    is_measured = bool(given) or device_settings.device is not None
-    if len(given) > 2:
-        raise InputError("--weights is given more than twice; there are two programs")
-    _check_measuring("a comparison", is_measured, target)
-    codegen = find_target(target or TARGET)
-    check_not_overwritten(output, [a, b, *given])
-
-    from npu_sim.report import diff_contents, write_page
-
-    programs, measurements = [], []
-    for index, path in enumerate((a, b)):
-        opened = device_settings.open() if is_measured and path.suffix != PROGRAM else None
-        subject = (
-            _load(path, allow_code)
-            if path.suffix == PROGRAM
-            else _compile(path, opened.backend.target if opened else codegen, CompileOptions())
-        )
-        if subject.plan is not None:
-            raise InputError(f"'{path}' needs partitions, and only whole programs can be compared")
-        (program,) = subject.programs
-        programs.append(program)
-        chosen = opened or (device_settings.open_for(program) if is_measured else None)
-        state = given[min(index, len(given) - 1)] if given else None
-        measurements.append(_measure(subject, chosen, state, None, runs, seed, False)[0] if chosen else None)
-    labels = (a.name, b.name) if a.name != b.name else (str(a), str(b))
-    contents = diff_contents(labels, programs, measurements)
-    if output is not None:
-        size = write_page(output, contents["title"], contents)
-        note(f"{output}: {size} bytes")
-    if json:
-        print_json({name: contents[name] for name in ("labels", "is_measured", "totals", "kernels", "nodes")})
-    else:
-        typer.echo(_table(contents))
-
-
-def _table(contents: Mapping[str, Any]) -> str:
-    """The comparison as text: totals, kernels, and how many nodes other kernels compute."""
-    from npu_compiler.program.describe import format_bytes, format_flops
-
-    formats: dict[str, Callable[[float], str]] = {
-        "bytes": lambda value: format_bytes(int(value)),
-        "flops": lambda value: format_flops(int(value)),
-        "seconds": lambda value: f"{1e3 * value:.3f} ms",
-        "count": str,
-    }
-    lines = [f"a: {contents['labels'][0]}", f"b: {contents['labels'][1]}", ""]
-    lines.append(f"{'':34} {'a':>14} {'b':>14} {'change':>9}")
-    for row in contents["totals"]:
-        show = formats[row["unit"]]
-        lines.append(f"{row['name']:34} {show(row['a']):>14} {show(row['b']):>14} {_change(row['a'], row['b']):>9}")
-    unit = "seconds" if contents["is_measured"] else "bytes"
-    lines += ["", f"{'kernel':34} {'launches':>14} {'time' if unit == 'seconds' else 'bytes':>24} {'change':>9}"]
-    for row in contents["kernels"]:
-        launches = f"{row['count_a']} → {row['count_b']}"
-        before, after = row[f"{unit}_a"], row[f"{unit}_b"]
-        both = f"{formats[unit](before)} → {formats[unit](after)}"
-        lines.append(f"{row['kernel']:34} {launches:>14} {both:>24} {_change(before, after):>9}")
-    nodes = len(contents["nodes"])
-    lines += ["", f"{nodes} nodes are computed by other kernels" if nodes else "each node has the same kernels in both"]
-    return "\n".join(lines)
-
-
-def _change(before: float, after: float) -> str:
-    if before == after:
-        return "="
-    return f"{after / before - 1:+.1%}" if before else "new"
+def _totals(run: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A simulated run without what fills the page."""
+    drawn = ("calls", "tracks", "scratchpad", "gap")
+    return None if run is None else {name: value for name, value in run.items() if name not in drawn}

@@ -16,6 +16,7 @@ from npu_sim.commands.completion import language_models
 from npu_sim.commands.console import concerning, note, progress, step
 from npu_sim.commands.options import LanguageModelName, count_option, name_option
 from npu_sim.commands.serve_ray import RaySettings, remote_engine
+from npu_sim.commands.serve_simulated import SimulatedModel, SimulationSettings, serve_on_chip
 from npu_sim.commands.settings import DeviceSettings, ModelSettings
 
 if TYPE_CHECKING:
@@ -186,8 +187,15 @@ def serve(
     model_settings: ModelSettings,
     device_settings: DeviceSettings,
     on_ray: RaySettings,
+    simulation: SimulationSettings,
 ) -> None:
-    """Serve a language model over HTTP, as OpenAI's API does."""
+    """Serve a language model over HTTP, as OpenAI's API does; or simulate that on a chip (--simulate)."""
+    simulation.check(_unfit(batching, model_settings, device_settings, on_ray))
+    if simulation.simulate is not None:
+        _simulate(
+            SimulatedModel(model, model_settings.dtype, model_settings.quantization), simulation, batching, limiting
+        )
+        return
     _check_serving(model, batching, limiting)
     on_ray.check(device_settings.device)
     from npu_sim.llm.loading import SHORTHANDS
@@ -221,6 +229,37 @@ def serve(
             note(f"{served.name} on {place} is served at {url}; Ctrl-C ends it when its requests have ended")
 
         run_server(application, limits, listener, drain_seconds=limiting.drain_timeout, ready=announce)
+
+
+def _unfit(
+    batching: BatchSettings, model: ModelSettings, device: DeviceSettings, on_ray: RaySettings
+) -> dict[str, bool]:
+    """Options that a simulated chip cannot take → whether they were given."""
+    return {
+        "--speculate": batching.speculate,
+        "--draft": batching.draft is not None,
+        "--activations": model.activations != "checkpoint",
+        "--tensor-parallel": model.tensor_parallel != 1,
+        "--device": device.device is not None,
+        "--ray": on_ray.ray,
+    }
+
+
+def _simulate(
+    model: SimulatedModel, simulation: SimulationSettings, batching: BatchSettings, limiting: LimitSettings
+) -> None:
+    """Simulate the server on a chip."""
+    assert simulation.simulate is not None
+    settings = {
+        "context_length": batching.context_length,
+        "cache_tokens": batching.cache_tokens,
+        "max_batch": batching.max_batch,
+        "prefill_tokens": batching.prefill_tokens,
+        "max_requests": limiting.max_requests,
+    }
+    requests = simulation.read_requests()
+    csv, json = simulation.csv, simulation.json
+    serve_on_chip(model, simulation.simulate, requests, settings, option="--simulate", csv=csv, json=json)
 
 
 def _check_serving(model: str, batching: BatchSettings, limiting: LimitSettings) -> None:

@@ -42,7 +42,7 @@ class RaySettings:
     ] = None
 
     def check(self, device: str | None = None) -> None:
-        """Raises `InputError` where the options do not go together, or Ray is missing."""
+        """Raise `InputError` if the options contradict each other, or Ray is missing."""
         from npu_compiler.errors import InputError
 
         given = [name for name, value in vars(self).items() if value is not None and name != "ray"]

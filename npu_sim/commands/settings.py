@@ -80,7 +80,7 @@ class DeviceSettings:
     no_tune: NoTune = False
 
     def __post_init__(self) -> None:
-        """Raises `InputError` where options are for another device than the one that is going to be opened."""
+        """Raise `InputError` if an option is for another device than the one to be opened."""
         from npu_compiler.errors import InputError
         from npu_runtime.device import best_device
 
@@ -126,7 +126,7 @@ class SamplingSettings:
     repetition_penalty: RepetitionPenalty = None
 
     def __post_init__(self) -> None:
-        """Raises `InputError` where greedy decoding is asked for, and what to draw from."""
+        """Raise `InputError` if greedy decoding is asked for together with options of sampling."""
         from npu_compiler.errors import InputError
 
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):

@@ -2,23 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from npu_sim.commands.checks import check_file, check_not_overwritten, check_output
 from npu_sim.commands.completion import chips, models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, Dtype, Trace, WeightFormat
+from npu_sim.commands.options import AsJSON, Dtype, WeightFormat
+from npu_sim.commands.serve_simulated import SimulatedModel, serve_on_chip
+from npu_sim.commands.simulation_text import as_json, result_lines, slow_dtype
+from npu_sim.commands.units import format_time
 
 if TYPE_CHECKING:
-    from npu_compiler import CodegenTarget, CompiledProgram
-    from npu_model import CallResult, Chip, Result
+    from npu_compiler import CodegenTarget, CompiledProgram, IRGraph
+    from npu_model import Chip, PlanResult
+
+# The kind of a model, its name, dtype, quantization, prompt and cache length.
+_Wanted: TypeAlias = tuple[str, str, str | None, str | None, int | None, int | None]
 
 PROMPT = 512
-_ROWS = 12  # of the table of calls
+_ROWS = 12  # partitions of a plan that are shown
+
+
+def _is_requests(trace: Path) -> bool:
+    """Whether a --trace is one of requests, to read, and not one of a run, to write."""
+    return trace.suffix == ".csv"
+
+
+def _trace_file(path: Path | None) -> Path | None:
+    return check_file(path, "trace") if path is not None and _is_requests(path) else check_output(path)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that `simulate` reads and writes, and how it shows its result."""
+
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=_trace_file,
+            help="Also write a trace (JSON), which ui.perfetto.dev shows. Or a .csv file: serve its requests, each a "
+            "line of arrival_seconds, prompt_tokens and new_tokens, with a language model.",
+        ),
+    ] = None
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.png",
+            callback=check_output,
+            help="Draw utilization over time and the roofline; with --sweep, latency against area.",
+        ),
+    ] = None
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="RANGES", help="Simulate many chips, such as sram=256K..8M,arrays=1..8 (each doubling)."),
+    ] = None
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv",
+            callback=check_output,
+            help="Write the sweep's table; with a --trace of requests, the queue over time.",
+        ),
+    ] = None
+    full: Annotated[bool, typer.Option("--full", help="Show every kernel call by itself, in order.")] = False
+    json: AsJSON = False
+
+    @property
+    def requests(self) -> Path | None:
+        """The trace of requests, if there is one."""
+        return self.trace if self.trace is not None and _is_requests(self.trace) else None
+
+    @property
+    def timeline(self) -> Path | None:
+        """The file for a trace of the run, if it is wanted."""
+        return None if self.requests is not None else self.trace
+
+    def check(self, inputs: list[Path]) -> None:
+        """Raises `InputError` where the options do not go together, or a file to write is one to read."""
+        from npu_compiler.errors import InputError
+
+        if self.csv is not None and self.sweep is None and self.requests is None:
+            raise InputError("--csv is for --sweep, or for a --trace of requests")
+        if self.sweep is not None and (self.trace is not None or self.full):
+            raise InputError("--trace and --full are for one chip; leave out --sweep")
+        if self.requests is not None and (self.picture is not None or self.full):
+            raise InputError("--picture and --full are for one run of a program; leave out the --trace of requests")
+        check_not_overwritten(self.timeline, inputs)
+        check_not_overwritten(self.picture, [*inputs, self.trace])
+        check_not_overwritten(self.csv, [*inputs, self.trace, self.picture])
 
 
 def simulate(
@@ -37,6 +114,7 @@ def simulate(
             "--npu", metavar="NAME|FILE.toml", autocompletion=chips, help="Chip: edge, phone, datacenter, … or a file."
         ),
     ],
+    outputs: Outputs,
     dtype: Dtype = None,
     quantization: WeightFormat = None,
     tokens: Annotated[
@@ -54,86 +132,145 @@ def simulate(
             "--cache-length", min=1, metavar="INTEGER", help="Capacity of its KV cache in tokens. Default: 2048."
         ),
     ] = None,
-    trace: Trace = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            "--picture",
-            metavar="FILE.png",
-            callback=check_output,
-            help="Draw utilization over time and the roofline; with --sweep, latency against area.",
-        ),
-    ] = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            "--sweep", metavar="RANGES", help="Simulate many chips, such as sram=256K..8M,arrays=1..8 (each doubling)."
-        ),
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option("--csv", metavar="FILE.csv", callback=check_output, help="Write the sweep's table."),
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Show every kernel call by itself, in order.")] = False,
-    json: AsJSON = False,
 ) -> None:
     """Simulate a model on a chip: latency, utilization, stalls, traffic and energy.
 
-    Of a language model, the prefill of a prompt and a decode step are simulated; --trace, --picture and --sweep are of
-    the decode step.
-    """
-    from npu_compiler import OpLevelTarget
-    from npu_compiler.errors import InputError
-    from npu_model import NPUTarget, load_chip
-    from npu_model.analysis.sweep import parse_sweep
+    Where the chip lacks some ops, its host runs these, and the time includes host and transfers.
 
-    if csv is not None and sweep is None:
-        raise InputError("--csv is for --sweep")
-    if sweep is not None and (trace is not None or full):
-        raise InputError("--trace and --full are for one chip; leave out --sweep")
-    check_not_overwritten(trace, [Path(model), Path(npu)])
-    check_not_overwritten(picture, [Path(model), Path(npu), trace])
-    check_not_overwritten(csv, [Path(model), Path(npu), picture])
+    Of a language model, the prefill of a prompt and a decode step are simulated; --trace, --picture and --sweep are of
+    the decode step. With a --trace of requests (.csv), a server with the model on the chip is simulated instead.
+    """
+    from npu_model import load_chip
+
+    outputs.check([Path(model), Path(npu)])
     kind = _check_model(model, dtype, quantization, tokens, cache_length)
+    if outputs.requests is not None:
+        described = SimulatedModel(model, dtype, quantization or "checkpoint")
+        _serve(kind, described, npu, outputs.requests, tokens, cache_length, outputs)
+        return
     with concerning("--npu"):
         chip = load_chip(npu)
-    swept = None if sweep is None else parse_sweep(sweep, chip)
-    if picture is not None:
-        from npu_model.analysis.picture import check_picture
+    wanted = (kind, model, dtype, quantization, tokens, cache_length)
+    if outputs.sweep is not None:
+        _sweep(wanted, chip, outputs.sweep, outputs)
+    else:
+        _run(wanted, chip, outputs)
 
-        check_picture(picture)
-    with step(f"preparing {model}"):
-        target = NPUTarget(chip) if swept is None else OpLevelTarget()
-        programs, count = _programs(kind, model, target, dtype, quantization, tokens, cache_length)
-    if swept is not None:
-        _sweep(programs[-1], swept, picture, csv, json)
-        return
+
+def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
+    """Simulate a model's programs on one chip, or on the chip and its host in turns."""
+    from npu_compiler.errors import ConstraintError
+    from npu_model import NPUTarget
     from npu_model import simulate as simulate_program
 
-    results = []
+    if outputs.picture is not None:
+        from npu_model.analysis.picture import check_picture
+
+        check_picture(outputs.picture)
+    with step(f"preparing {wanted[1]}"):
+        plan = None
+        try:
+            programs, count = _programs(NPUTarget(chip), *wanted)
+        except ConstraintError:
+            if outputs.picture is not None or wanted[0] in ("program", "language"):
+                raise
+            plan = _simulated_plan(wanted, chip, outputs)
+        else:
+            check_ops(programs if wanted[0] == "program" else [], chip)
+    if plan is not None:
+        _show_plan(plan, outputs)
+        return
+    results, spans = [], outputs.timeline is not None or outputs.picture is not None
     with progress("simulating") as report:
         for program in programs:
-            results.append(simulate_program(program, chip, spans=trace is not None or picture is not None))
+            results.append(simulate_program(program, chip, spans=spans))
             report(len(results), len(programs))
-    if trace is not None:
+    if outputs.timeline is not None:
         from npu_model.analysis.trace import timeline
 
-        timeline(results[-1]).save(trace)
-    if picture is not None:
+        timeline(results[-1]).save(outputs.timeline)
+    if outputs.picture is not None:
         from npu_model.analysis.picture import draw_run
 
-        draw_run(results[-1], picture)
-    if json:
-        print_json(_as_json(results, chip, count))
+        draw_run(results[-1], outputs.picture)
+    if outputs.json:
+        print_json(as_json(results, chip, count))
         return
     for result in results:
-        typer.echo("\n".join(_lines(result, full)))
+        typer.echo("\n".join(result_lines(result, outputs.full)))
+    if warning := slow_dtype(results):
+        note(f"warning: {warning}")
     if count is not None:
         prefill, decode = results
         typer.echo(
-            f"time to first token: {_time(prefill.seconds)} for a prompt of {count} tokens; "
+            f"time to first token: {format_time(prefill.seconds)} for a prompt of {count} tokens; "
             f"then {1 / decode.seconds:.1f} tokens per second"
         )
+
+
+def _simulated_plan(wanted: _Wanted, chip: Chip, outputs: Outputs) -> PlanResult:
+    from npu_compiler import partition
+    from npu_model import simulate_plan
+
+    kind, model, dtype, quantization, *_ = wanted
+    plan = partition(_graph(kind, model), npu=chip, compute_dtype=dtype, quantization=quantization)
+    return simulate_plan(plan, chip, spans=outputs.timeline is not None)
+
+
+def _show_plan(result: PlanResult, outputs: Outputs) -> None:
+    """Show a model that the chip and its host run in turns."""
+    if outputs.timeline is not None:
+        result.timeline().save(outputs.timeline)
+    if outputs.json:
+        print_json(result.to_dict())
+        return
+    typer.echo(result.summary())
+    typer.echo(f"  {'start':>10} {'time':>10} {'transfers':>10}  {'nodes':>5}  where, first … last node")
+    stages = result.stages
+    for stage in stages if outputs.full else stages[:_ROWS]:
+        nodes = stage.part.graph.nodes
+        crossing = sum(seconds for _, seconds in stage.transfers)
+        where = "host" if stage.part.device == "cpu" else "chip"
+        typer.echo(
+            f"  {format_time(stage.start):>10} {format_time(stage.work):>10} {format_time(crossing):>10}  "
+            f"{len(nodes):5}  {where}, {nodes[0].name} … {nodes[-1].name}"
+        )
+    if not outputs.full and len(stages) > _ROWS:
+        typer.echo(f"  … and {len(stages) - _ROWS} more partitions (--full)")
+    note("some nodes run on the host; `npu-sim partition --npu` says why, and what their support would gain")
+
+
+def _serve(
+    kind: str,
+    model: SimulatedModel,
+    npu: str,
+    requests: Path,
+    tokens: int | None,
+    cache_length: int | None,
+    outputs: Outputs,
+) -> None:
+    """Serve a trace of requests with a language model."""
+    from npu_compiler.errors import InputError
+    from npu_sim.llm.simulated import read_requests
+
+    if kind != "language" or tokens is not None:
+        what = "--tokens is the prompt of" if kind == "language" else f"'{model.name}' is no language model but for"
+        raise InputError(f"a --trace of requests is served by a language model; {what} a single run")
+    settings = {"context_length": cache_length}
+    serve_on_chip(model, npu, read_requests(requests), settings, option="--npu", csv=outputs.csv, json=outputs.json)
+
+
+def check_ops(programs: Iterable[CompiledProgram], chip: Chip | None) -> None:
+    """Refuse a program in which a chip's `[ops]` were not asked for. Raises `InputError`."""
+    from npu_compiler.errors import InputError
+    from npu_model.chip import Ops
+
+    for program in programs:
+        if chip is not None and chip.ops != Ops() and not program.target.startswith("npu:"):
+            raise InputError(
+                f"'{program.name}' was compiled without the [ops] of chip '{chip.name}'; compile it with "
+                "--target npu:CHIP, or give its IR file"
+            )
 
 
 def _check_model(
@@ -166,33 +303,38 @@ def _check_model(
 
 
 def _programs(
+    target: CodegenTarget,
     kind: str,
     model: str,
-    target: CodegenTarget,
     dtype: str | None,
     quantization: str | None,
     tokens: int | None,
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int | None]:
     """The model's programs; of a language model, prefill and decode, and the length of the prompt."""
-    from npu_compiler import CompiledProgram, CompileOptions, read_ir
+    from npu_compiler import CompiledProgram, CompileOptions
     from npu_compiler import compile as compile_ir
 
     if kind == "program":
         return [CompiledProgram.load(model)], None
     if kind == "language":
-        return _language_programs(model, target, dtype, quantization, tokens, cache_length)
-    if kind == "ir":
-        graph = read_ir(Path(model))
-        return [compile_ir(graph, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
+        return language_programs(model, target, dtype, quantization, tokens, cache_length)
+    options = CompileOptions(compute_dtype=dtype, quantization=quantization)
+    return [compile_ir(_graph(kind, model), target, options)], None
+
+
+def _graph(kind: str, model: str) -> IRGraph:
+    """The graph of an IR file, a vision model or a quantized network."""
+    from npu_compiler import read_ir
     from npu_sim.vision.models import extract_model_ir, find_model, quantized_files
 
+    if kind == "ir":
+        return read_ir(Path(model))
     quantized = quantized_files(Path(model)) if kind == "quantized" else None
-    ir = extract_model_ir(find_model(model)) if quantized is None else quantized[0]
-    return [compile_ir(ir, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
+    return read_ir(extract_model_ir(find_model(model)) if quantized is None else quantized[0])
 
 
-def _language_programs(
+def language_programs(
     model: str,
     target: CodegenTarget,
     dtype: str | None,
@@ -200,6 +342,7 @@ def _language_programs(
     tokens: int | None,
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int]:
+    """The prefill of a language model and a decode step, and the length of the prompt."""
     from npu_compiler.errors import InputError
     from npu_sim.llm import cache_capacity, compile_decode_loop, compile_prefill, load_architecture
     from npu_sim.llm.loading import STORED
@@ -217,90 +360,25 @@ def _language_programs(
     return programs, tokens
 
 
-def _as_json(results: list[Result], chip: Chip, tokens: int | None) -> dict[str, Any]:
-    if tokens is None:
-        return results[0].to_dict()
-    prefill, decode = results
-    return {
-        "chip": chip.name,
-        "prompt_tokens": tokens,
-        "time_to_first_token_us": 1e6 * prefill.seconds,
-        "tokens_per_second": 1 / decode.seconds,
-        "prefill": prefill.to_dict(),
-        "decode": decode.to_dict(),
-    }
-
-
-def _lines(result: Result, full: bool) -> list[str]:
-    """A run as text: totals, stalls, energy, and the calls that take the most time."""
-    from npu_compiler.program.describe import format_bytes
-
-    chip, seconds = result.chip, result.chip.seconds
-    energy = result.energy
-    stalls = ", ".join(f"{cause} {cycles / result.cycles:.1%}" for cause, cycles in result.stalls.items())
-    busy = ", ".join(f"{engine} {cycles / result.cycles:.1%}" for engine, cycles in result.busy.items())
-    kept = f", {format_bytes(result.kept_weight_bytes)} of weights kept in SRAM" if result.kept_weight_bytes else ""
-    parts = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in vars(energy).items())
-    lines = [
-        f"{result.program} on {chip.name}: {_time(result.seconds)}, {result.cycles:.0f} cycles "
-        f"(the roofline allows {_time(seconds(result.roofline_cycles))})",
-        f"  in use   matrix peak {result.utilization:.1%}, DRAM bandwidth {result.bandwidth_utilization:.1%}",
-        f"  busy     {busy}",
-        f"  stalls   {stalls}",
-        f"  DRAM     {format_bytes(result.dram_bytes)}, at least {format_bytes(result.compulsory_bytes)}{kept}",
-        f"  SRAM     {format_bytes(result.sram_bytes)} read and written; a call uses up to "
-        f"{format_bytes(result.sram_used)}",
-        f"  energy   {1e3 * energy.total:.3g} mJ: {parts}",
-    ]
-    lines.append(f"  {'time':>10} {'share':>6}  {'calls':>5} {'tiles':>7}  {'tile':20} {'DRAM':>10}  kernel, node")
-    groups = [[call] for call in result.calls] if full else _alike(result.calls)
-    for calls in groups if full else groups[:_ROWS]:
-        first, cycles = calls[0], sum(call.cycles for call in calls)
-        lines.append(
-            f"  {_time(seconds(cycles)):>10} {cycles / result.cycles:6.1%}  {len(calls):5} {first.tiles:7}  "
-            f"{first.tile:20.20} {format_bytes(first.dram_bytes):>10}  {first.kernel}, {first.node}"
-        )
-    if not full and len(groups) > _ROWS:
-        rest = sum(len(calls) for calls in groups[_ROWS:])
-        lines.append(f"  … and {rest} more calls (--full)")
-    return lines
-
-
-def _alike(calls: Iterable[CallResult]) -> list[list[CallResult]]:
-    """Calls of the same kernel, work and tiles together, those that take the most time in all first."""
-    groups: dict[Hashable, list[CallResult]] = {}
-    for call in calls:
-        key = (call.kernel, call.macs, call.counts.operations, call.tiles, call.tile, call.dram_bytes)
-        groups.setdefault(key, []).append(call)
-    return sorted(groups.values(), key=lambda group: (-sum(call.cycles for call in group), group[0].index))
-
-
-def _time(seconds: float) -> str:
-    """Seconds in a unit that fits: 0.0123 as "12.3 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{1e6 * seconds:.4g} µs"
-
-
-def _sweep(
-    program: CompiledProgram,
-    swept: list[tuple[dict[str, float], Chip]],
-    picture: Path | None,
-    csv: Path | None,
-    json: bool,
-) -> None:
-    from npu_model.analysis.picture import draw_sweep
-    from npu_model.analysis.sweep import as_csv, write_csv
+def _sweep(wanted: _Wanted, chip: Chip, ranges: str, outputs: Outputs) -> None:
+    """Simulate a model on many chips; of a language model, the decode step."""
+    from npu_model import ChipOpsTarget
+    from npu_model.analysis.picture import check_picture, draw_sweep
+    from npu_model.analysis.sweep import as_csv, parse_sweep, write_csv
     from npu_model.analysis.sweep import sweep as simulate_all
 
+    swept = parse_sweep(ranges, chip)
+    if outputs.picture is not None:
+        check_picture(outputs.picture)
+    with step(f"preparing {wanted[1]}"):
+        program = _programs(ChipOpsTarget(chip), *wanted)[0][-1]
     with progress(f"simulating {program.name}") as report:
         points = simulate_all(program, swept, report)
-    if csv is not None:
-        write_csv(points, csv)
-    if picture is not None:
-        draw_sweep(points, program.name, picture)
-    if json:
+    if outputs.csv is not None:
+        write_csv(points, outputs.csv)
+    if outputs.picture is not None:
+        draw_sweep(points, program.name, outputs.picture)
+    if outputs.json:
         print_json({"program": program.name, "chips": [point.to_dict() for point in points]})
         return
     typer.echo(as_csv(points), nl=False)

@@ -36,8 +36,8 @@ def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
         return NPUTarget(load_chip(name.removeprefix("npu:")))
     target = load_plugin_target(name)
     if target is None:
-        known = ", ".join(["op_level (for the CPU and Metal)", *target_names()[1:]])
-        raise InputError(f"unknown target '{name}'; choose one of {known}")
+        names = ", ".join(["op_level (for the CPU and Metal)", *target_names()[1:]])
+        raise InputError(f"unknown target '{name}'; choose one of {names}")
     return target
 
 

@@ -54,11 +54,11 @@ def bench(
     """
     from npu_compiler.errors import InputError
 
-    known = benchmark_suites()
-    if not known:
+    suites = benchmark_suites()
+    if not suites:
         raise InputError("there is no benchmarks/ folder: this command needs a checkout of the source")
-    if suite not in known:
-        raise InputError(f"no benchmark suite '{suite}'; choose one of {', '.join(known)}")
+    if suite not in suites:
+        raise InputError(f"no benchmark suite '{suite}'; choose one of {', '.join(suites)}")
     command = [sys.executable, "-m", f"benchmarks.{suite}", *(arguments or ())]
     if not json:
         raise typer.Exit(subprocess.run(command, cwd=ROOT, check=False).returncode)

@@ -37,8 +37,10 @@ class StreamDecoder:
         return text
 
     def _pending(self) -> str:
-        """The text of the tokens not yet returned. They are decoded together with the piece before them, because some
-        tokenizers drop a leading space."""
+        """The text of the tokens not yet returned.
+
+        They are decoded together with the piece before them, because some tokenizers drop a leading space.
+        """
         before = self._decode(self._ids[self._context : self._done])
         return self._decode(self._ids[self._context :])[len(before) :]
 
@@ -91,7 +93,7 @@ class Conversation:
         max_new_tokens: int | None = None,
         sampler: Sampler = greedy,
     ) -> None:
-        """`max_new_tokens` and `sampler` hold for every reply; see `LanguageModel.generate`."""
+        """Begin a chat; `max_new_tokens` and `sampler` are for every reply, as in `LanguageModel.generate`."""
         self.model = model
         self.stats = GenerationStats()
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -150,7 +152,7 @@ def check_fits(prompt_ids: Sequence[int], cache_length: int) -> None:
 
 
 def chat_prompt(model: LanguageModel, messages: str | Sequence[Message]) -> list[int]:
-    """`encode_chat` for the model's checkpoint."""
+    """The token ids of a chat, by `encode_chat` of the model's checkpoint."""
     return encode_chat(model.checkpoint, messages)
 
 

@@ -127,7 +127,7 @@ class _Metadata:
         return number
 
     def choice(self, key: str, *values: Scalar) -> Scalar:
-        """A value that is one of these, by default the first. Raises InputError if it is another."""
+        """The value of a key, which must be one of `values`; the first if it is absent. Raises InputError if not."""
         name, value = self._value(key, values[0])
         if value not in values:
             supported = " or ".join(map(repr, values))

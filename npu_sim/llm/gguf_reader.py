@@ -172,9 +172,9 @@ def _read_tensor_table(cursor: _Cursor, count: int) -> dict[str, tuple[tuple[int
 def _tensor(whole: NDArray[np.uint8], start: int, name: str, shape: tuple[int, ...], kind: int) -> GGUFTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    encoding = next((known for known in GGML_QUANT_SIZES if known == kind), None)
+    encoding = next((other for other in GGML_QUANT_SIZES if other == kind), None)
     if encoding is None:
-        supported = ", ".join(known.name for known in GGML_QUANT_SIZES)
+        supported = ", ".join(other.name for other in GGML_QUANT_SIZES)
         raise ValueError(f"the tensor {name!r:.80} is of the unknown type {kind}; known are {supported}")
     elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(encoding)]
     if 0 in shape or shape[-1] % elements:

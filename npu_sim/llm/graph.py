@@ -11,7 +11,7 @@ import numpy as np
 from npu_compiler.errors import ConstraintError, InputError, IRError, NPUError
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
-from npu_sim.cache import cached_facts, cached_program, has_program, source_digest
+from npu_sim.cache import cached_facts, cached_program, has_program, program_key, source_digest
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
 from npu_sim.llm.families import SUPPORTED
 from npu_sim.llm.state import StateKind, key_value_row, layer_states
@@ -134,6 +134,54 @@ class PagedShape:
     history: int
 
 
+@dataclass(frozen=True)
+class ContiguousShape:
+    """The sizes of a program in which sequences that stand at the same positions have caches of one piece each.
+
+    Attributes:
+        sequences, tokens: Sequences of a step, and tokens of each.
+        rows: Length of each sequence's cache.
+    """
+
+    sequences: int
+    tokens: int
+    rows: int
+
+
+def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[str, Any]:
+    """The IR of `CachedCausalLM` for several sequences; traced and kept as in `extract_paged`.
+
+    Raises:
+        InputError: the model cannot be traced.
+    """
+    from npu_compiler.graph.symbolic import specialize
+
+    name = f"{checkpoint.config.model_type}-contiguous-ir"
+    ir = cached_facts(name, ["contiguous", _model_key(checkpoint)], lambda: _symbolic_contiguous(checkpoint))
+    cache = f"{layer_states(checkpoint.config)[0].tensors[0]}_0"
+    given = {"input_ids": [shape.sequences, shape.tokens], cache: [shape.rows]}
+    specialized: dict[str, Any] = specialize(ir, _sizes(ir, given))
+    return specialized
+
+
+def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The IR of `CachedCausalLM` whose sequences, tokens and rows are symbols, as JSON data."""
+    require_torch("tracing a model")
+    import torch
+    from torch.export import Dim
+
+    from npu_sim.llm.modules import CachedCausalLM, attend_to_rows
+
+    sequences, tokens, rows = 3, 6, 40  # any sizes will do, if each is another
+    inputs = [torch.empty(size, dtype=torch.long, device="meta") for size in ([sequences, tokens], [tokens], [1])]
+    caches = _empty_caches(checkpoint, rows, sequences)
+    symbols = [Dim(name, min=2) for name in ("sequences", "tokens", "rows")]
+    dynamic: list[Any] = [{0: symbols[0], 1: symbols[1]}, {0: symbols[1]}, None]
+    dynamic += [[{0: symbols[0], 2: symbols[2]}] * len(layers) for layers in caches]
+    model = CachedCausalLM(meta_model(checkpoint, attend_to_rows))
+    return _trace_symbolic(checkpoint, model, (*inputs, *caches), dynamic, "contiguous")
+
+
 def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool = False) -> dict[str, Any]:
     """The IR of `PagedCausalLM` or, with `sampling`, `PagedSampling`.
 
@@ -142,7 +190,7 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
     Raises:
         InputError: the model cannot be traced.
     """
-    from npu_compiler.graph.symbolic import KEY, specialize
+    from npu_compiler.graph.symbolic import specialize
 
     key = ["paged", sampling, shape.block_size, _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-paged-ir"
@@ -154,10 +202,24 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
         "history": [shape.history],
         f"{layer_states(checkpoint.config)[0].tensors[0]}_0": [shape.blocks * shape.block_size],
     }
-    symbols = {x["name"]: [size[KEY] for size in x["shape"] if isinstance(size, dict)] for x in ir["graph_inputs"]}
-    sizes = {symbol: size for x, values in given.items() for symbol, size in zip(symbols[x], values, strict=True)}
-    specialized: dict[str, Any] = specialize(ir, sizes)
+    specialized: dict[str, Any] = specialize(ir, _sizes(ir, given))
     return specialized
+
+
+def _sizes(ir: dict[str, Any], given: Mapping[str, list[int]]) -> dict[str, int]:
+    """The values of symbols.
+
+    Args:
+        given: Input → values of the last symbols of its shape.
+    """
+    from npu_compiler.graph.symbolic import KEY
+
+    symbols = {x["name"]: [size[KEY] for size in x["shape"] if isinstance(size, dict)] for x in ir["graph_inputs"]}
+    return {
+        symbol: size
+        for x, values in given.items()
+        for symbol, size in zip(symbols[x][-len(values) :], values, strict=True)
+    }
 
 
 def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> dict[str, Any]:
@@ -167,7 +229,6 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     from torch.export import Dim
 
     from npu_sim.llm.modules import PagedCausalLM, PagedSampling, attend_to_pages
-    from npu_sim.module.trace import export, plain_ir, trace
 
     causal = meta_model(checkpoint, attend_to_pages)
     # Any sizes will do, if each is another.
@@ -181,12 +242,25 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     pools = _empty_pools(checkpoint, examples["rows"])
     dynamic: list[Any] = [{dim: symbols[x] for dim, x in enumerate(sizes)} for sizes in names]
     dynamic += [[{0: symbols["rows"]}] * len(layers) for layers in pools]
-    model = (PagedSampling if sampling else PagedCausalLM)(causal, block_size).eval()
+    model = (PagedSampling if sampling else PagedCausalLM)(causal, block_size)
+    return _trace_symbolic(checkpoint, model, (*inputs, *pools), dynamic, "paged")
+
+
+def _trace_symbolic(
+    checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], dynamic: list[Any], name: str
+) -> dict[str, Any]:
+    """The IR of a module with symbols for sizes, as JSON data.
+
+    Args:
+        dynamic: For each input, its symbols as `torch.export` takes them.
+    """
+    from npu_sim.module.trace import export, plain_ir, trace
+
     try:
-        traced = trace(export(model, (*inputs, *pools), dynamic_shapes=tuple(dynamic)), "paged")
+        traced = trace(export(model.eval(), inputs, dynamic_shapes=tuple(dynamic)), name)
     except IRError as error:
         raise _unsupported(checkpoint, error) from error
-    ir = plain_ir(replace(traced, ranges={}))  # `extract_paged` gives the sizes
+    ir = plain_ir(replace(traced, ranges={}))  # who specializes it gives the sizes
     constants = {x: {**value, "data": value["data"].tolist()} for x, value in ir.get("constants", {}).items()}
     return {**ir, "constants": constants} if constants else ir
 
@@ -223,12 +297,12 @@ def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[l
     return _empty_state(checkpoint, shape)
 
 
-def _empty_caches(checkpoint: Checkpoint, cache_length: int) -> list[list["torch.Tensor"]]:
-    """Tensors [1, KV heads, cache length, head dim] for the layers' state: a list of each kind, one for each layer."""
+def _empty_caches(checkpoint: Checkpoint, cache_length: int, sequences: int = 1) -> list[list["torch.Tensor"]]:
+    """Tensors [sequences, KV heads, cache length, head dim] for the layers' state: for each kind a list by layer."""
 
     def shape(kind: StateKind) -> tuple[int, ...]:
         heads, *width = kind.row(checkpoint.config)
-        return 1, heads, cache_length, *width
+        return sequences, heads, cache_length, *width
 
     return _empty_state(checkpoint, shape)
 
@@ -305,6 +379,23 @@ def compile_paged(
     """The compiled program of `extract_paged`; caching and errors as in `compile_prefill`."""
     kind, sizes = "paged-sampling" if sampling else "paged", list(astuple(shape))
     return _compiled(checkpoint, kind, lambda: extract_paged(checkpoint, shape, sampling=sampling), sizes, target, mesh)
+
+
+def compile_contiguous(checkpoint: Checkpoint, shape: ContiguousShape, target: "CodegenTarget") -> "CompiledProgram":
+    """The compiled program of `extract_contiguous`, which no cache keeps. Raises InputError as `compile_prefill`."""
+    from npu_compiler import compile as compile_ir
+
+    try:
+        return compile_ir(extract_contiguous(checkpoint, shape), target, _options(checkpoint, None))
+    except InputError:
+        raise
+    except NPUError as error:
+        raise _unsupported(checkpoint, error) from error
+
+
+def contiguous_key(checkpoint: Checkpoint, target: "CodegenTarget") -> list[Any]:
+    """A cache key that changes whenever `compile_contiguous` might return other programs."""
+    return [_model_key(checkpoint), program_key(target, _options(checkpoint, None))]
 
 
 def compile_copy_rows(
@@ -420,8 +511,10 @@ def _and_others(names: list[str]) -> str:
 
 
 def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The module's non-persistent buffers as lists, its tied parameters (name → the other name, both ways), and what
-    says which of its tensors one in a file is."""
+    """Facts of a module that are kept on disk: its buffers, its tied parameters, and how a file names its tensors.
+
+    The buffers are the non-persistent ones, as lists; tied parameters are name → the other name, both ways.
+    """
     model = meta_model(checkpoint)
     try:
         buffers = _buffers(model)
@@ -483,8 +576,10 @@ def _whole(config: Any) -> Any:
 
 
 class _WithExtras(Mapping[str, Any]):
-    """A checkpoint's tensors by the module's names, additional ones, and tied parameters under both of their names;
-    nothing is copied."""
+    """A checkpoint's tensors by the module's names, with additional ones; nothing is copied.
+
+    Tied parameters are there under both of their names.
+    """
 
     def __init__(
         self, state: Mapping[str, Any], names: Mapping[str, str], extra: Mapping[str, Any], tied: Mapping[str, str]

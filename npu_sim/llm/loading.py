@@ -98,7 +98,7 @@ def _with_activations(checkpoint: Checkpoint, activations: str) -> Checkpoint:
 def load_architecture(
     source: str | os.PathLike[str], dtype: str | None = None, quantization: str = STORED
 ) -> Checkpoint:
-    """`load_checkpoint` for what needs no weights, such as compiling: a folder may hold a config.json only.
+    """A checkpoint without weights, which suffices for compiling: a folder may hold a config.json only.
 
     Raises:
         InputError: as in `load_checkpoint`.

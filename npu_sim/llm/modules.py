@@ -1,5 +1,7 @@
-"""The modules that are traced and compiled: a Hugging Face model with its KV cache as inputs and outputs, and decode
-steps that choose the next token themselves."""
+"""The modules that are traced and compiled: a Hugging Face model with its KV cache as inputs and outputs.
+
+Some choose the next token themselves.
+"""
 
 import contextlib
 import inspect
@@ -55,8 +57,9 @@ def _placed(causal: Any, positions: torch.Tensor) -> dict[str, torch.Tensor]:
 class CachedCausalLM(nn.Module):
     """A Hugging Face causal LM as a function of its KV cache; parameter names stay Hugging Face's.
 
-    forward: input_ids [1, T], positions [T], last [1] or None, k and v: per layer [1, KV heads, S, head dim]
-    → logits [1, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v of each layer in turn.
+    forward: input_ids [B, T], positions [T], last [1] or None, k and v: per layer [B, KV heads, S, head dim]
+    → logits [B, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v of each layer in turn.
+    B is 1 but where programs are only simulated: all sequences stand at the same positions.
     The logits are float32: bfloat16 numbers near 25 are 0.125 apart, so the best candidates would often tie.
 
     Token t attends to cache rows 0..positions[t] only, so the contents of later rows never matter.

@@ -122,12 +122,12 @@ def make_sampler(
 def choose(
     logits: Logits, uniform: float, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None
 ) -> int:
-    """A token sampled by inverse transform: the first in descending order at which the cumulative probability exceeds
-    `uniform`.
+    """A token sampled by inverse transform.
 
-    The probabilities are softmax(logits / temperature), restricted to the `top_k` most probable tokens, then to the
-    smallest set of those whose share reaches `top_p`. On ties, lower ids are kept. Only as many tokens are sorted as it
-    takes; the total of all is summed in float32's precision.
+    It is the first in descending order at which the cumulative probability exceeds `uniform`. The probabilities are
+    softmax(logits / temperature), restricted to the `top_k` most probable tokens, then to the smallest set of those
+    whose share reaches `top_p`. On ties, lower ids are kept. Only as many tokens are sorted as it takes; the total of
+    all is summed in float32's precision.
 
     Args:
         logits: [vocab].

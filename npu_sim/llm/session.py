@@ -319,7 +319,7 @@ class Generation(Iterator[int]):
     """
 
     def __init__(self, model: LanguageModel, sequence: engine.Sequence, drawing: Drawing | None) -> None:
-        """`drawing`: the random sampler that the device stands in for, if any."""
+        """Begin a generation; `drawing` is the random sampler whose choice the device computes, if any."""
         self.stats = GenerationStats(prompt_tokens=len(sequence.tokens))
         self.spans: list[Span] = []
         self._model, self._sequence, self._drawing = model, sequence, drawing

@@ -1,5 +1,7 @@
-"""Tokenizers of Hugging Face folders and GGUF files; after the first use without transformers, whose import takes
-seconds."""
+"""Tokenizers of Hugging Face folders and GGUF files.
+
+After the first use they are read without transformers, whose import takes seconds.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

@@ -56,21 +56,21 @@ class NPUSimulationAdapter(Adapter):  # type: ignore[misc]
 
 def stage_graphs(path: Path) -> list[Graph]:
     """The graph as read and after each stage that changes its nodes."""
-    found: list[Graph] = []
+    graphs: list[Graph] = []
     before: Any = None
     for name, graph in trace_stages(read_ir(path)):
         now = [(node.name, node.op_type, node.inputs) for node in graph.nodes]
         if now != before:
-            found.append(ir_graph(name, graph))
+            graphs.append(ir_graph(name, graph))
         before = now
-    return found
+    return graphs
 
 
 def ir_graph(name: str, graph: IRGraph) -> Graph:
     """A graph of the compiler; nodes of a layer that repeats are in a namespace of that layer."""
     layers = _namespaces(repeats(graph))
-    made = {tensor: (f"input:{tensor}", "0") for tensor in (*graph.inputs, *graph.weights, *graph.constants)}
-    made |= {out: (node.name, str(index)) for node in graph.nodes for index, out in enumerate(node.outputs)}
+    sources = {tensor: (f"input:{tensor}", "0") for tensor in (*graph.inputs, *graph.weights, *graph.constants)}
+    sources |= {out: (node.name, str(index)) for node in graph.nodes for index, out in enumerate(node.outputs)}
     nodes = [
         GraphNode(
             id=f"input:{tensor}",
@@ -103,7 +103,7 @@ def ir_graph(name: str, graph: IRGraph) -> Graph:
                 namespace=layers.get(index, ""),
                 attrs=[KeyValue(key, str(value)) for key, value in node.attrs.items() if not key.startswith("_")],
                 incomingEdges=[
-                    IncomingEdge(sourceNodeId=made[x][0], sourceNodeOutputId=made[x][1], targetNodeInputId=str(i))
+                    IncomingEdge(sourceNodeId=sources[x][0], sourceNodeOutputId=sources[x][1], targetNodeInputId=str(i))
                     for i, x in enumerate(node.inputs)
                 ],
                 outputsMetadata=[
@@ -112,7 +112,7 @@ def ir_graph(name: str, graph: IRGraph) -> Graph:
             )
         )
     for tensor, returned in zip(graph.outputs, graph.output_names, strict=True):
-        source, output = made[tensor]
+        source, output = sources[tensor]
         nodes.append(
             GraphNode(
                 id=f"output:{returned}",

@@ -96,7 +96,7 @@ class Bucketing:
         sizes = dict(zip(self._symbols, key, strict=True))
         padded_values = []
         for value, shape in zip(tensors, self._inputs, strict=True):
-            missing = [wanted - size for wanted, size in zip(_known(shape, sizes), value.shape, strict=True)]
+            missing = [wanted - size for wanted, size in zip(_sizes_of(shape, sizes), value.shape, strict=True)]
             around = [x for size in reversed(missing) for x in (0, size)]
             padded_values.append(F.pad(value, around) if any(missing) else value)
         return padded_values
@@ -105,12 +105,12 @@ class Bucketing:
         """The outputs, without what comes of the padding."""
         sizes = dict(zip(self._symbols, key, strict=True))
         return [
-            value[tuple(slice(size) for size in _known(shape, sizes))].contiguous()
+            value[tuple(slice(size) for size in _sizes_of(shape, sizes))].contiguous()
             for value, shape in zip(outputs, self._outputs, strict=True)
         ]
 
 
-def _known(shape: Sequence[Any], sizes: Mapping[str, int]) -> list[int]:
+def _sizes_of(shape: Sequence[Any], sizes: Mapping[str, int]) -> list[int]:
     return [evaluate(size[KEY], sizes) if is_symbolic(size) else size for size in shape]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +28,7 @@ from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.library_models import is_library_hook
 from npu_sim.module.plans import PROGRAMS
 from npu_sim.module.programs import Programs, Settings
-from npu_sim.module.report import Report, report
+from npu_sim.module.report import Report, program_reports
 from npu_sim.module.shapes import Key, dimension_names, same_layout
 from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
 from npu_sim.module.trace import Trace, export, load_exported, trace_module
@@ -73,34 +74,10 @@ def compile(
             there are no programs; or a weight cannot be stored as `quantization` says.
         DeviceError: there is no such device.
     """
+    options = Options(device, dtype, programs, quantization)
     if isinstance(module, nn.Module):
         given = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-        check_module(module, (given, kwargs or {}))
-        stored = quantized_parameters(module)
-        if stored:
-            if quantization is not None:
-                raise InputError(
-                    f"{type(module).__name__} is quantized already; leave out quantization={quantization!r:.80}"
-                )
-            quantization = {key: array.format for key, array in stored.items()}
-
-        def in_several_graphs(error: IRError) -> BrokenModule:
-            if buckets or stored:
-                raise error
-            options = Options(device, dtype, programs, quantization)
-            return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
-
-        try:
-            with dense_stand_ins(module, stored):
-                exported = export(module, given, kwargs, dynamic_shapes=dynamic_shapes)
-            traced = trace_module(exported, type(module).__name__)
-        except IRError as error:
-            return in_several_graphs(error)
-        dims = flat_dimensions(module.forward, given, kwargs or {}, dynamic_shapes)
-        try:
-            return CompiledModule(traced, module, device, dtype, dims, buckets, programs, quantization, stored)
-        except InPlaceError as error:
-            return in_several_graphs(error)
+        return _compile_module(module, given, kwargs or {}, options, dynamic_shapes, buckets)
     if not isinstance(module, (ExportedProgram, str, Path)):
         raise InputError(
             f"cannot compile a {type(module).__name__}: give a torch.nn.Module, an ExportedProgram or a .pt2"
@@ -109,7 +86,41 @@ def compile(
         raise InputError("an exported program has its own example arguments and dynamic shapes; give none")
     program = module if isinstance(module, ExportedProgram) else load_exported(module)
     name = Path(module).stem if isinstance(module, (str, Path)) else "exported"
-    return CompiledModule(trace_module(program, name), None, device, dtype, (), None, programs, quantization)
+    return CompiledModule(trace_module(program, name), None, options)
+
+
+def _compile_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    dynamic_shapes: Any,
+    buckets: Mapping[str, Buckets] | None,
+) -> CompiledModule | BrokenModule:
+    """`compile` of a module: in one graph where PyTorch can trace it so, else in several."""
+    check_module(module, (args, kwargs))
+    stored = quantized_parameters(module)
+    if stored:
+        if options.quantization is not None:
+            raise InputError(
+                f"{type(module).__name__} is quantized already; leave out quantization={options.quantization!r:.80}"
+            )
+        options = replace(options, quantization={key: array.format for key, array in stored.items()})
+    try:
+        with dense_stand_ins(module, stored):
+            exported = export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
+        traced = trace_module(exported, type(module).__name__)
+    except IRError as error:
+        obstacle = error
+    else:
+        dims = flat_dimensions(module.forward, args, kwargs, dynamic_shapes)
+        try:
+            return CompiledModule(traced, module, options, dims, buckets, stored)
+        except InPlaceError as error:
+            obstacle = error
+    if buckets or stored:
+        raise obstacle
+    return _with_breaks(module, args, kwargs, options, dynamic_shapes is not None, obstacle)
 
 
 def _with_breaks(
@@ -138,17 +149,14 @@ class CompiledModule:
         self,
         traced: Trace,
         module: nn.Module | None,
-        device: Device | str | None,
-        dtype: str | torch.dtype | None,
+        options: Options,
         dims: Sequence[Any] = (),
         buckets: Mapping[str, Buckets] | None = None,
-        programs: int = PROGRAMS,
-        quantization: Quantization | None = None,
         stored: Mapping[str, QuantizedArray] = MappingProxyType({}),
     ) -> None:
         self.trace, self._module = traced, module
         self.device = _torch_device(traced)
-        self.backend = open_backend(device or device_name(self.device))
+        self.backend = open_backend(options.device or device_name(self.device))
         self._signature = None if module is None else inspect.signature(module.forward)
         self._arguments = Arguments(self._signature, traced.inputs, *argument_structures(traced.in_spec), torch.Tensor)
         self._results = Results(traced.outputs, PytreeStructure(traced.out_spec))
@@ -160,8 +168,8 @@ class CompiledModule:
         self._shapes = TensorShapes(described, paths, traced.ranges, titles, self.device, strides)
         self._buckets = Bucketing(buckets, traced, self._shapes, paths) if buckets else None
         self._names = [meta["name"] for meta in described]
-        self._dtype = dtype_name(dtype)
-        settings = Settings(self.backend, self.device, self._dtype, programs, quantization)
+        self._dtype = dtype_name(options.dtype)
+        settings = Settings(self.backend, self.device, self._dtype, options.programs, options.quantization)
         tensors = traced.weights | traced.constants
         self._stored = stored
         self._plain = PlainTensors(module, {key: x for key, x in tensors.items() if key not in stored})
@@ -278,7 +286,13 @@ class CompiledModule:
         with self.backend.lock:
             plans = {key: runner.plan for key, runner in self._programs.runners.items()}
         names = [self._shapes.names[symbol] for symbol in self._shapes.symbols]
-        return report(self.trace.ir["model_name"], self.backend.device, str(self.device), names, plans)
+        return Report(
+            self.trace.ir["model_name"],
+            self.backend.device,
+            str(self.device),
+            program_reports(names, plans),
+            simulated_seconds=self.backend.simulated_seconds,
+        )
 
     def _watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._constants = {key: tensors[key].clone() for key in self.trace.constants}

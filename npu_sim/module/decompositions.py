@@ -286,7 +286,7 @@ def _fixed_guards(env: Any) -> Iterator[None]:
 
 
 class _Count(TorchDispatchMode):
-    """Raises `TooLong` after `LARGEST` ops."""
+    """Raise `TooLong` after `LARGEST` ops."""
 
     ops = 0
 

@@ -26,7 +26,7 @@ from npu_sim.module.capture import Captured, capture
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.plans import PROGRAMS
 from npu_sim.module.programs import Compiled, Programs, Settings
-from npu_sim.module.report import ProgramReport, report
+from npu_sim.module.report import ProgramReport, program_reports
 from npu_sim.module.shared_weights import SharedWeights
 from npu_sim.module.structure import NUMBER, number_of
 from npu_sim.module.trace import Trace, first_line
@@ -133,7 +133,7 @@ class _WeightSet:
 
 
 def _stamps(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """The address of each, and how often it has been written, where PyTorch counts that."""
+    """The address of each weight, and how often it has been written, where PyTorch counts that."""
     try:
         return [(x.data_ptr(), x._version) for x in weights]
     except RuntimeError:  # of tensors made in inference mode it does not
@@ -269,4 +269,4 @@ class Subgraph:
         settings = self._settings
         with settings.backend.lock:
             plans = self._compiled.plans()
-        return report("graph", settings.backend.device, str(settings.device), self._captured.symbols, plans).programs
+        return program_reports(self._captured.symbols, plans)

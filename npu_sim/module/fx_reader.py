@@ -413,7 +413,7 @@ def _resolve(value: Any, values: Mapping[Node, Value]) -> Value:
 
 
 def _is_references(value: Value) -> bool:
-    """Whether a value is the outputs of an IR node, not of a region that was read in place."""
+    """Whether a value is a tuple of an IR node's outputs."""
     if not isinstance(value, tuple):
         return False
     return all(isinstance(x, Reference) for x in value if x is not None)

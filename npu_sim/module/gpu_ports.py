@@ -53,10 +53,10 @@ class GPUPorts:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._results, self._in_place, self._bindings = results, sorted(in_place), 0
         self._flag, seen = backend.allocate_visible((1,), "int32")
-        self._found = seen()
+        self._out_of_bounds = seen()
         self._at: dict[str, int] = {}
         self._dense: list[torch.Tensor] = []
-        self._made: dict[str, torch.Tensor] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
         self.follow()
 
     def go_home(self) -> None:
@@ -75,7 +75,7 @@ class GPUPorts:
         self._taken = [
             spec
             for spec in program.output_specs
-            if donors.get(spec.name) not in self._at and (spec.name in self._results or spec.storage != spec.dtype)
+            if donors.get(spec.name) not in self._at and (spec.name in self._outputs or spec.storage != spec.dtype)
         ]
         outwards = [
             Copy(_address(bound.outputs[spec.name]), spec.numel, spec.dtype, spec.storage) for spec in self._taken
@@ -99,8 +99,8 @@ class GPUPorts:
         """
         if self._in_place:
             self._bind(dict(zip(self._names, values, strict=True)))
-        if self._found[0]:
-            self._found[0] = 0
+        if self._out_of_bounds[0]:
+            self._out_of_bounds[0] = 0
             raise InputError(
                 f"an earlier call was given an integer out of bounds, in one of {', '.join(map(repr, self._names))}: "
                 "its result is not what PyTorch would have computed (found later, since a call does not wait)"
@@ -109,8 +109,8 @@ class GPUPorts:
         self._dense = [value if value.is_contiguous() else value.contiguous() for value in values]
         _point(self._fill, [self._dense[index].data_ptr() for index in self._copied])
         device = self._device
-        self._made = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in self._rooms}
-        _point(self._take, [tensor.data_ptr() for tensor in self._made.values()])
+        self._outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in self._rooms}
+        _point(self._take, [tensor.data_ptr() for tensor in self._outputs.values()])
 
     def _bind(self, values: Mapping[str, torch.Tensor]) -> None:
         """Bind inputs that the program changes in place to the caller's memory, until the caller's tensors move."""
@@ -135,7 +135,7 @@ class GPUPorts:
     def take(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Output name → tensor, of the launch before; `values` are the caller's tensors by input name."""
         self._backend.call_on(torch._C._cuda_getCurrentRawStream(self._index))
-        results, self._made, self._dense = self._made, {}, []
+        results, self._outputs, self._dense = self._outputs, {}, []
         for name, donor in self._program.plan.donations.items() if self._at else ():
             if donor in self._at:
                 results[name] = values[donor]

@@ -90,7 +90,14 @@ class BrokenModule:
         """Return all graphs' programs, and the reasons why PyTorch could not trace the module as one graph."""
         programs = [program for subgraph in self._subgraphs for program in subgraph.programs()]
         breaks = tuple(self._breaks) or (self.reason,)
-        return Report(type(self._module).__name__, self.backend.device, str(self.device), tuple(programs), breaks)
+        return Report(
+            type(self._module).__name__,
+            self.backend.device,
+            str(self.device),
+            tuple(programs),
+            breaks,
+            self.backend.simulated_seconds,
+        )
 
     def try_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Call the module once, so that its graphs are captured; its buffers and the arguments stay as they are.

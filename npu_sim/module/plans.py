@@ -25,7 +25,7 @@ def plan_for(
     target: CodegenTarget,
     quantization: Quantization | None = None,
 ) -> PartitionPlan:
-    """The plan of a traced module's graph.
+    """The plan of a traced module's graph: all of it on the device or, where that lacks ops, divided by its prices.
 
     Args:
         ir: The graph's IR, symbolic where sizes may change.
@@ -42,6 +42,7 @@ def plan_for(
     from npu_compiler.graph.reader import read_ir
     from npu_compiler.graph.symbolic import specialize
     from npu_compiler.partitioner import partition
+    from npu_compiler.partitioning.prices import prices_of
     from npu_compiler.passes.precision import native_dtype
 
     graph = read_ir(specialize(ir, sizes) if sizes else ir)
@@ -49,6 +50,8 @@ def plan_for(
         own = native_dtype(graph)
         dtype = own if own in HALF_DTYPES else "float32"
     plan = partition(graph, target=target, compute_dtype=dtype, quantization=quantization)
+    if plan.reasons and (prices := prices_of(target)) is not None:
+        plan = partition(graph, target=target, compute_dtype=dtype, quantization=quantization, prices=prices)
     if any(graph.tensors[name].dtype == "float64" for name in (*graph.inputs, *graph.outputs)):
         narrowed = narrowed_nodes(plan)
         if narrowed:

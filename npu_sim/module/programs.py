@@ -19,6 +19,7 @@ from npu_compiler.passes.quantize import Quantization
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.hardware import Hardware
 from npu_runtime.program_run import Arena
+from npu_sim.module.choosing import fastest_plan
 from npu_sim.module.plans import PROGRAMS, plan_for
 from npu_sim.module.runner import Loaded, Runner, Values
 from npu_sim.module.shapes import Key
@@ -53,27 +54,27 @@ class Compiled:
 
     def __init__(self, traced: Trace, settings: Settings) -> None:
         self._trace, self._settings = traced, settings
-        self._known: OrderedDict[Key, tuple[PartitionPlan, list[CompiledProgram] | None]] = OrderedDict()
+        self._compiled: OrderedDict[Key, tuple[PartitionPlan, list[CompiledProgram] | None]] = OrderedDict()
 
     def plan(self, symbols: tuple[str, ...], key: Key) -> tuple[PartitionPlan, list[CompiledProgram] | None]:
         """The plan for these sizes, and its programs where they have been compiled before."""
-        if key not in self._known:
+        if key not in self._compiled:
             sizes = dict(zip(symbols, key, strict=True))
             chosen = self._settings
             plan = plan_for(self._trace.ir, sizes, chosen.dtype, chosen.backend.target, chosen.quantization)
             self.keep(key, plan, None)
-        return self._known[key]
+        return self._compiled[key]
 
     def keep(self, key: Key, plan: PartitionPlan, programs: list[CompiledProgram] | None) -> None:
-        self._known[key] = plan, programs
-        while len(self._known) > self._settings.limit:
-            self._known.popitem(last=False)
+        self._compiled[key] = plan, programs
+        while len(self._compiled) > self._settings.limit:
+            self._compiled.popitem(last=False)
 
     def clear(self) -> None:
-        self._known.clear()
+        self._compiled.clear()
 
     def plans(self) -> dict[Key, PartitionPlan]:
-        return {key: plan for key, (plan, _) in self._known.items()}
+        return {key: plan for key, (plan, _) in self._compiled.items()}
 
 
 class Programs:
@@ -177,10 +178,15 @@ class Programs:
         """The program for these sizes, made if need be."""
         if key not in self.runners:
             plan, programs = self.compiled.plan(self.symbols, key)
+            backend, updated = self._settings.backend, [name for _, name in self._updated]
+            is_divided = {part.device for part in plan.partitions} == {"npu", "cpu"}
             # A program that a call waits for does not stop to time kernels.
-            with self._settings.backend.without_trials() if self.runners else nullcontext():
-                runner = Runner(plan, self._loaded, [name for _, name in self._updated], programs)
-            self.compiled.keep(key, plan, runner.programs)
+            with backend.without_trials() if self.runners else nullcontext():
+                if programs is None and is_divided and backend.makes_trials and not self.runners:
+                    runner = fastest_plan(plan, self._loaded, updated, self._settings.quantization)
+                else:
+                    runner = Runner(plan, self._loaded, updated, programs)
+            self.compiled.keep(key, runner.plan, runner.programs)
             self.runners[key] = runner
             while len(self.runners) > self._settings.limit:
                 dropped, _ = self.runners.popitem(last=False)
@@ -223,10 +229,10 @@ def _overlapping(inputs: Values, written: list[str]) -> str | None:
 
 def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
     """Address of a storage → those of the tensors that lie in it."""
-    found: dict[int, list[torch.Tensor]] = {}
+    tensors_at: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    return found
+        tensors_at.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    return tensors_at
 
 
 def _overlaps_any(value: torch.Tensor, others: Mapping[int, list[torch.Tensor]]) -> bool:

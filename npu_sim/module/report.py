@@ -51,6 +51,7 @@ class Report:
         device: The device that runs the programs, in words.
         tensors: The torch device of arguments, results, and of what PyTorch runs.
         graph_breaks: For each graph break, the reason why PyTorch could not trace beyond it.
+        simulated_seconds: Time of all runs of the device so far by its simulated clock, if it has one.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Report:
     tensors: str
     programs: tuple[ProgramReport, ...]
     graph_breaks: tuple[str, ...] = ()
+    simulated_seconds: float | None = None
 
     @property
     def device_share(self) -> float:
@@ -81,6 +83,8 @@ class Report:
                 lines.append(f"    in PyTorch on {self.tensors}: {op}{f' x {count}' if count > 1 else ''}: {reason}")
         for index, reason in enumerate(self.graph_breaks, 1):
             lines.append(f"  graph break {index}: {reason}")
+        if self.simulated_seconds is not None:
+            lines.append(f"  simulated: {1e3 * self.simulated_seconds:.4g} ms in all runs so far")
         return "\n".join(lines)
 
 
@@ -103,10 +107,10 @@ def narrowed_nodes(plan: PartitionPlan) -> list[OpNode]:
     ]
 
 
-def report(
-    name: str, device: str, tensors: str, symbols: Sequence[str], plans: Mapping[tuple[int, ...], PartitionPlan]
-) -> Report:
-    """The report of a module whose programs are for these values of its symbols."""
+def program_reports(
+    symbols: Sequence[str], plans: Mapping[tuple[int, ...], PartitionPlan]
+) -> tuple[ProgramReport, ...]:
+    """The reports of a module's programs, which are for these values of its symbols."""
     programs = []
     for key, plan in plans.items():
         nodes = [node for part in plan.partitions for node in part.graph.nodes]
@@ -116,4 +120,4 @@ def report(
         parts = tuple((part.device, len(part.graph.nodes)) for part in plan.partitions)
         narrowed = len(narrowed_nodes(plan))
         programs.append(ProgramReport(sizes, plan.compute_dtype, len(nodes), parts, tuple(off), narrowed))
-    return Report(name, device, tensors, tuple(programs))
+    return tuple(programs)

@@ -86,6 +86,8 @@ class Runner:
         values = inputs
         for step in self._steps:
             values = values | step(values)
+        if self.plan.price is not None:
+            self._loaded.backend.waited(self.plan.price.beside_device)
         return [self._output(name, values, inputs) for name in self._outputs]
 
     def _output(self, name: str, values: Values, inputs: Values) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -77,11 +77,7 @@ def save_module(
     tensors, names = _stored({key: value for key, value in weights.items() if key in read})
     returned = _returned(traced, results)
     keys = {name: key for name, key in ir["weight_name_mapping"].items() if name in returned}
-    whole = {names.get(key) for key in keys.values()}
-    formats, stored = few_bits.formats, few_bits.stored
-    whole |= {name for key, name in names.items() if formats.get(key) != formats.get(name)}
-    for name in formats.keys() & tensors.keys() - whole:
-        tensors |= _parts(name, tensors.pop(name), formats[name], stored.get(name))
+    _divide(tensors, names, {names.get(key) for key in keys.values()}, few_bits)
     constants = {key: f"constant {key}" for key in traced.constants}
     for key, name in constants.items():
         tensors[name] = _array(np.asarray(ir["constants"][key]["data"]), ir["constants"][key])
@@ -101,7 +97,7 @@ def save_module(
         constants=constants,
         keys=keys,
         dtype=dtype,
-        formats={key: format for key, format in formats.items() if key in names},
+        formats={key: format for key, format in few_bits.formats.items() if key in names},
         signature=None if signature is None else parameters_of(signature),
         positional=tuple(structure.tree() for structure in positional),
         keywords={name: structure.tree() for name, structure in keywords.items()},
@@ -118,6 +114,24 @@ def save_module(
 def _returned(traced: Trace, results: tuple[OutputLeaf, ...]) -> set[str | None]:
     """The names in the graph of what a call returns as it is, or changes."""
     return {leaf.source for leaf in results} | {name for _, name in traced.written}
+
+
+def _divide(
+    tensors: dict[str, StoredTensor], names: Mapping[str, str], returned: Set[str | None], few_bits: FewBits
+) -> None:
+    """Replace tensors that the device stores in few bits by their parts.
+
+    Those that a call returns or changes stay, and those under two keys of different formats.
+
+    Args:
+        tensors: The file's tensors by name; changed.
+        names: Key → name in `tensors`.
+        returned: Names of tensors that a call returns or changes.
+    """
+    formats, stored = few_bits.formats, few_bits.stored
+    whole = returned | {name for key, name in names.items() if formats.get(key) != formats.get(name)}
+    for name in formats.keys() & tensors.keys() - whole:
+        tensors |= _parts(name, tensors.pop(name), formats[name], stored.get(name))
 
 
 def _parts(
@@ -171,7 +185,7 @@ def _symbol(name: str, title: str, low: int, high: int | None) -> Symbol:
 
 
 def _off_device(runners: Mapping[Key, Runner]) -> tuple[OffDevice, ...]:
-    """The nodes that PyTorch runs, for whatever sizes."""
+    """The nodes that PyTorch runs in any of the programs made so far."""
     nodes = {}
     for runner in runners.values():
         for node in runner.plan.graph.nodes:
@@ -181,7 +195,7 @@ def _off_device(runners: Mapping[Key, Runner]) -> tuple[OffDevice, ...]:
 
 
 def _programs(runners: Mapping[Key, Runner]) -> tuple[SavedProgram, ...]:
-    """The programs of those plans that are one program each."""
+    """The programs of plans that consist of a single program, to be saved ready to run."""
     programs = []
     for key, runner in runners.items():
         graph = runner.plan.graph

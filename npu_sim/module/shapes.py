@@ -76,9 +76,9 @@ class InputShapes:
         """
         for index, wanted in self.strides(key).items():
             if not same_layout(tensors[index], wanted):
-                found = f"has strides {list(strides_of(tensors[index]))}"
+                strides = f"has strides {list(strides_of(tensors[index]))}"
                 raise InputError(
-                    f"{self._problem(index, found, str(wanted))}, which decide what it changes in place; give such a "
+                    f"{self._problem(index, strides, str(wanted))}, which decide what it changes in place; give such a "
                     "tensor, or compile it again with this one as its example"
                 )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import IRError
@@ -276,37 +276,13 @@ def _trace(exported: ExportedProgram, name: str, changing: Set[str]) -> Trace:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
         nodes.take_name(node.name)
-    values: list[Any] = []
-    inputs: list[Reference] = []
-    leaves: list[InputLeaf] = []
-    keys: dict[str, str] = {}
     paths = _paths(exported.call_spec.in_spec)
-    for node, spec in zip(placeholders, signature.input_specs, strict=True):
-        value = node.meta.get("val")
-        if spec.kind is not InputKind.USER_INPUT:
-            tensor = state.get(spec.target)
-            if not isinstance(tensor, torch.Tensor) or not isinstance(value, torch.Tensor):
-                raise IRError(f"'{spec.target}' is a {type(tensor).__name__}, not a tensor, which IR has no form for")
-            keys[node.name] = str(spec.target)
-            values.append(Reference(node.name, value, node.name if node.name in changing else None))
-        elif isinstance(value, torch.Tensor):
-            leaves.append(InputLeaf(node.name, None, paths[len(leaves)]))
-            inputs.append(Reference(node.name, value, node.name))
-            values.append(inputs[-1])
-        else:
-            leaves.append(InputLeaf(None, value, paths[len(leaves)]))
-            values.append(value)
+    values, leaves, keys = _read_arguments(exported, placeholders, paths, state, changing)
+    given = {leaf.name for leaf in leaves}
+    inputs = [x for x in values if isinstance(x, Reference) and x.name in given]
     _check_inputs_are_distinct(exported, placeholders, paths, state)
     returned = nodes.read(module, values)
-    results = []
-    for value, output in zip(
-        [returned] if isinstance(returned, Reference) else returned, signature.output_specs, strict=True
-    ):
-        if output.kind is not OutputKind.USER_OUTPUT:
-            raise IRError(f"the exported program has an output of kind {output.kind.name}; export it for inference")
-        results.append(output.arg.value if isinstance(output.arg, ConstantArgument) else value)
-        if is_symbolic(results[-1]):
-            raise IRError("the module returns a size that changes with the shapes of its inputs, not a tensor")
+    results = _read_returned([returned] if isinstance(returned, Reference) else returned, signature)
     read = read_results(nodes, results, values)
     changed = {keys[name] for _, name in read.written if name in keys}
     weights, constants = _split(keys, state, exported, changed)
@@ -343,6 +319,54 @@ def _trace(exported: ExportedProgram, name: str, changing: Set[str]) -> Trace:
             if isinstance(x, Reference) and x.producer is not None and x.name in nodes.fixed_strides()
         },
     )
+
+
+def _read_arguments(
+    exported: ExportedProgram,
+    placeholders: Sequence[Node],
+    paths: Sequence[str],
+    state: Mapping[str, Any],
+    changing: Set[str],
+) -> tuple[list[Any], list[InputLeaf], dict[str, str]]:
+    """The value of each placeholder, the leaves of a call's arguments, and name → key of the tensors of `state`.
+
+    Raises:
+        IRError: something in `state` is no tensor.
+    """
+    values: list[Any] = []
+    leaves: list[InputLeaf] = []
+    keys: dict[str, str] = {}
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        value = node.meta.get("val")
+        if spec.kind is not InputKind.USER_INPUT:
+            tensor = state.get(spec.target)
+            if not isinstance(tensor, torch.Tensor) or not isinstance(value, torch.Tensor):
+                raise IRError(f"'{spec.target}' is a {type(tensor).__name__}, not a tensor, which IR has no form for")
+            keys[node.name] = str(spec.target)
+            values.append(Reference(node.name, value, node.name if node.name in changing else None))
+        elif isinstance(value, torch.Tensor):
+            leaves.append(InputLeaf(node.name, None, paths[len(leaves)]))
+            values.append(Reference(node.name, value, node.name))
+        else:
+            leaves.append(InputLeaf(None, value, paths[len(leaves)]))
+            values.append(value)
+    return values, leaves, keys
+
+
+def _read_returned(returned: Sequence[Any], signature: ExportGraphSignature) -> list[Any]:
+    """The results of a call, in order, given what the graph returns.
+
+    Raises:
+        IRError: the program was not exported for inference, or returns a symbolic size.
+    """
+    results = []
+    for value, output in zip(returned, signature.output_specs, strict=True):
+        if output.kind is not OutputKind.USER_OUTPUT:
+            raise IRError(f"the exported program has an output of kind {output.kind.name}; export it for inference")
+        results.append(output.arg.value if isinstance(output.arg, ConstantArgument) else value)
+        if is_symbolic(results[-1]):
+            raise IRError("the module returns a size that changes with the shapes of its inputs, not a tensor")
+    return results
 
 
 def _check_inputs_are_distinct(

@@ -44,7 +44,7 @@ def compensated(
     groups = (order // (format.group or k)).tolist()
     inverse = _inverse_factor(hessian[order][:, order])
     left = weight.T[order].contiguous()  # a column of the weight is a row here
-    found = torch.empty_like(left)
+    matrix = torch.empty_like(left)
     for start in range(0, k, _BLOCK):
         end = min(start + _BLOCK, k)
         columns, factor = left[start:end], inverse[start:end, start:end]
@@ -53,12 +53,12 @@ def compensated(
             group = groups[start + place]
             of_column = Scales(by_group.scale[group], by_group.zero[group])
             code = codes(column, of_column, format)
-            found[start + place] = code
+            matrix[start + place] = code
             errors[place] = (column - (code - of_column.zero) * of_column.scale) / factor[place, place]
             columns[place + 1 :].addr_(factor[place, place + 1 :], errors[place], alpha=-1)
         left[end:].addmm_(inverse[start:end, end:].T, errors, alpha=-1)
-    in_place = torch.empty_like(found)
-    in_place[order] = found
+    in_place = torch.empty_like(matrix)
+    in_place[order] = matrix
     return assemble(in_place.T.contiguous(), scales, format)
 
 

@@ -44,12 +44,12 @@ def check_output(folder: Path, force: bool) -> None:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """A new folder that takes the place of `folder` at the end, unless there is an error. Raises `OSError`."""
     with working_folder(folder.resolve().parent) as work:
-        made = work / "model"
-        made.mkdir()
-        yield made
+        result = work / "model"
+        result.mkdir()
+        yield result
         if folder.exists():
             folder.rename(work / "before")
-        made.rename(folder)
+        result.rename(folder)
 
 
 def write_model(

@@ -105,8 +105,8 @@ class LoadedLayer:
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[samples, length, hidden] → the same, after the layer."""
-        found = self._layer(hidden, **self._arguments)
-        result: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        output = self._layer(hidden, **self._arguments)
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
     def copy(self) -> LoadedLayer:
@@ -136,9 +136,9 @@ class LoadedLayer:
 
     def linear(self, name: str) -> nn.Linear:
         """The linear layer whose weight has this name."""
-        found = self._layer.get_submodule(name.removeprefix(self.prefix).removesuffix(".weight"))
-        assert isinstance(found, nn.Linear)
-        return found
+        linear = self._layer.get_submodule(name.removeprefix(self.prefix).removesuffix(".weight"))
+        assert isinstance(linear, nn.Linear)
+        return linear
 
     def inputs(self, name: str, batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The inputs of a linear layer, [samples, length, k], for the decoder layer's [samples, length, hidden]."""

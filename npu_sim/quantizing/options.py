@@ -52,7 +52,7 @@ class QuantizeOptions:
     force: bool = False
 
     def check(self) -> None:
-        """Raises `InputError` where options are unknown, out of range, or do not go together."""
+        """Raise `InputError` if options are unknown, out of range, or contradict each other."""
         for what, name, names in (
             ("weights", self.weights, NAMED_FORMATS),
             ("method", self.method, METHODS),

@@ -201,7 +201,7 @@ def calibration_tokens(checkpoint: Checkpoint, text: str) -> list[int]:
 
 
 def calibration_ids(checkpoint: Checkpoint, tokens: list[int], samples: int) -> torch.Tensor:
-    """[samples, length]: parts of a text's token ids that are spread over it evenly, as many as it has at most."""
+    """[count, length]: at most `samples` parts of a text's token ids, spread over it evenly."""
     length = min(SAMPLE_LENGTH, len(tokens), checkpoint.config.max_position_embeddings)
     count = min(samples, len(tokens) // length)
     starts = np.linspace(0, len(tokens) - length, count).astype(int)
@@ -222,8 +222,8 @@ def with_written(checkpoint: Checkpoint, ids: torch.Tensor, count: int, device: 
     """
     chosen = computing_device(device)
     model = dense_model(checkpoint, chosen).requires_grad_(False)
-    made = write_text(model, ids.to(chosen), count, ids.shape[1])
-    return torch.cat([ids, made.to(ids.device)])
+    written = write_text(model, ids.to(chosen), count, ids.shape[1])
+    return torch.cat([ids, written.to(ids.device)])
 
 
 def quantized_layers(

@@ -85,7 +85,7 @@ def exact_codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) 
 
 
 def round_codes(exact: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
-    """The nearest code of each, as float32."""
+    """The code nearest to each element of `exact`, as float32; what exceeds the format is not clamped."""
     kind = format.code_format
     return exact.to(getattr(torch, kind.dtype.name)).float() if kind.is_float else exact.round()
 
@@ -96,22 +96,22 @@ def rounded(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> t
 
 
 def fit_rows(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> Scales:
-    """`fit` for each group of a matrix, float32 [n, k]."""
+    """Scales and zero points, by `fit`, for each group of a matrix, float32 [n, k]."""
     n, k = weight.shape
     groups = weight.reshape(-1, format.group or k)
     scales = [fit(piece, format, fractions) for piece in groups.split(max(1, _PIECE // groups.shape[1]))]
     return Scales(*(torch.cat([getattr(x, name) for x in scales]).reshape(n, -1) for name in ("scale", "zero")))
 
 
-def assemble(found: torch.Tensor, scales: Scales, format: QuantizedFormat) -> QuantizedArray:
+def assemble(codes: torch.Tensor, scales: Scales, format: QuantizedFormat) -> QuantizedArray:
     """The matrix of codes [n, k], as `codes` returns them, and of its groups' scales."""
-    n, k = found.shape
-    found, scales = found.cpu(), Scales(scales.scale.cpu(), scales.zero.cpu())
+    n, k = codes.shape
+    codes, scales = codes.cpu(), Scales(scales.scale.cpu(), scales.zero.cpu())
     offsets = None
     if format.offsets == "zero_point":
         offsets = scales.zero.numpy().astype(format.code_format.dtype).view(np.uint8)
     narrow = scales.scale.to(getattr(torch, format.scales))
-    return QuantizedArray(format, (n, k), format.code_format.pack(found.numpy()), tensor_to_numpy(narrow), offsets)
+    return QuantizedArray(format, (n, k), format.code_format.pack(codes.numpy()), tensor_to_numpy(narrow), offsets)
 
 
 def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> QuantizedArray:
@@ -123,8 +123,8 @@ def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[f
     check(weight, format)
     scales = fit_rows(weight, format, fractions)
     by_group = Scales(*(x.reshape(-1, 1) for x in (scales.scale, scales.zero)))
-    found = codes(weight.reshape(len(by_group.scale), -1), by_group, format)
-    return assemble(found.reshape(weight.shape), scales, format)
+    rounded = codes(weight.reshape(len(by_group.scale), -1), by_group, format)
+    return assemble(rounded.reshape(weight.shape), scales, format)
 
 
 def check(weight: torch.Tensor, format: QuantizedFormat) -> None:

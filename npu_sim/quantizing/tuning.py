@@ -87,8 +87,8 @@ class Tuner:
         self._held_out, given = given[held_out], given[~held_out]
         self._generator = torch.Generator(self._device).manual_seed(0)
         begun = given if len(given) else self._held_out
-        made = write_text(self._original, begun, written, length, self._generator)
-        self._text = torch.cat([given, made])
+        written_rows = write_text(self._original, begun, written, length, self._generator)
+        self._text = torch.cat([given, written_rows])
 
     def tune(
         self, arrays: Mapping[str, QuantizedArray], steps: int, progress: Callable[[int], None] | None = None
@@ -155,8 +155,8 @@ class Tuner:
                 with in_16_bits(self._device):
                     with torch.no_grad():
                         wanted = self._original(input_ids=part, use_cache=False).logits
-                    found = model(input_ids=part, use_cache=False).logits
-                    loss = _divergence(found, wanted) * (len(part) / len(rows))
+                    logits = model(input_ids=part, use_cache=False).logits
+                    loss = _divergence(logits, wanted) * (len(part) / len(rows))
                 loss.backward()
                 losses.append(loss.detach())
             if not bool(torch.stack(losses).isfinite().all()):
@@ -169,8 +169,10 @@ class Tuner:
                 progress(step + 1)
 
     def _rows_at_once(self, vocabulary: int) -> int:
-        """Number of rows of a step to compute together: the logits of both models and what is made of them may take
-        half of a GPU's free memory."""
+        """Number of rows of a step to compute together.
+
+        The logits of both models and what is computed from them may take half of a GPU's free memory.
+        """
         if self._device != "cuda":
             return _ROWS_AT_ONCE
         free, _ = torch.cuda.mem_get_info()
@@ -219,22 +221,25 @@ class _RoundedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scales = self.scales()
         exact = exact_codes(self._by_group(self.weight), scales, self._format)
-        made = _through(exact, round_codes(exact.detach(), self._format))
-        weight = ((made - scales.zero) * scales.scale).reshape(self.weight.shape)
+        rounded = _through(exact, round_codes(exact.detach(), self._format))
+        weight = ((rounded - scales.zero) * scales.scale).reshape(self.weight.shape)
         return nn.functional.linear(x, weight, self.bias)
 
     @torch.no_grad()
     def _start(self, original: torch.Tensor, dequantized: torch.Tensor) -> torch.Tensor:
-        """Initial weight of training: between the original and the rounded weight, as near to the original as
-        may be and still rounded to the same. In the middle of a rounding's range, small steps would change nothing."""
+        """Initial weight of training: between the original and the rounded weight.
+
+        It is as near to the original as may be and still rounded to the same. In the middle of a rounding's range,
+        small steps would change nothing.
+        """
         scales = self.scales()
         wanted = self._codes(dequantized, scales)
-        found = dequantized
+        start = dequantized
         for share in _SHARES:
             moved = dequantized + share * (original - dequantized)
-            same = (self._codes(moved, scales) == wanted).reshape(found.shape)
-            found = torch.where(same, moved, found)
-        return found
+            same = (self._codes(moved, scales) == wanted).reshape(start.shape)
+            start = torch.where(same, moved, start)
+        return start
 
     def _codes(self, weight: torch.Tensor, scales: Scales) -> torch.Tensor:
         """[n, groups, k / groups], as `rounding.codes` has them."""
@@ -247,8 +252,8 @@ class _RoundedLinear(nn.Module):
     def array(self) -> QuantizedArray:
         """The weight as it is stored."""
         scales = self.scales()
-        found = self._codes(self.weight, scales).reshape(self.weight.shape)
-        return assemble(found, Scales(scales.scale.squeeze(-1), scales.zero.squeeze(-1)), self._format)
+        codes = self._codes(self.weight, scales).reshape(self.weight.shape)
+        return assemble(codes, Scales(scales.scale.squeeze(-1), scales.zero.squeeze(-1)), self._format)
 
 
 def _through(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
@@ -256,7 +261,7 @@ def _through(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
     return value + (rounded - value).detach()
 
 
-def _divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The mean over all tokens of softmax(found)'s divergence from softmax(wanted), of logits [rows, length, n]."""
-    logs = [logits.float().flatten(0, 1).log_softmax(-1) for logits in (found, wanted)]
+def _divergence(actual: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean over all tokens of softmax(actual)'s divergence from softmax(wanted), of logits [rows, length, n]."""
+    logs = [logits.float().flatten(0, 1).log_softmax(-1) for logits in (actual, wanted)]
     return nn.functional.kl_div(logs[0], logs[1], reduction="batchmean", log_target=True)

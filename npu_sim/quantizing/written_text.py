@@ -34,18 +34,18 @@ def write_text(
     device = given.device.type
     generator = generator or torch.Generator(device).manual_seed(0)
     chosen = torch.randint(given.numel(), (count,), generator=generator, device=device)
-    made = []
+    texts = []
     at_once = _AT_ONCE if device == "cpu" else _AT_ONCE_ON_A_GPU
     for first in given.flatten()[chosen][:, None].split(at_once):
         tokens, past = [first], None
         with in_16_bits(device):
             for _ in range(length - 1):
-                found = model(input_ids=tokens[-1], past_key_values=past, use_cache=True)
-                past = found.past_key_values
-                chances = found.logits[:, -1].float().softmax(-1)
+                output = model(input_ids=tokens[-1], past_key_values=past, use_cache=True)
+                past = output.past_key_values
+                chances = output.logits[:, -1].float().softmax(-1)
                 tokens.append(torch.multinomial(chances, 1, generator=generator))
-        made.append(torch.cat(tokens, 1))
-    return torch.cat(made)
+        texts.append(torch.cat(tokens, 1))
+    return torch.cat(texts)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from npu_sim.report.contents import diff_contents, numerics_contents, partition_
 from npu_sim.report.facts import program_facts
 from npu_sim.report.measure import Measurement, Roof, measure
 from npu_sim.report.page import render_page, write_page
+from npu_sim.report.simulated import simulated_facts, sweep_facts
 from npu_sim.report.stages import StageGraphs, stage_graphs
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "program_facts",
     "render_page",
     "report_contents",
+    "simulated_facts",
     "stage_graphs",
+    "sweep_facts",
     "write_page",
 ]

@@ -1,8 +1,8 @@
-"""Two programs side by side: kernels, bytes, memory, and time where it was measured."""
+"""Two programs side by side, or one on two chips: kernels, bytes, memory, and time where it is known."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,13 +23,17 @@ def compare_programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, An
     """The differences of two programs as JSON data.
 
     Args:
-        a, b: From `program_facts`; `measured` has the seconds of a run, or is None.
+        a, b: From `program_facts`; `measured` has the seconds of a run, or is None; `simulated` is what
+            `simulated_facts` returns, or None.
 
     Returns:
         `totals`: name, unit and both values. `kernels`: launches, bytes and seconds of each kernel in both, the largest
-        changes first. `nodes`: nodes that other kernels compute. `is_measured`: whether both were measured.
+        changes first; seconds are measured, or else simulated. `nodes`: nodes that other kernels compute. `layers`:
+        seconds and joules of each node where both were simulated, in order of appearance. `is_measured`,
+        `is_simulated`: whether both were.
     """
     is_measured = bool(a["measured"] and b["measured"])
+    is_simulated = bool(a["simulated"] and b["simulated"])
     totals = [
         {"name": name, "unit": unit, "a": a["totals"][key], "b": b["totals"][key]}
         for name, (unit, key) in _TOTALS.items()
@@ -39,29 +43,95 @@ def compare_programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, An
     )
     if is_measured:
         totals.append({"name": "run", "unit": "seconds", "a": a["measured"]["run"], "b": b["measured"]["run"]})
+    if is_simulated:
+        totals += _simulated_totals(a["simulated"], b["simulated"])
+    times = [_seconds(each) for each in (a, b)] if is_measured or is_simulated else None
     return {
         "is_measured": is_measured,
+        "is_simulated": is_simulated,
         "totals": totals,
-        "kernels": _kernels(a["calls"], b["calls"], is_measured),
+        "kernels": _kernels(a["calls"], b["calls"], times),
         "nodes": _nodes(a["calls"], b["calls"]),
+        "layers": _layers(a, b) if is_simulated else [],
     }
 
 
-def _kernels(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], is_measured: bool) -> list[dict[str, Any]]:
-    sums: dict[str, Counter[str]] = defaultdict(Counter)
-    for side, calls in (("a", a), ("b", b)):
-        for call in calls:
+def _seconds(facts: Mapping[str, Any]) -> list[float]:
+    """The time of each call: measured, or else simulated."""
+    if facts["measured"]:
+        return [call["seconds"] for call in facts["calls"]]
+    return [call["own"] for call in facts["simulated"]["calls"]]
+
+
+def _simulated_totals(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Both simulated runs: their time and its parts, traffic, and energy where both chips tell it."""
+    rows = [
+        {"name": "simulated run", "unit": "seconds", "a": a["run"], "b": b["run"]},
+        {"name": "the roofline allows", "unit": "seconds", "a": a["least"], "b": b["least"]},
+        {"name": "matrix peak in use", "unit": "share", "a": a["utilization"], "b": b["utilization"]},
+        {
+            "name": "DRAM bandwidth in use",
+            "unit": "share",
+            "a": a["bandwidth_utilization"],
+            "b": b["bandwidth_utilization"],
+        },
+        {"name": "time computing", "unit": "seconds", "a": a["computing"], "b": b["computing"]},
+    ]
+    rows += _by_part("stalled by {}", "seconds", a["stalls"], b["stalls"])
+    rows += _by_part("{}", "bytes", a["traffic"], b["traffic"])
+    if a["energy"] and b["energy"]:
+        whole = (sum(each["energy"].values()) for each in (a, b))
+        rows += [{"name": "energy", "unit": "joules", **dict(zip("ab", whole, strict=True))}]
+        rows += _by_part("energy of {}", "joules", a["energy"], b["energy"])
+    return rows
+
+
+def _by_part(name: str, unit: str, a: Mapping[str, float], b: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A row for each part that is not 0 in both."""
+    return [
+        {"name": name.format(part), "unit": unit, "a": a.get(part, 0), "b": b.get(part, 0)}
+        for part in dict.fromkeys((*a, *b))
+        if a.get(part) or b.get(part)
+    ]
+
+
+def _layers(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Module, family, seconds and joules of each node in both; joules are None without a chip's energies."""
+    rows: dict[str, dict[str, Any]] = {}
+    for side, facts in (("a", a), ("b", b)):
+        for call, simulated in zip(facts["calls"], facts["simulated"]["calls"], strict=True):
+            known = {key: call[key] for key in ("node", "module", "family")}
+            empty = {"seconds_a": 0.0, "seconds_b": 0.0, "joules_a": None, "joules_b": None}
+            row = rows.setdefault(call["node"], {**known, **empty})
+            row[f"seconds_{side}"] += simulated["own"]
+            if simulated["energy"]:
+                row[f"joules_{side}"] = (row[f"joules_{side}"] or 0.0) + sum(simulated["energy"].values())
+    return list(rows.values())
+
+
+def _kernels(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], times: Sequence[Sequence[float]] | None
+) -> list[dict[str, Any]]:
+    names = [f"{unit}_{side}" for unit in ("count", "bytes", "seconds") for side in "ab"]
+    sums: dict[str, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(names, 0))
+    families: dict[str, str] = {}
+    for number, (side, calls) in enumerate((("a", a), ("b", b))):
+        for index, call in enumerate(calls):
             row = sums[call["kernel"]]
+            families[call["kernel"]] = call["family"]
             row[f"count_{side}"] += 1
             row[f"bytes_{side}"] += call["bytes"]
-            if is_measured:
-                row[f"seconds_{side}"] += call["seconds"]
-    names = [f"{unit}_{side}" for unit in ("count", "bytes", "seconds") for side in "ab"]
+            if times is not None:
+                row[f"seconds_{side}"] += times[number][index]
     rows = [
-        {"kernel": kernel, **{name: row[name] if is_measured or "seconds" not in name else None for name in names}}
+        {
+            "kernel": kernel,
+            "family": families[kernel],
+            **{name: row[name] if times or "seconds" not in name else None for name in names},
+        }
         for kernel, row in sums.items()
     ]
-    rank = "seconds" if is_measured else "bytes"
+    rank = "seconds" if times else "bytes"
     return sorted(rows, key=lambda row: (-abs(row[f"{rank}_a"] - row[f"{rank}_b"]), -row[f"{rank}_a"], row["kernel"]))
 
 

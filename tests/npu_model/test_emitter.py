@@ -14,7 +14,6 @@ from npu_compiler.program.views import View
 from npu_model.isa.instructions import Affine, Axis, Buffer, Loop, Node, Role, Section, Space, TileProgram
 from npu_model.lowering.emitter import DoesNotFit, Emitter, Piece, Place
 from npu_model.lowering.vector_program import VectorProgram
-from npu_model.machine.arithmetic import execute
 from npu_model.machine.machine import Machine, MachineError
 from npu_model.machine.memory import Memory
 
@@ -120,7 +119,7 @@ def in_sequence(nodes: Sequence[Node], machine: Machine, counters: tuple[int, ..
             for counter in range(node.count):
                 in_sequence(node.body, machine, (*counters, counter))
         else:
-            execute(node, counters, machine.memories)
+            machine.execution(node, range(len(node.axes)))(counters)
 
 
 def machine_for(name: str, body: tuple[Node, ...], checked: bool) -> tuple[Machine, np.ndarray]:

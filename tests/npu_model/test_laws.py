@@ -15,7 +15,8 @@ from npu_compiler import CompiledProgram, CompileOptions, ConstraintError
 from npu_compiler import compile as compile_ir
 from npu_model import Chip, NPUBackend, NPUTarget, Result, load_chip, simulate
 from npu_model.analysis.simulation import most_cycles
-from npu_model.chip import Dataflow
+from npu_model.chip import Dataflow, DramBanks
+from npu_model.chip.description import DRAM_KINDS
 from npu_runtime import Executor, load_weights
 
 ROUNDING = 1e-9
@@ -46,6 +47,13 @@ options = st.builds(CompileOptions, compute_dtype=st.sampled_from(("float16", "f
 programs = st.builds(compile_ir, graphs(), options=options)
 
 
+organisations = st.builds(
+    lambda kind, channels: DramBanks(kind=kind, channels=channels, **DRAM_KINDS[kind]),
+    st.sampled_from(sorted(DRAM_KINDS)),
+    st.integers(1, 16),
+)
+
+
 @st.composite
 def chips(draw: st.DrawFn) -> Chip:
     """A shipped chip with other arrays, SRAM, memory, channels and launches."""
@@ -58,10 +66,17 @@ def chips(draw: st.DrawFn) -> Chip:
             "columns": draw(st.sampled_from((4, 13, 16, 64))),
             "dataflow": draw(st.sampled_from(Dataflow)),
             "overlapped_folds": draw(st.booleans()),
+            "load_rows": draw(st.sampled_from((1, 3, 64))),
+            "efficiency": draw(st.sampled_from((1.0, 0.7))),
         },
         "sram": {"size": draw(st.integers(64 << 10, 4 << 20)), "banks": draw(st.sampled_from((1, 8, 64)))},
-        "dram": {"bandwidth_gb_s": draw(st.floats(1, 1000)), "latency_ns": draw(st.floats(0, 500))},
-        "dma": {"channels": draw(st.integers(1, 8))},
+        "dram": {
+            "bandwidth_gb_s": draw(st.floats(1, 1000)),
+            "latency_ns": draw(st.floats(0, 500)),
+            "efficiency": draw(st.sampled_from((1.0, 0.4))),
+            "banks": draw(st.none() | organisations),
+        },
+        "dma": {"channels": draw(st.integers(1, 8)), "staged_bytes": draw(st.sampled_from((0, 20_000)))},
         "launch": {"cost_us": draw(st.floats(0, 5)), "overlapped": draw(st.booleans())},
     }
     return dataclasses.replace(

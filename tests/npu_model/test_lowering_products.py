@@ -161,6 +161,54 @@ def test_weights_in_few_bits(name: str, format: str) -> None:
         assert_close(outcome, 4e-3)
 
 
+@pytest.mark.parametrize("format", ["", "int4", "int8", "fp8", "int8+int8"])
+def test_layers_of_which_no_usual_tile_fits_are_computed_in_smaller_ones(format: str) -> None:
+    rng = np.random.default_rng(8)
+    n, k = 40, 8960
+    g = IRBuilder()
+    g.output(g("aten.linear.default", g.input("x", 5, k), g.weight("w", n, k), g.weight("b", n)))
+    weights = {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}
+    outcome = run_on("uneven", g, {"x": normal(rng, 5, k)}, weights, "float16", quantization=format or None)
+    assert_close(outcome, 4e-3)
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
+@pytest.mark.parametrize("name", CHIPS)
+@DRAWS
+@given(
+    b=st.integers(1, 2), shared=st.integers(1, 3), rep=st.integers(1, 3), t=st.integers(1, 5),
+    length=st.integers(5, 70), d=st.sampled_from([1, 8, 40]), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_attention_over_a_cache_of_bytes(
+    name: str, kv_cache: str, b: int, shared: int, rep: int, t: int, length: int, d: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    g = IRBuilder()
+    q, mask = g.input("q", b, shared * rep, t, d), g.input("mask", b, 1, t, length, dtype="bool")
+    at = g.input("at", t, dtype="int64")
+    caches = [g.input(key, b, shared, length, d) for key in ("k", "v")]
+    rows = [g.input(key, b, shared, t, d) for key in ("keys", "values")]
+    updated = [
+        g("aten.index_copy.default", cache, 2, at, new, name=f"{cache}_new")
+        for cache, new in zip(caches, rows, strict=True)
+    ]
+    options = {"enable_gqa": True} if rep > 1 else {}
+    g.output(g("aten.scaled_dot_product_attention.default", q, *updated, mask, **options), *updated)
+    places = np.sort(rng.permutation(length)[:t])
+    new = {key: normal(rng, b, shared, t, d) for key in ("keys", "values")}
+    new["keys"][0, 0, 0, 0] = rng.choice([0, 1e-40, np.nan, np.inf])
+    codes = {key: rng.integers(0, 120, (b, shared, length, d)).astype(np.uint8) for key in ("k", "v")}
+    scales = {f"{key}.scales": rng.uniform(0, 0.02, (b, shared, length)).astype(np.float32) for key in ("k", "v")}
+    seen = rng.random((b, 1, t, length)) < 0.7
+    if not np.isfinite(new["keys"]).all():
+        seen[..., places[0]] = False
+    inputs = {"q": normal(rng, b, shared * rep, t, d), "mask": seen, "at": places, **new, **codes, **scales}
+    outcome = run_on(name, g, inputs, {}, "float32", kv_cache=kv_cache)
+    for key in ("k_new", "v_new", "k_new.scales", "v_new.scales"):
+        np.testing.assert_array_equal(outcome.ours.pop(key), outcome.reference.pop(key))
+    assert_close(outcome, 1e-5)
+
+
 @pytest.mark.parametrize("name", CHIPS)
 def test_batched_products(name: str) -> None:
     rng = np.random.default_rng(6)

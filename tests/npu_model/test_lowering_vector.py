@@ -408,6 +408,20 @@ def test_rows_are_replaced_in_place_as_on_the_cpu(chip: str, dtype: str) -> None
 
 
 @both_chips
+@pytest.mark.parametrize("dtype", [*FLOATS, "int32"])
+def test_elements_are_in_the_order_of_the_cpu(chip: str, dtype: str) -> None:
+    rng = generator("sorted", chip, dtype)
+    for _ in range(4):
+        shape = (*some_shape(rng, 60, 3), int(rng.choice([1, 2, 9, 40, 130])))
+        x = tensor(rng, "x", shape, dtype)
+        x.array[...] = np.round(x.array)  # so that many are equal
+        if dtype != "int32":
+            x.array[rng.random(shape) < 0.1] = rng.choice([np.nan, np.inf, -np.inf, -0.0])
+        order = tensor(rng, "order", shape, "int32")
+        assert_same(chip, "argsort_kernel", [x], [order], {"descending": int(rng.integers(2))})
+
+
+@both_chips
 @pytest.mark.parametrize("dtype", ["float16", "int32"])
 def test_scattered_elements_are_those_of_the_cpu(chip: str, dtype: str) -> None:
     rng = generator("scattered", chip, dtype)
@@ -417,8 +431,24 @@ def test_scattered_elements_are_those_of_the_cpu(chip: str, dtype: str) -> None:
         index = _places(rng, "index", (*shape[:-1], count), shape[-1])
         params = {"reduce": "last", "include_self": 0}
         assert_same(chip, "scatter_kernel", [base, index, source], [out], params, exact=True)
-        with pytest.raises(ConstraintError, match="do not join them with what is there"):
-            run_on_chip(CHIPS[chip], "scatter_kernel", [base, index, source], [out], params | {"reduce": "sum"})
+        if dtype == "int32":
+            with pytest.raises(ConstraintError, match="its vector engine joins floats, not int32"):
+                run_on_chip(CHIPS[chip], "scatter_kernel", [base, index, source], [out], params | {"reduce": "sum"})
+
+
+@both_chips
+@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
+def test_joined_elements_are_those_of_the_cpu(chip: str, reduce: str) -> None:
+    rng = generator("joined", chip, reduce)
+    for shape, count in (((7,), 20), ((3, 5, 9), 4), ((6, 1), 3), ((4, 60), 61)):
+        base, out = (tensor(rng, name, shape, "float32", packed=0) for name in ("base", "out"))
+        source = tensor(rng, "source", (*shape[:-1], count), "float32", packed=0)
+        index = _places(rng, "index", (*shape[:-1], count), shape[-1])
+        params = {"reduce": reduce, "include_self": int(rng.integers(2))}
+        assert_same(chip, "scatter_kernel", [base, index, source], [out], params, tolerance=3)
+        index.array[(0,) * index.array.ndim] = shape[-1]
+        with pytest.raises(IndexError, match=f"index {shape[-1]} is out of range for {shape[-1]} rows"):
+            run_on_chip(CHIPS[chip], "scatter_kernel", [base, index, source], [out], params)
 
 
 @both_chips

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info
 from tile_programs import arrays_of, chip, emitted_program, linear_program, memories
 
 from npu_model.isa.assembler import assemble
 from npu_model.isa.instructions import TileProgram
 from npu_model.isa.verifier import verify
+from npu_model.machine import machine as machine_module
 from npu_model.machine import streams
+from npu_model.machine.blas import one_thread
 from npu_model.machine.machine import Machine, Run
-from npu_model.machine.memory import MachineError
+from npu_model.machine.memory import MachineError, Memory
 
 
 def facts(run: Run) -> Any:
@@ -50,6 +54,76 @@ def test_emitted_programs_have_no_race_and_compute_what_their_sequence_says(seed
         program = emitted_program(seed + number)
         free, checked = run(program, checked=False), run(program)
         assert all(np.array_equal(free[name], checked[name]) for name in free)
+
+
+def test_a_program_is_scheduled_once_and_computed_again_in_the_same_order(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    for number in range(20):
+        program = emitted_program(seed + number)
+        arrays, again = arrays_of(program), arrays_of(program)
+        machine = Machine(chip(), program, memories(arrays))
+        expected = [facts(machine.run())]
+        with monkeypatch.context() as patched:
+            patched.setattr(machine_module, "Streams", None)
+            expected.append(facts(machine.run()))
+        runs = [facts(Machine(chip(), program, memories(again)).run()) for _ in range(2)]
+        assert runs == expected
+        assert all(np.array_equal(arrays[name], again[name]) for name in arrays)
+
+
+LONG_SUM = """
+chip edge d
+buffer x 70000
+buffer w 70000
+section a b ""
+  dma0    load    sram[0] uint8 <- x[0] uint8 [70000]   signal dma0.1
+  dma0    load    sram[70016] int8 <- w[0] int8 [70000]   signal dma0.1
+  matrix matmul acc[0] int32 (4, 0) = sram[0] uint8 (0, 1) * sram[70016] int8 (0, 1) [m 1, k 70000] wait dma0.1 >= 2
+"""
+
+
+def test_an_error_of_a_later_run_names_its_instruction_too() -> None:
+    program = assemble(LONG_SUM)
+    verify(program, chip())
+    arrays = {"x": np.zeros(70000, np.uint8), "w": np.full(70000, 0x80, np.uint8)}
+    machine = Machine(chip(), program, memories(arrays))
+    machine.run()
+    arrays["x"][:] = 255
+    with pytest.raises(MachineError, match=r"^multiply on matrix of node 'a': a sum in the accumulators leaves the"):
+        machine.run()
+
+
+def blas_threads() -> set[int]:
+    return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+
+class Watched(Memory):
+    """A memory that notes the threads of BLAS when it is used."""
+
+    def view(self, *args: Any) -> np.ndarray:
+        self.threads = blas_threads()
+        return super().view(*args)
+
+
+def test_tiles_are_multiplied_by_one_thread() -> None:
+    program = linear_program(4, 4, 4)
+    memory = {name: Watched(name, array, False) for name, array in arrays_of(program).items()}
+    Machine(chip(), program, memory).run()
+    assert all(each.threads <= {1} for each in memory.values() if "threads" in vars(each))
+    assert any("threads" in vars(each) for each in memory.values())
+
+
+def test_the_last_machine_that_runs_gives_threads_back() -> None:
+    before = blas_threads()
+    with one_thread():
+        with ThreadPoolExecutor(1) as pool:
+            first = one_thread()
+            pool.submit(first.__enter__).result()
+            assert blas_threads() <= {1}
+            pool.submit(first.__exit__, None, None, None).result()
+        assert blas_threads() <= {1}
+    assert blas_threads() == before
 
 
 def test_a_layer_of_many_instructions_is_timed_within_its_rooflines() -> None:

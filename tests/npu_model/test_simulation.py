@@ -100,8 +100,8 @@ def test_few_ports_of_sram_hold_the_arrays_up() -> None:
 
 def test_calls_that_pass_a_result_on_depend_on_each_other() -> None:
     g = IRBuilder("pair")
-    y = g("aten.linear.default", g.input("x", 64, 64), g.weight("a", 64, 64))
-    g.output(y, g("aten.linear.default", y, g.weight("b", 64, 64)))
+    y = g("aten.linear.default", g.input("x", 64, 1024), g.weight("a", 1024, 1024))
+    g.output(y, g("aten.linear.default", y, g.weight("b", 1024, 1024)))
     first, second = simulate(compile_ir(g.ir()), changed(EDGE, "dram", bandwidth_gb_s=1e6)).calls
     assert second.counts.start < first.end <= second.end, "weights are loaded while the call before computes"
 
@@ -138,3 +138,39 @@ def test_a_program_of_another_target_is_refused() -> None:
     g.output(g("aten.softmax.int", g.input("x", 4, 64), -1))
     with pytest.raises(InputError, match="--target op_level"):
         simulate(compile_ir(g.ir(), CUDACodegenTarget()), EDGE)
+
+
+def streamed(m: int, k: int, n: int) -> CompiledProgram:
+    """A product of two inputs, so that no weight stays on the chip."""
+    g = IRBuilder("streamed")
+    g.output(g("aten.linear.default", g.input("x", m, k), g.input("w", n, k)))
+    return compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16"))
+
+
+@pytest.mark.parametrize(("room", "whole"), [(0, 0), (2 * 256 * 512, 1), (2 * (256 + 256) * 512, 2)])
+def test_operands_that_fit_are_staged_before_a_product_begins(room: int, whole: int) -> None:
+    """The weight first, then the rows; what does not fit is streamed."""
+    chip = changed(EDGE, "dma", staged_bytes=room)
+    result = simulate(streamed(256, 512, 256), chip, spans=True)
+    assert result.dram_bytes == result.compulsory_bytes
+    begin = min(span.start for span in result.spans if span.name == "multiply")
+    loads = sum(span.end <= begin for span in result.spans if span.name == "transfer")
+    moved = 1e-9 * begin / chip.clock_ghz * chip.dram.bandwidth_gb_s * 1e9
+    assert loads >= whole and moved > whole * 2 * 256 * 512
+    assert whole or begin < simulate(streamed(256, 512, 256), changed(chip, "dma", staged_bytes=2**20)).cycles / 2
+
+
+def test_a_product_enters_the_array_while_the_one_before_leaves() -> None:
+    chip = changed(changed(EDGE, "matrix", arrays=1), "sram", bytes_per_cycle=1024)
+    folds, rate, depth = 2 * 2, 0.25, 32 + 32 + 32 - 2
+    result = simulate(streamed(256, 64, 64), chip)
+    assert result.busy["matrix"] == folds * 256 / rate
+    assert result.stalls[Cause.DEPENDENCY] >= depth / rate
+    alone = simulate(streamed(256, 64, 64), changed(chip, "matrix", overlapped_folds=False))
+    assert alone.busy["matrix"] >= folds * (256 + depth) / rate
+
+
+def test_arrays_share_what_is_summed_where_nothing_else_can_be_shared() -> None:
+    chips = [changed(changed(EDGE, "matrix", arrays=n), "sram", bytes_per_cycle=1024) for n in (1, 8)]
+    one, eight = (simulate(streamed(1, 8192, 32), chip).busy["matrix"] for chip in chips)
+    assert one == pytest.approx(8 * eight, rel=0.01)

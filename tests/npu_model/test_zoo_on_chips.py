@@ -6,9 +6,9 @@ import pytest
 import torch
 from on_chips import chip
 from zoo import ZOO
-from zoo_runs import build, check, draw, extracted, run_compiled, run_torch, weights_of
+from zoo_runs import build, check, draw, extracted, run_compiled, run_partitioned, run_torch, weights_of
 
-from npu_compiler import ConstraintError
+from npu_compiler import ConstraintError, partition
 from npu_model import NPUBackend
 
 REFUSED = {"CRNN": "op 'aten.lstm.input' is not in the op table"}
@@ -38,9 +38,15 @@ def test_models_are_right_on_a_chip_of_odd_sizes(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_others_are_refused_in_words(name: str) -> None:
+def test_the_others_are_refused_in_words_and_run_with_the_hosts_help(name: str, seed: int) -> None:
+    samples, model, device = draw(name, seed), build(name), NPUBackend(chip("edge"))
     with pytest.raises(ConstraintError, match=REFUSED[name]):
-        run_compiled(extracted(name), weights_of(build(name)), draw(name, 0), NPUBackend(chip("edge")))
+        run_compiled(extracted(name), weights_of(model), samples, device)
+    plan = partition(extracted(name), target=device.target)
+    assert [part.device for part in plan.partitions] == ["npu", "cpu", "npu"]
+    ours = run_partitioned(plan, weights_of(model), samples, device)
+    check(ours, run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples), seed)
+    assert device.simulated_seconds > 0
 
 
 def test_almost_all_models_run() -> None:

@@ -37,6 +37,9 @@ SAMPLE = {
         "test_embedding",
         "test_index_copy",
         "test_index_copy_pair",
+        "test_index_select",
+        "test_elementwise_ops_are_pytorchs",
+        "test_places_of_extremes_are_pytorchs[33-dtype1]",
         "test_sequence_runs_all_launches_in_order",
     ),
     "test_native_conv.py": (

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from native_on_tensors import native
 from torch.nn import functional
 
+from npu_compiler import DeviceError
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
@@ -124,13 +128,13 @@ def test_gated_linear(dtype: torch.dtype) -> None:
         weight = (torch.randn(2 * columns, inner) / inner**0.5).to(dtype)
         packed = native.pack_linear_weight(weight)
         for name, function in ACTIVATIONS.items():
-            for given in (bias, None):
+            for added in (bias, None):
                 gate, up = functional.linear(
-                    x.double(), weight.double(), None if given is None else given.double()
+                    x.double(), weight.double(), None if added is None else added.double()
                 ).chunk(2, -1)
                 for out_dtype in {dtype, torch.float32}:
                     out = blank(1, columns, dtype=out_dtype)
-                    run(native.gated_linear(x, packed, given, name, out))
+                    run(native.gated_linear(x, packed, added, name, out))
                     check(out, function(gate) * up, 3e-5)
 
 
@@ -460,6 +464,97 @@ def test_index_copy_pair() -> None:
         run(native.index_copy_pair(caches, 2, index, sources))
         assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
     assert native.index_copy_pair(caches, 2, index, [sources[0], sources[1].float()]) is None
+
+
+def test_index_select() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for dim in (0, 1, 2, -1):
+            source = torch.randint(0, 100, (3, 4, 6, 8)).to(dtype)
+            index = torch.randint(0, source.shape[dim], (5,), dtype=torch.int32)
+            expected = source.index_select(dim, index)
+            out = torch.zeros_like(expected)
+            run(native.index_select(source, dim, index, out))
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("wrong", [-1, 50])
+def test_an_unchecked_index_out_of_range_fails_the_kernel(wrong: int) -> None:
+    index, table, rows = torch.tensor([3, wrong], dtype=torch.int32), torch.randn(50, 8), torch.zeros(2, 8)
+    for launch in (
+        native.embedding(index, table, rows, False),
+        native.index_select(table, 0, index, rows),
+        native.index_copy(table, 0, index, rows, False),
+    ):
+        with pytest.raises(DeviceError, match=f"index {wrong} is out of range for 50 rows in kernel copy_indexed"):
+            run(launch)
+
+
+SCALAR_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "abs": torch.abs, "neg": torch.neg, "cos": torch.cos,
+    "sin": torch.sin, "eq": torch.eq, "ne": torch.ne, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
+}  # fmt: skip
+
+
+def numbers(generator: random.Random, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Random values in the strides of another order of the dimensions, special ones among them."""
+    order = generator.sample(range(len(shape)), len(shape))
+    if dtype == torch.bool:
+        values = torch.rand([shape[d] for d in order]) < 0.5
+    elif dtype == torch.int32:
+        values = torch.randint(-3, 4, [shape[d] for d in order], dtype=dtype)
+        values.view(-1)[:1] = generator.choice((-(2**31), 2**31 - 1, 0))
+    else:
+        values = torch.randn([shape[d] for d in order]).round(decimals=1)
+        values.view(-1)[:1] = generator.choice((torch.nan, torch.inf, -0.0))
+    return values.permute([order.index(d) for d in range(len(shape))])
+
+
+@settings(max_examples=150)
+@given(generator=st.randoms(use_true_random=False))
+def test_elementwise_ops_are_pytorchs(generator: random.Random) -> None:
+    dtype = generator.choice((torch.float32, torch.int32, torch.bool))
+    shape = tuple(generator.choice((1, 2, 3, 17)) for _ in range(generator.randint(0, 4)))
+
+    def operand() -> torch.Tensor | float:
+        if generator.random() < 0.2 and dtype != torch.bool:
+            return generator.choice((0, 1, -2, 3)) if dtype == torch.int32 else generator.choice((0.5, -1.0, torch.inf))
+        return numbers(generator, dtype, tuple(generator.choice((1, size)) for size in shape))
+
+    op = generator.choice((*SCALAR_OPS, "where", "copy"))
+    first = numbers(generator, dtype, shape)
+    if op == "copy":
+        targets = {torch.bool: (torch.float32, torch.int32), torch.int32: (torch.float32, torch.bool)}
+        target = generator.choice(targets.get(dtype, (torch.float32,)))
+        operands, expected = [first], first.to(target)
+    elif op == "where":
+        condition = numbers(generator, torch.bool, tuple(generator.choice((1, size)) for size in shape))
+        operands = [condition, first, operand()]
+        expected = torch.where(condition, first, torch.as_tensor(operands[2], dtype=dtype))
+    else:
+        operands = [first] if op in ("abs", "neg", "cos", "sin") else [first, operand()]
+        try:
+            expected = SCALAR_OPS[op](*operands)
+        except RuntimeError:  # PyTorch has none for booleans
+            return
+    out = torch.zeros_like(numbers(generator, expected.dtype, shape))
+    launch = native.elementwise(op, operands, out)
+    if launch is None:  # which is right only where PyTorch's result has another dtype, or for booleans
+        assert dtype == torch.bool or (op in ("cos", "sin") and dtype == torch.int32)
+        return
+    launch()
+    torch.testing.assert_close(out, expected.expand(shape), equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 7, 16, 33, 1000])
+def test_places_of_extremes_are_pytorchs(dtype: torch.dtype, columns: int) -> None:
+    rows = torch.randn(6, columns).round(decimals=1).to(dtype)
+    rows[1], rows[2] = -torch.inf, torch.inf
+    rows[3, columns // 2 :] = torch.nan
+    out = torch.full((6,), -1, dtype=torch.int32)
+    for least, expected in ((False, rows.argmax(-1)), (True, rows.argmin(-1))):
+        run(native.place_of_extreme(rows, out, least))
+        assert torch.equal(out.long(), expected)
 
 
 def decode_step(width: int) -> tuple[NativeSequence, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:

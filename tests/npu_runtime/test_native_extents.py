@@ -124,6 +124,24 @@ def index_copy_pair(o: Operands) -> NativeLaunch | None:
     return native.index_copy_pair(targets, 2, o.places(rows, count), sources)
 
 
+def index_select(o: Operands) -> NativeLaunch | None:
+    rows, width, count = o.size(), o.size(), o.size()
+    return native.index_select(o.floats(2, rows, width), 1, o.index(rows, count), o.floats(2, count, width))
+
+
+def elementwise(o: Operands) -> NativeLaunch | None:
+    shape = (o.size(), o.size(), o.size())
+    a, b = (o.floats(*(o.rng.choice((1, size)) for size in shape), dtype=FLOATS[0]) for _ in "ab")
+    if o.rng.random() < 0.5:
+        return native.elementwise("lt", [a, b], np.zeros(shape, np.bool_))
+    return native.elementwise("where", [o.floats(*shape) > 0, a, b], o.floats(*shape, dtype=FLOATS[0]))
+
+
+def place_of_extreme(o: Operands) -> NativeLaunch | None:
+    rows = o.size()
+    return native.place_of_extreme(o.floats(rows, o.size()), np.zeros(rows, np.int32), o.rng.random() < 0.5)
+
+
 def rounded_attention(o: Operands) -> NativeLaunch | None:
     batch, heads, queries, keys, width, values = (o.size() for _ in range(6))
     k, v = (o.numbers.integers(0, 100, (batch, heads, keys, size)).astype(np.uint8) for size in (width, values))
@@ -154,6 +172,9 @@ MADE: list[Callable[[Operands], NativeLaunch | None]] = [
     quantized_embedding,
     rope,
     index_copy_pair,
+    index_select,
+    elementwise,
+    place_of_extreme,
     rounded_attention,
     quantized_index_copy,
     paged_attention,
@@ -260,6 +281,14 @@ BINDINGS: dict[str, Callable[[Operands], tuple[Callable[..., Any], list[np.ndarr
         [o.floats(2, 3, 5, 8), o.floats(1, 1, 5, 8), o.floats(1, 1, 5, 8), o.floats(2, 3, 5, 8)],
     ),
     "copy": lambda o: (native.copy, [o.floats(5, 7), o.floats(5, 7)]),
+    "elementwise": lambda o: (
+        lambda a, b, out: native.elementwise("sub", [a, b], out),
+        [o.floats(5, 7, dtype=FLOATS[0]) for _ in range(3)],
+    ),
+    "place_of_extreme": lambda o: (
+        lambda x, out: native.place_of_extreme(x, out, True),
+        [o.floats(5, 7), np.zeros(5, np.int32)],
+    ),
     "embedding": lambda o: (native.embedding, [o.index(5, 3), o.floats(5, 7), o.floats(3, 7)]),
     "softmax": lambda o: (lambda x, out: native.softmax(x, 1.0, out), [o.floats(5, 7), o.floats(5, 7)]),
     "layer_norm": lambda o: (

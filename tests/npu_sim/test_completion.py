@@ -93,7 +93,7 @@ OFFERED = {
     "npu-sim run ": {"net.npubin", "sub/"},
     "npu-sim run sub/": {"sub/deep.npubin"},
     "npu-sim report net": {"net.npubin", "net.json"},
-    "npu-sim diff net.npubin s": set(),
+    "npu-sim diff net.npubin s": {"smollm2", "sub/"},
     "npu-sim describe net": {"net.npubin", "net.json"},
     "npu-sim run net.t": set(),
     "npu-sim run absent/": set(),

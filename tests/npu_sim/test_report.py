@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ir_builder import IRBuilder
+from tiny_llms import save_tiny
 from typer.testing import CliRunner, Result
 
 from npu_compiler import CompiledProgram, CompileOptions, compile, partition, trace_stages
@@ -19,6 +20,7 @@ from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.graph.printer import tensor_type
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.program.describe import padding_by_buffer, summary
+from npu_model import load_chip, simulate
 from npu_runtime.hardware import Ceilings
 from npu_sim.cli import app
 from npu_sim.report import (
@@ -68,7 +70,7 @@ def stages_of(ir: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts_of(program: CompiledProgram) -> dict[str, Any]:
-    return {**program_facts(program), "measured": None}
+    return {**program_facts(program), "measured": None, "simulated": None}
 
 
 def test_stages_can_be_rebuilt_from_what_the_page_holds() -> None:
@@ -339,6 +341,46 @@ def test_diff_prints_totals_and_kernels(folder: Path) -> None:
     assert "nodes are computed by other kernels" in text
     again = npu_sim("diff", "net.json", "net.npubin").stdout
     assert "each node has the same kernels in both" in again
+
+
+def test_diff_simulates_two_programs_on_one_chip_and_one_program_on_two(folder: Path) -> None:
+    done = npu_sim("diff", "net.npubin", "plain.npubin", "--npu", "edge", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    totals = {row["name"]: row for row in told["totals"]}
+    for side, name in (("a", "net"), ("b", "plain")):
+        result = simulate(CompiledProgram.load(f"{name}.npubin"), load_chip("edge"))
+        assert totals["simulated run"][side] == pytest.approx(result.seconds)
+        assert totals["energy"][side] == pytest.approx(result.energy.total)
+        assert sum(row[f"seconds_{side}"] for row in told["layers"]) == pytest.approx(result.seconds)
+        assert sum(row[f"seconds_{side}"] for row in told["kernels"]) == pytest.approx(result.seconds)
+        assert sum(row[f"joules_{side}"] or 0 for row in told["layers"]) == pytest.approx(result.energy.total)
+    done = npu_sim("diff", "net.npubin", "--npu", "edge", "--npu", "phone", "-o", "out.html")
+    assert done.exit_code == 0 and "simulated run" in done.stdout, done.output
+    contents = held("out.html")
+    assert contents["labels"] == ["net.npubin on edge", "net.npubin on phone"]
+    assert [program["simulated"]["chip"] for program in contents["programs"]] == ["edge", "phone"]
+    assert contents["nodes"] == []
+
+
+def test_a_report_may_have_a_sweep(folder: Path) -> None:
+    done = npu_sim("report", "net.npubin", "-o", "out.html", "--npu", "edge", "--sweep", "sram=512K..1M,arrays=1..2")
+    assert done.exit_code == 0, done.output
+    sweep = held("out.html")["sweep"]
+    assert sweep["chip"] == "edge" and sweep["knobs"] == ["sram", "arrays"]
+    settings = [(point["sram"], point["arrays"]) for point in sweep["points"]]
+    assert settings == [(2**20, 2), (2**19, 1), (2**19, 2), (2**20, 1)], "the chip itself first, and once"
+    run = simulate(CompiledProgram.load("net.npubin"), load_chip("edge"))
+    assert sweep["points"][0]["latency_us"] == pytest.approx(1e6 * run.seconds)
+
+
+def test_a_report_of_a_language_model_has_its_prefill_and_a_decode_step(folder: Path) -> None:
+    save_tiny(folder / "tiny", "llama", "float32", num_hidden_layers=1, vocab_size=300, max_position_embeddings=64)
+    done = npu_sim("report", "tiny", "-o", "out.html", "--npu", "edge")
+    assert done.exit_code == 0 and "A prefill of 64 tokens, and a decode step." in done.stderr, done.output
+    contents = held("out.html")
+    assert [program["name"] for program in contents["programs"]] == ["prefill", "decode"]
+    assert all(program["simulated"]["run"] > 0 for program in contents["programs"])
 
 
 def test_diff_writes_html_and_json_and_measures(folder: Path) -> None:

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from npu_compiler import CompiledProgram, CompileOptions, compile, trace_stages
 from npu_compiler.fusion_patterns import FUSIONS
-from npu_compiler.program.describe import padding_by_buffer
+from npu_compiler.program.describe import family_name, padding_by_buffer
+from npu_compiler.program.kernels import Family
 from npu_model import load_chip, simulate
 from npu_sim.cli import app
 from npu_sim.report import report_contents, stage_graphs, write_page
@@ -64,10 +65,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = {key: rng.standard_normal(shape).astype(np.float32) / 8 for key, shape in shapes.items()}
     save_file(weights, folder / "net.safetensors")
     measuring = ["-w", str(folder / "net.safetensors"), "--device", "cpu", "--no-tune", "--runs", "2", "--verify"]
+    simulating = ["--npu", "edge", "--sweep", "sram=64K..1M,arrays=1..4"]
+    chips = ["--npu", "edge", "--npu", "phone"]
     for args in (
-        ["report", str(folder / "net.json"), "-o", str(folder / "net.html"), *measuring, "--npu", "edge"],
+        ["report", str(folder / "net.json"), "-o", str(folder / "net.html"), *measuring, *simulating],
         ["report", str(folder / "net.npubin"), "-o", str(folder / "simulated.html"), "--npu", "edge"],
         ["diff", str(folder / "net.npubin"), str(folder / "plain.npubin"), "-o", str(folder / "diff.html")],
+        ["diff", str(folder / "plain.npubin"), str(folder / "net.npubin"), "-o", str(folder / "back.html")],
+        ["diff", str(folder / "net.npubin"), "-o", str(folder / "chips.html"), *chips],
     ):
         done = CliRunner().invoke(app, args, prog_name="npu-sim")
         assert done.exit_code == 0, done.output
@@ -92,7 +97,10 @@ def test_every_tab_opens(opened: Opened) -> None:
     tabs = [
         tab.removeprefix("tab-") for tab in opened.value("[...document.querySelectorAll('[role=tab]')].map(t => t.id)")
     ]
-    assert tabs == ["overview", "graph", "memory", "roofline", "kernels", "timeline", "padding", "numerics"]
+    assert tabs == [
+        *("overview", "timeline", "layers", "traffic", "roofline", "sweep"),
+        *("graph", "memory", "kernels", "padding", "numerics"),
+    ]
     for tab in tabs:
         opened.open(tab)
         text = opened.page.inner_text(f"#panel-{tab}")
@@ -126,11 +134,13 @@ def test_simulated_calls_are_beside_the_measured_ones(opened: Opened, program: C
     simulated = simulate(program, load_chip("edge"))
     found = opened.value("reportData.programs[0].simulated")
     assert found["chip"] == "edge" and found["run"] == pytest.approx(simulated.seconds)
-    assert len(found["calls"]) == len(program.kernels) and sum(found["calls"]) == pytest.approx(simulated.seconds)
+    assert [call["own"] for call in found["calls"]] == pytest.approx(
+        [simulated.chip.seconds(call.cycles) for call in simulated.calls]
+    )
     opened.open("timeline")
     assert opened.value("[...document.querySelectorAll('#panel-timeline .chart')].map(c => c.id)") == [
+        "engines",
         "trace",
-        "simulated-trace",
     ]
     opened.open("kernels")
     heads = opened.texts("#panel-kernels th button")
@@ -140,12 +150,13 @@ def test_simulated_calls_are_beside_the_measured_ones(opened: Opened, program: C
 def test_a_report_may_be_simulated_only(browser: Any, folder: Path) -> None:
     report = Opened(browser, folder / "simulated.html")
     report.open("timeline")
-    assert report.value("[...document.querySelectorAll('#panel-timeline .chart')].map(c => c.id)") == [
-        "simulated-trace"
-    ]
-    before = report.value("document.querySelector('#simulated-trace canvas').toDataURL()")
-    report.page.press("#simulated-trace canvas", "+")
-    assert report.value("document.querySelector('#simulated-trace canvas').toDataURL()") != before
+    assert report.value("[...document.querySelectorAll('#panel-timeline .chart')].map(c => c.id)") == ["engines"]
+    before = report.value("document.querySelector('#engines canvas').toDataURL()")
+    report.page.press("#engines canvas", "+")
+    zoomed = report.value("document.querySelector('#engines canvas').toDataURL()")
+    assert zoomed != before
+    report.page.click("#panel-timeline .zoom button:has-text('All')")
+    assert report.value("document.querySelector('#engines canvas').toDataURL()") == before
     report.open("kernels")
     assert "ranked by what they add to a run on the chip edge" in report.page.inner_text("#panel-kernels")
     report.open("overview")
@@ -253,10 +264,13 @@ def test_the_arena_shows_its_peak(opened: Opened, program: CompiledProgram) -> N
 
 def test_every_kernel_that_computes_is_on_the_roofline(opened: Opened, program: CompiledProgram, folder: Path) -> None:
     opened.open("roofline")
-    calls = opened.value("[...document.querySelectorAll('circle.kernel')].map(c => Number(c.dataset.calls))")
+    calls = opened.value("[...document.querySelectorAll('#roofline circle.kernel')].map(c => Number(c.dataset.calls))")
     assert sum(calls) == sum(call.flops > 0 and call.bytes_moved > 0 for call in program.kernels)
-    rows = opened.rows("Equal calls are one row")
-    assert sum(int(row[2]) for row in rows) == len(program.kernels)
+    rows = opened.value(
+        "[...[...document.querySelectorAll('#panel-roofline table')].pop().tBodies[0].rows]"
+        ".map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    assert sum(int(row[3]) for row in rows) == len(program.kernels)
     assert sorted(float(row[-1].split()[0]) for row in rows) == pytest.approx(
         roof_shares(folder / "net.html"), abs=0.06
     )
@@ -356,6 +370,169 @@ def test_a_comparison_opens(browser: Any, folder: Path) -> None:
         assert len(report.rows("Every call")) == len(program.kernels)
     assert report.problems == []
     report.context.close()
+
+
+def test_nothing_is_above_the_roof_of_the_chip(opened: Opened, program: CompiledProgram) -> None:
+    opened.open("roofline")
+    drawn = opened.value("[...document.querySelectorAll('#chip-roofline circle.kernel')].map(c => +c.dataset.calls)")
+    assert sum(drawn) == sum(call.flops > 0 for call in program.kernels)
+    shares = opened.value(
+        "[...document.querySelector('#panel-roofline table').tBodies[0].rows].map(row => row.lastChild.textContent)"
+    )
+    assert shares and all(0 < float(share.split()[0]) <= 100 for share in shares if share != "–")
+    assert "Roofline of edge" in opened.page.inner_text("#panel-roofline")
+
+
+def test_layers_show_time_and_energy_by_node(opened: Opened, program: CompiledProgram) -> None:
+    opened.open("layers")
+    nodes = opened.texts("#panel-layers .layers .layer-name button")
+    assert nodes == list(dict.fromkeys(call.node for call in program.kernels))
+    opened.page.select_option("#layer-order", "most time")
+    order = opened.texts("#panel-layers .layers .layer-name button")
+    times: Counter[str] = Counter()
+    for call in simulate(program, load_chip("edge")).calls:
+        times[call.node] += call.cycles
+    assert [times[node] for node in order] == sorted(times.values(), reverse=True)
+    opened.page.hover("#panel-layers .layer-time >> nth=0")
+    assert "computing" in opened.page.inner_text(".tooltip") or "dram" in opened.page.inner_text(".tooltip")
+    opened.page.click("#panel-layers .layers .layer-name button >> nth=0")
+    assert opened.page.inner_text("#selected-name").endswith(
+        next(call.kernel for call in program.kernels if call.node == order[0])
+    )
+    details = opened.texts(".details dt")
+    assert {"simulated", "engine", "stalls", "moves", "scratchpad"} <= set(details)
+
+
+def test_traffic_is_that_of_the_run(opened: Opened, program: CompiledProgram) -> None:
+    opened.open("traffic")
+    result = simulate(program, load_chip("edge"))
+    assert len(opened.rows("By call")) == len(result.calls)
+    written = opened.value("formatBytes(reportData.programs[0].simulated.traffic['scratchpad'])")
+    assert written in opened.page.inner_text("#panel-traffic .bars")
+    assert opened.value("reportData.programs[0].simulated.traffic['scratchpad']") == result.sram_bytes
+
+
+def test_two_chips_of_a_sweep_are_picked_and_compared(opened: Opened) -> None:
+    opened.open("sweep")
+    points = opened.value("reportData.sweep.points")
+    runs = [index for index, point in enumerate(points) if not point["problem"]]
+    best = {index for index in runs if points[index]["pareto"]}
+    on_front = "[...document.querySelectorAll('#sweep .point.best')].map(point => Number(point.dataset.index))"
+    assert len(runs) > 3 and set(opened.value(on_front)) == best
+    opened.page.select_option("#sweep-y", "energy_uj")
+    figures = [(points[index]["area_mm2"], points[index]["energy_uj"]) for index in runs]
+    assert set(opened.value(on_front)) == {
+        index
+        for index, (area, energy) in zip(runs, figures, strict=True)
+        if not any(a <= area and e <= energy and (a, e) != (area, energy) for a, e in figures)
+    }
+    opened.page.hover("#sweep .point >> nth=0")
+    assert "edge: sram" in opened.page.inner_text(".tooltip")
+    other = runs[1]
+    opened.page.focus(f"#sweep [data-index='{other}']")
+    opened.page.keyboard.press("Enter")
+    rows = {row[0]: row[1:] for row in opened.rows("The two that are picked")}
+    assert rows["arrays"][:2] == [str(points[0]["arrays"]), str(points[other]["arrays"])]
+    ratio = points[other]["latency_us"] / points[0]["latency_us"]
+    assert float(rows["latency"][2].removeprefix("× ")) == pytest.approx(ratio, rel=0.01)
+    assert opened.page.locator("#sweep .point.picked").count() == 2
+
+
+def test_tooltips_stay_inside_the_window(opened: Opened) -> None:
+    opened.open("timeline")
+    opened.page.locator("#engines").scroll_into_view_if_needed()
+    box = opened.page.locator("#engines canvas").bounding_box()
+    assert box is not None
+    shown = 0
+    for part in range(1, 40):
+        opened.page.mouse.move(box["x"] + box["width"] * part / 40, min(box["y"] + 35, 845))
+        if opened.page.is_visible(".tooltip"):
+            shown += 1
+            place = opened.page.locator(".tooltip").bounding_box()
+            assert place is not None and place["x"] >= 0 and place["x"] + place["width"] <= 1300
+            assert place["y"] >= 0 and place["y"] + place["height"] <= 850
+    assert shown > 10
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("page", ["net", "chips"])
+def test_pages_fit_a_telephone_and_a_desk(browser: Any, folder: Path, page: str, width: int, scheme: str) -> None:
+    report = Opened(browser, folder / f"{page}.html", color_scheme=scheme)
+    report.page.set_viewport_size({"width": width, "height": 800})
+    for tab in report.value("[...document.querySelectorAll('[role=tab]')].map(t => t.id.slice(4))"):
+        report.open(tab)
+        assert report.value("document.documentElement.scrollWidth") <= width, tab
+        for chart in report.page.locator("section:not([hidden]) .chart > svg, section:not([hidden]) canvas").all():
+            box = chart.bounding_box()
+            assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width, tab
+    report.context.close()
+    assert report.problems == []
+
+
+def test_a_kind_of_work_has_one_colour_in_every_stage(opened: Opened, program: CompiledProgram) -> None:
+    colours = opened.value("FAMILY_COLOURS")
+    assert {family.value for family in Family} <= colours.keys() and len(set(colours.values())) == len(colours)
+    families = opened.value("familiesByStage(reportData).map(stage => [...stage])")
+    assert len(families) == opened.value("reportData.stages.graphs.length")
+    read = dict(families[0])
+    assert read[ALERT] == read["'\"&amp;"] == "conv", "a convolution and the activation that is fused into it"
+    final = dict(families[-1])
+    assert final == {call.node: family_name(call) for call in program.kernels if call.node in final}
+
+
+def test_an_axis_has_one_unit_of_time(opened: Opened) -> None:
+    ticks = "(end) => timeTicks(d3.scaleLinear([0, end], [0, 100]), 6)"
+    for end, unit in ((2e-3, "ms"), (1.2e-3, "ms"), (8e-7, "ns"), (3.0, "s")):
+        found = opened.page.evaluate(ticks, end)
+        assert found["unit"] == unit
+        texts = [text for _, text in found["ticks"]]
+        assert len(set(texts)) == len(texts) and len({len(text.partition(".")[2]) for text in texts}) == 1
+
+
+def test_the_sum_of_calls_is_compared_with_the_run_as_it_is(opened: Opened) -> None:
+    words = [opened.value(f"compared({time}, 1)") for time in (1.2, 0.8, 1.001)]
+    assert words == ["more than", "less than", "as much as"]
+    opened.open("kernels")
+    measured = opened.value("reportData.programs[0].measured.run")
+    whole = sum(opened.value("reportData.programs[0].calls.map(call => call.seconds)"))
+    word = "more" if whole > 1.005 * measured else "less" if whole < 0.995 * measured else "as much"
+    assert f", {word}" in opened.page.inner_text("#panel-kernels .note")
+
+
+def test_bars_are_named_by_node(opened: Opened, program: CompiledProgram) -> None:
+    opened.open("kernels")
+    names = opened.texts("#panel-kernels .bars .bar-name")
+    nodes = {call.node for call in program.kernels}
+    assert names and all(any(name.startswith(node) for node in nodes) for name in names)
+
+
+def test_two_chips_are_compared_node_by_node(browser: Any, folder: Path, program: CompiledProgram) -> None:
+    report = Opened(browser, folder / "chips.html")
+    totals = {row[0]: row[1:] for row in report.rows("Totals")}
+    for side, chip in enumerate(("edge", "phone")):
+        run = simulate(program, load_chip(chip))
+        assert totals["simulated run"][side] == report.value(f"formatTime({run.seconds})")
+    named = report.texts("#panel-compare .layers .layer-name")
+    assert len(named) == min(20, len({call.node for call in program.kernels}))
+    report.context.close()
+    assert report.problems == []
+
+
+@pytest.mark.parametrize(("page", "names"), [("diff", ("net", "plain")), ("back", ("plain", "net"))])
+def test_what_only_one_program_has_is_marked_as_in_the_graph(
+    browser: Any, folder: Path, page: str, names: tuple[str, str]
+) -> None:
+    report = Opened(browser, folder / f"{page}.html")
+    rows = "[...document.querySelectorAll('#panel-compare tbody tr')].map(r => [r.cells[0].textContent, r.className])"
+    marks = dict(report.value(rows))
+    programs = (CompiledProgram.load(folder / f"{name}.npubin") for name in names)
+    a, b = ({call.kernel for call in program.kernels} for program in programs)
+    assert a ^ b
+    assert {kernel for kernel in a | b if marks[kernel] == "gone"} == a - b
+    assert {kernel for kernel in a | b if marks[kernel] == "fresh"} == b - a
+    report.context.close()
+    assert report.problems == []
 
 
 @pytest.mark.slow

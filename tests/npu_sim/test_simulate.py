@@ -53,6 +53,18 @@ def test_a_program_is_described(program: Path) -> None:
     assert all(word in text for word in ("busy", "stalls", "DRAM", "SRAM", "energy", "matmul_kernel"))
 
 
+def test_dtypes_engines_and_slow_products_are_named(program: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["simulate", str(program), "--npu", "edge"], prog_name="npu-sim")
+    assert "  products float16 100.0%" in done.stdout and "matrix  matmul_kernel" in done.stdout
+    assert "warning: edge multiplies float16 at 0.125 times the rate of int4" in done.stderr
+
+
+def test_a_chip_without_an_energy_table_has_no_line_of_energy(program: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "npu_model/chip/chips/edge.toml").read_text()
+    (tmp_path / "chip.toml").write_text(text[: text.index("[energy]")])
+    assert "energy" not in npu_sim("simulate", program, "--npu", tmp_path / "chip.toml")
+
+
 def test_json_has_every_call_and_adds_up(program: Path) -> None:
     found = json.loads(npu_sim("simulate", program, "--npu", "phone", "--json"))
     assert found["chip"] == "phone" and len(found["calls"]) == 2
@@ -84,6 +96,7 @@ def test_a_sweep_prints_and_writes_a_table(program: Path, tmp_path: Path) -> Non
     files = ["--csv", tmp_path / "s.csv", "--picture", tmp_path / "s.png"]
     text = npu_sim("simulate", program, "--npu", "edge", "--sweep", "sram=256K..512K,arrays=1..2", *files)
     assert (tmp_path / "s.csv").read_text() == text and len(text.splitlines()) == 5
+    assert text.splitlines()[1].startswith("262144,1,")
     assert (tmp_path / "s.png").stat().st_size > 1000
     rows = json.loads(npu_sim("simulate", program, "--npu", "edge", "--sweep", "arrays=1..2", "--json"))["chips"]
     assert [row["arrays"] for row in rows] == [1, 2]

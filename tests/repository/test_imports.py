@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["npu_sim"] = set(ALLOWED)
 PRESENT = [name for name in ALLOWED if (ROOT / name).is_dir()]
-COMPILER_LIBRARIES = {"cryptography", "ml_dtypes", "msgpack", "numpy"}
+COMPILER_LIBRARIES = {"cryptography", "ml_dtypes", "msgpack", "networkx", "numpy"}
 # Each takes a good part of a second or more.
 SLOW_TO_IMPORT = {
     "cryptography",
@@ -33,6 +33,7 @@ SLOW_TO_IMPORT = {
     "gguf",
     "hypothesis",
     "matplotlib",
+    "networkx",
     "pandas",
     "prompt_toolkit",
     "scipy",

@@ -1,4 +1,4 @@
-"""Programs on simulated chips beside the CPU device: one that ships, and one of odd sizes that lacks what it can."""
+"""Programs on simulated chips beside the CPU device: those that ship, and two of odd sizes."""
 
 from __future__ import annotations
 
@@ -44,11 +44,52 @@ latency_ns = 33
 channels = 1
 """
 
+UNEVEN = """
+[chip]
+name = "uneven"
+clock_ghz = 1.3
+[matrix]
+arrays = 3
+rows = 24
+columns = 10
+dataflow = "input"
+overlapped_folds = true
+rates = { int8 = 1.0, float16 = 0.5, bfloat16 = 0.5, float32 = 0.25 }
+accumulator_bytes = 6_000
+[output]
+lanes = 11
+[vector]
+lanes = 23
+rates = { int8 = 2.0, float16 = 1.0, bfloat16 = 1.0, float32 = 0.5 }
+[sram]
+size = 60_000
+banks = 5
+ports = 2
+bytes_per_cycle = 12
+alignment = 32
+[dram]
+bandwidth_gb_s = 3.3
+latency_ns = 77
+burst_bytes = 48
+[dma]
+channels = 2
+[control]
+tokens = 17
+[launch]
+cost_us = 0.3
+overlapped = false
+"""
+OWN = {"odd": ODD, "uneven": UNEVEN}
+
 
 @cache
 def chip(name: str) -> Chip:
-    """A chip that ships, or `odd`: a 7 × 13 array, 100 KB, one DMA engine, no output stage."""
-    return parse_chip(ODD, "odd") if name == "odd" else load_chip(name)
+    """A chip that ships, or one of odd sizes.
+
+    `odd` has a 7 × 13 array, 100 KB, one DMA engine and no output stage; `uneven` three arrays of 24 × 10 in which the
+    inputs stay, 60 KB, and launches that are not hidden.
+    """
+    return parse_chip(OWN[name], name) if name in OWN else load_chip(name)
 
 
 @dataclass

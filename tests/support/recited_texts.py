@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from npu_sim.llm.engine import core
 from npu_sim.llm.engine.batch import Batch
 from npu_sim.llm.engine.core import EngineCore, SequenceOutput
 from npu_sim.llm.engine.sequence import Sequence
@@ -106,7 +105,6 @@ def seconds(
 ) -> float:
     """Return the virtual seconds of reciting a text after its first `prompt` tokens, from the first new token on."""
     clock = Clock()
-    monkeypatch.setattr(core, "time", clock)
     monkeypatch.setattr(planner, "time", clock)
     known: list[float] = []
     told: list[int] = []
@@ -116,7 +114,8 @@ def seconds(
             told.extend(output.tokens)
             known.append(clock.now)
 
-    runner = EngineCore(RecitingModel(text, times or Times(), clock, max_outputs), None, drafter, receive)
+    model = RecitingModel(text, times or Times(), clock, max_outputs)
+    runner = EngineCore(model, None, drafter, receive, clock.monotonic)
     runner.add(Sequence(0, text[:prompt], len(text), frozenset(), last_time=clock.now))
     while runner.busy:
         runner.advance()

@@ -1,5 +1,6 @@
-"""The rule of sampling with temperature, top-k and top-p, by sorting everything: what `npu_sim.llm.sampling` computes
-faster.
+"""The rule of sampling with temperature, top-k and top-p, by sorting everything.
+
+`npu_sim.llm.sampling` computes the same faster.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def probabilities(
 
 
 def draw(weights: NDArray[np.float64], uniform: float) -> int:
-    """The first index at which the cumulative sum of the weights, in descending order, exceeds `uniform` times their
-    total.
+    """The index of a weight, drawn by inverse transform.
+
+    It is the first at which the cumulative sum of the weights, in descending order, exceeds `uniform` times the total.
     """
     order = np.argsort(-weights, kind="stable")
     reached = np.cumsum(weights[order])

@@ -12,7 +12,7 @@ from npu_compiler.errors import ProgramFormatError
 from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 from npu_model.chip import Chip
 from npu_model.isa.assembly import instruction_text
-from npu_model.isa.instructions import Axis, Instruction, Loop, Node, Section, Tile, TileProgram, instructions
+from npu_model.isa.instructions import Affine, Axis, Instruction, Loop, Node, Section, Tile, TileProgram, instructions
 from npu_model.isa.verifier import verify
 from npu_model.machine.machine import Machine
 from npu_model.machine.memory import MachineError
@@ -191,19 +191,32 @@ def _is_constant(node: Instruction, number: int) -> bool:
 
 
 def commute(first: Instruction, second: Instruction, sections: Sequence[Section]) -> bool:
-    """Whether neither of two instructions writes to a memory's bytes that the other one touches, in any round."""
-    spans = []
+    """Whether neither of two instructions writes to a memory's bytes that the other one touches in the same round."""
+    operands = []
     for node in (first, second):
         counts = next(counts for section in sections for inner, counts in instructions(section.body) if inner == node)
-        spans.append(
-            [(_span(tile, node, counts), tile, writes)
+        operands.append(
+            [(tile, node, counts, writes)
              for tiles, writes in ((node.reads, False), (node.writes, True)) for tile in tiles]
         )  # fmt: skip
     return not any(
-        (writes or others) and (tile.space, tile.buffer) == (other.space, other.buffer)
-        and span[0] < its_span[1] and its_span[0] < span[1]
-        for span, tile, writes in spans[0] for its_span, other, others in spans[1]
+        (one[-1] or other[-1]) and (one[0].space, one[0].buffer) == (other[0].space, other[0].buffer)
+        and _meet(*one[:-1], *other[:-1])
+        for one in operands[0] for other in operands[1]
     )  # fmt: skip
+
+
+def _meet(
+    tile: Tile, node: Instruction, counts: Sequence[int], other: Tile, its_node: Instruction, its_counts: Sequence[int]
+) -> bool:
+    """Whether two operands may share bytes in a round; of places that move alike, whether they do in the first one."""
+    if tile.address.steps == other.address.steps and (tile.slots, tile.slot_bytes, tile.turn) == (
+        other.slots, other.slot_bytes, other.turn
+    ):  # fmt: skip
+        tile, other = (replace(each, address=Affine(each.address.base), slots=1) for each in (tile, other))
+    low, high = _span(tile, node, counts)
+    its_low, its_high = _span(other, its_node, its_counts)
+    return low < its_high and its_low < high
 
 
 def _span(tile: Tile, node: Instruction, counts: Sequence[int]) -> tuple[int, int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from npu_runtime.cpu.bound_call import Params
 from npu_runtime.cpu.kernels.products import activated
 from npu_runtime.cpu.kernels.registry import Arrays, as_float32, cpu_kernel
+from npu_runtime.cpu.kernels.windows import by_columns
 
 _BYTES = (np.dtype(np.int8), np.dtype(np.uint8))
 
@@ -65,17 +65,8 @@ def _scaled(sums: np.ndarray, rest: Arrays, out: np.ndarray, params: Params) -> 
 @cpu_kernel("integer_conv2d_kernel")
 def integer_conv2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, weight, rest = _operands(inputs, params)
-    groups, kernel, out = params["groups"], weight.shape[2:], outputs[0]
     x = np.pad(x, [(0, 0), (0, 0), params["padding"][:2], params["padding"][2:]])
-    (down, right), (below, beside) = params["stride"], params["dilation"]
-    spans = [(count - 1) * apart + 1 for count, apart in zip(kernel, params["dilation"], strict=True)]
-    windows = sliding_window_view(x, spans, (2, 3))[:, :, ::down, ::right, ::below, ::beside]  # [n, c, p, q, kh, kw]
-    weights = weight.reshape(groups, out.shape[1] // groups, -1)
-    sums = np.empty(out.shape)
-    for item, target in zip(windows, sums, strict=True):
-        columns = item.transpose(0, 3, 4, 1, 2).reshape(groups, weights.shape[2], -1)
-        target[...] = (weights @ columns).reshape(target.shape)
-    _scaled(sums, rest, out, params)
+    _scaled(by_columns(x, weight, params, np.empty(outputs[0].shape)), rest, outputs[0], params)
 
 
 @cpu_kernel("integer_linear_kernel")

@@ -110,7 +110,7 @@ def index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @cpu_kernel("scatter_kernel")
 def scatter(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """Elements of `source` that name a place of a row of `base`, put there or joined with what is there."""
+    """out = base, with each element of `source` put at its index within a row, or joined with what is there."""
     base, index, source = inputs
     mode, joins = params["reduce"], params["include_self"]
     places: tuple[np.ndarray, ...] = (*np.indices(index.shape, sparse=True)[:-1], in_range(index, base.shape[-1]))

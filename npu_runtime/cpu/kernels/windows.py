@@ -24,7 +24,7 @@ def conv2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     if weight.shape[1] == 1:
         result = _depthwise(x, weight, outputs[0].shape, params)
     else:
-        result = _by_columns(x, weight, outputs[0].shape, params)
+        result = by_columns(x, weight, params, np.empty(outputs[0].shape, np.float32))
     if params["has_bias"]:
         result += rest.pop(0)[:, None, None]
     if params["has_residual"]:
@@ -41,14 +41,13 @@ def _depthwise(x: np.ndarray, weight: np.ndarray, shape: tuple[int, ...], params
     return result
 
 
-def _by_columns(x: np.ndarray, weight: np.ndarray, shape: tuple[int, ...], params: Params) -> np.ndarray:
-    """The convolution of padded maps as a product with what each window holds."""
+def by_columns(x: np.ndarray, weight: np.ndarray, params: Params, result: np.ndarray) -> np.ndarray:
+    """Write the convolution of padded maps to `result`, as a product with what each window holds, and return it."""
     groups, kernel = params["groups"], weight.shape[2:]
     (down, right), (below, beside) = params["stride"], params["dilation"]
     spans = [(count - 1) * apart + 1 for count, apart in zip(kernel, params["dilation"], strict=True)]
     windows = sliding_window_view(x, spans, (2, 3))[:, :, ::down, ::right, ::below, ::beside]  # [n, c, p, q, kh, kw]
-    weights = weight.reshape(groups, shape[1] // groups, -1)
-    result = np.empty(shape, np.float32)
+    weights = weight.reshape(groups, result.shape[1] // groups, -1)
     for item, target in zip(windows, result, strict=True):  # one at a time: its columns are many times its size
         columns = item.transpose(0, 3, 4, 1, 2).reshape(groups, weights.shape[2], -1)
         target[...] = (weights @ columns).reshape(target.shape)

@@ -3,7 +3,7 @@
 from npu_runtime.cpu.native.attention.attention import RoundedCache, attention, paged_attention, quantized_index_copy
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available
 from npu_runtime.cpu.native.build import failure_reason
-from npu_runtime.cpu.native.movement.movement import copy, embedding, index_copy, index_copy_pair
+from npu_runtime.cpu.native.movement.movement import copy, embedding, index_copy, index_copy_pair, index_select
 from npu_runtime.cpu.native.products.linear import PackedWeight, gated_linear, linear, pack_linear_weight
 from npu_runtime.cpu.native.products.matmul import matmul
 from npu_runtime.cpu.native.quantized.quantized import (
@@ -13,6 +13,7 @@ from npu_runtime.cpu.native.quantized.quantized import (
     quantized_gated_linear,
     quantized_linear,
 )
+from npu_runtime.cpu.native.rows.elementwise import elementwise, place_of_extreme
 from npu_runtime.cpu.native.rows.norm import layer_norm, rms_norm, softmax
 from npu_runtime.cpu.native.rows.pointwise import activation, activation_mul, add, cast, mul
 from npu_runtime.cpu.native.rows.rope import rope
@@ -30,11 +31,13 @@ __all__ = [
     "available",
     "cast",
     "copy",
+    "elementwise",
     "embedding",
     "failure_reason",
     "gated_linear",
     "index_copy",
     "index_copy_pair",
+    "index_select",
     "layer_norm",
     "linear",
     "matmul",
@@ -42,6 +45,7 @@ __all__ = [
     "pack_linear_weight",
     "pack_quantized",
     "paged_attention",
+    "place_of_extreme",
     "quantized_embedding",
     "quantized_gated_linear",
     "quantized_index_copy",

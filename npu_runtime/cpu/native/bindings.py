@@ -103,11 +103,11 @@ def _kernel(name: str, args_type: type[ArgumentBlock]) -> Any:
     return function
 
 
-def _failure(kernel: str) -> DeviceError:
+def _failure(launch: NativeLaunch) -> DeviceError:
     """The error that the thread's latest failed kernel reports."""
     loaded = library()
     reason = loaded.npu_failure().decode() if loaded is not None else "no native kernels"
-    return DeviceError(f"{reason} in kernel {kernel}")
+    return DeviceError(f"{reason} in kernel {launch.name}{launch.origin}")
 
 
 def operand(array: np.ndarray | None) -> View:
@@ -128,23 +128,27 @@ class NativeLaunch:
     The block points into the arrays' storage, so the launch keeps them alive. Calling it raises `DeviceError` where
     there is no memory for the kernel's own work.
 
+    Attributes:
+        origin: Words behind the kernel's name in an error: the call that it was prepared for.
+
     Raises:
         DeviceError: the kernel would touch memory beyond an operand.
     """
 
-    __slots__ = ("name", "args", "_keep", "_function", "_args_address")
+    __slots__ = ("name", "args", "origin", "_keep", "_function", "_args_address")
 
     def __init__(self, name: str, args: ArgumentBlock, keep: Sequence[object] = ()) -> None:
         check_extents(name, args.extents(name), keep)
         self.name = name
         self.args = args
+        self.origin = ""
         self._keep = tuple(keep)
         self._function = _kernel(name, type(args))
         self._args_address = ctypes.addressof(args)
 
     def __call__(self) -> None:
         if self._function(self._args_address):
-            raise _failure(self.name)
+            raise _failure(self)
 
     def addresses(self) -> tuple[int, int]:
         """The kernel's and the argument block's address."""
@@ -184,7 +188,7 @@ class NativeSequence:
         if self._count:
             failed: int = self._run(self._table_address, self._count)
             if failed:
-                raise _failure(self.launches[failed - 1].name)
+                raise _failure(self.launches[failed - 1])
 
 
 def launch(name: str, args: ArgumentBlock, *keep: object) -> NativeLaunch:

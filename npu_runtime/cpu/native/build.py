@@ -264,7 +264,7 @@ def _object(path: Path, work: Path, command: list[str], unit: tuple[Path, ...]) 
 
 
 def _check_room(folder: Path) -> None:
-    """Raises `OSError` where there is no room for a build, before it takes its time."""
+    """Raise `OSError` if the disk has no room for a build, rather than after minutes of compiling."""
     trial = folder / "room"
     trial.write_bytes(bytes(_ROOM))
     trial.unlink()

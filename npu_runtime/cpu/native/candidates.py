@@ -12,6 +12,7 @@ from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
 from npu_runtime.cpu.native import NativeLaunch, convolutions
 from npu_runtime.cpu.native.integers import integer
+from npu_runtime.cpu.native.numbers import ELEMENTWISE
 from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
 
 Accelerator: TypeAlias = Callable[[ArrayCall], NativeLaunch | None]
@@ -165,21 +166,30 @@ def _rope(call: ArrayCall) -> NativeLaunch | None:
 @_accelerates("embedding_kernel")
 def _embedding(call: ArrayCall) -> NativeLaunch | None:
     table, ids = call.inputs
-    return native.embedding(ids, table, call.out) if call.params["checked"] else None
+    return native.embedding(ids, table, call.out, bool(call.params["checked"]))
 
 
 @_accelerates("index_copy_kernel")
 def _index_copy(call: ArrayCall) -> NativeLaunch | None:
     index, source = call.inputs
-    return native.index_copy(call.out, call.params["dim"], index, source) if call.params["checked"] else None
+    return native.index_copy(call.out, call.params["dim"], index, source, bool(call.params["checked"]))
 
 
 @_accelerates("index_copy_pair_kernel")
 def _index_copy_pair(call: ArrayCall) -> NativeLaunch | None:
     index, *sources = call.inputs
-    if not call.params["checked"]:
-        return None
-    return native.index_copy_pair(call.outputs, call.params["dim"], index, sources)
+    return native.index_copy_pair(call.outputs, call.params["dim"], index, sources, bool(call.params["checked"]))
+
+
+@_accelerates("index_select_kernel")
+def _index_select(call: ArrayCall) -> NativeLaunch | None:
+    source, index = call.inputs
+    return native.index_select(source, call.params["dim"], index, call.out)
+
+
+@_accelerates("argmax_kernel", "argmin_kernel")
+def _place_of_extreme(call: ArrayCall) -> NativeLaunch | None:
+    return native.place_of_extreme(call.inputs[0], call.out, call.name == "argmin_kernel")
 
 
 @_accelerates("copy")
@@ -187,7 +197,16 @@ def _copy(call: ArrayCall) -> NativeLaunch | None:
     if not call.inputs:
         return None
     source = call.inputs[0]
-    return native.copy(source, call.out) if source.dtype == call.out.dtype else native.cast(source, call.out)
+    if source.dtype == call.out.dtype:
+        return native.copy(source, call.out)
+    return native.cast(source, call.out) or native.elementwise("copy", [source], call.out)
+
+
+@_accelerates(*ELEMENTWISE.keys() - {"copy", "add", "mul"})
+def _elementwise(call: ArrayCall) -> NativeLaunch | None:
+    tensors = iter(call.inputs)
+    operands = [next(tensors) if scalar is None else scalar for scalar in call.params["scalars"]]
+    return native.elementwise(call.name, operands, call.out) if call.params.get("alpha", 1) == 1 else None
 
 
 def _two_tensors(call: ArrayCall) -> bool:
@@ -196,12 +215,14 @@ def _two_tensors(call: ArrayCall) -> bool:
 
 @_accelerates("add")
 def _add(call: ArrayCall) -> NativeLaunch | None:
-    return native.add(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
+    sum_ = native.add(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
+    return sum_ or _elementwise(call)
 
 
 @_accelerates("mul")
 def _mul(call: ArrayCall) -> NativeLaunch | None:
-    return native.mul(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
+    product = native.mul(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
+    return product or _elementwise(call)
 
 
 @_accelerates(*ACTIVATION_OF)

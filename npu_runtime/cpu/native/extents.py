@@ -16,10 +16,10 @@ import numpy as np
 
 from npu_compiler.errors import DeviceError
 from npu_runtime.cpu.arrays import address, memory_span
-from npu_runtime.cpu.native.numbers import DTYPES
+from npu_runtime.cpu.native.numbers import NUMBER_DTYPES
 
-_ITEM_SIZES: dict[int, int] = {number: dtype.itemsize for dtype, number in DTYPES.items()}
-_BYTE = 1  # of any other dtype: masks, codes
+_ITEM_SIZES: dict[int, int] = {number: dtype.itemsize for dtype, number in NUMBER_DTYPES.items()}
+_BYTE = 1  # of any other dtype: codes
 
 
 class Extent(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -35,10 +36,8 @@ def weight_memory(size: int) -> np.ndarray:
 def _huge_pages(size: int) -> np.ndarray:
     memory = mmap.mmap(-1, size + _HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # this kernel has none
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # this kernel has none
-            pass
     data = np.frombuffer(memory, np.uint8)
     skip = -address(data) % _HUGE_PAGE
     return data[skip : skip + size]

@@ -9,9 +9,11 @@ from npu_compiler.graph.quantization import OFFSETS, ROW_FORMATS
 from npu_compiler.program import elementwise
 from npu_runtime.cpu.arrays import BFLOAT16
 
-# `Dtype` in kernel.h, and those with bytes, `Stored` in integer_args.h.
+# `Dtype` in kernel.h, those with bytes, `Stored` in integer_args.h, and those that element-wise kernels compute in or
+# tell, of which `Number` in elementwise.cpp has some.
 DTYPES = {np.dtype(np.float32): 0, BFLOAT16: 1, np.dtype(np.float16): 2}
 STORED_DTYPES = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
+NUMBER_DTYPES = {**STORED_DTYPES, np.dtype(np.int32): 5, np.dtype(np.bool_): 6}
 
 
 def _numbered(*names: str) -> dict[str, int]:
@@ -21,4 +23,5 @@ def _numbered(*names: str) -> dict[str, int]:
 ACTIVATIONS = _numbered("none", *elementwise.ACTIVATIONS)  # `Activation` in activation.h
 CODES = _numbered(*CODE_FORMATS)  # `Codes` in quantized.h
 OFFSET_KINDS = _numbered(*OFFSETS)  # `Offsets` in quantized.h
+ELEMENTWISE = _numbered(*"copy add sub mul abs neg eq ne lt le gt ge where cos sin".split())  # `Op` in elementwise.cpp
 ROUNDING = _numbered("none", *ROW_FORMATS)  # `RowFormat` in row_rounding.h

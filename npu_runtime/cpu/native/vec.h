@@ -569,12 +569,12 @@ NPU_INLINE void interleave_quads(ByteVec a, ByteVec b, ByteVec c, ByteVec d, Byt
   quads[2] = bit_cast<ByteVec>(NPU_X86(unpacklo_epi16)(high, high_rest));
   quads[3] = bit_cast<ByteVec>(NPU_X86(unpackhi_epi16)(high, high_rest));
 #else
-  int8_t made[4][4 * kLanes];
+  int8_t columns[4][4 * kLanes];
   for (int n = 0; n < 4 * kLanes; ++n) {
-    int8_t* quad = made[n / 4 % 4] + 4 * (n / 16 * 4 + n % 4);
+    int8_t* quad = columns[n / 4 % 4] + 4 * (n / 16 * 4 + n % 4);
     quad[0] = a[n], quad[1] = b[n], quad[2] = c[n], quad[3] = d[n];
   }
-  std::memcpy(quads, made, sizeof(made));
+  std::memcpy(quads, columns, sizeof(columns));
 #endif
 }
 

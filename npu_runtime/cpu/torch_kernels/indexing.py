@@ -15,7 +15,7 @@ def gather(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 
 @torch_kernel("scatter_kernel")
 def scatter(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """Elements of `source` that name a place of a row of `base`, put there or joined with what is there.
+    """out = base, with each element of `source` put at its index within a row, or joined with what is there.
 
     Of several with the mode `last` the last one counts, in order of the last dimension.
     """

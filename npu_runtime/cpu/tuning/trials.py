@@ -188,7 +188,7 @@ def _last_cache_bytes() -> int:
 
 
 def best_of(seconds: Mapping[str, float], margin: float, extra: Mapping[str, float]) -> str:
-    """The name to choose: one has to be faster by `margin` than the best of those before it.
+    """The fastest candidate's name; to be preferred, a later one must be faster by `margin` than all before it.
 
     Args:
         extra: Name → seconds that it costs besides its own.

@@ -54,6 +54,8 @@ class EngineCore:
     Args:
         model, prefill_tokens, drafter: As for `Scheduler`.
         deliver: Called with new outputs of sequences.
+        clock: Function that returns the time in seconds, from any start: that of the sequences' `last_time` and
+            `deadline`. A model that is only simulated moves a clock of its own.
 
     Attributes:
         sequences: All that have not ended, by arrival.
@@ -66,12 +68,14 @@ class EngineCore:
         prefill_tokens: int | None,
         drafter: Drafter | None,
         deliver: Callable[[list[SequenceOutput]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = Scheduler(model, prefill_tokens, drafter)
         self.sequences: dict[int, Sequence] = {}
         self.failures = 0
         self._model = model
         self._deliver = deliver
+        self._clock = clock
         self._outputs: list[SequenceOutput] = []  # that are not delivered yet
         self._launched: deque[_Launched] = deque()
         self._read_time = 0.0
@@ -125,8 +129,9 @@ class EngineCore:
         self.scheduler.add(sequence, computed)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that may be added again. Tokens that are not chosen or delivered yet are dropped, unless
-        it has ended.
+        """Take out a sequence that may be added again.
+
+        Tokens that are not chosen or delivered yet are dropped, unless it has ended.
         """
         if self.sequences.pop(sequence.arrival, None) is not None:
             sequence.ended = True
@@ -182,7 +187,7 @@ class EngineCore:
             self._deliver(outputs)
 
     def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
             _, arrival = heapq.heappop(self._deadlines)
             if sequence := self.sequences.get(arrival):
                 late = NPUError(f"the request took longer than its {sequence.timeout} seconds")
@@ -193,7 +198,7 @@ class EngineCore:
         try:
             if step.copies:
                 self._model.copy_blocks(step.copies)
-            now = time.perf_counter()
+            now = self._clock()
             self._launched.append(_Launched(step, self._model.step(step.batch), now, idle_since))
         except Exception as error:
             self._fail(error, [step])
@@ -216,7 +221,7 @@ class EngineCore:
                 self._launched.clear()
                 return
             self.failures = 0
-            now = time.perf_counter()
+            now = self._clock()
             seconds = now - max(launched.time, self._read_time)
             self._read_time = now
             self._steps.add(seconds)
@@ -225,7 +230,7 @@ class EngineCore:
             self._learn(step, chosen, logits)
 
     def _learn(self, step: PlannedStep, chosen: list[int], logits: Logits | None) -> None:
-        now, outputs, waited = time.monotonic(), list[SequenceOutput](), list[float]()
+        now, outputs, waited = self._clock(), list[SequenceOutput](), list[float]()
         choices = [
             Choice(sequence, output)
             for output, sequence in enumerate(step.singles)
@@ -301,8 +306,9 @@ class EngineCore:
         return output
 
     def _choose(self, output: SequenceOutput, token: int, logits: Logits) -> int:
-        """The token after a sequence and an output's tokens as its grammar, penalty or sampler chooses it, or the one
-        that the device has chosen; its log probability is added to the output.
+        """The next token of a sequence, by its grammar, penalty or sampler if it has one, else the device's choice.
+
+        It follows the sequence and the output's tokens so far; its log probability is added to the output.
         """
         sequence = output.sequence
         filter, penalty = sequence.token_filter, sequence.penalty
@@ -323,7 +329,7 @@ class EngineCore:
     def _observe_admitted(self) -> None:
         admitted, self.scheduler.admitted = self.scheduler.admitted, []
         for sequence in admitted:
-            self._queueing.add(time.monotonic() - sequence.last_time)
+            self._queueing.add(self._clock() - sequence.last_time)
             self._counts["cached_tokens"] += sequence.cached_tokens
 
     def _observe(self, choice: Choice, tokens: int, now: float) -> None:
@@ -341,7 +347,7 @@ class EngineCore:
         sequence.last_time = now
 
     def _fail(self, error: Exception, steps: list[PlannedStep]) -> None:
-        """Steps have failed: end their sequences. What the pool holds cannot be trusted, so the others start over."""
+        """End the sequences of failed steps; the others start over, since the pool may hold wrong rows."""
         self.failures += 1
         for sequence in {sequence: None for step in steps for sequence in step.sequences}:
             self.end(sequence, "error", error)

@@ -149,6 +149,31 @@ class Scheduler:
         step.finish(self._tables, self._settings)
         return step
 
+    def steps_alike(self) -> int:
+        """Number of steps that would be like one in which every running sequence has decoded a token.
+
+        In each they all decode another, and none ends, is admitted or loses its blocks, unless requests are added.
+        """
+        for sequence in self.running:
+            tokens = len(sequence.tokens)
+            if sequence.pending or sequence.computed + 1 != tokens or tokens == sequence.prompt_length:
+                return 0
+        steps = min(sequence.limit - len(sequence.tokens) for sequence in self.running) - 1
+        blocks = sum(self._blocks_for(sequence.computed + steps) - len(sequence.table) for sequence in self.running)
+        if blocks > self.pool.available:
+            steps = min(sequence.rows - sequence.computed for sequence in self.running)
+        return steps
+
+    def repeat(self, durations: list[float]) -> None:
+        """Take as many steps as `steps_alike` says, or fewer, as done: they took these seconds, and chose tokens 0."""
+        for sequence in self.running:
+            sequence.computed += len(durations)
+            self._extend(sequence, sequence.computed)
+            sequence.tokens += len(durations) * [0]
+            self.register(sequence)
+        for seconds in durations:
+            self.times.learn(len(self.running), seconds)
+
     def launched(self, step: PlannedStep) -> None:
         """Note that a step has been launched: blocks that it fills with known tokens can be shared from now on."""
         if self._speculation is not None:
@@ -205,6 +230,7 @@ class Scheduler:
 
     def _drafts(self, ready: list[Sequence], step: PlannedStep) -> dict[Sequence, list[int]]:
         """A draft for each sequence that wants one, within its remaining token budget but for the last token.
+
         Drafts take only outputs of the step that neither running nor waiting sequences need.
         """
         spare, speculation = self._spare_outputs, self._speculation
@@ -239,8 +265,10 @@ class Scheduler:
         return sequence.pending > 1 or (drafts and self._speculation.may_draft(sequence))
 
     def _plan_prompts(self, step: PlannedStep) -> None:
-        """Add pieces of prompts: half of the tokens go to the shortest rests, which are soon done, the others to the
-        earliest prompts, which therefore never starve.
+        """Add pieces of prompts to the step.
+
+        Half of the tokens go to the shortest rests, which are soon done, the others to the earliest prompts, which
+        therefore never starve.
         """
         rests = {
             sequence: len(sequence.tokens) - sequence.computed
@@ -306,8 +334,10 @@ class Scheduler:
         return -(-min(tokens, self.max_rows) // self._block_size)
 
     def _share(self, sequence: Sequence, step: PlannedStep, copy: bool = True) -> None:
-        """Take blocks from the cache that continue the sequence. The last token is always computed, for its logits:
-        where the cache has its block too, the sequence gets a copy of that.
+        """Take blocks from the cache that continue the sequence.
+
+        The last token is always computed, for its logits: where the cache has its block too, the sequence gets a copy
+        of that.
         """
         size, length = self._block_size, len(sequence.tokens)
         while self._model.shares_prefixes and sequence.computed == sequence.rows and sequence.computed + size <= length:
@@ -379,8 +409,9 @@ class Scheduler:
 
 
 def divided(budget: int, rests: dict[Sequence, int]) -> dict[Sequence, int]:
-    """The number of tokens that each prompt gets, in order of arrival: half of the budget goes to the shortest rests,
-    all that remains to the earliest prompts.
+    """The number of tokens that each prompt gets, in order of arrival.
+
+    Half of the budget goes to the shortest rests, all that remains to the earliest prompts.
     """
     earliest = sorted(rests, key=lambda sequence: sequence.arrival)
     shares = dict.fromkeys(earliest, 0)

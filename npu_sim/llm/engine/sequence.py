@@ -49,7 +49,7 @@ class Sequence:
         token_filter: Grammar that the tokens follow.
         logprobs: Number of the most probable tokens whose log probabilities come with each token. None: none come.
         tenant: Blocks are shared within a tenant only.
-        deadline: Time by `time.monotonic` at which the sequence ends with an error.
+        deadline: Time by the engine's clock at which the sequence ends with an error.
         timeout: Seconds from submission to the deadline.
         budget: Length and budget of drafts.
         generator: Source of the random numbers. Default: one with the seed of `sampling`.

@@ -77,7 +77,7 @@ class StepTimes:
 
     @property
     def stop(self) -> float:
-        """Seconds that a device that runs ahead has nothing to do when a draft needs the tokens before it; else 0."""
+        """Idle seconds of a device that runs ahead, when it must stop for the tokens that a draft needs; else 0."""
         return statistics.median_low(self._stops)
 
     @property
@@ -131,8 +131,10 @@ class StepTimes:
 
 
 def _estimate(size: int, decoded: int, plain: float, measured: Mapping[int, float]) -> float:
-    """The time of a step of a size: on the line through those of the two nearest smaller sizes that are known, of which
-    that without prompts is one, or through that and the smallest.
+    """The time of a step of a size, on a line through two measured times.
+
+    These are the times of the two nearest smaller sizes that were measured, where a step without prompts counts as the
+    smallest; if there is only one, those of a step without prompts and of the smallest measured size.
     """
     points = [(0, plain), *(((1 << other) - decoded, measured[other]) for other in sorted(measured))]
     smaller = [point for point in points if point[0] <= (1 << size) - decoded]

@@ -106,8 +106,9 @@ class ModelDrafter:
         return {sequence: draft for sequence, draft in drafts.items() if draft} | {sequence: [] for sequence in reading}
 
     def _pieces(self, wanted: Mapping[Sequence, int]) -> tuple[dict[Sequence, list[int]], list[Sequence]]:
-        """The tokens of each sequence that are not in the pool yet, as many as fit into a step and into the pool; and
-        the sequences for which no token is left in the step.
+        """The tokens of each sequence that are not in the pool yet, as many as fit into a step and into the pool.
+
+        The second result has the sequences for which no token is left in the step.
         """
         model, pieces, left_out = self._model, dict[Sequence, list[int]](), list[Sequence]()
         room = model.max_tokens

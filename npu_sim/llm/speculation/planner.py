@@ -52,13 +52,16 @@ class Speculation:
     def drafts(
         self, wanted: dict[Sequence, int], rows: int, times: StepTimes, stops_anyway: bool, step: PlannedStep
     ) -> dict[Sequence, list[int]]:
-        """Drafts of up to that many tokens, as far as they are worth their time in a step of `rows` tokens.
+        """Drafts for the next step, only as long as they are expected to save time.
 
-        Where none is, none is made for a while. Where the time of a step without drafts is not known, this one has
-        none. A device that runs ahead must stop for drafting, so a sequence without a draft is left out for some
-        tokens. A draft model's first reading of a text is paid by nobody.
+        If no draft is worth its time, drafting pauses for these sequences. There are no drafts while the time of a step
+        without them is unknown. A device that runs ahead must stop for drafting, so a sequence for which the drafter
+        has nothing is left out for some tokens. The time in which a draft model first reads a text is charged to no
+        sequence.
 
         Args:
+            wanted: Sequence → the most tokens to draft for it.
+            rows: Tokens of the step without drafts.
             stops_anyway: Each step needs the results before it, drafts or not.
         """
         if not wanted or not times.knows(rows):

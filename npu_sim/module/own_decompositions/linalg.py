@@ -23,7 +23,7 @@ def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
 
 @decomposes("aten.bilinear.default")
 def bilinear(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Σ x1[i] · weight[o, i, j] · x2[j], the first product by a matrix."""
+    """Σ x1[i] · weight[o, i, j] · x2[j]; the product with x1 is a matrix product."""
     outputs, left, right = weight.shape
     products = torch.matmul(x1, weight.permute(1, 0, 2).reshape(left, outputs * right))
     terms = products.reshape(*x1.shape[:-1], outputs, right) * x2.unsqueeze(-2)

@@ -48,7 +48,7 @@ def _numbers(rows: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _middle(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """The lower of the two middle places; in a row with NaN the first of those, which a sort puts behind all others."""
+    """The place of the median in each sorted row: the lower middle one, or that of the first NaN, which sort last."""
     middle = torch.full_like(rows.narrow(dim, 0, 1), (rows.size(dim) - 1) // 2, dtype=torch.int64)
     if not rows.is_floating_point():
         return middle

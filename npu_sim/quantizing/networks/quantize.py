@@ -266,7 +266,7 @@ class _Calibration:
                     self.counts[name] += values[name].histc(_BINS, self.low[name], self.high[name]).numpy()
 
     def range_of(self, name: str, how: str) -> ActivationRange:
-        """The range of a tensor; it always holds 0, which is then exact."""
+        """The range of a tensor, chosen by `how`: `minmax`, `percentile` or `mse`. It holds 0, which is then exact."""
         low, high = self.low[name], self.high[name]
         counts, width = self.counts[name], (high - low) / _BINS
         centres = low + width * (np.arange(_BINS) + 0.5)
@@ -316,7 +316,7 @@ def _signal_to_noise(
     given: str,
     images: Sequence[np.ndarray],
 ) -> dict[str, float]:
-    """Node → decibels of its output, computed with rounded input and weight, against the float one."""
+    """Node → signal-to-noise ratio, in decibels, of its output if its input and weight alone are rounded."""
     nodes = {node.name: node for node in graph.nodes}
     watched = _watched(graph, state, [x for layer in layers for x in _ends(nodes[layer.node])])
     alone = {}

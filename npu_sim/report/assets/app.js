@@ -1,8 +1,8 @@
 // The page: tabs over one report, whose data is compressed in the element `data`.
 //
-// A report is {kind: "report", title, made_by, notes, stages, partition, reasons, programs, roof, numerics}; its
-// programs are what `npu_sim/report/facts.py` makes. A comparison is {kind: "diff", labels, totals, kernels, nodes,
-// is_measured, programs}.
+// A report is {kind: "report", title, made_by, notes, stages, partition, reasons, programs, roof, numerics, sweep}; its
+// programs are what `npu_sim/report/facts.py` makes, with `simulated` of `npu_sim/report/simulated.py`. A comparison is
+// {kind: "diff", labels, totals, kernels, nodes, layers, is_measured, is_simulated, programs}.
 
 async function readData() {
   const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (letter) => letter.charCodeAt(0));
@@ -13,10 +13,12 @@ async function readData() {
 function tabsOf(report, program, open) {
   const graph = graphPage(report, program);
   const reveal = (index) => { open("graph"); graph.reveal(index); };
-  const tabs = [["graph", "Graph", () => graph], ["memory", "Memory", () => memoryPage(program)], ["roofline", "Roofline", () => rooflinePage(program, report.roof ?? null)],
-    ["kernels", "Kernels", () => kernelsPage(program, reveal)]];
+  const tabs = [];
   if (program.measured || program.simulated) tabs.push(["timeline", "Timeline", () => timelinePage(program, reveal)]);
-  tabs.push(["padding", "Padding", () => paddingPage(program)]);
+  if (program.simulated) tabs.push(["layers", "Layers", () => layersPage(program, reveal)], ["traffic", "Traffic", () => trafficPage(program, reveal)]);
+  tabs.push(["roofline", "Roofline", () => rooflinePage(program, report.roof ?? null)]);
+  if (report.sweep) tabs.push(["sweep", "Sweep", () => sweepPage(report.sweep)]);
+  tabs.push(["graph", "Graph", () => graph], ["memory", "Memory", () => memoryPage(program)], ["kernels", "Kernels", () => kernelsPage(program, reveal)], ["padding", "Padding", () => paddingPage(program)]);
   if (report.numerics) tabs.push(["numerics", "Numerics", () => numericsPage(report.numerics)]);
   const first = report.kind === "diff" ? ["compare", "Comparison", () => comparePage(report)]
     : ["overview", "Overview", () => ({ page: overviewPage(report, program, open), start() {} })];
@@ -24,6 +26,7 @@ function tabsOf(report, program, open) {
 }
 
 function build(report) {
+  for (const { calls, simulated } of report.programs) calls.forEach((call, index) => { call.simulated = simulated ? simulated.calls[index] : null; });
   const root = document.getElementById("report");
   const names = report.programs.map((program, index) => (report.labels ? report.labels[index] : program.name));
   const choose = report.programs.length > 1 ? element("select", { id: "program", "aria-label": "Program", onchange: () => fill(Number(choose.value)) },
@@ -45,6 +48,7 @@ function build(report) {
   let pages = new Map();
   function open(id) {
     current = id;
+    tip.hide();
     for (const [name, page] of pages) {
       const panel = document.getElementById(`panel-${name}`), tab = document.getElementById(`tab-${name}`);
       tab.setAttribute("aria-selected", name === id);

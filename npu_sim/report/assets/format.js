@@ -36,33 +36,99 @@ function facts(pairs) {
   return element("dl", { class: "facts" }, pairs.map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
 }
 
-// One colour for each kind of work, with enough contrast on light and on dark ground.
-const FAMILIES = ["matmul", "conv", "attention", "elementwise", "norm", "softmax", "reduction", "indexing", "tensor", "rope", "pool", "generated"];
-const familyColour = d3.scaleOrdinal(FAMILIES, [...d3.schemeTableau10, "#5e8c61", "#8a7fb5"]);
+const formatEnergy = (joules) => scaledDown(joules, [["J", 1], ["mJ", 1e-3], ["µJ", 1e-6], ["nJ", 1e-9]]);
 
-function legend(families) {
-  const shown = FAMILIES.filter((family) => families.has(family));
-  return element("ul", { class: "legend", "aria-label": "Colours" }, shown.map((family) => {
+function scaledDown(value, units) {
+  const [name, size] = units.find(([, least]) => value >= least) ?? units[units.length - 1];
+  return `${Number((value / size).toPrecision(4))} ${name}`;
+}
+
+// The ticks of a scale in seconds, all in the unit that fits the largest: {unit, ticks: [[seconds, text]]}.
+function timeTicks(scale, count) {
+  const ticks = scale.ticks(count), most = Math.max(...scale.domain().map(Math.abs));
+  const [unit, size] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]].find(([, least]) => most >= least) ?? ["ns", 1e-9];
+  const step = ticks.length > 1 ? (ticks[1] - ticks[0]) / size : 1;
+  const digits = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
+  return { unit, ticks: ticks.map((tick) => [tick, (tick / size).toFixed(digits)]) };
+}
+
+// One colour for each kind of work, on every page, with enough contrast on light and on dark ground.
+const FAMILY_COLOURS = {
+  matmul: "#4e79a7", conv: "#f28e2c", attention: "#e15759", elementwise: "#76b7b2", norm: "#59a14f", softmax: "#edc949", reduction: "#af7aa1",
+  indexing: "#ff9da7", tensor: "#9c755f", rope: "#bab0ab", pool: "#5e8c61", collective: "#c98bb9", generated: "#8a7fb5",
+};
+const familyColour = (family) => FAMILY_COLOURS[family] ?? "#8c939c";
+// The same for what a simulated run consists of: computing and stalls by cause, energy by part.
+const partColour = d3.scaleOrdinal(
+  ["computing", "dram bandwidth", "dram latency", "launch", "dependency", "sram ports", "macs", "vector", "sram", "dram", "static"],
+  ["#7b8794", "#d1495b", "#edae49", "#8d5fd3", "#00798c", "#c05299", "#3f7cac", "#4fa06a", "#a56cc1", "#d9822b", "#9aa5b1"],
+);
+
+// A call by its node, with the module whose weights it reads.
+const titled = (call) => (call.module ? `${call.node} (${call.module})` : call.node);
+
+function swatchList(entries, label) {
+  return element("ul", { class: "legend", "aria-label": label }, entries.map(([name, colour]) => {
     const swatch = element("span", { class: "swatch", "aria-hidden": "true" });
-    swatch.style.backgroundColor = familyColour(family);
-    return element("li", {}, swatch, family);
+    swatch.style.backgroundColor = colour;
+    return element("li", {}, swatch, name);
   }));
 }
 
-// A text that follows the pointer over a chart.
-function tooltip(parent) {
-  const box = element("div", { class: "tooltip", role: "status", hidden: true });
-  parent.append(box);
-  return {
-    show(event, lines) {
-      box.replaceChildren(...lines.map((line) => element("div", {}, line)));
-      box.hidden = false;
-      const area = parent.getBoundingClientRect();
-      box.style.left = `${Math.min(event.clientX - area.left + 14, Math.max(0, area.width - box.offsetWidth - 4))}px`;
-      box.style.top = `${event.clientY - area.top + 14}px`;
-    },
-    hide() { box.hidden = true; },
+const legend = (families) => swatchList(Object.keys(FAMILY_COLOURS).filter((family) => families.has(family)).map((family) => [family, familyColour(family)]), "Colours");
+const partLegend = (parts) => swatchList(parts.map((part) => [part, partColour(part)]), "Colours");
+
+// A bar of parts that lie side by side: parts: [[name, value]]; `whole` is the value of the full width.
+function stackedBar(parts, whole, colour = partColour) {
+  const bar = element("span", { class: "stack", "aria-hidden": "true" });
+  for (const [name, value] of parts) {
+    if (!(value > 0)) continue;
+    const piece = element("span", {});
+    piece.style.width = `${whole ? (100 * value) / whole : 0}%`;
+    piece.style.backgroundColor = colour(name);
+    bar.append(piece);
+  }
+  return bar;
+}
+
+// Texts of an axis: without digits that are 0.
+const onAxis = (format) => (value) => format(value).replace(/\.0+(?= |$)/, "");
+
+// A text that follows the pointer over a chart and stays inside the window.
+const hint = element("div", { class: "tooltip", role: "status", hidden: true });
+document.body.append(hint);
+const tip = {
+  show(event, lines) {
+    hint.replaceChildren(...lines.map((line) => element("div", {}, line)));
+    hint.hidden = false;
+    const { clientWidth: width, clientHeight: height } = document.documentElement, gap = 14;
+    const left = event.clientX + gap + hint.offsetWidth > width ? event.clientX - gap - hint.offsetWidth : event.clientX + gap;
+    const top = event.clientY + gap + hint.offsetHeight > height ? event.clientY - gap - hint.offsetHeight : event.clientY + gap;
+    hint.style.left = `${Math.max(4, Math.min(left, width - hint.offsetWidth - 4))}px`;
+    hint.style.top = `${Math.max(4, Math.min(top, height - hint.offsetHeight - 4))}px`;
+  },
+  hide() { hint.hidden = true; },
+};
+function hinted(node, lines) {
+  node.addEventListener("pointermove", (event) => tip.show(event, lines()));
+  node.addEventListener("pointerleave", tip.hide);
+  return node;
+}
+
+// A drawing as SVG that is made again when its box has another width: `draw(svg, width, height)`.
+function svgChart(box, label, height, draw) {
+  let drawn = 0;
+  const redraw = () => {
+    const width = Math.floor(box.clientWidth);
+    if (!width || width === drawn) return;
+    drawn = width;
+    box.querySelector(":scope > svg")?.remove();
+    const svg = d3.create("svg").attr("width", width).attr("height", height).attr("role", "group").attr("aria-label", label);
+    draw(svg, width, height);
+    box.append(svg.node());
   };
+  new ResizeObserver(redraw).observe(box);
+  return () => { drawn = 0; redraw(); };
 }
 
 // A canvas that fills its parent; `draw(context, width, height)` is called when it must be drawn, in CSS pixels.
@@ -88,7 +154,7 @@ function chartCanvas(parent, label, draw) {
 }
 
 // Zooms a chart's canvas along x, by the pointer and the keyboard; `redraw` draws what the zoom moved. Returns a function
-// that gives the zoomed scale of one over the whole width.
+// that gives the zoomed scale of one over the whole width; its `buttons` do the same as the keys.
 function zoomAlongX(chart, most, redraw) {
   let zoomed = d3.zoomIdentity;
   const canvas = d3.select(chart.canvas);
@@ -107,7 +173,11 @@ function zoomAlongX(chart, most, redraw) {
     else return;
     event.preventDefault();
   });
-  return (scale) => zoomed.rescaleX(scale);
+  const along = (scale) => zoomed.rescaleX(scale);
+  const button = (text, title, action) => element("button", { type: "button", title, "aria-label": title, onclick: action }, text);
+  along.buttons = element("span", { class: "zoom" }, button("+", "Zoom in", () => canvas.call(zoom.scaleBy, 2)),
+    button("−", "Zoom out", () => canvas.call(zoom.scaleBy, 0.5)), button("All", "Show all", () => canvas.call(zoom.transform, d3.zoomIdentity)));
+  return along;
 }
 
 // Ticks at multiples of a power of two, which read well as KiB and MiB.

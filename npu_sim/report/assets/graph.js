@@ -6,8 +6,7 @@ function graphPage(report, program) {
     make: () => stageModel(report.stages, index), index,
   })) : [];
   views.push({ title: "kernels of the program", make: () => programModel(program), index: null });
-  const ops = d3.sort(new Set((report.stages?.nodes ?? []).map((node) => node[1])));
-  const opColour = d3.scaleOrdinal(ops, d3.schemeTableau10);
+  const families = familiesByStage(report);
   const callsOf = d3.group(program.calls.map((call, index) => ({ ...call, index })), (call) => call.node);
   const state = { view: null, model: null, scene: null, expanded: new Set(), selected: null, transform: d3.zoomIdentity };
 
@@ -183,12 +182,15 @@ function graphPage(report, program) {
 
   function draw(context, width, height) {
     if (!state.scene) return;
-    const byFamily = state.view.index === null;
+    const familyOf = (node) => (state.view.index === null ? node.family : families[state.view.index].get(node.name));
     const { fresh, gone, partition } = state.marks;
     const [cpu, fused, isGone, isFresh] = ["cpu", "fused", "gone", "fresh"].map(themeColour);
     drawScene(context, state.scene, state.transform, width, height, {
       selected: state.selected,
-      colour: (vertex) => (vertex.kind !== "node" ? null : byFamily ? familyColour(state.model.nodes[vertex.node].family) : opColour(state.model.nodes[vertex.node].op)),
+      colour(vertex) {
+        const family = vertex.kind === "node" ? familyOf(state.model.nodes[vertex.node]) : null;
+        return family ? familyColour(family) : null;
+      },
       tint: (vertex) => (vertex.kind !== "node" ? null : partition.get(state.model.nodes[vertex.node].name) === "cpu" ? cpu
         : state.model.nodes[vertex.node].op.startsWith("npu.") ? fused : null),
       badge(vertex) {
@@ -211,6 +213,7 @@ function graphPage(report, program) {
         element("li", {}, element("span", { class: "swatch fresh" }), "new or changed in this stage"),
         element("li", {}, element("span", { class: "swatch gone" }), "gone after the next stage")] : [],
       report.partition ? element("li", {}, element("span", { class: "swatch cpu" }), "on the CPU") : []),
+    legend(new Set(report.programs.flatMap((each) => each.calls.map((call) => call.family)))),
     element("div", { class: "split" }, frame, element("div", { class: "column" }, found, side)),
   ];
   return { page, start() { if (!state.model) show(0); else redraw(); }, reveal: (name) => revealKernel(name) };
@@ -219,6 +222,23 @@ function graphPage(report, program) {
     show(views.length - 1);
     reveal(index);
   }
+}
+
+// For each stage, node → family of the kernel that computes it in the end; views and what is folded away have none.
+function familiesByStage(report) {
+  if (!report.stages) return [];
+  const { graphs, nodes } = report.stages;
+  const final = new Map();
+  for (const program of report.programs) for (const call of d3.sort(program.calls, (each) => each.flops)) final.set(call.node, call.family);
+  let later = final;
+  const stages = new Array(graphs.length);
+  for (let at = graphs.length - 1; at >= 0; at -= 1) {
+    const computing = new Map(), after = at + 1 < graphs.length ? graphs[at + 1] : null;
+    for (const name of after ? Object.keys(after.made) : []) for (const each of after.made[name]) if (later.has(name)) computing.set(each, later.get(name));
+    stages[at] = new Map(graphs[at].nodes.map((number) => nodes[number][0]).map((name) => [name, later.get(name) ?? computing.get(name)]).filter(([, family]) => family));
+    later = stages[at];
+  }
+  return stages;
 }
 
 // Names of the nodes that are new in a stage, that the next stage removes, and their partitions.
@@ -273,7 +293,18 @@ function nodeDetails(report, state, vertex, { reveal, callsOf }) {
   const calls = view.index === null ? [node.call] : callsOf.get(node.name) ?? [];
   for (const call of calls) {
     parts.push(element("h4", {}, view.index === null ? "Cost" : `Kernel ${call.index}: ${call.kernel}`), facts([["work", formatFlops(call.flops)],
-      ["bytes", formatBytes(call.bytes)], ...(call.seconds === null ? [] : [["measured", formatTime(call.seconds)]])]));
+      ["bytes", formatBytes(call.bytes)], ...(call.seconds === null ? [] : [["measured", formatTime(call.seconds)]])]), call.simulated ? simulatedFacts(call.simulated) : "");
   }
   return parts;
+}
+
+// What a simulated run says of a call.
+function simulatedFacts(run) {
+  const listed = (parts, format) => Object.entries(parts).filter(([, value]) => value > 0).map(([name, value]) => `${name} ${format(value)}`).join(", ") || "none";
+  return facts([
+    ["simulated", `adds ${formatTime(run.own)} to the run, ${counted(run.cycles, "cycle")}`], ["engine", `${run.engine || "none"}${run.dtype ? `, multiplies ${run.dtype}` : ""}`],
+    ["engines work", listed(run.busy, formatTime)], ["stalls", listed(run.stalls, formatTime)], ["moves", listed(run.traffic, formatBytes)],
+    ["scratchpad", `${formatBytes(run.used)} in use`], ["tiles", `${formatCount(run.tiles)} of ${run.tile || "–"}`],
+    ...(run.energy ? [["energy", formatEnergy(d3.sum(Object.values(run.energy)))]] : []),
+  ]);
 }

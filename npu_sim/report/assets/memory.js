@@ -12,7 +12,6 @@ function memoryPage(program) {
     x = zoomed(d3.scaleLinear(whole, [margin.left, width - margin.right]));
     return d3.scaleLinear([0, top], [height - margin.bottom, margin.top]);
   };
-  const tip = tooltip(map);
   const liveChart = chartCanvas(live, `Bytes in use over ${calls.length} calls; the peak is ${formatBytes(arena.peak_bytes)} at call ${arena.peak}.`, (context, width, height) => {
     const up = scales(width, height, Math.max(arena.bytes, arena.peak_bytes));
     drawAxes(context, x, up, width, height, margin);
@@ -48,7 +47,7 @@ function memoryPage(program) {
     const call = x.invert(event.clientX - area.left), address = y.invert(event.clientY - area.top);
     const buffer = arena.buffers.find((b) => call >= b.first && call < b.last + 1 && address >= b.offset && address < b.offset + b.size);
     if (!buffer) { tip.hide(); return; }
-    tip.show(event, [buffer.name, `${formatBytes(buffer.size)} at ${buffer.offset}`, `calls ${buffer.first} to ${buffer.last}, made by ${producer(buffer).kernel}`]);
+    tip.show(event, [buffer.name, `${formatBytes(buffer.size)} at ${buffer.offset}`, `calls ${buffer.first} to ${buffer.last}, made by ${producer(buffer).node}`]);
   });
   chart.canvas.addEventListener("pointerleave", tip.hide);
 
@@ -61,7 +60,7 @@ function memoryPage(program) {
     ]),
     element("h2", {}, "Bytes in use"), live,
     element("h2", {}, "Address × time"),
-    element("p", { class: "note" }, "Across: calls of a run. Up: addresses. A rectangle is a buffer, coloured by the kernel that makes it; the frame is the peak."),
+    element("div", { class: "bar" }, element("span", { class: "note" }, "Across: calls of a run. Up: addresses. A rectangle is a buffer, coloured by the kernel that makes it; the frame is the peak."), zoomed.buttons),
     legend(new Set(arena.buffers.map((buffer) => producer(buffer).family))), map,
     element("h2", {}, "What makes the peak, and what would lower it"),
     dataTable([

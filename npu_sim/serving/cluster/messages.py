@@ -27,7 +27,7 @@ class RemoteRequest:
 
     @classmethod
     def of(cls, request: Request) -> RemoteRequest:
-        """Raises `InputError` for a token filter that is no grammar of the server's."""
+        """Raise `InputError` for a token filter that is no grammar of the server's."""
         grammar = request.token_filter
         if grammar is not None and not isinstance(grammar, GrammarFilter):
             raise InputError(f"a {type(grammar).__name__} cannot be sent to a replica; a grammar can")

@@ -71,7 +71,7 @@ class Replica:
         return ReplicaStats(serve.get_replica_context().replica_id.unique_id, os.getpid(), self._engine.stats())
 
     def check_health(self) -> None:
-        """Raises where the replica must be replaced; Serve calls it."""
+        """Raise an error if the replica must be replaced; Ray Serve calls it."""
         self._model.check()
         if self._engine.failed:
             raise DeviceError(self._engine.failed)

@@ -113,8 +113,8 @@ class ChatWriter:
         logprobs: list[dict[str, Any]] | None = None,
         reason: str | None = None,
     ) -> dict[str, Any]:
-        found = {"content": logprobs} if logprobs else None
-        item = {"index": choice, "delta": delta, "logprobs": found, "finish_reason": reason}
+        described = {"content": logprobs} if logprobs else None
+        item = {"index": choice, "delta": delta, "logprobs": described, "finish_reason": reason}
         chunk = {"object": "chat.completion.chunk", **self._fields, "choices": [item]}
         return {**chunk, "usage": None} if self._with_usage else chunk
 
@@ -134,10 +134,10 @@ class ChatWriter:
         return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[choice]}
 
 
-def logprob_entry(text: ModelText, found: TokenLogprobs) -> dict[str, Any]:
+def logprob_entry(text: ModelText, logprobs: TokenLogprobs) -> dict[str, Any]:
     """A token's log probability in the form of chat replies."""
-    top = [_token(text, token, value) for token, value in found.top]
-    return {**_token(text, found.token, found.logprob), "top_logprobs": top}
+    top = [_token(text, token, value) for token, value in logprobs.top]
+    return {**_token(text, logprobs.token, logprobs.logprob), "top_logprobs": top}
 
 
 def _token(text: ModelText, token: int, logprob: float) -> dict[str, Any]:

@@ -38,11 +38,11 @@ class APIKeys:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
-        found = None
+        owner = None
         for name, digest in self._digests.items():
             if hmac.compare_digest(given, digest) and scheme.lower() == "bearer":
-                found = name
-        return found
+                owner = name
+        return owner
 
 
 def _digest(key: str) -> bytes:
@@ -69,12 +69,12 @@ def read_keys(path: Path | None) -> APIKeys:
         for number, line in enumerate(lines, 1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
-            found = _LINE.fullmatch(line.strip())
-            if found is None:
+            entry = _LINE.fullmatch(line.strip())
+            if entry is None:
                 raise InputError(f"'{path}', line {number}: write a name, a space and a key")
-            if found["name"] in keys:
-                raise InputError(f"'{path}', line {number}: there is another key named '{found['name']}'")
-            keys[found["name"]] = found["key"]
+            if entry["name"] in keys:
+                raise InputError(f"'{path}', line {number}: there is another key named '{entry['name']}'")
+            keys[entry["name"]] = entry["key"]
         if not keys:
             raise InputError(f"'{path}' holds no API keys; write a name, a space and a key on each line")
     for name, key in keys.items():

@@ -35,6 +35,8 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
+    """Options of a streamed reply."""
+
     include_usage: bool = False
 
 
@@ -89,16 +91,22 @@ class CompletionRequest(_Sampled):
 
 
 class TextPart(_Body):
+    """A text among the parts of a message."""
+
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(_Body):
+    """The function that a tool call names, and its arguments as JSON text."""
+
     name: NonEmpty
     arguments: str
 
 
 class ToolCall(_Body):
+    """A call that the model made in an earlier message."""
+
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -129,20 +137,28 @@ class Function(_Body):
 
 
 class Tool(_Body):
+    """An entry of `tools`."""
+
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(_Body):
+    """The function that `tool_choice` names."""
+
     name: str
 
 
 class NamedTool(_Body):
+    """A `tool_choice` of one function, which the model has to call."""
+
     type: Literal["function"]
     function: FunctionName
 
 
 class JSONSchema(_Body):
+    """A JSON schema that the reply has to follow, with its name."""
+
     name: str
     description: str | None = None
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
@@ -150,6 +166,8 @@ class JSONSchema(_Body):
 
 
 class ResponseFormat(_Body):
+    """The form that the reply has to have."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
@@ -232,10 +250,10 @@ def _has_no_effect(name: str, value: Any) -> bool:
 
 
 def _first_of(error: ValidationError, data: dict[str, Any]) -> APIError:
-    found = error.errors(include_url=False, include_context=False, include_input=False)
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
     # Of a union's members, the one that fits best is that which is wrong in the deepest place. A parameter that is
     # unknown there may only belong to another kind, which the other errors tell.
-    order = [(item["type"] == "extra_forbidden", _path_in(data, item), item) for item in found]
+    order = [(item["type"] == "extra_forbidden", _path_in(data, item), item) for item in problems]
     unknown, keys, first = max(order, key=lambda item: (item[0] and len(item[1]) == 1, not item[0], len(item[1])))
     path = ".".join(map(str, keys))
     if unknown:
@@ -255,13 +273,10 @@ def _path_in(data: Any, error: ErrorDetails) -> list[int | str]:
     """
     path: list[int | str] = []
     for key in error["loc"]:
-        if isinstance(data, dict) and key in data:
+        index = isinstance(data, list) and isinstance(key, int) and key < len(data)
+        if index or (isinstance(data, dict) and key in data):
             data = data[key]
-        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
-            data = data[key]
-        else:
-            continue
-        path.append(key)
+            path.append(key)
     return [*path, error["loc"][-1]] if error["type"] == "missing" else path
 
 

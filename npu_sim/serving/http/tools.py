@@ -1,8 +1,8 @@
-"""Tool calls: how a model is told of functions, how it writes a call, and how its text is read.
+r"""Tool calls: how a model is told of functions, how it writes a call, and how its text is read.
 
 A model's own chat template says how it writes calls. There are two forms among the supported families:
 
-- Hermes, which Qwen models use: `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`, as often as there
+- Hermes, which Qwen models use: `<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>`, as often as there
   are calls, in the middle of text (https://github.com/NousResearch/Hermes-Function-Calling);
 - Llama 3: the whole reply is `{"name": ..., "parameters": {...}}`
   (https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/prompt_format.md).

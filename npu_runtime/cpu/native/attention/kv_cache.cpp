@@ -17,10 +17,10 @@ struct QuantizedIndexCopyArgs {
 template <class T>
 void round_row(const QuantizedIndexCopyArgs& a, const T* x, char* codes, float* scale) {
   const int64_t width = a.source.size[3];
-  const RowScale found = row_scale(x, width, a.format);
-  *scale = found.scale;
+  const RowScale scaling = row_scale(x, width, a.format);
+  *scale = scaling.scale;
   for (int64_t d = 0; d < width; d += kLanes) {
-    const IVec lanes = rounded_codes(x, d, width, found, a.format);
+    const IVec lanes = rounded_codes(x, d, width, scaling, a.format);
     if (a.format == RowFormat::int8) store_bytes(reinterpret_cast<int8_t*>(codes) + d, lanes, width - d);
     else store_bytes(reinterpret_cast<uint8_t*>(codes) + d, lanes, width - d);
   }

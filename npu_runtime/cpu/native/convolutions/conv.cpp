@@ -80,13 +80,13 @@ struct Move {
 template <class T>
 int find_moves(const ConvArgs& a, const Planes<T>& planes, int64_t pixel, int64_t count, int64_t width,
                int64_t tile_stride, Move* moves) {
-  int found = 0;
-  for (int64_t done = 0; done < count; done += moves[found++].count) {
+  int total = 0;
+  for (int64_t done = 0; done < count; done += moves[total++].count) {
     const int64_t y = (pixel + done) / a.out_w, x = (pixel + done) % a.out_w;
     const int64_t length = std::min({a.out_w - x, count - done, width - done % width, int64_t(kLanes)});
-    moves[found] = {y * a.stride_h * planes.pitch + x * a.stride_w, done / width * tile_stride + done % width, length};
+    moves[total] = {y * a.stride_h * planes.pitch + x * a.stride_w, done / width * tile_stride + done % width, length};
   }
-  return found;
+  return total;
 }
 
 // A range of input channels that begins with an even one, so that no pair of bfloat16 crosses its beginning.
@@ -97,12 +97,12 @@ struct Channels {
 // Gathers a step per (input channel, kernel row, kernel column), the order of the packed weights, or per two of these.
 template <class W, int kStride, class T>
 void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, Channels channels, const Move* moves,
-                  int found, int64_t step_size, float* to) {
+                  int total, int64_t step_size, float* to) {
   constexpr bool kPairs = Step<W>::kWidth == 2;
   const T* plane = planes.data + (group * a.in_channels + channels.begin) * planes.size;
   const T* first = nullptr;  // of a pair that lacks its second value
   const auto write = [&](const T* corner, const T* second) __attribute__((always_inline)) {
-    for (int i = 0; i < found; ++i) {
+    for (int i = 0; i < total; ++i) {
       const Move& move = moves[i];
       Vec v = load_strided<kStride>(corner + move.source, a.stride_w, move.count);
       if constexpr (kPairs) {
@@ -129,10 +129,10 @@ void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, Cha
 
 template <class W, class T>
 void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, Channels channels, const Move* moves,
-                  int found, int64_t step_size, float* to) {
-  if (a.stride_w == 1) pack_columns<W, 1>(a, planes, group, channels, moves, found, step_size, to);
-  else if (a.stride_w == 2) pack_columns<W, 2>(a, planes, group, channels, moves, found, step_size, to);
-  else pack_columns<W, 0>(a, planes, group, channels, moves, found, step_size, to);
+                  int total, int64_t step_size, float* to) {
+  if (a.stride_w == 1) pack_columns<W, 1>(a, planes, group, channels, moves, total, step_size, to);
+  else if (a.stride_w == 2) pack_columns<W, 2>(a, planes, group, channels, moves, total, step_size, to);
+  else pack_columns<W, 0>(a, planes, group, channels, moves, total, step_size, to);
 }
 
 // With pixels in the lanes: a task is some panels of pixels, over which all blocks of channels pass. Where there are too
@@ -169,8 +169,8 @@ void pack_panels(const ConvArgs& a, const Planes<T>& planes, const PanelTasks& t
   const int64_t pixel = block * tasks.panels * kPanel, filled = steps<W>(a) * kPanel;
   const int64_t count = std::min(tasks.panels * kPanel, a.out_h * a.out_w - pixel);
   Move moves[kMostPanels * kPanel];
-  const int found = find_moves(a, planes, pixel, count, kPanel, tasks.panel_size, moves);
-  pack_columns<W>(a, planes, group, {0, a.in_channels}, moves, found, kPanel, columns);
+  const int total = find_moves(a, planes, pixel, count, kPanel, tasks.panel_size, moves);
+  pack_columns<W>(a, planes, group, {0, a.in_channels}, moves, total, kPanel, columns);
   for (int64_t p = 0; p < tasks.panels && filled < tasks.depth * kPanel; ++p)
     std::fill(columns + p * tasks.panel_size + filled, columns + (p + 1) * tasks.panel_size, 0.0f);
 }
@@ -189,12 +189,12 @@ void pack_shared(const ConvArgs& a, const Planes<T>& planes, const PanelTasks& t
       const Channels channels{bound(range), bound(range + 1)};
       if (channels.begin == channels.end) continue;
       const int64_t count = std::min(kPanel, a.out_h * a.out_w - block * kPanel);
-      const int found = find_moves(a, planes, block * kPanel, count, kPanel, tasks.panel_size, moves);
+      const int total = find_moves(a, planes, block * kPanel, count, kPanel, tasks.panel_size, moves);
       // Packed elsewhere and copied: what is written beyond the last step belongs to another thread.
       const int64_t first = channels.begin * taps / Step<W>::kWidth;
       const int64_t size = divide_up((channels.end - channels.begin) * taps, Step<W>::kWidth) * kPanel;
       float* own = thread_scratch().get<float>((size + kLanes) * sizeof(float));
-      pack_columns<W>(a, planes.at(image / a.groups), image % a.groups, channels, moves, found, kPanel, own);
+      pack_columns<W>(a, planes.at(image / a.groups), image % a.groups, channels, moves, total, kPanel, own);
       float* panel = columns + (image * tasks.blocks + block) * tasks.panel_size;
       std::memcpy(panel + first * kPanel, own, size * sizeof(float));
       if (range == ranges - 1) std::fill(panel + filled, panel + tasks.panel_size, 0.0f);
@@ -310,8 +310,8 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, float* memory
       for (int64_t block = begin; block < end; ++block) {
         const int64_t count = blocks.size(block);
         Move moves[kMaxRows];
-        const int found = find_moves(a, planes, blocks.begin(block), count, count, 0, moves);
-        pack_columns<W>(a, planes, group, {0, a.in_channels}, moves, found, count, block_at(block));
+        const int total = find_moves(a, planes, blocks.begin(block), count, count, 0, moves);
+        pack_columns<W>(a, planes, group, {0, a.in_channels}, moves, total, count, block_at(block));
       }
     });
     parallel_for(panels * parts, 1, [&](int64_t begin, int64_t end, int) {

@@ -51,17 +51,17 @@ class PhasePlanes {
   // kStep is both steps, or 0 where they differ.
   template <int kStep, class T>
   void set_rows(const T* channel) {
-    PhaseShape known = shape;
-    if (kStep) known.step_h = known.step_w = kStep;  // constants, by which nothing needs to be divided at run time
-    const int64_t step = known.step_w;
+    PhaseShape steps = shape;
+    if (kStep) steps.step_h = steps.step_w = kStep;  // constants, by which nothing needs to be divided at run time
+    const int64_t step = steps.step_w;
     const int64_t inside = std::min(place.in_w, shape.pitch * step - place.pad_left);
     const int64_t offset = place.first_row - place.pad_top;
-    const int64_t end = std::min(shape.rows * known.step_h, place.in_h - offset);
+    const int64_t end = std::min(shape.rows * steps.step_h, place.in_h - offset);
     for (int64_t y = std::max<int64_t>(0, -offset); y < end; ++y) {
       const T* row = channel + (y + offset) * place.in_w;
       for (int64_t phase = 0; phase < std::min(step, inside); ++phase) {
         const int64_t count = (inside - phase + step - 1) / step;
-        float* to = planes + known.offset(y, place.pad_left + phase);
+        float* to = planes + steps.offset(y, place.pad_left + phase);
         for_overlapping(count, [&](int64_t i) __attribute__((always_inline)) {
           store_n(to + i, load_strided<kStep>(row + phase + i * step, step, count - i), count - i);
         });

@@ -84,12 +84,16 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[IntegerArgs,
     return args, (call.inputs[0], weight, scales, biases, offsets, other, call.out)
 
 
+def _activations(call: ArrayCall) -> list[np.ndarray]:
+    """The operands of a product other than its weight: x, the result and, if there is one, the residual."""
+    _, _, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
+    return [call.inputs[0], call.out, *([] if residual is None else [call.inputs[residual]])]
+
+
 def conv2d(call: ArrayCall, algorithm: str | None = None) -> NativeLaunch | None:
     """Prepares an integer_conv2d_kernel; `algorithm` overrides the choice made by shape: one of `_KERNELS`."""
     x, weight = call.inputs[:2]
-    _, _, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
-    images = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
-    if not all(map(is_image, images)):
+    if not all(map(is_image, _activations(call))):
         return None
     groups, (top, bottom, left, right) = call.params["groups"], call.params["padding"]
     if min(top, bottom, left, right) < 0:
@@ -169,9 +173,7 @@ def alternatives(call: ArrayCall) -> list[str]:
 def linear(call: ArrayCall) -> NativeLaunch | None:
     """Prepares an integer_linear_kernel: a convolution of images of one pixel."""
     x, weight = call.inputs[:2]
-    _, _, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
-    rows = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
-    if not all(map(is_packed, rows)):
+    if not all(map(is_packed, _activations(call))):
         return None
     algorithm = "direct"
     if _may_be_bytes(call):

@@ -1,4 +1,7 @@
 // Kernels that move elements without looking at them: strided copies, embedding rows and indexed writes.
+#include <stdexcept>
+#include <string>
+
 #include "rows.h"
 
 namespace npu {
@@ -118,11 +121,12 @@ struct IndexedArgs {
   int64_t index_size;  // 4 or 8 bytes
   int64_t writes;      // whether `indexed` is the destination
   int64_t limit;       // how many rows there are to name
+  int64_t checked;     // whether the index is known to be in range, as far as callers can be trusted
   int64_t bytes;
   int64_t size[3], row_stride[3], indexed_stride[3];
 };
 
-// An index out of range writes nothing, or reads zeros: a kernel cannot raise, but it must not touch foreign memory.
+// An index out of range fails the kernel; where the index has been checked, it writes nothing, or reads zeros.
 void copy_indexed(const IndexedArgs& a) {
   for_rows(a.size[0] * a.size[1] * a.size[2], a.bytes, [&](int64_t row) {
     const int64_t i = row / (a.size[1] * a.size[2]), j = row / a.size[2] % a.size[1], k = row % a.size[2];
@@ -130,6 +134,10 @@ void copy_indexed(const IndexedArgs& a) {
     char* plain = a.rows + i * a.row_stride[0] + j * a.row_stride[1] + k * a.row_stride[2];
     char* named = a.indexed + i * a.indexed_stride[0] + j * a.indexed_stride[1] + index * a.indexed_stride[2];
     const bool exists = index >= 0 && index < a.limit;
+    if (!exists && !a.checked) {
+      const std::string rows = std::to_string(a.limit);
+      throw std::out_of_range("index " + std::to_string(index) + " is out of range for " + rows + " rows");
+    }
     if (a.writes && exists) std::memcpy(named, plain, a.bytes);
     if (!a.writes && exists) std::memcpy(plain, named, a.bytes);
     if (!a.writes && !exists) std::memset(plain, 0, a.bytes);

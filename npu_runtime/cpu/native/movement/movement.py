@@ -39,6 +39,7 @@ class _IndexedArgs(ArgumentBlock):
         ("index_size", ctypes.c_int64),
         ("writes", ctypes.c_int64),
         ("limit", ctypes.c_int64),
+        ("checked", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
         ("size", ctypes.c_int64 * 3),
         ("row_stride", ctypes.c_int64 * 3),
@@ -96,54 +97,84 @@ def copy(source: np.ndarray, target: np.ndarray) -> NativeLaunch | None:
     return launch("copy", args, source, target)
 
 
-def embedding(ids: np.ndarray, table: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """out[..., :] = table[ids[...], :] for int32 or int64 ids; an id out of range gives zeros."""
+def embedding(ids: np.ndarray, table: np.ndarray, out: np.ndarray, checked: bool = True) -> NativeLaunch | None:
+    """out[..., :] = table[ids[...], :] for int32 or int64 ids.
+
+    Args:
+        checked: The ids have been checked: one out of range gives zeros. Else it is a `DeviceError`.
+    """
     if table.ndim != 2 or strides_of(table)[1] != 1 or not (ids.flags.c_contiguous and out.flags.c_contiguous):
         return None
     if out.shape != (*ids.shape, table.shape[1]) or out.dtype != table.dtype:
         return None
     width = table.shape[1]
     args = _indexed(
-        ids, table, out, False, table.shape[0], width, [1, 1, ids.size], [0, 0, width], [0, 0, strides_of(table)[0]]
+        ids,
+        table,
+        out,
+        False,
+        checked,
+        table.shape[0],
+        width,
+        [1, 1, ids.size],
+        [0, 0, width],
+        [0, 0, strides_of(table)[0]],
     )
     return None if args is None else launch("copy_indexed", args, ids, table, out)
 
 
-def index_copy(target: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray) -> NativeLaunch | None:
-    """target.index_copy_(dim, index, source) for an int32 or int64 index; entries out of range are left out.
+def index_copy(
+    target: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray, checked: bool = True
+) -> NativeLaunch | None:
+    """target.index_copy_(dim, index, source) for an int32 or int64 index.
 
     The last dimension must be contiguous in both arrays, or `dim` be the last.
+
+    Args:
+        checked: The index has been checked: entries out of range are left out. Else they are a `DeviceError`.
     """
-    args = _index_copy_args(target, dim, index, source)
+    args = _along(dim, index, target, source, True, checked)
     return None if args is None else launch("copy_indexed", args, index, target, source)
 
 
 def index_copy_pair(
-    targets: Sequence[np.ndarray], dim: int, index: np.ndarray, sources: Sequence[np.ndarray]
+    targets: Sequence[np.ndarray], dim: int, index: np.ndarray, sources: Sequence[np.ndarray], checked: bool = True
 ) -> NativeLaunch | None:
     """`index_copy` of two sources into two targets, at the same places."""
-    first, second = (_index_copy_args(t, dim, index, s) for t, s in zip(targets, sources, strict=True))
+    first, second = (_along(dim, index, t, s, True, checked) for t, s in zip(targets, sources, strict=True))
     if first is None or second is None:
         return None
     return launch("copy_indexed_pair", _IndexedPairArgs(first, second), index, *targets, *sources)
 
 
-def _index_copy_args(target: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray) -> _IndexedArgs | None:
-    if target.ndim == 0 or source.ndim != target.ndim or source.dtype != target.dtype or index.ndim > 1:
+def index_select(source: np.ndarray, dim: int, index: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
+    """out = source.index_select(dim, index) for an int32 or int64 index; one out of range is a `DeviceError`.
+
+    The last dimension must be contiguous in both arrays, or `dim` be the last.
+    """
+    args = _along(dim, index, source, out, False, False)
+    return None if args is None else launch("copy_indexed", args, index, source, out)
+
+
+def _along(
+    dim: int, index: np.ndarray, indexed: np.ndarray, rows: np.ndarray, writes: bool, checked: bool
+) -> _IndexedArgs | None:
+    """Rows of `indexed` along a dimension, by their index, and those that are copied from or to them."""
+    if indexed.ndim == 0 or rows.ndim != indexed.ndim or rows.dtype != indexed.dtype or index.ndim > 1:
         return None
-    dim %= target.ndim
+    dim %= indexed.ndim
     count = index.size
-    if source.shape != (*target.shape[:dim], count, *target.shape[dim + 1 :]) or not index.flags.c_contiguous:
+    if rows.shape != (*indexed.shape[:dim], count, *indexed.shape[dim + 1 :]) or not index.flags.c_contiguous:
         return None
-    to_strides, from_strides = strides_of(target), strides_of(source)
-    inner, strides = collapse(target.shape[dim + 1 :], to_strides[dim + 1 :], from_strides[dim + 1 :])
+    indexed_strides, row_strides = strides_of(indexed), strides_of(rows)
+    inner, strides = collapse(indexed.shape[dim + 1 :], indexed_strides[dim + 1 :], row_strides[dim + 1 :])
     if any(stride and stride[-1] != 1 for stride in strides):
         return None
-    outer, (to_stride, from_stride) = collapse(target.shape[:dim], to_strides[:dim], from_strides[:dim])
+    outer, (indexed_stride, row_stride) = collapse(indexed.shape[:dim], indexed_strides[:dim], row_strides[:dim])
     # Of the dimensions behind `dim` the last is copied whole, the others are walked like those before it.
     outer = [*outer, *inner[:-1]]
-    to_stride, from_stride = (
-        [*first, *rest[:-1]] for first, rest in zip((to_stride, from_stride), strides, strict=True)
+    indexed_stride, row_stride = (
+        [*first, *rest[:-1]] for first, rest in zip((indexed_stride, row_stride), strides, strict=True)
     )
     missing = 2 - len(outer)
     if missing < 0:
@@ -151,14 +182,15 @@ def _index_copy_args(target: np.ndarray, dim: int, index: np.ndarray, source: np
     padding = [0] * missing
     return _indexed(
         index,
-        target,
-        source,
-        True,
-        target.shape[dim],
+        indexed,
+        rows,
+        writes,
+        checked,
+        indexed.shape[dim],
         inner[-1] if inner else 1,
         [1] * missing + [*outer, count],
-        padding + [*from_stride, from_strides[dim]],
-        padding + [*to_stride, to_strides[dim]],
+        padding + [*row_stride, row_strides[dim]],
+        padding + [*indexed_stride, indexed_strides[dim]],
     )
 
 
@@ -167,6 +199,7 @@ def _indexed(
     indexed: np.ndarray,
     rows: np.ndarray,
     writes: bool,
+    checked: bool,
     limit: int,
     width: int,
     size: list[int],
@@ -183,6 +216,7 @@ def _indexed(
         index.itemsize,
         writes,
         limit,
+        checked,
         width * item_size,
         tuple(size),
         tuple(s * item_size for s in row_stride),

@@ -140,11 +140,33 @@ def linear_args(
     out: np.ndarray,
 ) -> LinearArgs | None:
     """The arguments of a product; None where there is no kernel for them. The bias is one of `float_vector`."""
+    return _product_args(x, weight, bias, residual, activation, out, weight.n)
+
+
+def gated_linear_args(
+    x: np.ndarray, weight: Packed, bias: np.ndarray | None, activation: str, out: np.ndarray
+) -> LinearArgs | None:
+    """Arguments of a gated product of one row; None where there is no kernel for them. See `linear_args`."""
+    if x.shape[:1] != (1,) or weight.n % 2:
+        return None
+    return _product_args(x, weight, bias, None, activation, out, weight.n // 2)
+
+
+def _product_args(
+    x: np.ndarray,
+    weight: Packed,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
+    activation: str,
+    out: np.ndarray,
+    columns: int,
+) -> LinearArgs | None:
+    """The arguments of a product whose result has that number of columns."""
     matrices = [t for t in (x, residual, out) if t is not None]
     if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in matrices):
         return None
     rows = x.shape[0]
-    if x.shape[1] != weight.k or rows == 0 or out.shape != (rows, weight.n):
+    if x.shape[1] != weight.k or rows == 0 or out.shape != (rows, columns):
         return None
     if activation not in ACTIVATIONS or (residual is not None and residual.shape != out.shape):
         return None
@@ -154,28 +176,6 @@ def linear_args(
         operand(x),
         operand(bias),
         operand(residual),
-        operand(out),
-        address(weight.data),
-        weight.n,
-        weight.k,
-        ACTIVATIONS[activation],
-    )
-
-
-def gated_linear_args(
-    x: np.ndarray, weight: Packed, bias: np.ndarray | None, activation: str, out: np.ndarray
-) -> LinearArgs | None:
-    """Arguments of a gated product of one row; None where there is no kernel for them. See `linear_args`."""
-    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)):
-        return None
-    if x.shape != (1, weight.k) or out.shape != (1, weight.n // 2) or weight.n % 2:
-        return None
-    if activation not in ACTIVATIONS or (bias is not None and bias.size != weight.n):
-        return None
-    return LinearArgs(
-        operand(x),
-        operand(bias),
-        operand(None),
         operand(out),
         address(weight.data),
         weight.n,

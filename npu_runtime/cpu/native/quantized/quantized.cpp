@@ -178,10 +178,10 @@ void run_rounded(const QuantizedLinearArgs& q) {
   for_rows(rows, a.k, [&](int64_t row) {
     with_type(a.x.dtype, [&](auto* type) {
       const auto* x = reinterpret_cast<decltype(type)>(a.x.data + row * row_bytes);
-      const RowScale found = row_scale(x, a.k, q.activations);
-      scales[row] = found.scale;
+      const RowScale scaling = row_scale(x, a.k, q.activations);
+      scales[row] = scaling.scale;
       for (int64_t k = 0; k < a.k; k += kLanes)
-        store(numbers + row * pitch + k, rounded_numbers(x, k, a.k, found, q.activations));
+        store(numbers + row * pitch + k, rounded_numbers(x, k, a.k, scaling, q.activations));
     });
   });
   a.row_scales = scales;
@@ -261,11 +261,11 @@ void quantized_embedding(const QuantizedEmbeddingArgs& a) {
   const int64_t k = f.groups * f.group, bits = f.bits(), mask = (1 << bits) - 1;
   for_rows(a.count, k, [&](int64_t i) {
     const int64_t id = a.id_size == 4 ? load_bits<int32_t>(a.ids + 4 * i) : load_bits<int64_t>(a.ids + 8 * i);
-    const bool known = id >= 0 && id < a.limit;
-    if (!known && !a.checked) throw std::out_of_range("index " + std::to_string(id) + " is out of range");
+    const bool in_range = id >= 0 && id < a.limit;
+    if (!in_range && !a.checked) throw std::out_of_range("index " + std::to_string(id) + " is out of range");
     float* row = thread_scratch().get<float>(round_up(k, kLanes) * sizeof(float));
-    if (!known) std::fill(row, row + k, 0.0f);
-    for (int64_t g = 0; known && g < f.groups; ++g) {
+    if (!in_range) std::fill(row, row + k, 0.0f);
+    for (int64_t g = 0; in_range && g < f.groups; ++g) {
       const int64_t at = id * f.groups + g;
       const float scale = load_any(a.rows.scales, f.scales, at, 1)[0];
       float minimum = 0, zero = 0;

@@ -127,12 +127,12 @@ float make_bytes(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t r
   int8_t* ordered = codes + 4 * quads + kLanes;
   with_type(dtype, [&](auto* type) {
     const auto* source = reinterpret_cast<decltype(type)>(const_cast<char*>(x));
-    const RowScale found = row_scale(source, f.groups * f.group, RowFormat::int8);
-    scale = found.scale;
+    const RowScale scaling = row_scale(source, f.groups * f.group, RowFormat::int8);
+    scale = scaling.scale;
     for (int64_t g = 0; g < f.groups; ++g) {
       IVec sum = {};
       for (int64_t k = 0; k < 4 * quads; k += kLanes) {
-        const IVec next = rounded_codes(source + g * f.group, k, f.group, found, RowFormat::int8);
+        const IVec next = rounded_codes(source + g * f.group, k, f.group, scaling, RowFormat::int8);
         sum += next;
         store_bytes(codes + k, next, kLanes);
       }

@@ -206,12 +206,12 @@ void dequantize_blocks_of(const QuantizedFormat& f, const char* panel, int64_t f
 
 // The bits of `count` codes, from number `first` on; zeros follow.
 uint32_t codes_at(const QuantizedFormat& f, const uint8_t* row, int64_t first, int64_t count) {
-  uint32_t found = 0;
+  uint32_t word = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t bit = (first + i) * f.bits();
-    found |= uint32_t(row[bit / 8] >> bit % 8 & ((1 << f.bits()) - 1)) << i * f.bits();
+    word |= uint32_t(row[bit / 8] >> bit % 8 & ((1 << f.bits()) - 1)) << i * f.bits();
   }
-  return found;
+  return word;
 }
 
 // Codes one after the other as a unit: those of even k into the low half.

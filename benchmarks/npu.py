@@ -1,0 +1,267 @@
+"""The speed of the simulated NPU on this machine: timing programs, computing on them, compiling and sweeping.
+
+    python -m benchmarks.npu [--only resnet,smollm2,qwen,sweep] [--document docs/measurements/npu.md]
+
+All is for the chip `edge`. ResNets have seeded random weights and are quantized to int8 here; Qwen2.5-1.5B is compiled
+by its configuration, without weights. A program is timed as `simulate` does, decoding and verifying it included.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.cpu.machine import cpu_name, usable_cores
+
+CHIP = "edge"
+ROUNDS = 3
+CALIBRATION = 2  # images
+TOKENS = 4  # of SmolLM2
+CACHE_LENGTH = 512
+CHECKED_FACTOR = 5  # a limit with all checks, by that without
+SWEEP = "sram=512K..4M,arrays=1..8,lanes=32..256"  # 64 chips
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measurement.
+
+    Attributes:
+        first: Seconds of the first time, which prepares what later ones use.
+        again: Median seconds of later times; None if there was one time only.
+        processor: Median seconds of the processor, over later times if there are any.
+        limit: Seconds that it is to stay below; None where none is stated.
+        problem: Reason why it was not measured.
+    """
+
+    what: str
+    limit: float | None
+    first: float = 0.0
+    again: float | None = None
+    processor: float | None = None
+    problem: str = ""
+
+    def row(self) -> str:
+        """The line of the table."""
+        if self.problem:
+            return f"| {self.what} | not measured: {self.problem} | | | {_seconds(self.limit)} |"
+        numbers = (self.first, self.again, self.processor, self.limit)
+        return f"| {' | '.join([self.what, *map(_seconds, numbers)])} |"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def timed(what: str, limit: float | None, run: Callable[[], object], rounds: int = ROUNDS) -> Line:
+    """Run something once, and then `rounds` times more."""
+    seconds, busy = [], []
+    for _ in range(1 + rounds):
+        start = time.perf_counter(), time.process_time()
+        run()
+        seconds.append(time.perf_counter() - start[0])
+        busy.append(time.process_time() - start[1])
+    again = statistics.median(seconds[1:]) if rounds else None
+    return Line(what, limit, seconds[0], again, statistics.median(busy[1:] or busy))
+
+
+def resnet_lines() -> Iterator[Line]:
+    """ResNet-18 and ResNet-50 in int8: compiled, timed, computed and checked."""
+    from npu_compiler import CompileOptions
+    from npu_compiler import compile as compile_ir
+    from npu_model import NPUBackend, NPUTarget, load_chip, simulate
+    from npu_runtime import Executor, load_weights
+    from npu_sim.cache import compile_cached
+
+    chip, options = load_chip(CHIP), CompileOptions(compute_dtype="float32")
+    for name, limit in (("ResNet-50", 3.0), ("ResNet-18", 1.0)):
+        title, (ir, state, x) = f"{name}, int8", quantized(name.replace("-", "").lower())
+        compiled = partial(compile_ir, ir, NPUTarget(chip), options)
+        if name == "ResNet-50":
+            yield timed(f"compile {title}, cold", 3.0, compiled, rounds=0)
+            with _empty_cache():
+                compile_cached(ir, NPUTarget(chip), options)
+                yield timed(f"compile {title}, cached", None, partial(compile_cached, ir, NPUTarget(chip), options))
+        program = compiled()
+        yield timed(f"time {title}", 0.5, partial(simulate, program, chip))
+        for checked in (False, True):
+            backend = NPUBackend(chip, checked)
+            executor, weights = Executor(program, backend), load_weights(state, program, backend)
+            inputs = {program.input_specs[0].name: x}
+            yield timed(*_computed(title, limit, checked), partial(executor.run, inputs, weights))
+
+
+def quantized(name: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """The IR and the weights of a ResNet in int8, and an input."""
+    from npu_sim.extract import extract_ir
+    from npu_sim.quantizing.networks.quantize import quantize_network
+    from npu_sim.vision import resnet
+
+    model = getattr(resnet, name)().eval()
+    resnet.seed_weights(model, seed=0)
+    x, *images = (resnet.random_images(1, seed=seed) for seed in range(1 + CALIBRATION))
+    network = quantize_network(extract_ir(model, (x,)), model.state_dict(), [image.numpy() for image in images])
+    return network.ir, network.weights, x.numpy()
+
+
+def _computed(title: str, limit: float, checked: bool) -> tuple[str, float]:
+    """The name and the limit of a computed line."""
+    return (f"compute {title}, all checks", CHECKED_FACTOR * limit) if checked else (f"compute {title}", limit)
+
+
+def smollm2_lines() -> Iterator[Line]:
+    """A token of SmolLM2-135M with the weights of its file, in 4 bits, and in bfloat16."""
+    from npu_model import NPUBackend, load_chip
+    from npu_runtime import Device
+    from npu_sim.llm import LanguageModel, load_checkpoint
+
+    for quantization, says in (("checkpoint", "4-bit weights"), ("none", "bfloat16")):
+        checkpoint = load_checkpoint("smollm2", "bfloat16", quantization)
+        for checked in (False, True):
+            device = Device(f"npu:{CHIP}")
+            device.backend = NPUBackend(load_chip(CHIP), checked)
+            model = LanguageModel(checkpoint, device=device, cache_length=CACHE_LENGTH)
+            tokens = iter(model.generate([1, 2, 3], 2 + TOKENS))
+            next(tokens)  # the prefill's
+            title = f"a token of SmolLM2-135M, {says}"
+            yield timed(*_computed(title, 1.0, checked), partial(next, tokens), rounds=TOKENS)
+
+
+def qwen_lines() -> Iterator[Line]:
+    """A decode step of Qwen2.5-1.5B, timed only."""
+    from benchmarks.qwen import qwen
+    from npu_compiler.errors import NPUError
+    from npu_model import NPUTarget, load_chip, simulate
+    from npu_sim.llm import Checkpoint, compile_decode_loop
+
+    chip = load_chip(CHIP)
+    for quantization in (None, "int8", "int4"):
+        what = f"time a decode step of Qwen2.5-1.5B, {quantization or 'bfloat16'}"
+        checkpoint = Checkpoint(
+            "qwen2.5-1.5b", qwen(), {}, "bfloat16", load_tokenizer=lambda: None, quantization=quantization
+        )
+        try:
+            program = compile_decode_loop(checkpoint, 2048, NPUTarget(chip))
+        except NPUError as error:
+            yield Line(what, 1.0, problem=str(error).splitlines()[0])
+            continue
+        yield timed(what, 1.0, partial(simulate, program, chip))
+
+
+def sweep_lines() -> Iterator[Line]:
+    """ResNet-50 in float16 on 64 chips."""
+    from npu_compiler import CompileOptions
+    from npu_compiler import compile as compile_ir
+    from npu_model import load_chip
+    from npu_model.analysis.sweep import parse_sweep, sweep
+    from npu_sim.vision.models import extract_model_ir, find_model
+
+    chips = parse_sweep(SWEEP, load_chip(CHIP))
+    program = compile_ir(extract_model_ir(find_model("resnet50")), options=CompileOptions(compute_dtype="float16"))
+    line = timed(f"sweep of ResNet-50, float16, {len(chips)} chips", 10.0, partial(sweep, program, chips), rounds=0)
+    yield replace(line, processor=None)  # its processes are others
+
+
+@contextmanager
+def _empty_cache() -> Iterator[None]:
+    """Use an empty folder as the cache of programs."""
+    before = os.environ.get("NPU_SIM_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["NPU_SIM_CACHE"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("NPU_SIM_CACHE")
+            if before is not None:
+                os.environ["NPU_SIM_CACHE"] = before
+
+
+PARTS: dict[str, Callable[[], Iterator[Line]]] = {
+    "resnet": resnet_lines,
+    "smollm2": smollm2_lines,
+    "qwen": qwen_lines,
+    "sweep": sweep_lines,
+}
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions that matter."""
+    import numpy as np
+
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return {
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "load": load,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "date": date.today().isoformat(),
+    }
+
+
+def page(lines: list[Line], where: dict[str, Any]) -> str:
+    """The page of measurements."""
+    busy = f", beside {where['load']:.0f} other processes" if where["load"] >= 1 else ""
+    versions = f"Python {where['python']}, NumPy {where['numpy']}"
+    return PAGE.format(
+        machine=f"{where['cpu']}, {where['cores']} cores{busy}; {versions}, {where['date']}",
+        rows="\n".join(line.row() for line in lines),
+        factor=CHECKED_FACTOR,
+    )
+
+
+PAGE = """# The simulated NPU
+
+Seconds that a machine takes to simulate the chip `edge`. `python -m benchmarks.npu` writes this page.
+
+{machine}.
+
+| what | first time | again | processor | limit |
+|---|--:|--:|--:|--:|
+{rows}
+
+- *again* is the median of later times, *processor* the processor's time of these, which other processes disturb less.
+- *time*: `simulate` on a compiled program, without data: decode it, verify it, run all engines.
+- *compute*: the program with data, on the device `npu:edge`. The first time binds instructions to memories and
+  schedules them; later runs compute in the order of the first. A token includes the host's part of a step.
+- *all checks*: every read is of something written, and nothing races. Each run is scheduled. The limit is {factor}
+  times that without checks.
+- *compile, cached*: find the program in the cache by its IR.
+- The sweep lowers and times the network for each chip, in a process for each core.
+"""
+
+
+def main(
+    only: Annotated[str, typer.Option(help=f"Comma-separated parts: {', '.join(PARTS)}.")] = ",".join(PARTS),
+    document: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
+) -> None:
+    """Measure, and print or write the page."""
+    unknown = set(only.split(",")) - set(PARTS)
+    if unknown:
+        raise typer.BadParameter(f"unknown part {', '.join(sorted(unknown))}; choose of {', '.join(PARTS)}")
+    where, lines = machine(), []
+    for name in only.split(","):
+        for line in PARTS[name]():
+            typer.echo(line.row(), err=True)
+            lines.append(line)
+    text = page(lines, where)
+    if document is None:
+        typer.echo(text, nl=False)
+    else:
+        document.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Simulated chips against times that were measured on silicon."""

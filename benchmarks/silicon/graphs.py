@@ -1,0 +1,144 @@
+"""IR of the measured operators. Weights are inputs, so that they come from DRAM in each run, as in the measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+IR = dict[str, Any]
+
+
+class Graph:
+    """A graph whose tensors are named by their order."""
+
+    def __init__(self) -> None:
+        self.inputs: list[IR] = []
+        self.weights: list[IR] = []
+        self.nodes: list[IR] = []
+
+    def input(self, *shape: int, dtype: str = "float32") -> IR:
+        """An input of the graph."""
+        tensor = {"name": f"x{len(self.inputs)}", "shape": [*shape], "dtype": dtype}
+        self.inputs.append(tensor)
+        return {**tensor, "producer_node": tensor["name"], "producer_output_idx": 0}
+
+    def weight(self, *shape: int, dtype: str = "float32") -> IR:
+        """A weight."""
+        self.weights.append({"name": f"w{len(self.weights)}", "shape": [*shape], "dtype": dtype})
+        return self.weights[-1]
+
+    def op(self, name: str, shape: tuple[int, ...], *operands: IR, dtype: str = "float32", **attrs: Any) -> IR:
+        """The result of an op of the given name, shape and dtype."""
+        node = f"{name.split('.')[-2]}_{len(self.nodes)}"
+        result = {"name": node, "shape": [*shape], "dtype": dtype}
+        self.nodes.append({"name": node, "op_type": name, "inputs": [*operands], "outputs": [result], "attrs": attrs})
+        return {**result, "producer_node": node, "producer_output_idx": 0}
+
+    def ir(self, *outputs: IR) -> IR:
+        """The IR with these outputs."""
+        return {
+            "model_name": "measured",
+            "graph_inputs": self.inputs,
+            "graph_outputs": [*outputs],
+            "weights": self.weights,
+            "weight_name_mapping": {each["name"]: each["name"] for each in self.weights},
+            "constants": {},
+            "nodes": self.nodes,
+        }
+
+
+def gemm(m: int, n: int, k: int) -> IR:
+    """The product of [m, k] with a weight [n, k]."""
+    g = Graph()
+    return g.ir(g.op("aten.linear.default", (m, n), g.input(m, k), g.input(n, k)))
+
+
+def gated_ffn(tokens: int, hidden: int, inner: int) -> IR:
+    """One product for gate and up, silu(gate) · up, and the product down."""
+    g = Graph()
+    both = g.op("aten.linear.default", (tokens, 2 * inner), g.input(tokens, hidden), g.input(2 * inner, hidden))
+    gate, up = (
+        g.op("aten.slice.Tensor", (tokens, inner), both, dim=1, start=start, end=start + inner) for start in (0, inner)
+    )
+    gated = g.op("aten.mul.Tensor", (tokens, inner), g.op("aten.silu.default", (tokens, inner), gate), up)
+    return g.ir(g.op("aten.linear.default", (tokens, hidden), gated, g.input(hidden, inner)))
+
+
+def erf_ffn(tokens: int, hidden: int, inner: int) -> IR:
+    """Two products with biases, and a GELU with the error function between them."""
+    g = Graph()
+    first = g.op(
+        "aten.linear.default", (tokens, inner), g.input(tokens, hidden), g.input(inner, hidden), g.input(inner)
+    )
+    active = g.op("aten.gelu.default", (tokens, inner), first)
+    return g.ir(g.op("aten.linear.default", (tokens, hidden), active, g.input(hidden, inner), g.input(hidden)))
+
+
+def attention(heads: int, shared: int, queries: int, keys: int, width: int, causal: bool) -> IR:
+    """Attention of query heads that share heads of keys and values."""
+    g = Graph()
+    operands = [g.input(1, count, size, width) for count, size in ((heads, queries), (shared, keys), (shared, keys))]
+    attrs = {"is_causal": causal, "enable_gqa": heads != shared}
+    name = "aten.scaled_dot_product_attention.default"
+    return g.ir(g.op(name, (1, heads, queries, width), *operands, **attrs))
+
+
+def materialised_attention(heads: int, queries: int, keys: int, width: int) -> IR:
+    """Attention as a product, a softmax and a product, with all scores in memory between them."""
+    g = Graph()
+    q, k, v = (g.input(heads, size, width) for size in (queries, keys, keys))
+    turned = g.op("aten.transpose.int", (heads, width, keys), k, dim0=1, dim1=2)
+    scores = g.op("aten.bmm.default", (heads, queries, keys), q, turned)
+    weights = g.op("aten.softmax.int", (heads, queries, keys), scores, dim=2)
+    return g.ir(g.op("aten.bmm.default", (heads, queries, width), weights, v))
+
+
+_CODES = {"scale": 0.05, "zero_point": 0, "quant_min": -128, "quant_max": 127, "dtype": "int8"}
+
+
+def _rounded(g: Graph, x: IR) -> IR:
+    """A tensor rounded to int8 and taken as a float again, which the compiler makes a tensor of int8."""
+    shape = tuple(x["shape"])
+    codes = g.op("quantized_decomposed.quantize_per_tensor.default", shape, x, dtype="int8")
+    g.nodes[-1]["attrs"] = dict(_CODES)
+    return _values(g, codes)
+
+
+def _values(g: Graph, codes: IR) -> IR:
+    values = g.op("quantized_decomposed.dequantize_per_tensor.default", tuple(codes["shape"]), codes)
+    g.nodes[-1]["attrs"] = dict(_CODES)
+    return values
+
+
+def integer_convolution(
+    image: tuple[int, int, int], filters: int, kernel: int, stride: int, padding: int, residual: bool, relu: bool
+) -> IR:
+    """A convolution of int8 with ReLU, to which another image may be added, between images of int8."""
+    g = Graph()
+    channels, height, width = image
+    result = (1, filters, *((size + 2 * padding - kernel) // stride + 1 for size in (height, width)))
+    window = {"stride": [stride] * 2, "padding": [padding] * 2, "dilation": [1, 1], "groups": 1}
+    weight = _values(g, g.weight(filters, channels, kernel, kernel, dtype="int8"))
+    x = _rounded(g, g.input(1, channels, height, width))
+    y = g.op("aten.conv2d.default", result, x, weight, g.weight(filters), **window)
+    if residual:
+        y = g.op("aten.add.Tensor", result, y, _rounded(g, g.input(*result)))
+    if relu:
+        y = g.op("aten.relu.default", result, y)
+    return g.ir(_rounded(g, y))
+
+
+def integer_pooling(image: tuple[int, int, int], kernel: int) -> IR:
+    """The largest of each window of an image of int8."""
+    g = Graph()
+    x = _rounded(g, g.input(1, *image))
+    window = {"kernel_size": [kernel] * 2, "stride": [1, 1], "padding": [kernel // 2] * 2}
+    return g.ir(_rounded(g, g.op("aten.max_pool2d.default", (1, *image), x, **window)))
+
+
+def concatenation(image: tuple[int, int, int], count: int) -> IR:
+    """Images of int8, one behind the other."""
+    g = Graph()
+    channels, height, width = image
+    images = [_rounded(g, g.input(1, *image)) for _ in range(count)]
+    sizes = {"dim": 1, "_tensor_list_sizes": [count]}
+    return g.ir(_rounded(g, g.op("aten.cat.default", (1, count * channels, height, width), *images, **sizes)))

@@ -1,0 +1,133 @@
+"""The page with the errors of each set, its scatter plots and its worst rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.silicon.runs import LEAST_US, Outcome, fitting_rows, rank_correlation, summary
+from npu_compiler.files import write_atomically
+from npu_model import Result
+
+_INTRODUCTION = f"""\
+Times that were measured on chips, beside those of `simulate` with the chip files of this package: the program of each
+row is compiled, lowered and timed as any other. Sources: SCALE-Sim and SCALE-Sim-validation (MIT), PyTorchSim's
+reference times, tt-metal's report on products (Apache-2.0), and the RKNN log in Embedfire's manual. Rows under
+{LEAST_US:g} µs are left out. At most three numbers of a chip are fitted, on every third row of one set: the cost of a
+launch, and the shares of DRAM's bandwidth and of the arrays' peak that are reached (its file says which). No row has
+rules of its own. Errors are of all rows."""
+# Sets that are also summed up together.
+TOGETHER = {"v6e attention, both": ("v6e attention", "v6e paged attention")}
+WORST = 3  # rows of a set
+NOTES = {
+    "v6e GEMM": "Products of bfloat16; name: rows × summed × columns. Operands come from HBM.",
+    "v6e GEMM, fusion span": "Odd shapes, without the copies of operands: only the cycles of the matrix engine are "
+    "compared, and the cost of a launch.",
+    "v6e FFN": "Two products with what lies between them. Nothing is fitted on this set.",
+    "v6e attention": "An encoder's attention as its compiler wrote it: product, softmax, product. Nothing is fitted on "
+    "this set.",
+    "v6e paged attention": "Attention of a library's kernel. Fitted on this set: the cost of its launch.",
+    "v4 GEMM": "Products of float16, which is not the chip's own type.",
+    "Tenstorrent GEMM, tuned": "Device cycles of hand-picked configurations, on the n150.",
+    "Tenstorrent GEMM, auto": "Device cycles of the library's choice. Fitted on rows of the p150.",
+    "RK3588 layers": "Layers of int8 in a debug mode. Concatenations and transposed convolutions are left out: they "
+    "have no kernel of int8 here.",
+}
+_CAUSES = {
+    "launch": "launches",
+    "dram bandwidth": "DRAM's bandwidth",
+    "dram latency": "DRAM's latency",
+    "dependency": "waits between engines",
+    "sram ports": "the scratchpad's ports",
+}
+
+
+def document(outcomes: dict[str, list[Outcome]]) -> str:
+    """The page in Markdown."""
+    lines = [
+        "# Simulated chips and silicon",
+        "",
+        *_INTRODUCTION.splitlines(),
+        "",
+        "Written by `python -m benchmarks.silicon FOLDER`; `--fit SET` fits the numbers again.",
+        "",
+        "| set | rows | median error | mean | 90th percentile | signed median | rank correlation |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    both = {
+        name: [outcome for group in groups for outcome in outcomes[group]]
+        for name, groups in TOGETHER.items()
+        if all(group in outcomes for group in groups)
+    }
+    for group, each in (outcomes | both).items():
+        middle, average, ninetieth, signed = summary(each)
+        lines.append(
+            f"| {group} | {len(each)} | {middle:.1%} | {average:.1%} | {ninetieth:.1%} | {signed:+.1%} "
+            f"| {rank_correlation(each):.3f} |"
+        )
+    lines += ["", "![Simulated and measured times](../images/silicon.svg)", ""]
+    for group, each in outcomes.items():
+        lines += [f"## {group}", "", *_section(group, each), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(group: str, outcomes: Sequence[Outcome]) -> list[str]:
+    kept = {id(row) for row in fitting_rows([outcome.row for outcome in outcomes])}
+    others = [outcome for outcome in outcomes if id(outcome.row) not in kept]
+    middle, average, *_ = summary(others or outcomes)
+    lines = [
+        NOTES.get(group, ""),
+        f"Rows that nothing could be fitted on: median error {middle:.1%}, mean {average:.1%}. The worst:",
+        "",
+        "| row | measured µs | simulated µs | error | where its simulated time goes |",
+        "|---|--:|--:|--:|---|",
+    ]
+    worst = sorted(outcomes, key=lambda each: -abs(each.error))[:WORST]
+    return lines + [
+        f"| {each.row.name} | {each.row.us:,.1f} | {each.us:,.1f} | {each.error:+.0%} | {_shares(each.result)} |"
+        for each in worst
+    ]
+
+
+def _shares(result: Result) -> str:
+    """The share of computing and of each cause of a stall in a run."""
+    total = result.cycles
+    shares = {"computing": sum(call.counts.progress for call in result.calls)}
+    shares |= {_CAUSES[cause.value]: cycles for cause, cycles in result.stalls.items()}
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {cycles / total:.0%}" for name, cycles in largest if cycles > 0.02 * total)
+
+
+def draw(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
+    """Scatter plots of simulated over measured times, one for each set, with the lines of ±20 %."""
+    import io
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "npu"
+    columns = 3
+    rows = -(-len(outcomes) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.4 * rows), squeeze=False)
+    for axis in axes.flat[len(outcomes) :]:
+        axis.set_axis_off()
+    for axis, (group, each) in zip(axes.flat, outcomes.items(), strict=False):
+        _scatter(axis, group, each)
+    figure.tight_layout()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    write_atomically(path, buffer.getvalue())
+
+
+def _scatter(axis: Any, group: str, outcomes: Sequence[Outcome]) -> None:
+    measured, simulated = [each.row.us for each in outcomes], [each.us for each in outcomes]
+    ends = [0.8 * min(*measured, *simulated), 1.25 * max(*measured, *simulated)]
+    for factor, style in ((1.0, "-"), (0.8, ":"), (1.2, ":")):
+        axis.plot(ends, [factor * end for end in ends], style, color="#888888", linewidth=0.8)
+    axis.scatter(measured, simulated, s=9, color="#3b6fb6", alpha=0.6, linewidths=0)
+    axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured µs", ylabel="simulated µs")
+    axis.set_title(group, fontsize=10)

@@ -1,0 +1,89 @@
+"""`ChipPrices`: what nodes take on a simulated chip and on the CPU beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.errors import InputError
+from npu_compiler.graph.dtypes import COMPUTE_DTYPES, itemsize
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.registry import find_op
+from npu_compiler.partitioning.lone_nodes import LoneNodes
+from npu_compiler.partitioning.prices import Estimate, Link, Prices
+from npu_compiler.passes.precision import native_dtype, storage_dtype
+from npu_model.analysis.simulation import simulate
+from npu_model.chip import Chip, Host, HostLink
+from npu_model.lowering.families import CannotLower
+from npu_model.lowering.mapper import Mapper
+
+
+class ChipPrices(Prices):
+    """The times of a chip as `simulate` gives them, and of its host as a roofline.
+
+    Args:
+        mapper: Mapper of the chip.
+        lone: Plans of single nodes.
+
+    Raises:
+        InputError: the chip's file has no host or no link.
+    """
+
+    def __init__(self, chip: Chip, mapper: Mapper, lone: LoneNodes) -> None:
+        self.chip, self._mapper, self._lone = chip, mapper, lone
+        self.device = f"chip {chip.name}"
+        self._host, own = _host_and_link(chip)
+        self.link = Link(1e9 * own.bandwidth_gb_s, 1e-6 * own.latency_us, 1e-6 * own.launch_us)
+
+    def calls(self, program: CompiledProgram) -> Sequence[float]:
+        if not program.kernels:
+            return []
+        return [self.chip.seconds(call.cycles) for call in simulate(program, self.chip).calls]
+
+    def if_supported(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> Estimate:
+        plan = self._lone.plan(node, graph, compute_dtype)
+        try:
+            if plan is not None:
+                room = self.chip.sram.size
+                cycles = sum(self._mapper.choices(call).estimate(frozenset(), room) for call in plan.calls)
+                return Estimate(self.chip.seconds(cycles), False)
+        except CannotLower:
+            pass
+        return Estimate(self.chip.seconds(self._least_cycles(node, graph, compute_dtype)), True)
+
+    def _least_cycles(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> float:
+        """Cycles to move a node's tensors once, and to do an operation for each of their elements."""
+        vector, specs = self.chip.vector, [graph.tensors[name] for name in (*node.inputs, *node.outputs)]
+        size = sum(spec.numel * itemsize(storage_dtype(spec.dtype, compute_dtype)) for spec in specs)
+        rate = vector.rates.get(compute_dtype, min(vector.rates.values()))
+        operations = max((spec.numel for spec in specs), default=0) / (vector.lanes * rate)
+        return max(size / self.chip.dram_bytes_per_cycle, operations) + self.chip.dram_latency_cycles
+
+    def host(self, node: OpNode, graph: IRGraph) -> float:
+        op = find_op(node.op_type)
+        if node.base == "getitem" or (op is not None and op.view is not None):
+            return 0.0
+        own = native_dtype(graph)
+        plan = self._lone.plan(node, graph, own if own in COMPUTE_DTYPES else "float32")
+        if plan is not None:
+            flops = sum(call.flops for call in plan.calls)
+            moved = sum(call.bytes_moved for call in plan.calls)
+        else:
+            specs = [graph.tensors[name] for name in (*node.inputs, *node.outputs)]
+            flops = max((spec.numel for spec in specs), default=0)
+            moved = sum(spec.numel * itemsize(spec.dtype) for spec in specs)
+        host = self._host
+        work = max(1e-9 * flops / host.gflops, 1e-9 * moved / host.bandwidth_gb_s)
+        return work + 1e-6 * host.overhead_us
+
+
+def _host_and_link(chip: Chip) -> tuple[Host, HostLink]:
+    if chip.host is None or chip.link is None:
+        lacking = "host" if chip.host is None else "link"
+        raise InputError(
+            f"chip '{chip.name}' has no [{lacking}], so nothing can be priced; its file needs [host] and [link]"
+        )
+    return chip.host, chip.link
+
+
+__all__ = ["ChipPrices"]

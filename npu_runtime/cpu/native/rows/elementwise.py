@@ -1,0 +1,113 @@
+"""Element-wise ops over float32, int32 and booleans, and the places of extremes: small calls between large ones."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from npu_compiler.graph.dtypes import as_int32
+from npu_compiler.program.elementwise import as_float32
+from npu_compiler.program.views import collapse
+from npu_runtime.cpu.arrays import address, expand, strides_of
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View, packed
+from npu_runtime.cpu.native.numbers import DTYPES, ELEMENTWISE, NUMBER_DTYPES
+
+_BOOL, _INT32, _FLOAT32 = np.dtype(np.bool_), np.dtype(np.int32), np.dtype(np.float32)
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+_SELECTING = frozenset(("copy", "eq", "ne", "where"))  # what booleans are for, too
+_FLOATS_ONLY = frozenset(("cos", "sin"))
+_MOST = {"cos": 2**14, "sin": 2**14}  # elements up to which the C library is faster than PyTorch's vectors
+
+
+class _ElementwiseArgs(ArgumentBlock):
+    _fields_ = [("condition", View), ("a", View), ("b", View), ("out", View), ("op", ctypes.c_int64)]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        for name in ("condition", "a", "b", "out"):
+            yield getattr(self, name).extent(name, self.out.size)
+
+
+class _ExtremeArgs(ArgumentBlock):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("least", ctypes.c_int64),
+    ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield View(self.data, self.dtype, (1, 1, self.rows, self.columns), (0, 0, self.columns, 1)).extent("data")
+        yield packed("out", self.out, self.rows * _INT32.itemsize)
+
+
+def elementwise(op: str, operands: Sequence[np.ndarray | float], out: np.ndarray) -> NativeLaunch | None:
+    """out = op(operands…) with broadcasting, for the ops of `ELEMENTWISE`.
+
+    Args:
+        operands: Arrays and scalars in the op's order. But for the condition of `where` the arrays are of one dtype:
+            float32, int32 or, for some ops, bool.
+    """
+    selects = op == "where"
+    condition, a, b = [*([] if selects else [None]), *operands, None][:3]
+    arrays = [x for x in (a, b) if isinstance(x, np.ndarray)]
+    if not available() or not arrays or out.size == 0 or out.size > _MOST.get(op, out.size):
+        return None
+    dtype = arrays[0].dtype
+    if any(x.dtype != dtype for x in arrays) or not _takes(op, dtype, out.dtype):
+        return None
+    if selects and not (isinstance(condition, np.ndarray) and condition.dtype == _BOOL):
+        return None
+    present = {"condition": condition, "a": _as_array(a, dtype), "b": _as_array(b, dtype), "out": out}
+    used = {name: x for name, x in present.items() if isinstance(x, np.ndarray)}
+    if len(used) < len(operands) + 1:
+        return None
+    views = [strides_of(view) for x in used.values() if (view := expand(x, out.shape)) is not None]
+    if len(views) < len(used):
+        return None
+    dims = sorted(range(out.ndim), key=strides_of(out).__getitem__, reverse=True)
+    size, strides = collapse([out.shape[d] for d in dims], *([view[d] for d in dims] for view in views))
+    lead = 4 - len(size)
+    if lead < 0:
+        return None
+    fields = {
+        name: View(address(x), NUMBER_DTYPES[x.dtype], (*[1] * lead, *size), (*[0] * lead, *stride))
+        for (name, x), stride in zip(used.items(), strides, strict=True)
+    }
+    return launch("elementwise", _ElementwiseArgs(**fields, op=ELEMENTWISE[op]), *used.values())
+
+
+def _takes(op: str, dtype: np.dtype, out: np.dtype) -> bool:
+    """Whether the kernel has the op for operands and a result of these dtypes."""
+    if op == "copy":
+        return {dtype, out} <= {_BOOL, _INT32, _FLOAT32} and not (dtype == _FLOAT32 and out != _FLOAT32)
+    refused = {_INT32: _FLOATS_ONLY, _BOOL: ELEMENTWISE.keys() - _SELECTING, _FLOAT32: ()}
+    return dtype in refused and op not in refused[dtype] and out == (_BOOL if op in _COMPARISONS else dtype)
+
+
+def _as_array(value: np.ndarray | float | None, dtype: np.dtype) -> np.ndarray | None:
+    """An operand as an array; None for none, and for a scalar with which the op would not be one of the dtype's."""
+    if value is None or isinstance(value, np.ndarray):
+        return value
+    if dtype == _FLOAT32:
+        return np.array(as_float32(value), dtype)
+    return np.array(as_int32(value), dtype) if dtype == _INT32 and not isinstance(value, float) else None
+
+
+def place_of_extreme(x: np.ndarray, out: np.ndarray, least: bool) -> NativeLaunch | None:
+    """Place of the greatest element, or of the least, in each of out's rows of x: the first, or that of the first NaN.
+
+    Args:
+        x: [*rows, *row], contiguous.
+        out: [*rows], contiguous int32.
+    """
+    if not available() or x.dtype not in DTYPES or out.dtype != _INT32 or not out.size or not x.size:
+        return None
+    if x.size % out.size or not (x.flags.c_contiguous and out.flags.c_contiguous):
+        return None
+    args = _ExtremeArgs(address(x), address(out), out.size, x.size // out.size, DTYPES[x.dtype], least)
+    return launch("place_of_extreme", args, x, out)

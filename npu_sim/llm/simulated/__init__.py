@@ -1,0 +1,21 @@
+"""Serving on a chip that does not exist: the engine's scheduler on a virtual clock, steps priced by simulation."""
+
+from npu_sim.llm.simulated.programs import ProgramCost, SimulatedPrograms
+from npu_sim.llm.simulated.requests import TimedRequest, poisson_requests, read_requests
+from npu_sim.llm.simulated.result import Quantiles, ServingResult
+from npu_sim.llm.simulated.serving import PoolSettings, serve_requests
+from npu_sim.llm.simulated.step_prices import Cost, StepPrices
+
+__all__ = [
+    "Cost",
+    "PoolSettings",
+    "ProgramCost",
+    "Quantiles",
+    "ServingResult",
+    "SimulatedPrograms",
+    "StepPrices",
+    "TimedRequest",
+    "poisson_requests",
+    "read_requests",
+    "serve_requests",
+]

@@ -1,0 +1,172 @@
+"""A simulated run for a report: engines over time; what calls wait for, move and cost; the scratchpad; sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from npu_compiler import CompiledProgram
+    from npu_model import CallResult, Chip, Result
+    from npu_model.analysis.scratchpad import Resident
+    from npu_model.machine.machine import Span
+
+MOST_SPANS = 20_000  # in a page; with more, neighbours on an engine are drawn as one
+
+
+def simulated_facts(program: CompiledProgram, chip: Chip) -> dict[str, Any]:
+    """Simulate a program on a chip; the run as JSON data, in seconds, bytes and joules but where a key says cycles.
+
+    Returns:
+        `chip`, `clock_hz`, `cycles`, `run`; `least`, the least that the program can take. `utilization` of the matrix
+        engine, `bandwidth_utilization` of DRAM. `roof`: bandwidth, and FLOP/s by dtype. `busy`: engine → time.
+        `computing` and `stalls` (cause → time), which add up to the run. `energy`: part → joules, or None if the chip
+        has no energies. `traffic`: level → bytes. `compulsory` and `kept` bytes. `calls`: see `_call`. `tracks`: engine
+        → `[call, start, cycles]` of what it did, of which neighbours closer than `gap` are one. `scratchpad`: its size,
+        and `[first byte, last, start, end, call, content]` of what is in it, in cycles.
+
+    Raises as `npu_model.simulate`.
+    """
+    from npu_model.analysis.scratchpad import residents
+    from npu_model.analysis.simulation import lowered, result_of
+    from npu_model.machine.machine import Machine
+
+    tiles = lowered(program, chip)
+    result = result_of(program, chip, tiles, Machine(chip, tiles).run(spans=True))
+    return _facts(result, residents(tiles, result.calls, result.cycles))
+
+
+def sweep_facts(
+    program: CompiledProgram,
+    chip: Chip,
+    ranges: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Simulate a program on the chips of a sweep, and on the chip that is swept, as JSON data.
+
+    Args:
+        ranges: As `parse_sweep` reads them.
+        progress: As in `sweep`.
+
+    Returns:
+        `program` and `chip`: names. `knobs`: names of the numbers that were changed. `points`: a row for each chip, as
+        `Point.to_dict` makes it; the first is the chip itself.
+    """
+    from npu_model.analysis.sweep import parse_sweep, sweep
+
+    chips = parse_sweep(ranges, chip)
+    knobs = list(chips[0][0])
+    own = {name: _setting(chip, name) for name in knobs}
+    points = sweep(program, [(own, chip), *(each for each in chips if each[0] != own)], progress)
+    return {
+        "program": program.name,
+        "chip": chip.name,
+        "knobs": knobs,
+        "points": [point.to_dict() for point in points],
+    }
+
+
+def _setting(chip: Chip, knob: str) -> float:
+    from npu_model.analysis.sweep import KNOBS
+
+    table, key = KNOBS[knob]
+    value: float = getattr(chip if table is None else getattr(chip, table), key)
+    return value
+
+
+def _facts(result: Result, taken: Sequence[Resident]) -> dict[str, Any]:
+    chip, seconds = result.chip, result.chip.seconds
+    calls = [_call(call, chip) for call in result.calls]
+    gap, tracks = _tracks(result.spans, result.cycles)
+    has_energy = result.energy.total > 0
+    if not has_energy:
+        for call in calls:
+            call["energy"] = None
+    return {
+        "chip": chip.name,
+        "clock_hz": 1e9 * chip.clock_ghz,
+        "cycles": result.cycles,
+        "run": result.seconds,
+        "least": seconds(result.roofline_cycles),
+        "utilization": result.utilization,
+        "bandwidth_utilization": result.bandwidth_utilization,
+        "roof": {
+            "bandwidth": 1e9 * chip.dram.bandwidth_gb_s,
+            "flops": {
+                dtype: 2e9 * chip.clock_ghz * chip.peak_macs(dtype)
+                for dtype in sorted({dtype for call in result.calls for dtype in call.counts.macs})
+            },
+        },
+        "busy": {engine: seconds(cycles) for engine, cycles in result.busy.items()},
+        "computing": sum(call["computing"] for call in calls),
+        "stalls": {str(cause): seconds(cycles) for cause, cycles in result.stalls.items()},
+        "energy": vars(result.energy) if has_energy else None,
+        "traffic": _traffic(result.calls),
+        "compulsory": result.compulsory_bytes,
+        "kept": result.kept_weight_bytes,
+        "calls": calls,
+        "gap": seconds(gap),
+        "tracks": tracks,
+        "scratchpad": {
+            "bytes": chip.sram.size,
+            "areas": [[e.first, e.last, e.start, e.end, e.call, str(e.content)] for e in taken],
+        },
+    }
+
+
+def _call(call: CallResult, chip: Chip) -> dict[str, Any]:
+    """A call as JSON data.
+
+    `own` is the part of the run that it adds, of which `computing` and `stalls` are parts; `start` and `end` are when
+    its first instruction starts and its last one ends. `engine` is the one that works longest for it.
+    """
+    counts, seconds = call.counts, chip.seconds
+    return {
+        "own": seconds(call.cycles),
+        "cycles": call.cycles,
+        "start": call.start,
+        "end": call.end,
+        "computing": seconds(counts.progress),
+        "stalls": {str(cause): seconds(cycles) for cause, cycles in counts.stalls.items() if cycles},
+        "busy": {engine: seconds(cycles) for engine, cycles in counts.busy.items() if cycles},
+        "engine": max(counts.busy, key=lambda engine: counts.busy[engine], default=""),
+        "dtype": ", ".join(counts.macs),
+        "macs": call.macs,
+        "traffic": _traffic([call]),
+        "energy": {**vars(call.energy), "static": chip.energy.static_watts * seconds(call.cycles)},
+        "instructions": counts.instructions,
+        "tiles": call.tiles,
+        "tile": call.tile,
+        "used": call.sram_used,
+    }
+
+
+def _traffic(calls: Sequence[CallResult]) -> dict[str, int]:
+    return {
+        "DRAM, read": sum(call.counts.dram_read for call in calls),
+        "DRAM, written": sum(call.counts.dram_written for call in calls),
+        "scratchpad": sum(call.counts.sram_bytes for call in calls),
+    }
+
+
+def _tracks(spans: Sequence[Span], cycles: int) -> tuple[int, dict[str, list[list[int]]]]:
+    """What each engine did, and the gap in cycles up to which neighbours of one call were joined."""
+    ordered = sorted(spans, key=lambda span: (span.engine, span.start))
+    rows = [(engine, list(group)) for engine, group in groupby(ordered, key=lambda span: span.engine)]
+    gap = 0
+    while True:
+        tracks = {engine: _joined(group, gap) for engine, group in rows}
+        if sum(map(len, tracks.values())) <= MOST_SPANS or gap > cycles:
+            return gap, tracks
+        gap = max(1, cycles // 100_000, 2 * gap)
+
+
+def _joined(spans: Sequence[Span], gap: int) -> list[list[int]]:
+    joined: list[list[int]] = []
+    for span in spans:
+        if joined and joined[-1][0] == span.section and span.start - sum(joined[-1][1:]) <= gap:
+            joined[-1][2] = max(joined[-1][2], span.end - joined[-1][1])
+        elif span.end > span.start:
+            joined.append([span.section, span.start, span.end - span.start])
+    return joined
