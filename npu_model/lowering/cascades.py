@@ -352,15 +352,16 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     if not chosen:
         return plain
     before = Machine(chip, plain.program).run()
+    best, cycles = plain, before.cycles * (1 - _WORTH)
     for factor in (1, 0.5, 4):
         ways = [replace(cascade, stripes=max(2, round(cascade.stripes * factor))) for cascade in chosen]
         changed = with_cascades(plan, ways, chip, mapper)
         if changed is None:
             continue
         run = Machine(chip, changed.program).run()
-        if run.cycles < before.cycles * (1 - _WORTH) and _moved(run) <= _moved(before):
-            return changed
-    return plain
+        if run.cycles < cycles and _moved(run) <= _moved(before):
+            best, cycles = changed, run.cycles
+    return best
 
 
 def _moved(run: Run) -> int:
