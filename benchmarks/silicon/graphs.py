@@ -77,7 +77,7 @@ def attention(heads: int, shared: int, queries: int, keys: int, width: int, caus
     """Attention of query heads that share heads of keys and values."""
     g = Graph()
     operands = [g.input(1, count, size, width) for count, size in ((heads, queries), (shared, keys), (shared, keys))]
-    attrs = {"is_causal": causal, "enable_gqa": heads != shared}
+    attrs: dict[str, Any] = {"is_causal": causal, "enable_gqa": heads != shared}
     name = "aten.scaled_dot_product_attention.default"
     return g.ir(g.op(name, (1, heads, queries, width), *operands, **attrs))
 
@@ -116,7 +116,7 @@ def integer_convolution(
     g = Graph()
     channels, height, width = image
     result = (1, filters, *((size + 2 * padding - kernel) // stride + 1 for size in (height, width)))
-    window = {"stride": [stride] * 2, "padding": [padding] * 2, "dilation": [1, 1], "groups": 1}
+    window: dict[str, Any] = {"stride": [stride] * 2, "padding": [padding] * 2, "dilation": [1, 1], "groups": 1}
     weight = _values(g, g.weight(filters, channels, kernel, kernel, dtype="int8"))
     x = _rounded(g, g.input(1, channels, height, width))
     y = g.op("aten.conv2d.default", result, x, weight, g.weight(filters), **window)
@@ -131,7 +131,7 @@ def integer_pooling(image: tuple[int, int, int], kernel: int) -> IR:
     """The largest of each window of an image of int8."""
     g = Graph()
     x = _rounded(g, g.input(1, *image))
-    window = {"kernel_size": [kernel] * 2, "stride": [1, 1], "padding": [kernel // 2] * 2}
+    window: dict[str, Any] = {"kernel_size": [kernel] * 2, "stride": [1, 1], "padding": [kernel // 2] * 2}
     return g.ir(_rounded(g, g.op("aten.max_pool2d.default", (1, *image), x, **window)))
 
 
@@ -140,5 +140,5 @@ def concatenation(image: tuple[int, int, int], count: int) -> IR:
     g = Graph()
     channels, height, width = image
     images = [_rounded(g, g.input(1, *image)) for _ in range(count)]
-    sizes = {"dim": 1, "_tensor_list_sizes": [count]}
+    sizes: dict[str, Any] = {"dim": 1, "_tensor_list_sizes": [count]}
     return g.ir(_rounded(g, g.op("aten.cat.default", (1, count * channels, height, width), *images, **sizes)))

@@ -88,13 +88,13 @@ def _v6e_blocks(folder: Path) -> Iterator[Row]:
             yield Row("v6e FFN", "tpu-v6e", name, partial(make, *sizes), "bfloat16", us)
         else:
             keys = ("q_heads_x_seqs", "kv_heads_x_seqs", "q_len", "kv_len", "head_dim")
-            sizes = tuple(int(line[name]) for name in keys)
+            heads, shared, queries, kept, width = sizes = [int(line[name]) for name in keys]
             name = f"{line['op']} {'x'.join(map(str, sizes))}"
             if line["op"] == "attn_encoder":
-                make = partial(materialised_attention, sizes[0], *sizes[2:])
+                make = partial(materialised_attention, heads, queries, kept, width)
                 yield Row("v6e attention", "tpu-v6e", name, make, "bfloat16", us, unfused=("attention",))
             else:
-                make = partial(attention, *sizes, sizes[2] > 1)
+                make = partial(attention, heads, shared, queries, kept, width, queries > 1)
                 yield Row("v6e paged attention", "tpu-v6e", name, make, "bfloat16", us, launch_us=_PAGED_LAUNCH_US)
 
 
