@@ -173,6 +173,8 @@ class DAGExecutor:
                     values.forget(name)
         if self.plan.price is not None:
             self.backend.waited(self.plan.price.beside_device)
+            if profiler is not None and self.backend.simulated_seconds is not None:
+                profiler.add_kernel("host, transfers and launches, by price", self.plan.price.beside_device)
         return Outputs({name: self._output(tensor, values, profiler) for name, tensor in self._outputs()})
 
     def _output_specs(self) -> list[TensorSpec]:

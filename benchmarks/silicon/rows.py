@@ -88,8 +88,8 @@ def _v6e_blocks(folder: Path) -> Iterator[Row]:
             yield Row("v6e FFN", "tpu-v6e", name, partial(make, *sizes), "bfloat16", us)
         else:
             keys = ("q_heads_x_seqs", "kv_heads_x_seqs", "q_len", "kv_len", "head_dim")
-            heads, shared, queries, kept, width = sizes = [int(line[name]) for name in keys]
-            name = f"{line['op']} {'x'.join(map(str, sizes))}"
+            heads, shared, queries, kept, width = (int(line[name]) for name in keys)
+            name = f"{line['op']} {'x'.join(line[name] for name in keys)}"
             if line["op"] == "attn_encoder":
                 make = partial(materialised_attention, heads, queries, kept, width)
                 yield Row("v6e attention", "tpu-v6e", name, make, "bfloat16", us, unfused=("attention",))

@@ -223,7 +223,7 @@ def _program() -> CompiledProgram:
 
 @cache
 def _sketches() -> Sketches:
-    """What the worker emitted so far."""
+    """The worker's store of sketches, filled as it goes."""
     return {}
 
 

@@ -291,7 +291,7 @@ class _Writer:
         return (stop, rows[1]), [_copy(halo, target, self._chain[position].node)]
 
     def _stage(self, part: Part, inputs: list[View]) -> None:
-        """Have a call read its weights from buffers, which they are copied to before the first stripe."""
+        """Make a call read its weights from buffers, to which they are copied before the first stripe."""
         for at, read in enumerate(part.reads if self._cascade.stages_weights else ()):
             view = inputs[at]
             is_weight = read is None and self._plan.buffers[view.buffer].is_constant
@@ -436,7 +436,7 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[Cascade]:
 
 
 def _passing(plan: ExecutionPlan) -> list[bool]:
-    """For each call but the last, whether its result is an intermediate value that the following call alone reads."""
+    """Whether the result of each call but the last is an intermediate value that the following call alone reads."""
     touching: dict[str, list[View]] = {}
     for call in plan.calls:
         for view in (*call.outputs, *call.inputs):

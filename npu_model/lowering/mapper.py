@@ -88,7 +88,7 @@ class Sketch:
 
 
 Sketches: TypeAlias = dict[object, Sketch | DoesNotFit]
-"""What was emitted so far, for any number of chips; where a tiling did not fit, how many bytes it needs at least."""
+"""Sketches of any number of chips, by what they depend on; where a tiling did not fit, the least bytes that it needs."""
 
 
 class Choices:
@@ -118,7 +118,7 @@ class Choices:
         return np.array([[row.get(position, 0) for position in (*range(self._operands), -1)] for row in rows])
 
     def _estimates(self, resident: frozenset[int]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """By candidate, with these operands in the scratchpad: bytes that it needs, and cycles.
+        """Bytes that each candidate needs with these operands in the scratchpad, and its cycles.
 
         The cycles are those where the calls around leave no room for its pieces, and those where they do.
         """
