@@ -15,7 +15,7 @@ stripes; then the whole program is simulated, which must take fewer cycles and m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise, product, starmap
 from typing import TypeAlias
@@ -353,7 +353,7 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
         return plain
     before = Machine(chip, plain.program).run()
     best, cycles = plain, before.cycles * (1 - _WORTH)
-    for factor in (1, 0.5, 4):
+    for factor in (0.5, 1, 4, 16):
         ways = [replace(cascade, stripes=max(2, round(cascade.stripes * factor))) for cascade in chosen]
         changed = with_cascades(plan, ways, chip, mapper)
         if changed is None:
@@ -426,11 +426,11 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[Cascade]:
             }
             if all(2 * value.size_bytes < least for value in values.values()):
                 continue
-            room = _room(plan, residency.addresses, values.keys(), first, stop, chip)
+            room = _room(plan, residency.addresses, first, stop, chip)
             passing = sum(value.size_bytes for value in values.values())
             for cascade in _ways(plan, first, stop, room, passing):
                 gain = sum(parts[first:stop]) - _price(plan, cascade, room, chip, coarse)
-                if gain > _WORTH * sum(parts) and best[first][0] + gain > best[-1][0]:
+                if gain > 0 and best[first][0] + gain > best[-1][0]:
                     best[-1] = best[first][0] + gain, (*best[first][1], (gain, cascade))
     return [cascade for _, cascade in sorted(best[-1][1], key=lambda each: -each[0])]
 
@@ -456,15 +456,15 @@ def _passing(plan: ExecutionPlan) -> list[bool]:
     return list(starmap(passes, pairwise(plan.calls)))
 
 
-def _room(
-    plan: ExecutionPlan, addresses: Mapping[str, int], values: Collection[str], first: int, stop: int, chip: Chip
-) -> int:
-    """Bytes below the values that stay in the scratchpad while a chain is computed, and are none of its own."""
+def _room(plan: ExecutionPlan, addresses: Mapping[str, int], first: int, stop: int, chip: Chip) -> int:
+    """Bytes below the values that stay in the scratchpad from before a chain until after it.
+
+    Weights and what the chain itself reads and writes make room: which of them stay is chosen anew.
+    """
     lowest = chip.sram.size
     for name, address in addresses.items():
         buffer = plan.buffers[name]
-        lives = buffer.is_constant or (buffer.first_use < stop and first <= buffer.last_use)
-        if lives and name not in values:
+        if not buffer.is_constant and buffer.first_use < first and stop <= buffer.last_use:
             lowest = min(lowest, address)
     return lowest
 
