@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def cases(*choices: tuple[str, ...]) -> list[Any]:
     return [case if case in SOON else pytest.param(*case, marks=pytest.mark.slow) for case in grid]
 
 
-@cache
+@lru_cache(maxsize=1)  # the models of all cases together take many gigabytes
 def drawn(name: str, seed: int, whole: bool = False) -> tuple[nn.Module, Tensor, Any]:
     """A model with random weights, inputs of it, and its IR."""
     torch.manual_seed(seed)
