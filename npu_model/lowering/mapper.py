@@ -88,7 +88,7 @@ class Sketch:
 
 
 Sketches: TypeAlias = dict[object, Sketch | DoesNotFit]
-"""Sketches of any number of chips, by what they depend on; where a tiling did not fit, the least bytes that it needs."""
+"""Sketches of any number of chips, by what they depend on; where a tiling did not fit, the bytes that it needs."""
 
 
 class Choices:

@@ -144,7 +144,10 @@ def test_a_chip_names_functions_that_exist() -> None:
     text += "[dma]\nchannels = 1\n"
     assert parse_chip(text.replace("FUNCTIONS", '["exp"]'), "c").vector.functions == ("exp",)
     assert "tanh" in CHIPS["edge"].vector.functions and "hurwitz_zeta" not in CHIPS["edge"].vector.functions
-    for wrong, message in (('["expo"]', "'vector.functions' has no 'expo'; there are acos"), ('"exp"', "write a list of names")):
+    for wrong, message in (
+        ('["expo"]', "'vector.functions' has no 'expo'; there are acos"),
+        ('"exp"', "write a list of names"),
+    ):
         with pytest.raises(InputError, match=message):
             parse_chip(text.replace("FUNCTIONS", wrong), "c")
 

@@ -155,7 +155,12 @@ WRONG = [
         ["partition", "tiny.json"],
         DTYPE,
         (["--target", "tpu"], "unknown target 'tpu'; choose one of op_level"),
+        (["--npu", "nope"], "unknown chip 'nope'; give a .toml file or one of"),
+        (["--npu", "edge", "--what-if", "frob"], "frob"),
     ),
+    # ops
+    *options(["ops", "--npu", "edge"], *OUTPUT),
+    *options(["ops"], (["--npu", "nope"], "unknown chip 'nope'; give a .toml file or one of")),
     # report, diff
     (["report", "absent.npubin", "-o", "r.html"], "cannot read program 'absent.npubin'"),
     (["report", "absent.json", "-o", "r.html"], "cannot read IR file 'absent.json'"),
