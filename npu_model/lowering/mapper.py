@@ -13,7 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,21 @@ Sketches: TypeAlias = dict[object, Sketch | DoesNotFit]
 """Sketches of any number of chips, by what they depend on; where a tiling did not fit, the bytes that it needs."""
 
 
+class _Estimates(NamedTuple):
+    """The estimates of a call's candidates, an element each.
+
+    Attributes:
+        needs: Bytes of the scratchpad.
+        fill: Cycles of the first transfers and the last ones.
+        apart, beside: Cycles where the calls around leave no room for its pieces, and where they do.
+    """
+
+    needs: NDArray[Any]
+    fill: NDArray[Any]
+    apart: NDArray[Any]
+    beside: NDArray[Any]
+
+
 class Choices:
     """The tilings of a call on a chip.
 
@@ -109,7 +124,7 @@ class Choices:
         self._room, self._dram, self._flow, self._fill = (
             self._by_operand([getattr(each, name) for each in candidates]) for name in ("room", "dram", "flow", "fill")
         )
-        self._estimated: dict[frozenset[int], tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = {}
+        self._estimated: dict[frozenset[int], _Estimates] = {}
         self._steps: dict[frozenset[int], tuple[list[int], list[float]]] = {}
         self._likely: dict[tuple[frozenset[int], int], list[_Option]] = {}
 
@@ -117,31 +132,28 @@ class Choices:
         """Numbers by candidate and position; those of no operand, at -1, come last."""
         return np.array([[row.get(position, 0) for position in (*range(self._operands), -1)] for row in rows])
 
-    def _estimates(self, resident: frozenset[int]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Bytes that each candidate needs with these operands in the scratchpad, and its cycles.
-
-        The cycles are those where the calls around leave no room for its pieces, and those where they do.
-        """
+    def _estimates(self, resident: frozenset[int]) -> _Estimates:
+        """The estimates of each candidate with these operands in the scratchpad."""
         if resident not in self._estimated:
             outside = np.array([position not in resident for position in (*range(self._operands), -1)])
             needs = np.maximum(0, self._scratchpad - self._room @ ~outside)
-            moved = self._dram @ outside
+            moved, fill = self._dram @ outside, self._fill @ outside
             if self._serial:
                 apart = beside = self._busy + moved * (1 + _TRAFFIC) + self._issue
             else:
-                flow, fill = (self._flow * outside).max(axis=1), self._fill @ outside
+                flow = (self._flow * outside).max(axis=1)
                 apart, beside = (
                     np.maximum.reduce([self._busy + fill * hidden, moved + self._once * hidden, flow])
                     + moved * _TRAFFIC
                     + self._issue
                     for hidden in (1.0, _HIDDEN)
                 )
-            self._estimated[resident] = needs, apart, beside
+            self._estimated[resident] = _Estimates(needs, fill, apart, beside)
         return self._estimated[resident]
 
     def ranked(self, resident: Collection[int], room: int) -> list[Candidate]:
         """The candidates that fit into `room` bytes with these operands in the scratchpad, the best first."""
-        needs, apart, beside = self._estimates(frozenset(resident))
+        needs, _, apart, beside = self._estimates(frozenset(resident))
         order = np.argsort(np.where(2 * needs <= room, beside, apart), kind="stable")
         return [self.candidates[number] for number in order if needs[number] <= room]
 
@@ -160,7 +172,7 @@ class Choices:
     def _by_room(self, resident: frozenset[int]) -> tuple[list[int], list[float]]:
         """The bytes from which on the estimate gets better, and the estimates."""
         if resident not in self._steps:
-            needs, apart, beside = (each.tolist() for each in self._estimates(resident))
+            needs, _, apart, beside = (each.tolist() for each in self._estimates(resident))
             points = [*zip(needs, apart, strict=True), *((2 * n, e) for n, e in zip(needs, beside, strict=True))]
             rooms: list[int] = []
             estimates: list[float] = []
@@ -171,19 +183,14 @@ class Choices:
             self._steps[resident] = rooms, estimates
         return self._steps[resident]
 
-    def _fill_of(self, number: int, resident: frozenset[int]) -> float:
-        return sum(cycles for position, cycles in self.candidates[number].fill.items() if position not in resident)
-
     def likely(self, resident: frozenset[int], room: int) -> list[_Option]:
         """Some of the best candidates that fit into `room` bytes, with room for the calls around and without."""
         if (resident, room) not in self._likely:
-            needs, apart, beside = self._estimates(resident)
+            needs, fill, apart, beside = self._estimates(resident)
             (fitting,) = np.nonzero(needs <= room)
             best = [fitting[np.argsort(each[fitting], kind="stable")[:_LIKELY]] for each in (apart, beside)]
             self._likely[resident, room] = [
-                _Option(
-                    self.candidates[n], int(needs[n]), self._fill_of(n, resident), float(apart[n]), float(beside[n])
-                )
+                _Option(self.candidates[n], int(needs[n]), float(fill[n]), float(apart[n]), float(beside[n]))
                 for n in dict.fromkeys(np.concatenate(best).tolist())
             ]
         return self._likely[resident, room]

@@ -1,4 +1,4 @@
-"""`lower_program`: the tile program of an op-level program for one chip."""
+"""`link_program`: the tile program of an op-level program for one chip, each call in a tiling of its own."""
 
 from __future__ import annotations
 
@@ -42,30 +42,19 @@ def chip_digest(chip: Chip) -> str:
     return hashlib.sha256(repr(chip).encode()).hexdigest()[:16]
 
 
-def lower_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper | None = None) -> TileProgram:
-    """The tile program of a plan whose memory has been planned.
-
-    Args:
-        mapper: Of the chip, which remembers the calls that it has mapped.
-
-    Raises:
-        ConstraintError: the chip cannot run calls; all of them are named with the reason.
-    """
-    return trimmed(link_program(plan, chip, mapper or Mapper(chip)), chip)
-
-
 def trimmed(program: TileProgram, chip: Chip) -> TileProgram:
     """A linked program without waits that others imply and tokens that nobody waits for."""
     return without_idle_tokens(without_implied_waits(program, chip))
 
 
 def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: Collection[str] = ()) -> TileProgram:
-    """The tile program of a plan, with waits that others imply and tokens that nobody waits for.
-
-    It takes as many cycles as that of `lower_program`.
+    """The tile program of a plan whose memory has been planned; `trimmed` makes it shorter at the same cycles.
 
     Args:
         passing: Intermediate values that stay in the scratchpad wherever they fit.
+
+    Raises:
+        ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
     check_calls(plan.calls, chip, mapper)
     try:
@@ -233,4 +222,4 @@ def shapes(call: KernelCall) -> str:
     return f"{' * '.join(map(text, call.inputs))} -> {', '.join(map(text, call.outputs))}"
 
 
-__all__ = ["ARENA", "Linker", "chip_digest", "lower_program"]
+__all__ = ["ARENA", "Linker", "check_calls", "chip_digest", "link_program", "trimmed"]

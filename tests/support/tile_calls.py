@@ -18,7 +18,7 @@ from npu_model.isa.encoding import decode, encode
 from npu_model.isa.instructions import Buffer, Space, TileProgram
 from npu_model.lowering.emitter import Place
 from npu_model.lowering.mapper import Candidate, Mapper
-from npu_model.lowering.program import Linker, chip_digest, dram_places, lower_program
+from npu_model.lowering.program import Linker, chip_digest, dram_places, link_program, trimmed
 from npu_model.lowering.residency import positions
 from npu_model.machine.machine import Machine, Run
 from npu_model.machine.memory import Memory
@@ -157,7 +157,7 @@ def run_on_chip(
     tensors = {t.view.buffer: t for t in (*inputs, *outputs)}
     buffers = {name: BufferAllocation(name, "input", t.data.shape, t.view.dtype) for name, t in tensors.items()}
     plan = ExecutionPlan([], [call], buffers, [], [], {}, {}, {}, {})
-    program = lower_program(plan, chip)
+    program = trimmed(link_program(plan, chip, Mapper(chip)), chip)
     if mapper is not None:
         linker = Linker(chip, dram_places(plan), {})
         candidate = mapper.ranked(call, (), chip.sram.size)[0]

@@ -9,17 +9,17 @@ import numpy as np
 
 from npu_compiler.graph.dtypes import as_int32
 from npu_compiler.program.elementwise import as_float32
-from npu_compiler.program.views import collapse
-from npu_runtime.cpu.arrays import address, expand, strides_of
+from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View, packed
-from npu_runtime.cpu.native.numbers import DTYPES, ELEMENTWISE, NUMBER_DTYPES
+from npu_runtime.cpu.native.numbers import DTYPES, ELEMENTWISE
+from npu_runtime.cpu.native.rows.pointwise import in_order_of
 
 _BOOL, _INT32, _FLOAT32 = np.dtype(np.bool_), np.dtype(np.int32), np.dtype(np.float32)
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _SELECTING = frozenset(("copy", "eq", "ne", "where"))  # what booleans are for, too
 _FLOATS_ONLY = frozenset(("cos", "sin"))
-_MOST = {"cos": 2**14, "sin": 2**14}  # elements up to which the C library is faster than PyTorch's vectors
+_MOST = {"cos": 2**14, "sin": 2**14}  # elements; more are left to libraries that compute vectors of them
 
 
 class _ElementwiseArgs(ArgumentBlock):
@@ -66,18 +66,10 @@ def elementwise(op: str, operands: Sequence[np.ndarray | float], out: np.ndarray
     used = {name: x for name, x in present.items() if isinstance(x, np.ndarray)}
     if len(used) < len(operands) + 1:
         return None
-    views = [strides_of(view) for x in used.values() if (view := expand(x, out.shape)) is not None]
-    if len(views) < len(used):
+    described = in_order_of(out, list(used.values()))
+    if described is None:
         return None
-    dims = sorted(range(out.ndim), key=strides_of(out).__getitem__, reverse=True)
-    size, strides = collapse([out.shape[d] for d in dims], *([view[d] for d in dims] for view in views))
-    lead = 4 - len(size)
-    if lead < 0:
-        return None
-    fields = {
-        name: View(address(x), NUMBER_DTYPES[x.dtype], (*[1] * lead, *size), (*[0] * lead, *stride))
-        for (name, x), stride in zip(used.items(), strides, strict=True)
-    }
+    fields = dict(zip(used, described, strict=True))
     return launch("elementwise", _ElementwiseArgs(**fields, op=ELEMENTWISE[op]), *used.values())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from npu_compiler.program.views import collapse
 from npu_runtime.cpu.arrays import address, expand, host_memory, strides_of
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, View
-from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES
+from npu_runtime.cpu.native.numbers import ACTIVATIONS, DTYPES, NUMBER_DTYPES
 
 _ALONE, _ADD, _MULTIPLY = range(3)
 
@@ -75,25 +75,27 @@ def _pointwise(
         return None
     if any(t.dtype not in DTYPES for t in operands):
         return None
+    described = in_order_of(out, operands)
+    if described is None or described[-1].stride[3] != 1:
+        return None
+    if b is None:
+        described.insert(1, View())
+    return launch("pointwise", _PointwiseArgs(*described, ACTIVATIONS[activation], combine), *operands)
+
+
+def in_order_of(out: np.ndarray, operands: Sequence[np.ndarray]) -> list[View] | None:
+    """Operands, broadcast to out's shape, in the order of out's memory; None where four dimensions do not do."""
     views = [strides_of(view) for t in operands if (view := expand(t, out.shape)) is not None]
     if len(views) < len(operands):
         return None
-    # In the order of out's memory, which the kernel writes in vectors of neighbours.
     dims = sorted(range(out.ndim), key=strides_of(out).__getitem__, reverse=True)
     size, strides = collapse([out.shape[d] for d in dims], *([view[d] for d in dims] for view in views))
     if len(size) > 4:
         return None
     if not size:
         size, strides = [1], [[1] for _ in strides]
-    if strides[-1][-1] != 1:
-        return None
-    described = [_describe(t, size, stride) for t, stride in zip(operands, strides, strict=True)]
-    if b is None:
-        described.insert(1, View())
-    return launch("pointwise", _PointwiseArgs(*described, ACTIVATIONS[activation], combine), *operands)
-
-
-def _describe(array: np.ndarray, size: list[int], stride: list[int]) -> View:
-    missing = 4 - len(size)
-    padded_size, padded_stride = (1,) * missing + tuple(size), (0,) * missing + tuple(stride)
-    return View(address(array), DTYPES[array.dtype], padded_size, padded_stride)
+    lead = 4 - len(size)
+    return [
+        View(address(t), NUMBER_DTYPES[t.dtype], (*[1] * lead, *size), (*[0] * lead, *stride))
+        for t, stride in zip(operands, strides, strict=True)
+    ]
