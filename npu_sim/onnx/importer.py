@@ -1,0 +1,411 @@
+"""From an ONNX graph to the steps of a PyTorch module: every node by its row, with shapes and constants on the way.
+
+Each node is computed once with tensors that have shapes and dtypes but no values; what is made of constants only is
+computed for good. So sizes that a graph computes of shapes are numbers when a converter needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from npu_compiler.errors import IRError, NPUError
+from npu_sim.onnx import operators as _operators  # noqa: F401  # registers the rows
+from npu_sim.onnx.control import CONTROL_FLOW
+from npu_sim.onnx.dtypes import torch_dtype, torch_tensor
+from npu_sim.onnx.files import DEFAULT_DOMAINS, checked
+from npu_sim.onnx.functions import body_of
+from npu_sim.onnx.rows import ROWS, Call, Refusal, Row
+
+MOST_FOLDED = 2**16  # elements of a constant that is computed while reading; larger ones are computed by the program
+MOST_STEPS = 100_000
+
+
+class NeedsValue(IRError):
+    """A node's input must be a constant, but depends on inputs of the graph.
+
+    Attributes:
+        sources: Names of those inputs.
+    """
+
+    def __init__(self, message: str, sources: frozenset[str]) -> None:
+        super().__init__(message)
+        self.sources = sources
+
+
+@dataclass(eq=False)
+class Slot:
+    """A tensor of the module that is being made.
+
+    Attributes:
+        index: Its number.
+        fake: Its shape and dtype.
+        value: Its value, for constants.
+        sources: Graph inputs that it depends on.
+        key: Name of the initializer that it is.
+    """
+
+    index: int
+    fake: torch.Tensor
+    value: torch.Tensor | None = None
+    sources: frozenset[str] = frozenset()
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An argument of a step that is a plain number or list."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of a converter: its arguments are numbers of slots, constants, or None."""
+
+    convert: Callable[..., Any]
+    call: Call
+    args: tuple[int | Constant | None, ...]
+    results: tuple[int, ...]
+
+
+@dataclass
+class Steps:
+    """The steps of a graph.
+
+    Attributes:
+        inputs: Name → slot of each graph input, in order.
+        tensors: Slot → initializers and constants that the steps read.
+    """
+
+    inputs: dict[str, Slot] = field(default_factory=dict)
+    tensors: dict[int, Slot] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    outputs: list[tuple[str, int]] = field(default_factory=list)
+
+
+Env = dict[ir.Value, Slot]
+Attributes = Mapping[str, Any]
+
+
+class Importer:
+    """Makes the steps of a model.
+
+    Args:
+        model: The model.
+        sizes: Name of a dynamic dimension → its size, and name of an input → its shape.
+        values: Graph input → its value, which makes it a constant.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        sizes: Mapping[str, int | Sequence[int]] | None = None,
+        values: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.model, self.sizes, self.values = model, dict(sizes or {}), dict(values or {})
+        self.mode = FakeTensorMode()
+        self.made = Steps()
+        self.count = 0
+
+    def run(self) -> Steps:
+        """Return the steps.
+
+        Raises:
+            IRError: an operator has no converter, or not for these arguments; or the file is malformed.
+        """
+        graph, env = self.model.graph, Env()
+        for name, value in graph.initializers.items():
+            env[value] = self._initializer(name, value)
+        for value in graph.inputs:
+            if value.name not in graph.initializers:
+                env[value] = self._input(value)
+        self._check_sizes()
+        self.run_nodes(graph, env, self.model.opset_imports, {})
+        for value in graph.outputs:
+            slot = self.read(value, env, f"graph output '{value.name}'")
+            if slot.value is not None:
+                self.made.tensors.setdefault(slot.index, slot)
+            self.made.outputs.append((str(value.name), slot.index))
+        return self.made
+
+    def slot(
+        self, value: torch.Tensor, known: bool, sources: frozenset[str] = frozenset(), key: str | None = None
+    ) -> Slot:
+        """A new slot: of a constant, or of a tensor without values."""
+        self.count += 1
+        if known:
+            return Slot(self.count, self.mode.from_tensor(value), value, sources, key)
+        return Slot(self.count, value, None, sources, key)
+
+    def _initializer(self, name: str, value: ir.Value) -> Slot:
+        tensor = value.const_value
+        if tensor is None:
+            raise IRError(f"initializer '{name}' has no data")
+        try:
+            return self.slot(self.tensor(tensor, f"initializer '{name}'"), True, key=name)
+        except Refusal as refusal:
+            raise IRError(f"initializer '{name}' {refusal}") from refusal
+
+    def tensor(self, tensor: ir.TensorProtocol, what: str) -> torch.Tensor:
+        """The tensor's data. Raises IRError if it cannot be read, Refusal if IR has no such dtype."""
+        if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+            raise Refusal(f"has the dtype {tensor.dtype.name}")
+
+        def read() -> object:
+            try:
+                return torch_tensor(tensor)
+            except Refusal as refusal:
+                return refusal
+
+        result = checked(read, what)
+        if isinstance(result, Refusal):
+            raise result
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def _input(self, value: ir.Value) -> Slot:
+        name = str(value.name)
+        if name in self.values:
+            given = self.values[name]
+            return self.slot(given, True)
+        if not isinstance(value.type, ir.TensorType):
+            kind = "no type" if value.type is None else str(value.type).partition("(")[0]
+            raise IRError(f"graph input '{name}' has {kind}; only tensors are read")
+        try:
+            dtype = torch_dtype(value.dtype)
+        except Refusal as refusal:
+            raise IRError(f"graph input '{name}' {refusal}") from refusal
+        shape = self._shape(name, value.shape)
+        with self.mode:
+            fake = torch.empty(shape, dtype=dtype)
+        self.made.inputs[name] = slot = self.slot(fake, False, frozenset({name}))
+        return slot
+
+    def _shape(self, name: str, shape: ir.Shape | None) -> list[int]:
+        given = self.sizes.get(name)
+        if not isinstance(given, int) and given is not None:
+            fits = shape is None or len(shape) == len(given)
+            fits = fits and (shape is None or all(not isinstance(x, int) or x == y for x, y in zip(shape, given, strict=True)))
+            if not fits:
+                raise IRError(f"graph input '{name}' has shape {_written(shape)}, not {list(given)}")
+            return list(given)
+        if shape is None:
+            raise IRError(f"graph input '{name}' has no shape; give it with --shape {name}=1x3x224x224 (its sizes)")
+        missing = [_dim(x) for x in shape if not isinstance(x, int) and not isinstance(self.sizes.get(_dim(x)), int)]
+        if missing:
+            named = [dim for dim in missing if dim != "?"]
+            advice = f"--shape {named[0]}=4" if named and len(named) == len(missing) else f"--shape {name}=1x3x224x224"
+            raise IRError(
+                f"graph input '{name}' has shape {_written(shape)}, whose sizes are not all known; programs have static "
+                f"shapes: give them, as in {advice}"
+            )
+        return [x if isinstance(x, int) else int(self.sizes[_dim(x)]) for x in shape]  # type: ignore[arg-type]
+
+    def _check_sizes(self) -> None:
+        inputs = [x for x in self.model.graph.inputs if isinstance(x.type, ir.TensorType)]
+        known = {str(x.name) for x in inputs} | {_dim(dim) for x in inputs for dim in x.shape or ()}
+        if unknown := [name for name in self.sizes if name not in known]:
+            raise IRError(f"the model has no dimension or input '{unknown[0]}'; it has {', '.join(sorted(known - {'?'}))}")
+
+    def run_nodes(
+        self, graph: Iterable[ir.Node], env: Env, opsets: Mapping[str, int], attrs: Attributes, deep: int = 0
+    ) -> None:
+        """Enter what the nodes of a graph, a subgraph or a function make.
+
+        Args:
+            attrs: Attributes of the function that the nodes belong to.
+        """
+        for node in graph:
+            where = f"node '{node.name or (node.outputs[0].name if node.outputs else '')}' ({node.op_type})"
+            try:
+                results = self._node(node, env, opsets, attrs, deep, where)
+            except Refusal as refusal:
+                raise IRError(f"{where} {refusal}") from refusal
+            if len(results) < sum(1 for x in node.outputs if x.name):
+                raise IRError(f"{where} has {len(node.outputs)} outputs, but makes {len(results)}")
+            env.update(zip(node.outputs, results, strict=False))
+            if len(self.made.steps) > MOST_STEPS:
+                raise IRError(f"{where} makes the graph longer than {MOST_STEPS} operations")
+
+    def _node(
+        self, node: ir.Node, env: Env, opsets: Mapping[str, int], attrs: Attributes, deep: int, where: str
+    ) -> list[Slot]:
+        inputs = [None if x is None or x.name == "" else self.read(x, env, where) for x in node.inputs]
+        domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
+        if (domain, node.op_type) in (("", op) for op in CONTROL_FLOW):
+            return CONTROL_FLOW[node.op_type](self, node, inputs, env, opsets, attrs)
+        opset = opsets.get(domain, opsets.get("ai.onnx", 0) if not domain else 0)
+        outputs = len([x for x in node.outputs if x.name])
+        call = Call(node.op_type, opset, self.attributes(node, attrs, where), outputs)
+        if not domain and node.op_type == "Constant":
+            return [self.slot(_constant(call), True)]
+        row = ROWS.get(node.op_type) if not domain else None
+        key = (node.domain, node.op_type, node.overload)
+        function = self.model.functions.get(key)
+        if function is None and row is not None:
+            return self.apply(row, call, inputs, where)
+        types = [None if x is None else x.fake for x in inputs]
+        body = (function, {}) if function is not None else body_of(node, call, domain, types)
+        if body is None:
+            raise Refusal(f"is an operator{f' of domain {domain}' if domain else ''} that has no converter")
+        if deep > 50:
+            raise Refusal("is a function that calls itself")
+        return self._expand(*body, call, inputs, where, deep)
+
+    def _expand(
+        self, function: ir.Function, defaults: Attributes, call: Call, inputs: list[Slot | None], where: str, deep: int
+    ) -> list[Slot]:
+        """The outputs of a function's nodes for these inputs."""
+        env = Env()
+        for parameter, slot in zip(function.inputs, inputs, strict=False):
+            if slot is not None:
+                env[parameter] = slot
+        own = {name: _plain(attr) for name, attr in function.attributes.items() if attr.value is not None}
+        attrs = {**own, **defaults, **call.attrs}
+        missing = frozenset(x for x in function.inputs if x not in env)
+        try:
+            self.run_nodes(_Without(function, missing), env, function.opset_imports, attrs, deep + 1)
+        except NeedsValue as error:
+            raise NeedsValue(f"{where}: {error}", error.sources) from error
+        except IRError as error:
+            raise IRError(f"{where}: {error}") from error
+        return [self.read(x, env, where) for x in function.outputs[: call.outputs or 1]]
+
+    def attributes(self, node: ir.Node, attrs: Attributes, where: str) -> dict[str, Any]:
+        """The attributes of a node as plain values; those that refer to a function's attributes as these are."""
+        found: dict[str, Any] = {}
+        for name, attr in node.attributes.items():
+            if attr.is_ref():
+                if attr.ref_attr_name in attrs:
+                    found[name] = attrs[attr.ref_attr_name]
+            elif attr.type == ir.AttributeType.TENSOR:
+                found[name] = self.tensor(attr.as_tensor(), f"attribute '{name}' of {where}")
+            else:
+                found[name] = _plain(attr)
+        return found
+
+    def read(self, value: ir.Value, env: Env, where: str) -> Slot:
+        """The slot of a value that something before has made. Raises IRError if nothing has."""
+        if value not in env:
+            raise IRError(f"{where} reads '{value.name}', which is no input, no initializer and no node's output")
+        return env[value]
+
+    def apply(self, row: Row, call: Call, inputs: Sequence[Slot | None], where: str) -> list[Slot]:
+        """The outputs of an operator: constants where its inputs are, else those of a new step."""
+        call = _with_zero_point(call, inputs)
+        sources = frozenset().union(*(slot.sources for slot in inputs if slot is not None))
+        given = [self._argument(row, index, slot, inputs, where) for index, slot in enumerate(inputs)]
+        is_known = row.folds and all(slot is None or slot.value is not None for slot in inputs)
+        if row.of_shape or is_known and all(x is None or x.fake.numel() <= MOST_FOLDED for x in inputs):
+            arguments = [x if not isinstance(x, Slot) else x.fake if row.of_shape else x.value for x in given]
+            with _disable_current_modes(), torch.no_grad():
+                results = _computed(row, call, arguments, where)
+            if all(x.numel() <= MOST_FOLDED for x in results):
+                return [self.slot(x, True) for x in results]
+        with self.mode, torch.no_grad():
+            results = _computed(row, call, [x.fake if isinstance(x, Slot) else x for x in given], where)
+        slots = [self.slot(x, False, sources) for x in results]
+        args: list[int | Constant | None] = []
+        for argument in given:
+            if isinstance(argument, Slot) and argument.value is not None:
+                self.made.tensors.setdefault(argument.index, argument)
+            is_tensor = isinstance(argument, Slot)
+            args.append(argument.index if is_tensor else None if argument is None else Constant(argument))
+        self.made.steps.append(Step(row.convert, call, tuple(args), tuple(slot.index for slot in slots)))
+        return slots
+
+    def _argument(self, row: Row, index: int, slot: Slot | None, inputs: Sequence[Slot | None], where: str) -> Any:
+        """What a converter is given for an input: a slot, or a number or list."""
+        if slot is None:
+            return None
+        if index in row.static:
+            return self.constant(slot, f"input {index}", where).tolist()
+        if index in row.hints and slot.value is not None and slot.fake.numel() <= MOST_FOLDED:
+            return slot.value.tolist()
+        is_number = row.scalars and slot.value is not None and not slot.fake.ndim and slot.fake.dtype != torch.bool
+        others = [x for place, x in enumerate(inputs) if place != index and x is not None]
+        if is_number and any(x.value is None or x.fake.ndim for x in others):
+            assert slot.value is not None
+            return slot.value.item()
+        return slot
+
+    def constant(self, slot: Slot, what: str, where: str) -> torch.Tensor:
+        """The value of a slot. Raises NeedsValue if it is no constant."""
+        if slot.value is None:
+            names = ", ".join(f"'{name}'" for name in sorted(slot.sources)) or "weights"
+            raise NeedsValue(
+                f"{where} needs a constant as its {what}, which decides a shape or a way to go; it depends on {names}",
+                slot.sources,
+            )
+        return slot.value
+
+
+class _Without:
+    """The nodes of a function, with inputs that a call leaves out as left out."""
+
+    def __init__(self, function: ir.Function, missing: frozenset[ir.Value]) -> None:
+        self._function, self._missing = function, missing
+
+    def __iter__(self) -> Any:
+        if not self._missing:
+            return iter(self._function)
+        copy = [node for node in self._function]
+        for node in copy:
+            for index, value in enumerate(node.inputs):
+                if value in self._missing:
+                    node.replace_input_with(index, None)
+        return iter(copy)
+
+
+def _computed(row: Row, call: Call, arguments: Sequence[Any], where: str) -> list[torch.Tensor]:
+    """The results of a converter. Raises IRError with what PyTorch says where it cannot compute them."""
+    try:
+        results = row.convert(call, *arguments)
+    except (Refusal, NPUError):
+        raise
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise Refusal("has a result whose size depends on the values of a tensor") from error
+    except Exception as error:  # PyTorch's checks of shapes and dtypes, and attributes that are missing
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise IRError(f"{where} cannot be computed for its inputs: {text[:200]}") from error
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def _with_zero_point(call: Call, inputs: Sequence[Slot | None]) -> Call:
+    """The call of `QuantizeLinear` with the dtype of its zero point, which is given as a number."""
+    if call.op != "QuantizeLinear" or len(inputs) < 3 or inputs[2] is None:
+        return call
+    return Call(call.op, call.opset, {**call.attrs, "zero_point_dtype": inputs[2].fake.dtype}, call.outputs)
+
+
+def _constant(call: Call) -> torch.Tensor:
+    """The tensor of a node `Constant`."""
+    dtypes = {"value_float": torch.float32, "value_floats": torch.float32, "value_int": torch.int64, "value_ints": torch.int64}
+    for name, value in call.attrs.items():
+        if name == "value":
+            return value  # type: ignore[no-any-return]
+        if name in dtypes:
+            return torch.tensor(value, dtype=dtypes[name])
+    raise Refusal(f"has {', '.join(call.attrs) or 'no value'}; known are value, {', '.join(dtypes)}")
+
+
+def _plain(attr: ir.Attr) -> Any:
+    value = attr.value
+    if attr.type in (ir.AttributeType.INTS, ir.AttributeType.FLOATS, ir.AttributeType.STRINGS):
+        return list(value)
+    return value
+
+
+def _dim(dim: Any) -> str:
+    return str(dim.value) if isinstance(dim, ir.SymbolicDim) and dim.value is not None else "?"
+
+
+def _written(shape: ir.Shape | None) -> str:
+    return "[" + ", ".join(str(x) if isinstance(x, int) else _dim(x) for x in shape or ()) + "]"

@@ -1,0 +1,73 @@
+"""The table of ONNX operators: for each a function that computes it with PyTorch's, registered beside its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+Result: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]
+ALL = frozenset(range(64))  # every input
+
+
+class Refusal(Exception):
+    """A node says something that has no converter; the message is the rest of a sentence about it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node as its converter sees it.
+
+    Attributes:
+        op: The operator.
+        opset: Version of the operator's domain that the model imports.
+        attrs: Attributes: numbers, strings, lists of them, and tensors.
+        outputs: Number of outputs that have a name.
+    """
+
+    op: str
+    opset: int
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """Return an attribute, or the default where it is left out."""
+        return self.attrs.get(name, default)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An operator.
+
+    Attributes:
+        convert: Function of a `Call` and the inputs, None for those left out; returns the outputs.
+        static: Indices of the inputs that are passed as plain numbers and lists, and have to be constants.
+        hints: Indices of the inputs that are passed so where they are constants, else as tensors.
+        scalars: Whether constants without dimensions are passed as numbers.
+        folds: Whether the results are constants where all inputs are.
+        of_shape: Whether the results depend only on the input's shape, so that they are always constants.
+    """
+
+    convert: Callable[..., Result]
+    static: Collection[int] = ()
+    hints: Collection[int] = ()
+    scalars: bool = False
+    folds: bool = True
+    of_shape: bool = False
+
+
+ROWS: dict[str, Row] = {}
+"""Operator of the domain `ai.onnx` → its row."""
+
+
+def converts(*ops: str, **facts: Any) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Register a function as the converter of some operators; `facts` are fields of their rows."""
+
+    def register(function: Callable[..., Result]) -> Callable[..., Result]:
+        for op in ops:
+            ROWS[op] = Row(function, **facts)
+        return function
+
+    return register
