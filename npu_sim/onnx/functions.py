@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx
@@ -15,10 +16,22 @@ from npu_sim.onnx.rows import Call
 _ONNX_DTYPES = {dtype: int(kind) for kind, dtype in TORCH_DTYPES.items()}
 
 
-def body_of(
-    node: ir.Node, call: Call, domain: str, types: Sequence[torch.Tensor | None]
-) -> tuple[ir.Function, dict[str, Any]] | None:
-    """The function that an operator stands for, and the defaults of its attributes; None if it is defined by itself."""
+@dataclass(frozen=True)
+class Body:
+    """The definition of an operator by others.
+
+    Attributes:
+        defaults: Attributes that a call may leave out.
+        made: For each output of the operator whether the function makes it; empty if it makes all.
+    """
+
+    function: ir.Function
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    made: tuple[bool, ...] = ()
+
+
+def body_of(node: ir.Node, call: Call, domain: str, types: Sequence[torch.Tensor | None]) -> Body | None:
+    """The definition of an operator by others; None if it is defined by itself."""
     try:
         schema = onnx.defs.get_schema(node.op_type, call.opset, domain)
     except onnx.defs.SchemaError:
@@ -31,7 +44,12 @@ def body_of(
     defaults = {
         name: _default(attribute) for name, attribute in schema.attributes.items() if attribute.default_value.type
     }
-    return ir.serde.deserialize_function(proto), defaults
+    values = {*proto.input, *(name for inner in proto.node for name in inner.output)}
+    made = tuple(name in values for name in proto.output)
+    kept = [name for name in proto.output if name in values]
+    del proto.output[:]
+    proto.output.extend(kept)
+    return Body(ir.serde.deserialize_function(proto), defaults, made)
 
 
 def _default(attribute: onnx.defs.OpSchema.Attribute) -> Any:

@@ -7,7 +7,7 @@ computed for good. So sizes that a graph computes of shapes are numbers when a c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -20,7 +20,7 @@ from npu_sim.onnx import operators as _operators  # noqa: F401  # registers the 
 from npu_sim.onnx.control import CONTROL_FLOW
 from npu_sim.onnx.dtypes import torch_dtype, torch_tensor
 from npu_sim.onnx.files import DEFAULT_DOMAINS, checked
-from npu_sim.onnx.functions import body_of
+from npu_sim.onnx.functions import Body, body_of
 from npu_sim.onnx.rows import ROWS, Call, Refusal, Row
 
 MOST_FOLDED = 2**16  # elements of a constant that is computed while reading; larger ones are computed by the program
@@ -228,15 +228,16 @@ class Importer:
                 results = self._node(node, env, opsets, attrs, deep, where)
             except Refusal as refusal:
                 raise IRError(f"{where} {refusal}") from refusal
-            if len(results) < sum(1 for x in node.outputs if x.name):
-                raise IRError(f"{where} has {len(node.outputs)} outputs, but makes {len(results)}")
-            env.update(zip(node.outputs, results, strict=False))
+            wanted = [index for index, value in enumerate(node.outputs) if value.name]
+            if any(index >= len(results) or results[index] is None for index in wanted):
+                raise IRError(f"{where} has more outputs than are made for these inputs")
+            env.update((node.outputs[index], slot) for index in wanted if (slot := results[index]) is not None)
             if len(self.made.steps) > MOST_STEPS:
                 raise IRError(f"{where} makes the graph longer than {MOST_STEPS} operations")
 
     def _node(
         self, node: ir.Node, env: Env, opsets: Mapping[str, int], attrs: Attributes, deep: int, where: str
-    ) -> list[Slot]:
+    ) -> Sequence[Slot | None]:
         inputs = [None if x is None or x.name == "" else self.read(x, env, where) for x in node.inputs]
         domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
         if (domain, node.op_type) in (("", op) for op in CONTROL_FLOW):
@@ -247,28 +248,27 @@ class Importer:
         if not domain and node.op_type == "Constant":
             return [self.slot(_constant(call), True)]
         row = ROWS.get(node.op_type) if not domain else None
-        key = (node.domain, node.op_type, node.overload)
-        function = self.model.functions.get(key)
-        if function is None and row is not None:
-            return self.apply(row, call, inputs, where)
+        function = self.model.functions.get((node.domain, node.op_type, node.overload))
+        if function is None and row is not None and (results := self.apply(row, call, inputs, where)) is not None:
+            return results
         types = [None if x is None else x.fake for x in inputs]
-        body = (function, {}) if function is not None else body_of(node, call, domain, types)
+        body = Body(function) if function is not None else body_of(node, call, domain, types)
         if body is None:
             raise Refusal(f"is an operator{f' of domain {domain}' if domain else ''} that has no converter")
         if deep > 50:
             raise Refusal("is a function that calls itself")
-        return self._expand(*body, call, inputs, where, deep)
+        return self._expand(body, call, inputs, where, deep)
 
     def _expand(
-        self, function: ir.Function, defaults: Attributes, call: Call, inputs: list[Slot | None], where: str, deep: int
-    ) -> list[Slot]:
+        self, body: Body, call: Call, inputs: list[Slot | None], where: str, deep: int
+    ) -> list[Slot | None]:
         """The outputs of a function's nodes for these inputs."""
-        env = Env()
+        function, env = body.function, Env()
         for parameter, slot in zip(function.inputs, inputs, strict=False):
             if slot is not None:
                 env[parameter] = slot
         own = {name: _plain(attr) for name, attr in function.attributes.items() if attr.value is not None}
-        attrs = {**own, **defaults, **call.attrs}
+        attrs = {**own, **body.defaults, **call.attrs}
         missing = frozenset(x for x in function.inputs if x not in env)
         try:
             self.run_nodes(_Without(function, missing), env, function.opset_imports, attrs, deep + 1)
@@ -276,7 +276,8 @@ class Importer:
             raise NeedsValue(f"{where}: {error}", error.sources) from error
         except IRError as error:
             raise IRError(f"{where}: {error}") from error
-        return [self.read(x, env, where) for x in function.outputs[: call.outputs or 1]]
+        made = iter(function.outputs)
+        return [self.read(next(made), env, where) if is_made else None for is_made in body.made or [True] * len(function.outputs)]
 
     def attributes(self, node: ir.Node, attrs: Attributes, where: str) -> dict[str, Any]:
         """The attributes of a node as plain values; those that refer to a function's attributes as these are."""
@@ -297,9 +298,12 @@ class Importer:
             raise IRError(f"{where} reads '{value.name}', which is no input, no initializer and no node's output")
         return env[value]
 
-    def apply(self, row: Row, call: Call, inputs: Sequence[Slot | None], where: str) -> list[Slot]:
-        """The outputs of an operator: constants where its inputs are, else those of a new step."""
-        call = _with_zero_point(call, inputs)
+    def apply(self, row: Row, call: Call, inputs: Sequence[Slot | None], where: str) -> list[Slot] | None:
+        """The outputs of an operator: constants where its inputs are, else those of a new step.
+
+        None if its definition by other operators is to be used.
+        """
+        call = replace(call, dtypes=tuple(None if slot is None else slot.fake.dtype for slot in inputs))
         sources = frozenset().union(*(slot.sources for slot in inputs if slot is not None))
         given = [self._argument(row, index, slot, inputs, where) for index, slot in enumerate(inputs)]
         is_known = row.folds and all(slot is None or slot.value is not None for slot in inputs)
@@ -307,10 +311,14 @@ class Importer:
             arguments = [x if not isinstance(x, Slot) else x.fake if row.of_shape else x.value for x in given]
             with _disable_current_modes(), torch.no_grad():
                 results = _computed(row, call, arguments, where)
+            if results is None:
+                return None
             if all(x.numel() <= MOST_FOLDED for x in results):
                 return [self.slot(x, True) for x in results]
         with self.mode, torch.no_grad():
             results = _computed(row, call, [x.fake if isinstance(x, Slot) else x for x in given], where)
+        if results is None:
+            return None
         slots = [self.slot(x, False, sources) for x in results]
         args: list[int | Constant | None] = []
         for argument in given:
@@ -364,8 +372,8 @@ class _Without:
         return iter(copy)
 
 
-def _computed(row: Row, call: Call, arguments: Sequence[Any], where: str) -> list[torch.Tensor]:
-    """The results of a converter. Raises IRError with what PyTorch says where it cannot compute them."""
+def _computed(row: Row, call: Call, arguments: Sequence[Any], where: str) -> list[torch.Tensor] | None:
+    """The results of a converter, if it has any. Raises IRError with what PyTorch says where it cannot compute them."""
     try:
         results = row.convert(call, *arguments)
     except (Refusal, NPUError):
@@ -375,14 +383,9 @@ def _computed(row: Row, call: Call, arguments: Sequence[Any], where: str) -> lis
     except Exception as error:  # PyTorch's checks of shapes and dtypes, and attributes that are missing
         text = " ".join(str(error).split()) or type(error).__name__
         raise IRError(f"{where} cannot be computed for its inputs: {text[:200]}") from error
+    if results is None:
+        return None
     return [results] if isinstance(results, torch.Tensor) else list(results)
-
-
-def _with_zero_point(call: Call, inputs: Sequence[Slot | None]) -> Call:
-    """The call of `QuantizeLinear` with the dtype of its zero point, which is given as a number."""
-    if call.op != "QuantizeLinear" or len(inputs) < 3 or inputs[2] is None:
-        return call
-    return Call(call.op, call.opset, {**call.attrs, "zero_point_dtype": inputs[2].fake.dtype}, call.outputs)
 
 
 def _constant(call: Call) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 Result: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]
+Converter: TypeAlias = Callable[..., Result | None]
 ALL = frozenset(range(64))  # every input
 
 
@@ -25,12 +26,14 @@ class Call:
         opset: Version of the operator's domain that the model imports.
         attrs: Attributes: numbers, strings, lists of them, and tensors.
         outputs: Number of outputs that have a name.
+        dtypes: Dtypes of the inputs.
     """
 
     op: str
     opset: int
     attrs: Mapping[str, Any] = field(default_factory=dict)
     outputs: int = 1
+    dtypes: tuple[torch.dtype | None, ...] = ()
 
     def attr(self, name: str, default: Any = None) -> Any:
         """Return an attribute, or the default where it is left out."""
@@ -42,7 +45,8 @@ class Row:
     """An operator.
 
     Attributes:
-        convert: Function of a `Call` and the inputs, None for those left out; returns the outputs.
+        convert: Function of a `Call` and the inputs, None for those left out; returns the outputs, or None where the
+            nodes by which ONNX defines the operator are to compute them.
         static: Indices of the inputs that are passed as plain numbers and lists, and have to be constants.
         hints: Indices of the inputs that are passed so where they are constants, else as tensors.
         scalars: Whether constants without dimensions are passed as numbers.
@@ -50,7 +54,7 @@ class Row:
         of_shape: Whether the results depend only on the input's shape, so that they are always constants.
     """
 
-    convert: Callable[..., Result]
+    convert: Converter
     static: Collection[int] = ()
     hints: Collection[int] = ()
     scalars: bool = False
@@ -62,10 +66,10 @@ ROWS: dict[str, Row] = {}
 """Operator of the domain `ai.onnx` → its row."""
 
 
-def converts(*ops: str, **facts: Any) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+def converts(*ops: str, **facts: Any) -> Callable[[Converter], Converter]:
     """Register a function as the converter of some operators; `facts` are fields of their rows."""
 
-    def register(function: Callable[..., Result]) -> Callable[..., Result]:
+    def register(function: Converter) -> Converter:
         for op in ops:
             ROWS[op] = Row(function, **facts)
         return function

@@ -1,6 +1,7 @@
 """The rows of ONNX's operators, a family a file. Importing this registers them."""
 
 from npu_sim.onnx.operators import (
+    attention,
     convolutions,
     elementwise,
     indexing,
@@ -13,9 +14,11 @@ from npu_sim.onnx.operators import (
     reductions,
     resizing,
     shapes,
+    spectra,
 )
 
 __all__ = [
+    "attention",
     "convolutions",
     "elementwise",
     "indexing",
@@ -28,4 +31,5 @@ __all__ = [
     "reductions",
     "resizing",
     "shapes",
+    "spectra",
 ]

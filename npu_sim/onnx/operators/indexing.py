@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -116,6 +117,18 @@ def _compress(call: Call, x: Tensor, condition: list[bool]) -> Tensor:
     axis = call.attr("axis")
     places = torch.tensor([index for index, keep in enumerate(condition) if keep], dtype=torch.int64)
     return x.reshape(-1).index_select(0, places) if axis is None else x.index_select(axis, places)
+
+
+@converts("Unique", static=(0,))
+def _unique(call: Call, x: Any) -> tuple[Tensor, ...]:
+    axis, array = call.attr("axis"), np.asarray(x)
+    _, first, inverse, counts = np.unique(array, True, True, True, axis=axis)
+    order = np.arange(len(first)) if call.attr("sorted", 1) else np.argsort(first)
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    values = array.reshape(-1)[first[order]] if axis is None else np.take(array, first[order], axis)
+    results = (first[order], places[inverse.reshape(-1)], counts[order])
+    return (torch.tensor(values, dtype=call.dtypes[0]), *(torch.tensor(x, dtype=torch.int64) for x in results))
 
 
 @converts("NonZero", static=(0,))

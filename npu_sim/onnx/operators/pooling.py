@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_sim.onnx.operators.convolutions import ones, padded, spatial_function, window_pads
-from npu_sim.onnx.rows import Call, Refusal, converts
+from npu_sim.onnx.rows import Call, converts
 
 _MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-_UNPOOL: dict[int, Any] = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}
 
 
 class _Windows:
@@ -154,11 +153,7 @@ def _max_unpool(call: Call, x: Tensor, indices: Tensor, shape: list[int] | None 
     sizes = [
         (x.shape[axis + 2] - 1) * strides[axis] - pads[axis] - pads[axis + axes] + kernel[axis] for axis in range(axes)
     ]
-    if x.shape[0] * x.shape[1] != 1 and axes not in _UNPOOL:
-        raise Refusal(f"has {axes} spatial axes")
     inner = [*x.shape[:2], *sizes]
     flat = torch.zeros(math.prod(inner), dtype=x.dtype).scatter(0, indices.reshape(-1), x.reshape(-1))
-    if shape is None:
-        return flat.reshape(inner)
-    whole = torch.zeros(math.prod(shape), dtype=x.dtype).scatter(0, indices.reshape(-1), x.reshape(-1))
-    return whole.reshape(shape)
+    missing = [0] * x.ndim if shape is None else [whole - size for whole, size in zip(shape, inner, strict=True)]
+    return padded(flat.reshape(inner), [0] * x.ndim, missing)

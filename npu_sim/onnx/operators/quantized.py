@@ -81,10 +81,8 @@ def _quantize(call: Call, x: Tensor, scale: Any, zero_point: Any = None) -> Tens
 def _quantized_dtype(call: Call, zero_point: Any) -> torch.dtype:
     if call.attr("output_dtype", 0):
         dtype = torch_dtype(call.attr("output_dtype"))
-    elif "zero_point_dtype" in call.attrs:
-        dtype = call.attrs["zero_point_dtype"]
     else:
-        dtype = zero_point.dtype if isinstance(zero_point, Tensor) else torch.uint8
+        dtype = torch.uint8 if zero_point is None else call.dtypes[2]
     if dtype not in (*_BYTES, torch.int16):
         raise Refusal(f"quantizes to {str(dtype).removeprefix('torch.')}; known are int8, uint8 and int16")
     return dtype

@@ -155,11 +155,12 @@ def _constant_of_shape(call: Call, shape: list[int]) -> Tensor:
 
 
 @converts("Range", static=ALL)
-def _range(call: Call, start: float, limit: float, delta: float) -> Tensor:
+def _range(call: Call, *bounds: Any) -> Tensor:
+    start, limit, delta = (bound[0] if isinstance(bound, list) else bound for bound in bounds)
     count = max(math.ceil((limit - start) / delta), 0)
     if count > 2**24:
         raise Refusal(f"makes {count} elements, which are more than {2**24}")
-    return torch.arange(count) * delta + start
+    return (torch.arange(count) * delta + start).to(call.dtypes[0])
 
 
 @converts("EyeLike")
