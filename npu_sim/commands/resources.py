@@ -77,12 +77,18 @@ def weights_for(model: CompiledProgram | IRGraph, weights: Path | None) -> Mappi
     """
     from npu_compiler import CompiledProgram
     from npu_compiler.errors import WeightError
+    from npu_compiler.program.plan import WeightSpec
     from npu_sim.arrays import read_weights
 
     needed = model.weight_specs if isinstance(model, CompiledProgram) else model.weights
     if weights is None and needed:
         raise WeightError(f"'{model.name}' has {len(needed)} weights; give their file with --weights")
-    return read_weights(weights)
+    state = read_weights(weights)
+    if weights is None or weights.suffix != ".onnx":
+        return state
+    recipes = (weight.recipe if isinstance(weight, WeightSpec) else weight for weight in needed.values())
+    keys = {key for recipe in recipes for key in recipe.keys()}
+    return {key: tensor for key, tensor in state.items() if key in keys}  # an ONNX file holds shapes and the like too
 
 
 def load_onto(device: Device, program: CompiledProgram, state: Mapping[str, Any]) -> dict[str, DeviceBuffer]:

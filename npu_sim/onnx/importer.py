@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from npu_compiler.errors import IRError, NPUError
+from npu_compiler.errors import InputError, IRError, NPUError
 from npu_sim.onnx import operators as _operators  # noqa: F401  # registers the rows
 from npu_sim.onnx.control import CONTROL_FLOW
 from npu_sim.onnx.dtypes import torch_dtype, torch_tensor
@@ -56,6 +56,11 @@ class Slot:
     value: torch.Tensor | None = None
     sources: frozenset[str] = frozenset()
     key: str | None = None
+
+    @property
+    def other_key(self) -> str:
+        """Its name in a state dict where that of the initializer cannot be one."""
+        return f"initializer_{self.index}"
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ class Importer:
         """
         graph, env = self.model.graph, Env()
         for name, value in graph.initializers.items():
-            env[value] = self._initializer(name, value)
+            env[value] = self.initializer(name, value)
         for value in graph.inputs:
             if value.name not in graph.initializers:
                 env[value] = self._input(value)
@@ -144,7 +149,8 @@ class Importer:
             return Slot(self.count, self.mode.from_tensor(value), value, sources, key)
         return Slot(self.count, value, None, sources, key)
 
-    def _initializer(self, name: str, value: ir.Value) -> Slot:
+    def initializer(self, name: str, value: ir.Value) -> Slot:
+        """The slot of an initializer. Raises IRError if its data cannot be read."""
         tensor = value.const_value
         if tensor is None:
             raise IRError(f"initializer '{name}' has no data")
@@ -353,6 +359,25 @@ class Importer:
                 slot.sources,
             )
         return slot.value
+
+
+def sizes_of(model: ir.Model, examples: Sequence[torch.Tensor]) -> dict[str, Sequence[int]]:
+    """The shapes of a model's inputs by their names. Raises InputError if there are others than the examples."""
+    names = [str(value.name) for value in model.graph.inputs if value.name not in model.graph.initializers]
+    if len(names) != len(examples) or not all(isinstance(x, torch.Tensor) for x in examples):
+        raise InputError(f"the model takes {len(names)} tensors ({', '.join(names)}), not {len(examples)} as given")
+    return {name: list(x.shape) for name, x in zip(names, examples, strict=True)}
+
+
+def initializers_of(model: ir.Model) -> dict[str, torch.Tensor]:
+    """The tensors of a model that can be weights, by the keys that `OnnxModule` may give them."""
+    importer = Importer(model)
+    found: dict[str, torch.Tensor] = {}
+    for name, value in model.graph.initializers.items():
+        slot = importer.initializer(name, value)
+        assert slot.value is not None
+        found[name] = found[slot.other_key] = slot.value
+    return found
 
 
 class _Without:

@@ -50,7 +50,7 @@ class OnnxModule(nn.Module):
         owner: nn.Module = self
         path = slot.key.split(".") if slot.key is not None and slot.value.ndim else [f"constant_{slot.index}"]
         if not self._is_free(path):
-            path = [f"initializer_{slot.index}"]
+            path = [slot.other_key]
         for part in path[:-1]:
             if part not in owner._modules:
                 owner.add_module(part, nn.Module())

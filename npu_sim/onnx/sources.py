@@ -3,55 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from npu_compiler.errors import InputError
+from npu_runtime.pytorch import require_torch
 
-from npu_compiler.errors import IRError
-from npu_sim.module.trace import export, plain_ir, trace
-from npu_sim.onnx.files import read_model
-from npu_sim.onnx.importer import Importer
-from npu_sim.onnx.module import OnnxModule, identifiers
+if TYPE_CHECKING:
+    import torch
 
+    from npu_sim.onnx.module import OnnxModule
+
+SUFFIX = ".onnx"
+INSTALL = "pip install 'npu-simulation[onnx]'"
 Sizes = Mapping[str, int | Sequence[int]]
 
 
-def load(path: str | Path, sizes: Sizes | None = None, values: Mapping[str, torch.Tensor] | None = None) -> OnnxModule:
+def load(
+    path: str | Path,
+    sizes: Sizes | None = None,
+    values: Mapping[str, torch.Tensor] | None = None,
+    examples: Sequence[torch.Tensor] = (),
+) -> OnnxModule:
     """Read an ONNX file as a PyTorch module in eval mode.
 
     Args:
         path: The file; external data is read from beside it.
         sizes: Name of a dynamic dimension → its size, and name of an input → its shape.
         values: Name of an input → its value, with which the input is a constant: for inputs that decide shapes.
+        examples: Tensors with the shapes of the inputs, in order, instead of `sizes`.
 
     Raises:
         IRError: the file is damaged, or says what has no form in IR; one sentence names the node.
+        InputError: the packages that read ONNX are not installed, or the examples are not those of the inputs.
     """
-    return OnnxModule(Importer(read_model(path), sizes, values).run(), Path(path).stem)
+    require_onnx()
+    from npu_sim.onnx.files import read_model
+    from npu_sim.onnx.importer import Importer, sizes_of
+    from npu_sim.onnx.module import OnnxModule
+
+    model = read_model(path)
+    if examples:
+        sizes = sizes_of(model, examples)
+    module = OnnxModule(Importer(model, sizes, values).run(), Path(path).stem)
+    for name, given, expected in zip(module.input_names, examples, module.examples, strict=False):
+        if given.dtype != expected.dtype:
+            raise InputError(f"the example of input '{name}' is {given.dtype}; the model takes {expected.dtype}")
+    return module
+
+
+def require_onnx() -> None:
+    """Check that the packages that read ONNX are installed. Raises InputError if not."""
+    require_torch("reading an ONNX model")
+    if find_spec("onnx_ir") is None or find_spec("onnx") is None:
+        raise InputError(f"reading an ONNX model needs the packages onnx and onnx-ir: {INSTALL}")
 
 
 def ir_of_file(path: str | Path, sizes: Sizes | None = None) -> dict[str, Any]:
     """The IR of an ONNX file. Errors as in `load`."""
-    return ir_of_module(load(path, sizes))
+    module = load(path, sizes)
+    from npu_sim.module.trace import export, plain_ir, trace
+    from npu_sim.onnx.module import identifiers
 
-
-def ir_of_module(module: OnnxModule) -> dict[str, Any]:
-    """The IR of an ONNX model, with its outputs by their own names."""
     ir = plain_ir(trace(export(module, module.examples), module.name))
     names = identifiers(module.output_names)
-    if len(names) == len(ir["graph_outputs"]):
-        ir["output_names"] = names
-    return ir
+    return {**ir, "output_names": names} if len(names) == len(ir["graph_outputs"]) else ir
 
 
-def weights_of_file(path: str | Path, sizes: Sizes | None = None) -> dict[str, torch.Tensor]:
-    """The weights of an ONNX file by their keys in its IR. Errors as in `load`."""
-    traced = trace(export(module := load(path, sizes), module.examples), module.name)
-    return dict(traced.weights)
+def weights_of_file(path: str | Path) -> dict[str, torch.Tensor]:
+    """The initializers of an ONNX file, by the keys that its IR has for them. Raises as `load` does."""
+    require_onnx()
+    from npu_sim.onnx.files import read_model
+    from npu_sim.onnx.importer import initializers_of
 
-
-def check_no_arguments(given: bool) -> None:
-    """Refuse what goes with a PyTorch module only."""
-    if given:
-        raise IRError("an ONNX model has static shapes; give dynamic_shapes and buckets for a PyTorch module only")
+    return initializers_of(read_model(path))
