@@ -84,11 +84,14 @@ def compile(
         return _compile_module(module, given, kwargs or {}, options, dynamic_shapes, buckets)
     if not isinstance(module, (ExportedProgram, str, Path)):
         raise InputError(
-            f"cannot compile a {type(module).__name__}: give a torch.nn.Module, an ExportedProgram, a .pt2 or an .onnx file"
+            f"cannot compile a {type(module).__name__}: give a torch.nn.Module, an ExportedProgram, or the path of a "
+            ".pt2 or .onnx file"
         )
     if isinstance(module, (str, Path)) and Path(module).suffix == ONNX:
         if kwargs or dynamic_shapes is not None or buckets:
-            raise InputError("an ONNX model is compiled for static shapes: give examples of its inputs, in order, as args")
+            raise InputError(
+                "an ONNX model is compiled for static shapes: give examples of its inputs, in order, as args"
+            )
         return _compile_onnx(module, (args,) if isinstance(args, torch.Tensor) else tuple(args), options)
     if args or kwargs or dynamic_shapes is not None or buckets:
         raise InputError("an exported program has its own example arguments and dynamic shapes; give none")

@@ -68,10 +68,10 @@ def _scan(
         raise Refusal(f"has {length} rounds; known are 1 to {MOST_ROUNDS}")
     rows: list[list[Slot]] = [[] for _ in range(len(body.outputs) - len(states))]
     for step in range(length):
-        parts = []
+        parts: list[Slot] = []
         for slot, axis, back in zip(series, axes, backwards, strict=True):
             call = Call("Scan", 0, {"axis": axis, "index": length - 1 - step if back else step})
-            parts += importer.apply(_SELECT, call, [slot], where)
+            parts += importer.apply(_SELECT, call, [slot], where) or []
         results = _run(importer, body, [*states, *parts], env, opsets, attrs)
         states = results[: len(states)]
         for row, result in zip(rows, results[len(states) :], strict=True):
@@ -86,7 +86,9 @@ def _scan(
 
 
 def _stacked(importer: Importer, parts: list[Slot], axis: int, where: str) -> Slot:
-    return importer.apply(_STACK, Call("Stack", 0, {"axis": axis}), parts, where)[0]
+    made = importer.apply(_STACK, Call("Stack", 0, {"axis": axis}), parts, where)
+    assert made is not None
+    return made[0]
 
 
 def _run(

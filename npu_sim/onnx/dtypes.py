@@ -21,7 +21,12 @@ TORCH_DTYPES: dict[int, torch.dtype] = {
     ir.DataType.FLOAT: torch.float32,
     ir.DataType.DOUBLE: torch.float64,
 }
-_OWN_WIDTH = {ir.DataType.INT4: np.int8, ir.DataType.UINT4: np.uint8, ir.DataType.INT2: np.int8, ir.DataType.UINT2: np.uint8}
+_OWN_WIDTH = {
+    ir.DataType.INT4: np.int8,
+    ir.DataType.UINT4: np.uint8,
+    ir.DataType.INT2: np.int8,
+    ir.DataType.UINT2: np.uint8,
+}
 
 
 def torch_dtype(kind: int | None) -> torch.dtype:
@@ -29,7 +34,9 @@ def torch_dtype(kind: int | None) -> torch.dtype:
     dtype = TORCH_DTYPES.get(-1 if kind is None else int(kind))
     if dtype is None:
         name = "unknown" if kind is None or int(kind) not in set(ir.DataType) else ir.DataType(int(kind)).name
-        raise Refusal(f"has a tensor of dtype {name}; known are {', '.join(x.name for x in map(ir.DataType, TORCH_DTYPES))}")
+        raise Refusal(
+            f"has a tensor of dtype {name}; known are {', '.join(x.name for x in map(ir.DataType, TORCH_DTYPES))}"
+        )
     return dtype
 
 
@@ -38,8 +45,15 @@ def torch_tensor(tensor: ir.TensorProtocol) -> torch.Tensor:
     if tensor.dtype in _OWN_WIDTH:
         array = tensor.numpy().astype(_OWN_WIDTH[tensor.dtype])
         return torch.from_numpy(np.ascontiguousarray(array).copy())
-    dtype = torch_dtype(tensor.dtype)
-    array = tensor.numpy()
-    if array.dtype == ml_dtypes.bfloat16:
-        array = array.view(np.int16)
-    return torch.from_numpy(np.array(array, order="C", copy=True)).view(dtype)
+    torch_dtype(tensor.dtype)
+    return tensor_of(tensor.numpy())
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """Return a copy of an array as a tensor."""
+    copy = np.array(array, order="C", copy=True)
+    return (
+        torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)
+        if copy.dtype == ml_dtypes.bfloat16
+        else torch.from_numpy(copy)
+    )

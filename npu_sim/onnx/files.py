@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from npu_compiler.errors import MALFORMED, IRError, reason_of
 
@@ -63,7 +63,9 @@ def _check_opsets(model: ir.Model, name: str) -> None:
             "onnx.version_converter, or export it again"
         )
     if versions[0] > NEWEST_OPSET:
-        raise IRError(f"'{name}' imports opset {versions[0]}; the newest that is read is {NEWEST_OPSET}: export it with that")
+        raise IRError(
+            f"'{name}' imports opset {versions[0]}; the newest that is read is {NEWEST_OPSET}: export it with that"
+        )
 
 
 def _sort(model: ir.Model, name: str) -> None:

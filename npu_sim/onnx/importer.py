@@ -15,12 +15,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from npu_compiler.errors import InputError, IRError, NPUError
+from npu_compiler.errors import IRError, NPUError
 from npu_sim.onnx import operators as _operators  # noqa: F401  # registers the rows
 from npu_sim.onnx.control import CONTROL_FLOW
 from npu_sim.onnx.dtypes import torch_dtype, torch_tensor
 from npu_sim.onnx.files import DEFAULT_DOMAINS, checked
 from npu_sim.onnx.functions import Body, body_of
+from npu_sim.onnx.input_sizes import check_sizes, input_shape
 from npu_sim.onnx.rows import ROWS, Call, Refusal, Row
 
 MOST_FOLDED = 2**16  # elements of a constant that is computed while reading; larger ones are computed by the program
@@ -131,7 +132,7 @@ class Importer:
         for value in graph.inputs:
             if value.name not in graph.initializers:
                 env[value] = self._input(value)
-        self._check_sizes()
+        check_sizes(self.model, self.sizes)
         self.run_nodes(graph, env, self.model.opset_imports, {})
         for value in graph.outputs:
             slot = self.read(value, env, f"graph output '{value.name}'")
@@ -188,37 +189,11 @@ class Importer:
             dtype = torch_dtype(value.dtype)
         except Refusal as refusal:
             raise IRError(f"graph input '{name}' {refusal}") from refusal
-        shape = self._shape(name, value.shape)
+        shape = input_shape(name, value.shape, self.sizes)
         with self.mode:
             fake = torch.empty(shape, dtype=dtype)
         self.made.inputs[name] = slot = self.slot(fake, False, frozenset({name}))
         return slot
-
-    def _shape(self, name: str, shape: ir.Shape | None) -> list[int]:
-        given = self.sizes.get(name)
-        if not isinstance(given, int) and given is not None:
-            fits = shape is None or len(shape) == len(given)
-            fits = fits and (shape is None or all(not isinstance(x, int) or x == y for x, y in zip(shape, given, strict=True)))
-            if not fits:
-                raise IRError(f"graph input '{name}' has shape {_written(shape)}, not {list(given)}")
-            return list(given)
-        if shape is None:
-            raise IRError(f"graph input '{name}' has no shape; give it with --shape {name}=1x3x224x224 (its sizes)")
-        missing = [_dim(x) for x in shape if not isinstance(x, int) and not isinstance(self.sizes.get(_dim(x)), int)]
-        if missing:
-            named = [dim for dim in missing if dim != "?"]
-            advice = f"--shape {named[0]}=4" if named and len(named) == len(missing) else f"--shape {name}=1x3x224x224"
-            raise IRError(
-                f"graph input '{name}' has shape {_written(shape)}, whose sizes are not all known; programs have static "
-                f"shapes: give them, as in {advice}"
-            )
-        return [x if isinstance(x, int) else int(self.sizes[_dim(x)]) for x in shape]  # type: ignore[arg-type]
-
-    def _check_sizes(self) -> None:
-        inputs = [x for x in self.model.graph.inputs if isinstance(x.type, ir.TensorType)]
-        known = {str(x.name) for x in inputs} | {_dim(dim) for x in inputs for dim in x.shape or ()}
-        if unknown := [name for name in self.sizes if name not in known]:
-            raise IRError(f"the model has no dimension or input '{unknown[0]}'; it has {', '.join(sorted(known - {'?'}))}")
 
     def run_nodes(
         self, graph: Iterable[ir.Node], env: Env, opsets: Mapping[str, int], attrs: Attributes, deep: int = 0
@@ -247,7 +222,8 @@ class Importer:
         inputs = [None if x is None or x.name == "" else self.read(x, env, where) for x in node.inputs]
         domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
         if (domain, node.op_type) in (("", op) for op in CONTROL_FLOW):
-            return CONTROL_FLOW[node.op_type](self, node, inputs, env, opsets, attrs)
+            made: list[Slot] = CONTROL_FLOW[node.op_type](self, node, inputs, env, opsets, attrs)
+            return made
         opset = opsets.get(domain, opsets.get("ai.onnx", 0) if not domain else 0)
         outputs = len([x for x in node.outputs if x.name])
         call = Call(node.op_type, opset, self.attributes(node, attrs, where), outputs)
@@ -265,9 +241,7 @@ class Importer:
             raise Refusal("is a function that calls itself")
         return self._expand(body, call, inputs, where, deep)
 
-    def _expand(
-        self, body: Body, call: Call, inputs: list[Slot | None], where: str, deep: int
-    ) -> list[Slot | None]:
+    def _expand(self, body: Body, call: Call, inputs: list[Slot | None], where: str, deep: int) -> list[Slot | None]:
         """The outputs of a function's nodes for these inputs."""
         function, env = body.function, Env()
         for parameter, slot in zip(function.inputs, inputs, strict=False):
@@ -283,15 +257,18 @@ class Importer:
         except IRError as error:
             raise IRError(f"{where}: {error}") from error
         made = iter(function.outputs)
-        return [self.read(next(made), env, where) if is_made else None for is_made in body.made or [True] * len(function.outputs)]
+        return [
+            self.read(next(made), env, where) if is_made else None
+            for is_made in body.made or [True] * len(function.outputs)
+        ]
 
     def attributes(self, node: ir.Node, attrs: Attributes, where: str) -> dict[str, Any]:
         """The attributes of a node as plain values; those that refer to a function's attributes as these are."""
         found: dict[str, Any] = {}
         for name, attr in node.attributes.items():
             if attr.is_ref():
-                if attr.ref_attr_name in attrs:
-                    found[name] = attrs[attr.ref_attr_name]
+                if (given := attrs.get(str(attr.ref_attr_name))) is not None:
+                    found[name] = given
             elif attr.type == ir.AttributeType.TENSOR:
                 found[name] = self.tensor(attr.as_tensor(), f"attribute '{name}' of {where}")
             else:
@@ -361,14 +338,6 @@ class Importer:
         return slot.value
 
 
-def sizes_of(model: ir.Model, examples: Sequence[torch.Tensor]) -> dict[str, Sequence[int]]:
-    """The shapes of a model's inputs by their names. Raises InputError if there are others than the examples."""
-    names = [str(value.name) for value in model.graph.inputs if value.name not in model.graph.initializers]
-    if len(names) != len(examples) or not all(isinstance(x, torch.Tensor) for x in examples):
-        raise InputError(f"the model takes {len(names)} tensors ({', '.join(names)}), not {len(examples)} as given")
-    return {name: list(x.shape) for name, x in zip(names, examples, strict=True)}
-
-
 def initializers_of(model: ir.Model) -> dict[str, torch.Tensor]:
     """The tensors of a model that can be weights, by the keys that `OnnxModule` may give them."""
     importer = Importer(model)
@@ -389,7 +358,7 @@ class _Without:
     def __iter__(self) -> Any:
         if not self._missing:
             return iter(self._function)
-        copy = [node for node in self._function]
+        copy = list(self._function)
         for node in copy:
             for index, value in enumerate(node.inputs):
                 if value in self._missing:
@@ -415,7 +384,12 @@ def _computed(row: Row, call: Call, arguments: Sequence[Any], where: str) -> lis
 
 def _constant(call: Call) -> torch.Tensor:
     """The tensor of a node `Constant`."""
-    dtypes = {"value_float": torch.float32, "value_floats": torch.float32, "value_int": torch.int64, "value_ints": torch.int64}
+    dtypes = {
+        "value_float": torch.float32,
+        "value_floats": torch.float32,
+        "value_int": torch.int64,
+        "value_ints": torch.int64,
+    }
     for name, value in call.attrs.items():
         if name == "value":
             return value  # type: ignore[no-any-return]
@@ -429,11 +403,3 @@ def _plain(attr: ir.Attr) -> Any:
     if attr.type in (ir.AttributeType.INTS, ir.AttributeType.FLOATS, ir.AttributeType.STRINGS):
         return list(value)
     return value
-
-
-def _dim(dim: Any) -> str:
-    return str(dim.value) if isinstance(dim, ir.SymbolicDim) and dim.value is not None else "?"
-
-
-def _written(shape: ir.Shape | None) -> str:
-    return "[" + ", ".join(str(x) if isinstance(x, int) else _dim(x) for x in shape or ()) + "]"

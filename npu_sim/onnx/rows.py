@@ -1,15 +1,16 @@
-"""The table of ONNX operators: for each a function that computes it with PyTorch's, registered beside its definition."""
+"""The table of ONNX operators: for each a function that computes it with those of PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 Result: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]
 Converter: TypeAlias = Callable[..., Result | None]
+Function = TypeVar("Function", bound=Converter)
 ALL = frozenset(range(64))  # every input
 
 
@@ -62,14 +63,21 @@ class Row:
     of_shape: bool = False
 
 
+def number(value: Any) -> Any:
+    """Return the number that a constant of at most one element is; None and tensors as they are."""
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value
+
+
 ROWS: dict[str, Row] = {}
 """Operator of the domain `ai.onnx` → its row."""
 
 
-def converts(*ops: str, **facts: Any) -> Callable[[Converter], Converter]:
+def converts(*ops: str, **facts: Any) -> Callable[[Function], Function]:
     """Register a function as the converter of some operators; `facts` are fields of their rows."""
 
-    def register(function: Converter) -> Converter:
+    def register(function: Function) -> Function:
         for op in ops:
             ROWS[op] = Row(function, **facts)
         return function

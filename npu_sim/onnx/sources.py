@@ -40,7 +40,8 @@ def load(
     """
     require_onnx()
     from npu_sim.onnx.files import read_model
-    from npu_sim.onnx.importer import Importer, sizes_of
+    from npu_sim.onnx.importer import Importer
+    from npu_sim.onnx.input_sizes import sizes_of
     from npu_sim.onnx.module import OnnxModule
 
     model = read_model(path)
@@ -69,6 +70,20 @@ def ir_of_file(path: str | Path, sizes: Sizes | None = None) -> dict[str, Any]:
     ir = plain_ir(trace(export(module, module.examples), module.name))
     names = identifiers(module.output_names)
     return {**ir, "output_names": names} if len(names) == len(ir["graph_outputs"]) else ir
+
+
+def parse_sizes(texts: Sequence[str]) -> dict[str, int | list[int]]:
+    """Sizes from texts such as `batch=4` and `image=1x3x224x224`. Raises InputError if one is not like these."""
+    sizes: dict[str, int | list[int]] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        numbers = value.split("x")
+        if not name or not all(x.isascii() and x.isdigit() for x in numbers):
+            raise InputError(
+                f"--shape takes a dimension's size or an input's shape, such as batch=4 or x=1x3x8, not {text}"
+            )
+        sizes[name] = int(value) if len(numbers) == 1 else [int(x) for x in numbers]
+    return sizes
 
 
 def weights_of_file(path: str | Path) -> dict[str, torch.Tensor]:

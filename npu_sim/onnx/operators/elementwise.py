@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_sim.onnx.dtypes import torch_dtype
-from npu_sim.onnx.rows import Call, Refusal, converts
+from npu_sim.onnx.rows import Call, Refusal, converts, number
 
 _UNARY: dict[str, Callable[[Any], Tensor]] = {
     "Abs": torch.abs,
@@ -151,7 +151,7 @@ def _is_inf(call: Call, x: Tensor) -> Tensor:
 
 @converts("Clip", hints=(1, 2))
 def _clip(call: Call, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
-    low, high = (bound[0] if isinstance(bound, list) else bound for bound in (low, high))
+    low, high = number(low), number(high)
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         x = x if low is None else torch.maximum(x, torch.as_tensor(low, dtype=x.dtype))
         return x if high is None else torch.minimum(x, torch.as_tensor(high, dtype=x.dtype))
@@ -176,7 +176,8 @@ def _celu(call: Call, x: Tensor) -> Tensor:
 @converts("Selu")
 def _selu(call: Call, x: Tensor) -> Tensor:
     alpha, gamma = call.attr("alpha", 1.67326319217681884765625), call.attr("gamma", 1.05070102214813232421875)
-    return gamma * torch.where(x > 0, x, alpha * (torch.exp(x) - 1))
+    result: Tensor = gamma * torch.where(x > 0, x, alpha * (torch.exp(x) - 1))
+    return result
 
 
 @converts("PRelu")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from npu_sim.onnx.rows import Call, Refusal, converts
+from npu_sim.onnx.rows import Call, Refusal, converts, number
 
 
 def _from_the_end(indices: Tensor, size: int) -> Tensor:
@@ -26,15 +26,8 @@ def _gather(call: Call, x: Tensor, indices: Any) -> Tensor:
         if not -size <= indices < size:
             raise Refusal(f"reads index {indices} of an axis of {size}")
         return torch.select(x, axis, indices)
-    wanted = torch.tensor(indices, dtype=torch.int64) if isinstance(indices, list) else indices
-    if isinstance(indices, list):
-        wanted = torch.where(wanted < 0, wanted + size, wanted)
-    elif x.ndim == 2 and axis == 0 and x.is_floating_point():
-        return F.embedding(_from_the_end(wanted, size), x)
-    else:
-        wanted = _from_the_end(wanted, size)
-    picked = torch.index_select(x, axis, wanted.reshape(-1))
-    return picked.reshape(*x.shape[:axis], *wanted.shape, *x.shape[axis + 1 :])
+    wanted = torch.tensor(indices, dtype=torch.int64) if isinstance(indices, list) else indices.to(torch.int64)
+    return x[(*[slice(None)] * axis, wanted)]
 
 
 @converts("GatherElements")
@@ -92,7 +85,7 @@ def _scatter_nd(call: Call, x: Tensor, indices: Tensor, updates: Tensor) -> Tens
 
 @converts("OneHot", static=(1,))
 def _one_hot(call: Call, indices: Tensor, depth: Any, values: Tensor) -> Tensor:
-    count = int(depth[0] if isinstance(depth, list) else depth)
+    count = int(number(depth))
     axis = call.attr("axis", -1) % (indices.ndim + 1)
     shape = [1] * (indices.ndim + 1)
     shape[axis] = count

@@ -15,7 +15,9 @@ def _nll_loss(call: Call, x: Tensor, target: Tensor, weight: Tensor | None = Non
 
 
 @converts("SoftmaxCrossEntropyLoss")
-def _cross_entropy(call: Call, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def _cross_entropy(
+    call: Call, x: Tensor, target: Tensor, weight: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     log = F.log_softmax(x, 1)
     loss = _loss(call, log, target, weight)
     return (loss, log) if call.outputs > 1 else loss

@@ -63,7 +63,12 @@ def _rms_norm(call: Call, x: Tensor, scale: Tensor) -> Tensor:
 
 @converts("LRN")
 def _lrn(call: Call, x: Tensor) -> Tensor:
-    size, alpha, beta, bias = call.attr("size"), call.attr("alpha", 1e-4), call.attr("beta", 0.75), call.attr("bias", 1.0)
+    size, alpha, beta, bias = (
+        call.attr("size"),
+        call.attr("alpha", 1e-4),
+        call.attr("beta", 0.75),
+        call.attr("bias", 1.0),
+    )
     rest = [1] * (x.ndim - 2)
     squares = torch.square(x)
     below = (size - 1) // 2

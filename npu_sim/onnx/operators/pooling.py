@@ -74,7 +74,9 @@ def _max_pool(call: Call, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     return values, _flat_indices(call, indices, x.shape, source.shape, windows)
 
 
-def _flat_indices(call: Call, indices: Tensor, shape: Sequence[int], padded: Sequence[int], windows: _Windows) -> Tensor:
+def _flat_indices(
+    call: Call, indices: Tensor, shape: Sequence[int], padded: Sequence[int], windows: _Windows
+) -> Tensor:
     """Indices into the whole input, of those that PyTorch gives into one (padded) image."""
     shifts = [0] * len(windows.before) if list(shape) == list(padded) else windows.before
     places = []

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from npu_sim.onnx.dtypes import torch_dtype
 from npu_sim.onnx.operators.convolutions import convolve
-from npu_sim.onnx.rows import Call, Refusal, converts
+from npu_sim.onnx.rows import Call, Refusal, converts, number
 
 _BYTES = (torch.int8, torch.uint8)
-_OPS = torch.ops.quantized_decomposed
+_OPS = torch.ops.quantized_decomposed  # their results are tensors, which PyTorch's stubs do not say
 
 
 def _per_axis(value: Tensor, call: Call, x: Tensor) -> Tensor:
@@ -33,29 +33,26 @@ def _per_axis(value: Tensor, call: Call, x: Tensor) -> Tensor:
     return value.reshape(shape)
 
 
-def _number(value: Any) -> float | int | None:
-    """The one number that a constant is, or None."""
-    while isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    return value if isinstance(value, (int, float)) else None
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, (int, float)) for value in values)
 
 
 @converts("DequantizeLinear", hints=(1, 2), folds=False)
 def _dequantize(call: Call, x: Tensor, scale: Any, zero_point: Any = None) -> Tensor:
-    out = torch.float32 if call.attr("output_dtype", 0) == 0 else torch_dtype(call.attr("output_dtype"))
-    one, zero = _number(scale), 0 if zero_point is None else _number(zero_point)
-    if isinstance(scale, Tensor) and not call.attr("output_dtype", 0):
-        out = scale.dtype
-    if x.dtype in _BYTES and one is not None and zero is not None and out == torch.float32:
+    out = torch_dtype(call.attr("output_dtype")) if call.attr("output_dtype", 0) else call.dtypes[1]
+    one, zero = number(scale), 0 if zero_point is None else number(zero_point)
+    if x.dtype in _BYTES and _are_numbers(one, zero) and out == torch.float32:
         limits = torch.iinfo(x.dtype)
-        return _OPS.dequantize_per_tensor.default(x, float(one), int(zero), limits.min, limits.max, x.dtype)
+        whole: Tensor = _OPS.dequantize_per_tensor.default(x, float(one), int(zero), limits.min, limits.max, x.dtype)
+        return whole
     zeros = None if zero_point is None else _tensor(zero_point, x.dtype)
     scales = _tensor(scale, torch.float32)
     if x.dtype in _BYTES and scales.ndim == 1 and scales.numel() > 1 and out == torch.float32:
         limits = torch.iinfo(x.dtype)
         zeros = torch.zeros(scales.shape, dtype=torch.int64) if zeros is None else zeros.to(torch.int64)
         axis = call.attr("axis", 1) % x.ndim
-        return _OPS.dequantize_per_channel.default(x, scales, zeros, axis, limits.min, limits.max, x.dtype)
+        rows: Tensor = _OPS.dequantize_per_channel.default(x, scales, zeros, axis, limits.min, limits.max, x.dtype)
+        return rows
     wide = x.to(torch.float32) if zeros is None else x.to(torch.float32) - _per_axis(zeros.to(torch.float32), call, x)
     return (wide * _per_axis(scales.to(torch.float32), call, x)).to(out)
 
@@ -67,10 +64,11 @@ def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
 @converts("QuantizeLinear", hints=(1, 2), folds=False)
 def _quantize(call: Call, x: Tensor, scale: Any, zero_point: Any = None) -> Tensor:
     dtype = _quantized_dtype(call, zero_point)
-    one, zero = _number(scale), 0 if zero_point is None else _number(zero_point)
+    one, zero = number(scale), 0 if zero_point is None else number(zero_point)
     limits = torch.iinfo(dtype)
-    if dtype in _BYTES and one is not None and zero is not None and x.dtype == torch.float32:
-        return _OPS.quantize_per_tensor.default(x, float(one), int(zero), limits.min, limits.max, dtype)
+    if dtype in _BYTES and _are_numbers(one, zero) and x.dtype == torch.float32:
+        whole: Tensor = _OPS.quantize_per_tensor.default(x, float(one), int(zero), limits.min, limits.max, dtype)
+        return whole
     scales = _per_axis(_tensor(scale, torch.float32), call, x)
     codes = torch.round(x.to(torch.float32) / scales.to(torch.float32))
     if zero_point is not None:
@@ -79,11 +77,10 @@ def _quantize(call: Call, x: Tensor, scale: Any, zero_point: Any = None) -> Tens
 
 
 def _quantized_dtype(call: Call, zero_point: Any) -> torch.dtype:
+    dtype = torch.uint8 if zero_point is None else call.dtypes[2]
     if call.attr("output_dtype", 0):
         dtype = torch_dtype(call.attr("output_dtype"))
-    else:
-        dtype = torch.uint8 if zero_point is None else call.dtypes[2]
-    if dtype not in (*_BYTES, torch.int16):
+    if dtype is None or dtype not in (*_BYTES, torch.int16):
         raise Refusal(f"quantizes to {str(dtype).removeprefix('torch.')}; known are int8, uint8 and int16")
     return dtype
 
@@ -134,36 +131,17 @@ def _requantized(total: Tensor, scale: Tensor, y_scale: Tensor, y_zero: Tensor) 
 
 
 @converts("QLinearMatMul")
-def _qlinear_matmul(
-    call: Call,
-    a: Tensor,
-    a_scale: Tensor,
-    a_zero: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    b_zero: Tensor,
-    y_scale: Tensor,
-    y_zero: Tensor,
-) -> Tensor:
+def _qlinear_matmul(call: Call, *given: Tensor) -> Tensor:
+    a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = given
     rows, columns = _shifted(a, a_zero, -2, torch.float64), _shifted(b, b_zero, -1, torch.float64)
     left = a_scale.double()[:, None] if a_scale.ndim == 1 and a_scale.numel() > 1 else a_scale.double().reshape(-1)[:1]
     return _requantized(torch.matmul(rows, columns), left * b_scale.double(), y_scale.double(), y_zero)
 
 
 @converts("QLinearConv")
-def _qlinear_conv(
-    call: Call,
-    x: Tensor,
-    x_scale: Tensor,
-    x_zero: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    w_zero: Tensor,
-    y_scale: Tensor,
-    y_zero: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    wide = torch.float64
-    total = convolve(call, _shifted(x, x_zero, 1, wide), _shifted(w, w_zero, 0, wide), None if bias is None else bias.to(wide))
+def _qlinear_conv(call: Call, *given: Tensor) -> Tensor:
+    x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero = given[:8]
+    bias = given[8].double() if len(given) > 8 else None
+    total = convolve(call, _shifted(x, x_zero, 1, torch.float64), _shifted(w, w_zero, 0, torch.float64), bias)
     scale = (x_scale * w_scale).double().reshape(1, -1, *[1] * (x.ndim - 2))
     return _requantized(total, scale, y_scale.double(), y_zero)

@@ -29,6 +29,8 @@ class _Direction:
         hidden = self.weight("R").shape[-1]
         bias = self.parts["B"]
         zeros = self.weight("R").new_zeros(gates * hidden)
+        self.w_bias: Tensor
+        self.r_bias: Tensor
         self.w_bias, self.r_bias = (zeros, zeros) if bias is None else bias.split(gates * hidden)
 
     def weight(self, name: str) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from npu_sim.onnx.rows import Call, Refusal, converts
+from npu_sim.onnx.rows import Call, Refusal, converts, number
 
 _REDUCTIONS = (
     "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare"
@@ -69,9 +72,10 @@ def _extreme_of_nothing(op: str, x: Tensor, dims: list[int], keep: bool) -> Tens
 @converts("ArgMax", "ArgMin")
 def _arg_extreme(call: Call, x: Tensor) -> Tensor:
     axis, keep = call.attr("axis", 0), bool(call.attr("keepdims", 1))
-    find = torch.argmax if call.op == "ArgMax" else torch.argmin
+    find: Callable[..., Tensor] = torch.argmax if call.op == "ArgMax" else torch.argmin
     if call.attr("select_last_index", 0):
-        return x.shape[axis] - 1 - find(torch.flip(x, (axis,)), axis, keepdim=keep)
+        last: Tensor = x.shape[axis] - 1 - find(torch.flip(x, (axis,)), axis, keepdim=keep)
+        return last
     return find(x, axis, keepdim=keep)
 
 
@@ -90,25 +94,27 @@ def _hardmax(call: Call, x: Tensor) -> Tensor:
     axis = call.attr("axis", -1)
     shape = [1] * x.ndim
     shape[axis] = x.shape[axis]
-    return (torch.arange(x.shape[axis]).reshape(shape) == torch.argmax(x, axis, keepdim=True)).to(x.dtype)
+    is_first: Tensor = torch.arange(x.shape[axis]).reshape(shape) == torch.argmax(x, axis, keepdim=True)
+    return is_first.to(x.dtype)
 
 
 @converts("CumSum", "CumProd", static=(1,))
-def _cumulative(call: Call, x: Tensor, axis: int | list[int]) -> Tensor:
-    axis = (axis[0] if isinstance(axis, list) else axis) % x.ndim
+def _cumulative(call: Call, x: Tensor, axis: Any) -> Tensor:
+    axis = number(axis) % x.ndim
     backwards = call.attr("reverse", 0)
     x = torch.flip(x, (axis,)) if backwards else x
     if call.attr("exclusive", 0):
         first = torch.full_like(x.narrow(axis, 0, 1), 0 if call.op == "CumSum" else 1)
         x = torch.cat((first, x.narrow(axis, 0, x.shape[axis] - 1)), axis)
-    total = (torch.cumsum if call.op == "CumSum" else torch.cumprod)(x, axis, dtype=x.dtype)
+    accumulate: Callable[..., Tensor] = torch.cumsum if call.op == "CumSum" else torch.cumprod
+    total = accumulate(x, axis, dtype=x.dtype)
     return torch.flip(total, (axis,)) if backwards else total
 
 
 @converts("TopK", static=(1,))
-def _top_k(call: Call, x: Tensor, k: list[int]) -> tuple[Tensor, ...]:
+def _top_k(call: Call, x: Tensor, k: Any) -> tuple[Tensor, ...]:
     axis, largest = call.attr("axis", -1), bool(call.attr("largest", 1))
-    count = k[0] if isinstance(k, list) else k
+    count = number(k)
     if count > x.shape[axis]:
         raise Refusal(f"takes {count} of {x.shape[axis]} elements")
     values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
@@ -117,4 +123,5 @@ def _top_k(call: Call, x: Tensor, k: list[int]) -> tuple[Tensor, ...]:
 
 @converts("Det")
 def _det(call: Call, x: Tensor) -> Tensor:
-    return torch.linalg.det(x)
+    determinant: Tensor = torch.linalg.det(x)
+    return determinant

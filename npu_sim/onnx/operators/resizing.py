@@ -1,7 +1,7 @@
 """Resizing of images.
 
-What PyTorch's own interpolation computes becomes that. All else is a product along each axis with a constant matrix, whose
-rows say how much of each element an output is made of.
+What PyTorch's own interpolation computes becomes that. All else is a product along each axis with a constant matrix,
+whose rows say how much of each element an output is made of.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from npu_sim.onnx.rows import Call, Refusal, converts
 
 @converts("Upsample", static=(1,))
 def _upsample(call: Call, x: Tensor, scales: list[float]) -> Tensor:
-    old = Call("Resize", call.opset, {**call.attrs, "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"})
+    old = Call(
+        "Resize", call.opset, {**call.attrs, "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    )
     return _resize(old, x, None, scales)
 
 
@@ -124,9 +126,7 @@ def _matrix(
     return matrix, beyond
 
 
-def _source(
-    call: Call, index: int, inside: int, outside: int, factor: float, region: tuple[float, float]
-) -> float:
+def _source(call: Call, index: int, inside: int, outside: int, factor: float, region: tuple[float, float]) -> float:
     """The place in the input that an output shows."""
     way = call.attr("coordinate_transformation_mode", "half_pixel")
     if way == "asymmetric":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_sim.onnx.dtypes import torch_dtype
-from npu_sim.onnx.rows import ALL, Call, Refusal, converts
+from npu_sim.onnx.rows import ALL, Call, Refusal, converts, number
 
 
 @converts("Shape", of_shape=True)
@@ -38,8 +38,9 @@ def _flatten(call: Call, x: Tensor) -> Tensor:
 
 
 @converts("Squeeze", static=(1,))
-def _squeeze(call: Call, x: Tensor, axes: list[int] | None = None) -> Tensor:
+def _squeeze(call: Call, x: Tensor, axes: list[int] | int | None = None) -> Tensor:
     axes = call.attr("axes") if axes is None else axes
+    axes = [axes] if isinstance(axes, int) else axes
     chosen = [axis for axis, size in enumerate(x.shape) if size == 1] if axes is None else axes
     if any(x.shape[axis] != 1 for axis in chosen):
         raise Refusal(f"removes axes {list(chosen)} of shape {list(x.shape)}, which are not all 1")
@@ -47,8 +48,9 @@ def _squeeze(call: Call, x: Tensor, axes: list[int] | None = None) -> Tensor:
 
 
 @converts("Unsqueeze", static=(1,))
-def _unsqueeze(call: Call, x: Tensor, axes: list[int] | None = None) -> Tensor:
+def _unsqueeze(call: Call, x: Tensor, axes: list[int] | int | None = None) -> Tensor:
     axes = call.attr("axes") if axes is None else axes
+    axes = [axes] if isinstance(axes, int) else axes
     ndim = x.ndim + len(axes)
     for axis in sorted(axis % ndim for axis in axes):
         x = x.unsqueeze(axis)
@@ -125,8 +127,7 @@ def _pad(call: Call, x: Tensor, pads: list[int], value: Any = None, axes: list[i
     mode = call.attr("mode", "constant")
     if mode == "constant":
         amounts = [amount for axis in reversed(range(x.ndim)) for amount in (before[axis], after[axis])]
-        fill = value[0] if isinstance(value, list) else value
-        return F.pad(x, amounts, value=0 if fill is None else fill)
+        return F.pad(x, amounts, value=number(value) or 0)
     for axis, size in enumerate(x.shape):
         if before[axis] or after[axis]:
             places = [_padded_place(place, size, mode) for place in range(-before[axis], size + after[axis])]
@@ -156,11 +157,12 @@ def _constant_of_shape(call: Call, shape: list[int]) -> Tensor:
 
 @converts("Range", static=ALL)
 def _range(call: Call, *bounds: Any) -> Tensor:
-    start, limit, delta = (bound[0] if isinstance(bound, list) else bound for bound in bounds)
+    start, limit, delta = map(number, bounds)
     count = max(math.ceil((limit - start) / delta), 0)
     if count > 2**24:
         raise Refusal(f"makes {count} elements, which are more than {2**24}")
-    return (torch.arange(count) * delta + start).to(call.dtypes[0])
+    values: Tensor = torch.arange(count) * delta + start
+    return values.to(call.dtypes[0])
 
 
 @converts("EyeLike")
@@ -168,7 +170,8 @@ def _eye_like(call: Call, x: Tensor) -> Tensor:
     dtype = x.dtype if call.attr("dtype") is None else torch_dtype(call.attr("dtype"))
     rows, columns = x.shape
     diagonal = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
-    return (diagonal == call.attr("k", 0)).to(dtype)
+    is_one: Tensor = diagonal == call.attr("k", 0)
+    return is_one.to(dtype)
 
 
 @converts("DepthToSpace")
@@ -191,8 +194,8 @@ def _space_to_depth(call: Call, x: Tensor) -> Tensor:
 
 
 @converts("Trilu", static=(1,))
-def _trilu(call: Call, x: Tensor, diagonal: int | None = None) -> Tensor:
-    diagonal = diagonal[0] if isinstance(diagonal, list) else diagonal or 0
+def _trilu(call: Call, x: Tensor, k: Any = None) -> Tensor:
+    diagonal = number(k) or 0
     return torch.triu(x, diagonal) if call.attr("upper", 1) else torch.tril(x, diagonal)
 
 
@@ -203,5 +206,7 @@ def _col2im(call: Call, x: Tensor, image: list[int], block: list[int]) -> Tensor
     pads = call.attr("pads", [0] * 4)
     above, left, below, right = pads
     whole = [image[0] + above + below, image[1] + left + right]
-    folded = F.fold(x, whole, block, dilation=call.attr("dilations", [1, 1]), stride=call.attr("strides", [1, 1]))
+    folded = F.fold(
+        x, tuple(whole), tuple(block), dilation=call.attr("dilations", [1, 1]), stride=call.attr("strides", [1, 1])
+    )
     return folded[:, :, above : whole[0] - below, left : whole[1] - right]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from npu_sim.onnx.dtypes import torch_dtype
-from npu_sim.onnx.rows import ALL, Call, Refusal, converts
+from npu_sim.onnx.rows import ALL, Call, Refusal, converts, number
 
 MOST_POINTS = 4096
 
@@ -26,8 +28,8 @@ def _transformed(real: Tensor, imaginary: Tensor | None, length: int, outputs: i
 
 
 @converts("DFT", static=(1, 2))
-def _dft(call: Call, x: Tensor, length: int | list[int] | None = None, axis: int | list[int] | None = None) -> Tensor:
-    length, axis = (value[0] if isinstance(value, list) else value for value in (length, axis))
+def _dft(call: Call, x: Tensor, length: Any = None, axis: Any = None) -> Tensor:
+    length, axis = number(length), number(axis)
     axis = (call.attr("axis", 1) if call.opset < 20 else -2) if axis is None else axis
     inverse, onesided = call.attr("inverse", 0), call.attr("onesided", 0)
     parts = x.movedim(axis % x.ndim, -2)
@@ -39,7 +41,8 @@ def _dft(call: Call, x: Tensor, length: int | list[int] | None = None, axis: int
         real = torch.cat((real, rest), -1)
         if imaginary is not None:
             imaginary = torch.cat((imaginary, -torch.flip(imaginary[..., 1 : length - size + 1], (-1,))), -1)
-        return (_transformed(real, imaginary, length, length, 1.0)[0] / length).unsqueeze(-1).movedim(-2, axis)
+        signal: Tensor = _transformed(real, imaginary, length, length, 1.0)[0] / length
+        return signal.unsqueeze(-1).movedim(-2, axis)
     length = size if length is None else length
     outputs = length // 2 + 1 if onesided else length
     result = torch.stack(_transformed(real, imaginary, length, outputs, 1.0 if inverse else -1.0), -1)
@@ -50,11 +53,11 @@ def _dft(call: Call, x: Tensor, length: int | list[int] | None = None, axis: int
 def _stft(
     call: Call,
     x: Tensor,
-    step: int | list[int],
+    step: Any,
     window: Tensor | None = None,
-    length: int | list[int] | None = None,
+    length: Any = None,
 ) -> Tensor:
-    step, length = (value[0] if isinstance(value, list) else value for value in (step, length))
+    step, length = number(step), number(length)
     width = window.shape[0] if window is not None else length
     if width is None:
         raise Refusal("has neither a window nor a frame length")
@@ -68,7 +71,8 @@ def _stft(
 
 
 @converts("MelWeightMatrix", static=ALL)
-def _mel_weights(call: Call, bins: int, length: int, rate: int, lowest: float, highest: float) -> Tensor:
+def _mel_weights(call: Call, *settings: Any) -> Tensor:
+    bins, length, rate, lowest, highest = map(number, settings)
     low, high = (2595 * np.log10(1 + edge / 700) for edge in (lowest, highest))
     mels = np.arange(bins + 2) * (high - low) / (bins + 2) + low
     edges = np.floor((length + 1) * 700 * (10 ** (mels / 2595) - 1) / rate).astype(int)
