@@ -126,13 +126,13 @@ class Importer:
         Raises:
             IRError: an operator has no converter, or not for these arguments; or the file is malformed.
         """
+        check_sizes(self.model, self.sizes)
         graph, env = self.model.graph, Env()
         for name, value in graph.initializers.items():
             env[value] = self.initializer(name, value)
         for value in graph.inputs:
             if value.name not in graph.initializers:
                 env[value] = self._input(value)
-        check_sizes(self.model, self.sizes)
         self.run_nodes(graph, env, self.model.opset_imports, {})
         for value in graph.outputs:
             slot = self.read(value, env, f"graph output '{value.name}'")
