@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 import torch
 
-from npu_sim.onnx.rows import Call, Refusal, Row
+from npu_sim.onnx.rows import Call, Refusal, Row, node_title
 
 if TYPE_CHECKING:
     from npu_sim.onnx.importer import Attributes, Env, Importer, Slot
@@ -22,14 +22,14 @@ def _if(
     importer: Importer, node: ir.Node, inputs: list[Slot | None], env: Env, opsets: Mapping[str, int], attrs: Attributes
 ) -> list[Slot]:
     condition = _given(inputs, 0)
-    goes = bool(importer.constant(condition, "condition", _name(node)).reshape(-1)[0])
+    goes = bool(importer.constant(condition, "condition", title_of(node)).reshape(-1)[0])
     return _run(importer, _graph(node, "then_branch" if goes else "else_branch"), [], env, opsets, attrs)
 
 
 def _loop(
     importer: Importer, node: ir.Node, inputs: list[Slot | None], env: Env, opsets: Mapping[str, int], attrs: Attributes
 ) -> list[Slot]:
-    where, body = _name(node), _graph(node, "body")
+    where, body = title_of(node), _graph(node, "body")
     trips = inputs[0] if inputs else None
     most = None if trips is None else int(importer.constant(trips, "number of rounds", where).reshape(-1)[0])
     goes = inputs[1] if len(inputs) > 1 else None
@@ -56,7 +56,7 @@ def _loop(
 def _scan(
     importer: Importer, node: ir.Node, inputs: list[Slot | None], env: Env, opsets: Mapping[str, int], attrs: Attributes
 ) -> list[Slot]:
-    where, body = _name(node), _graph(node, "body")
+    where, body = title_of(node), _graph(node, "body")
     facts = importer.attributes(node, attrs, where)
     scanned = int(facts["num_scan_inputs"])
     states = [_given(inputs, index) for index in range(len(inputs) - scanned)]
@@ -120,8 +120,9 @@ def _given(inputs: list[Slot | None], index: int) -> Slot:
     return slot
 
 
-def _name(node: ir.Node) -> str:
-    return f"node '{node.name or node.outputs[0].name}' ({node.op_type})"
+def title_of(node: ir.Node) -> str:
+    """Return the words for a node in a message."""
+    return node_title(node.name or (str(node.outputs[0].name) if node.outputs else ""), node.op_type)
 
 
 CONTROL_FLOW: dict[str, Callable[..., Any]] = {"If": _if, "Loop": _loop, "Scan": _scan}

@@ -6,6 +6,7 @@ computed for good. So sizes that a graph computes of shapes are numbers when a c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,15 +18,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from npu_compiler.errors import IRError, NPUError
 from npu_sim.onnx import operators as _operators  # noqa: F401  # registers the rows
-from npu_sim.onnx.control import CONTROL_FLOW
+from npu_sim.onnx.control import CONTROL_FLOW, title_of
 from npu_sim.onnx.dtypes import torch_dtype, torch_tensor
 from npu_sim.onnx.files import DEFAULT_DOMAINS, checked
 from npu_sim.onnx.functions import Body, body_of
 from npu_sim.onnx.input_sizes import check_sizes, input_shape
-from npu_sim.onnx.rows import ROWS, Call, Refusal, Row
+from npu_sim.onnx.rows import ROWS, Call, Refusal, Row, shown
 
 MOST_FOLDED = 2**16  # elements of a constant that is computed while reading; larger ones are computed by the program
-MOST_STEPS = 100_000
+MOST_NODES = 100_000
+MOST_ELEMENTS = 2**31  # of an input
 
 
 class NeedsValue(IRError):
@@ -118,7 +120,7 @@ class Importer:
         self.model, self.sizes, self.values = model, dict(sizes or {}), dict(values or {})
         self.mode = FakeTensorMode()
         self.made = Steps()
-        self.count = 0
+        self.count = self.read_nodes = 0
 
     def run(self) -> Steps:
         """Return the steps.
@@ -154,11 +156,11 @@ class Importer:
         """The slot of an initializer. Raises IRError if its data cannot be read."""
         tensor = value.const_value
         if tensor is None:
-            raise IRError(f"initializer '{name}' has no data")
+            raise IRError(f"initializer '{shown(name)}' has no data")
         try:
-            return self.slot(self.tensor(tensor, f"initializer '{name}'"), True, key=name)
+            return self.slot(self.tensor(tensor, f"initializer '{shown(name)}'"), True, key=name)
         except Refusal as refusal:
-            raise IRError(f"initializer '{name}' {refusal}") from refusal
+            raise IRError(f"initializer '{shown(name)}' {refusal}") from refusal
 
     def tensor(self, tensor: ir.TensorProtocol, what: str) -> torch.Tensor:
         """The tensor's data. Raises IRError if it cannot be read, Refusal if IR has no such dtype."""
@@ -184,12 +186,16 @@ class Importer:
             return self.slot(given, True)
         if not isinstance(value.type, ir.TensorType):
             kind = "no type" if value.type is None else str(value.type).partition("(")[0]
-            raise IRError(f"graph input '{name}' has {kind}; only tensors are read")
+            raise IRError(f"graph input '{shown(name)}' has {kind}; only tensors are read")
         try:
             dtype = torch_dtype(value.dtype)
         except Refusal as refusal:
-            raise IRError(f"graph input '{name}' {refusal}") from refusal
+            raise IRError(f"graph input '{shown(name)}' {refusal}") from refusal
         shape = input_shape(name, value.shape, self.sizes)
+        if math.prod(shape) > MOST_ELEMENTS:
+            raise IRError(
+                f"graph input '{shown(name)}' has {math.prod(shape)} elements; programs have at most {MOST_ELEMENTS}"
+            )
         with self.mode:
             fake = torch.empty(shape, dtype=dtype)
         self.made.inputs[name] = slot = self.slot(fake, False, frozenset({name}))
@@ -204,7 +210,7 @@ class Importer:
             attrs: Attributes of the function that the nodes belong to.
         """
         for node in graph:
-            where = f"node '{node.name or (node.outputs[0].name if node.outputs else '')}' ({node.op_type})"
+            where = title_of(node)
             try:
                 results = self._node(node, env, opsets, attrs, deep, where)
             except Refusal as refusal:
@@ -213,8 +219,9 @@ class Importer:
             if any(index >= len(results) or results[index] is None for index in wanted):
                 raise IRError(f"{where} has more outputs than are made for these inputs")
             env.update((node.outputs[index], slot) for index in wanted if (slot := results[index]) is not None)
-            if len(self.made.steps) > MOST_STEPS:
-                raise IRError(f"{where} makes the graph longer than {MOST_STEPS} operations")
+            self.read_nodes += 1
+            if self.read_nodes > MOST_NODES:
+                raise IRError(f"{where} makes the graph longer than {MOST_NODES} nodes, with those of loops in a row")
 
     def _node(
         self, node: ir.Node, env: Env, opsets: Mapping[str, int], attrs: Attributes, deep: int, where: str
@@ -236,7 +243,7 @@ class Importer:
         types = [None if x is None else x.fake for x in inputs]
         body = Body(function) if function is not None else body_of(node, call, domain, types)
         if body is None:
-            raise Refusal(f"is an operator{f' of domain {domain}' if domain else ''} that has no converter")
+            raise Refusal(f"is an operator{f' of domain {shown(domain)}' if domain else ''} that has no converter")
         if deep > 50:
             raise Refusal("is a function that calls itself")
         return self._expand(body, call, inputs, where, deep)
@@ -278,7 +285,9 @@ class Importer:
     def read(self, value: ir.Value, env: Env, where: str) -> Slot:
         """The slot of a value that something before has made. Raises IRError if nothing has."""
         if value not in env:
-            raise IRError(f"{where} reads '{value.name}', which is no input, no initializer and no node's output")
+            raise IRError(
+                f"{where} reads '{shown(str(value.name))}', which is no input, no initializer and no node's output"
+            )
         return env[value]
 
     def apply(self, row: Row, call: Call, inputs: Sequence[Slot | None], where: str) -> list[Slot] | None:
@@ -289,17 +298,13 @@ class Importer:
         call = replace(call, dtypes=tuple(None if slot is None else slot.fake.dtype for slot in inputs))
         sources = frozenset().union(*(slot.sources for slot in inputs if slot is not None))
         given = [self._argument(row, index, slot, inputs, where) for index, slot in enumerate(inputs)]
-        is_known = row.folds and all(slot is None or slot.value is not None for slot in inputs)
-        if row.of_shape or is_known and all(x is None or x.fake.numel() <= MOST_FOLDED for x in inputs):
+        is_known = row.folds and all(x is None or x.value is not None and x.fake.numel() <= MOST_FOLDED for x in inputs)
+        results = self._without_values(row, call, given, where, is_known)
+        if row.of_shape or is_known and (results is None or all(x.numel() <= MOST_FOLDED for x in results)):
             arguments = [x if not isinstance(x, Slot) else x.fake if row.of_shape else x.value for x in given]
             with _disable_current_modes(), torch.no_grad():
-                results = _computed(row, call, arguments, where)
-            if results is None:
-                return None
-            if all(x.numel() <= MOST_FOLDED for x in results):
-                return [self.slot(x, True) for x in results]
-        with self.mode, torch.no_grad():
-            results = _computed(row, call, [x.fake if isinstance(x, Slot) else x for x in given], where)
+                values = _computed(row, call, arguments, where)
+            return None if values is None else [self.slot(x, True) for x in values]
         if results is None:
             return None
         slots = [self.slot(x, False, sources) for x in results]
@@ -311,6 +316,21 @@ class Importer:
             args.append(argument.index if is_tensor else None if argument is None else Constant(argument))
         self.made.steps.append(Step(row.convert, call, tuple(args), tuple(slot.index for slot in slots)))
         return slots
+
+    def _without_values(
+        self, row: Row, call: Call, given: Sequence[Any], where: str, is_known: bool
+    ) -> list[torch.Tensor] | None:
+        """The shapes and dtypes of an operator's results.
+
+        None if its definition is to be used or, of known inputs, if they have to be computed for these.
+        """
+        try:
+            with self.mode, torch.no_grad():
+                return _computed(row, call, [x.fake if isinstance(x, Slot) else x for x in given], where)
+        except Refusal:
+            if is_known:
+                return None
+            raise
 
     def _argument(self, row: Row, index: int, slot: Slot | None, inputs: Sequence[Slot | None], where: str) -> Any:
         """What a converter is given for an input: a slot, or a number or list."""
@@ -330,7 +350,7 @@ class Importer:
     def constant(self, slot: Slot, what: str, where: str) -> torch.Tensor:
         """The value of a slot. Raises NeedsValue if it is no constant."""
         if slot.value is None:
-            names = ", ".join(f"'{name}'" for name in sorted(slot.sources)) or "weights"
+            names = ", ".join(f"'{shown(name)}'" for name in sorted(slot.sources)) or "weights"
             raise NeedsValue(
                 f"{where} needs a constant as its {what}, which decides a shape or a way to go; it depends on {names}",
                 slot.sources,

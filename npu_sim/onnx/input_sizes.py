@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 
 from npu_compiler.errors import InputError, IRError
+from npu_sim.onnx.rows import shown
 
 Sizes = Mapping[str, int | Sequence[int]]
 
@@ -24,17 +25,17 @@ def input_shape(name: str, shape: ir.Shape | None, sizes: Sizes) -> list[int]:
         known = given if shape is None else [x if isinstance(x, int) else None for x in shape]
         same_rank = len(known) == len(given)
         if not same_rank or any(x is not None and x != size for x, size in zip(known, given, strict=True)):
-            raise IRError(f"graph input '{name}' has shape {_written(shape)}, not {list(given)}")
+            raise IRError(f"graph input '{shown(name)}' has shape {_written(shape)}, not {list(given)}")
         return list(given)
     if shape is None:
-        raise IRError(f"graph input '{name}' has no shape; give it, as in --shape {name}=1x3x224x224")
+        raise IRError(f"graph input '{shown(name)}' has no shape; give it, as in --shape {name}=1x3x224x224")
     result = [x if isinstance(x, int) else sizes.get(_name(x)) for x in shape]
     static = [size for size in result if isinstance(size, int)]
     if len(static) < len(result):
         unknown = [_name(x) for x, size in zip(shape, result, strict=True) if not isinstance(size, int)]
         advice = f"{name}=1x3x224x224" if "?" in unknown else f"{unknown[0]}=4"
         raise IRError(
-            f"graph input '{name}' has shape {_written(shape)}, whose sizes are not all known; programs have static "
+            f"graph input '{shown(name)}' has shape {_written(shape)}, whose sizes are not all known; programs have static "
             f"shapes: give them, as in --shape {advice}"
         )
     return static

@@ -22,7 +22,7 @@ class OnnxModule(nn.Module):
 
     Attributes:
         input_names, output_names: Names of the graph's inputs and outputs, in order.
-        examples: Tensors with the inputs' shapes and dtypes, all 0.
+        examples: Tensors with the inputs' shapes and dtypes, and any values.
     """
 
     def __init__(self, made: Steps, name: str) -> None:
@@ -30,7 +30,7 @@ class OnnxModule(nn.Module):
         self.name = name
         self.input_names = list(made.inputs)
         self.output_names = [name for name, _ in made.outputs]
-        self.examples = tuple(torch.zeros(x.fake.shape, dtype=x.fake.dtype) for x in made.inputs.values())
+        self.examples = tuple(torch.empty(x.fake.shape, dtype=x.fake.dtype) for x in made.inputs.values())
         self._inputs = [slot.index for slot in made.inputs.values()]
         self._outputs = [index for _, index in made.outputs]
         self._steps = _with_readers(made)

@@ -63,6 +63,16 @@ class Row:
     of_shape: bool = False
 
 
+def node_title(name: str, op: str) -> str:
+    """Return the words for a node in a message; names from a file are on one line."""
+    return f"node '{shown(name)}' ({shown(op)})"
+
+
+def shown(name: str) -> str:
+    """Return a name of a file for a message: on one line, and not too long."""
+    return (name if name.isprintable() else ascii(name)[1:-1])[:80]
+
+
 def number(value: Any) -> Any:
     """Return the number that a constant of at most one element is; None and tensors as they are."""
     while isinstance(value, list) and len(value) == 1:

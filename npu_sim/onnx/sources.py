@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npu_compiler.errors import InputError
+from npu_compiler.errors import InputError, IRError, reading
 from npu_runtime.pytorch import require_torch
 
 if TYPE_CHECKING:
@@ -44,10 +44,11 @@ def load(
     from npu_sim.onnx.input_sizes import sizes_of
     from npu_sim.onnx.module import OnnxModule
 
-    model = read_model(path)
-    if examples:
-        sizes = sizes_of(model, examples)
-    module = OnnxModule(Importer(model, sizes, values).run(), Path(path).stem)
+    with reading(lambda reason: IRError(f"'{path}' is not an ONNX file that can be read: {reason}")):
+        model = read_model(path)
+        if examples:
+            sizes = sizes_of(model, examples)
+        module = OnnxModule(Importer(model, sizes, values).run(), Path(path).stem)
     for name, given, expected in zip(module.input_names, examples, module.examples, strict=False):
         if given.dtype != expected.dtype:
             raise InputError(f"the example of input '{name}' is {given.dtype}; the model takes {expected.dtype}")

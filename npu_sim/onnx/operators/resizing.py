@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from npu_sim.onnx.rows import Call, Refusal, converts
 
+MOST_SHARES = 2**24  # elements of a matrix
+
 
 @converts("Upsample", static=(1,))
 def _upsample(call: Call, x: Tensor, scales: list[float]) -> Tensor:
@@ -114,6 +116,8 @@ def _matrix(
     places = np.array([_source(call, index, inside, outside, factor, region) for index in range(outside)])
     is_cropped = call.attr("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
     beyond = (places < 0) | (places > inside - 1) if is_cropped else np.zeros(outside, bool)
+    if outside * inside > MOST_SHARES:
+        raise Refusal(f"resizes {inside} to {outside} elements along an axis, which takes a matrix that is too large")
     matrix = np.zeros((outside, inside), np.float32)
     for row, place in enumerate(places):
         terms = _terms(call, float(place), min(factor, 1.0) if call.attr("antialias", 0) else 1.0)

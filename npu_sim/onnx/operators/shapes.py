@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from npu_sim.onnx.dtypes import torch_dtype
 from npu_sim.onnx.rows import ALL, Call, Refusal, converts, number
 
+MOST_COUNTED = 2**24
+
 
 @converts("Shape", of_shape=True)
 def _shape(call: Call, x: Tensor) -> Tensor:
@@ -159,8 +161,8 @@ def _constant_of_shape(call: Call, shape: list[int]) -> Tensor:
 def _range(call: Call, *bounds: Any) -> Tensor:
     start, limit, delta = map(number, bounds)
     count = max(math.ceil((limit - start) / delta), 0)
-    if count > 2**24:
-        raise Refusal(f"makes {count} elements, which are more than {2**24}")
+    if count > MOST_COUNTED:
+        raise Refusal(f"makes {count} elements, which are more than {MOST_COUNTED}")
     values: Tensor = torch.arange(count) * delta + start
     return values.to(call.dtypes[0])
 
