@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,13 @@ def _sort(model: ir.Model, name: str) -> None:
             graph.sort()
         except ValueError as error:
             raise IRError(f"'{name}' has a graph with a cycle") from error
+
+
+def check_inside(folder: str | os.PathLike[str], location: str | os.PathLike[str]) -> None:
+    """Refuse external data that is not in the folder of its model. Raises ValueError."""
+    place = os.path.normpath(location)
+    if not folder or os.path.isabs(place) or place.split(os.sep)[0] == os.pardir:
+        raise ValueError("external data has to be in the folder of the model")
 
 
 def checked(reader: Callable[[], object], what: str) -> object:

@@ -20,7 +20,7 @@ from npu_compiler.errors import IRError, NPUError
 from npu_sim.onnx import operators as _operators  # noqa: F401  # registers the rows
 from npu_sim.onnx.control import CONTROL_FLOW, title_of
 from npu_sim.onnx.dtypes import torch_dtype, torch_tensor
-from npu_sim.onnx.files import DEFAULT_DOMAINS, checked
+from npu_sim.onnx.files import DEFAULT_DOMAINS, check_inside, checked
 from npu_sim.onnx.functions import Body, body_of
 from npu_sim.onnx.input_sizes import check_sizes, input_shape
 from npu_sim.onnx.rows import ROWS, Call, Refusal, Row, shown
@@ -168,6 +168,8 @@ class Importer:
             raise Refusal(f"has the dtype {tensor.dtype.name}")
 
         def read() -> object:
+            if isinstance(tensor, ir.ExternalTensor):
+                check_inside(tensor.base_dir, tensor.location)
             try:
                 return torch_tensor(tensor)
             except Refusal as refusal:

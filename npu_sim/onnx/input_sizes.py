@@ -35,8 +35,8 @@ def input_shape(name: str, shape: ir.Shape | None, sizes: Sizes) -> list[int]:
         unknown = [_name(x) for x, size in zip(shape, result, strict=True) if not isinstance(size, int)]
         advice = f"{name}=1x3x224x224" if "?" in unknown else f"{unknown[0]}=4"
         raise IRError(
-            f"graph input '{shown(name)}' has shape {_written(shape)}, whose sizes are not all known; programs have static "
-            f"shapes: give them, as in --shape {advice}"
+            f"graph input '{shown(name)}' has shape {_written(shape)}, whose sizes are not all known; programs have "
+            f"static shapes: give them, as in --shape {advice}"
         )
     return static
 

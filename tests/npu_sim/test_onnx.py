@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import npu_compiler
 import npu_sim
+from benchmarks.pages import onnx_operators
 from npu_compiler import InputError, IRError
 from npu_sim.cli import app
 from npu_sim.onnx.control import CONTROL_FLOW
@@ -77,6 +78,12 @@ def test_the_summary_of_the_node_tests_has_no_fault_and_nine_in_ten_right() -> N
     assert not facts["faults"]
     assert facts["inside"]["right"] >= 0.9 * sum(facts["inside"].values())
     assert sum(facts["outside"].values()) + sum(facts["inside"].values()) == facts["tests"]
+
+
+def test_the_page_of_operators_is_up_to_date() -> None:
+    written = onnx_operators.document(json.loads(onnx_suite.SUMMARY.read_text()))
+    page = onnx_operators.DOCS / "onnx_operators.md"
+    assert page.read_text() == written, "run `python -m benchmarks.pages.onnx_operators`"
 
 
 def test_a_wrong_result_is_found_by_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +398,21 @@ def test_missing_external_data_is_named(tmp_path: Path) -> None:
     onnx.save_model(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     (tmp_path / "weights.bin").unlink()
     with pytest.raises(IRError, match="cannot read the data of initializer 'layer.weight'"):
+        load(path)
+
+
+@pytest.mark.parametrize("location", ["../weights.bin", "/etc/passwd", "a/../../weights.bin"])
+def test_external_data_outside_of_the_folder_is_not_read(location: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path, weight = linear(folder / "model.onnx")
+    (tmp_path / "weights.bin").write_bytes(weight.tobytes())
+    model = onnx.load(path)
+    tensor = model.graph.initializer[0]
+    onnx.external_data_helper.set_external_data(tensor, location, 0, weight.nbytes)
+    tensor.ClearField("raw_data")
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(IRError, match="external data has to be in the folder of the model"):
         load(path)
 
 
