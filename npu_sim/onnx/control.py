@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 import torch
 
 from npu_sim.onnx.rows import Call, Refusal, Row, node_title
-
-if TYPE_CHECKING:
-    from npu_sim.onnx.importer import Attributes, Env, Importer, Slot
+from npu_sim.onnx.steps import Attributes, Env, Reader, Slot
 
 MOST_ROUNDS = 1024
 _SELECT = Row(lambda call, x: torch.select(x, call.attr("axis"), call.attr("index")))
@@ -19,7 +17,7 @@ _STACK = Row(lambda call, *parts: torch.stack(parts, call.attr("axis", 0)))
 
 
 def _if(
-    importer: Importer, node: ir.Node, inputs: list[Slot | None], env: Env, opsets: Mapping[str, int], attrs: Attributes
+    importer: Reader, node: ir.Node, inputs: list[Slot | None], env: Env, opsets: Mapping[str, int], attrs: Attributes
 ) -> list[Slot]:
     condition = _given(inputs, 0)
     goes = bool(importer.constant(condition, "condition", title_of(node)).reshape(-1)[0])
@@ -27,7 +25,7 @@ def _if(
 
 
 def _loop(
-    importer: Importer, node: ir.Node, inputs: list[Slot | None], env: Env, opsets: Mapping[str, int], attrs: Attributes
+    importer: Reader, node: ir.Node, inputs: list[Slot | None], env: Env, opsets: Mapping[str, int], attrs: Attributes
 ) -> list[Slot]:
     where, body = title_of(node), _graph(node, "body")
     trips = inputs[0] if inputs else None
@@ -54,7 +52,7 @@ def _loop(
 
 
 def _scan(
-    importer: Importer, node: ir.Node, inputs: list[Slot | None], env: Env, opsets: Mapping[str, int], attrs: Attributes
+    importer: Reader, node: ir.Node, inputs: list[Slot | None], env: Env, opsets: Mapping[str, int], attrs: Attributes
 ) -> list[Slot]:
     where, body = title_of(node), _graph(node, "body")
     facts = importer.attributes(node, attrs, where)
@@ -85,14 +83,14 @@ def _scan(
     return [*states, *stacked]
 
 
-def _stacked(importer: Importer, parts: list[Slot], axis: int, where: str) -> Slot:
+def _stacked(importer: Reader, parts: list[Slot], axis: int, where: str) -> Slot:
     made = importer.apply(_STACK, Call("Stack", 0, {"axis": axis}), parts, where)
     assert made is not None
     return made[0]
 
 
 def _run(
-    importer: Importer, body: ir.Graph, inputs: list[Slot], env: Env, opsets: Mapping[str, int], attrs: Attributes
+    importer: Reader, body: ir.Graph, inputs: list[Slot], env: Env, opsets: Mapping[str, int], attrs: Attributes
 ) -> list[Slot]:
     """The outputs of a subgraph, which sees the values around it."""
     inner = dict(env)

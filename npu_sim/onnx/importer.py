@@ -1,4 +1,4 @@
-"""From an ONNX graph to the steps of a PyTorch module: every node by its row, with shapes and constants on the way.
+"""Makes the steps of a PyTorch module of an ONNX graph: every node by its row, with shapes and constants on the way.
 
 Each node is computed once with tensors that have shapes and dtypes but no values; what is made of constants only is
 computed for good. So sizes that a graph computes of shapes are numbers when a converter needs them.
@@ -7,8 +7,8 @@ computed for good. So sizes that a graph computes of shapes are numbers when a c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
@@ -24,82 +24,11 @@ from npu_sim.onnx.files import DEFAULT_DOMAINS, check_inside, checked
 from npu_sim.onnx.functions import Body, body_of
 from npu_sim.onnx.input_sizes import check_sizes, input_shape
 from npu_sim.onnx.rows import ROWS, Call, Refusal, Row, shown
+from npu_sim.onnx.steps import Attributes, Constant, Env, NeedsValue, Slot, Step, Steps
 
 MOST_FOLDED = 2**16  # elements of a constant that is computed while reading; larger ones are computed by the program
 MOST_NODES = 100_000
 MOST_ELEMENTS = 2**31  # of an input
-
-
-class NeedsValue(IRError):
-    """A node's input must be a constant, but depends on inputs of the graph.
-
-    Attributes:
-        sources: Names of those inputs.
-    """
-
-    def __init__(self, message: str, sources: frozenset[str]) -> None:
-        super().__init__(message)
-        self.sources = sources
-
-
-@dataclass(eq=False)
-class Slot:
-    """A tensor of the module that is being made.
-
-    Attributes:
-        index: Its number.
-        fake: Its shape and dtype.
-        value: Its value, for constants.
-        sources: Graph inputs that it depends on.
-        key: Name of the initializer that it is.
-    """
-
-    index: int
-    fake: torch.Tensor
-    value: torch.Tensor | None = None
-    sources: frozenset[str] = frozenset()
-    key: str | None = None
-
-    @property
-    def other_key(self) -> str:
-        """Its name in a state dict where that of the initializer cannot be one."""
-        return f"initializer_{self.index}"
-
-
-@dataclass(frozen=True)
-class Constant:
-    """An argument of a step that is a plain number or list."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call of a converter: its arguments are numbers of slots, constants, or None."""
-
-    convert: Callable[..., Any]
-    call: Call
-    args: tuple[int | Constant | None, ...]
-    results: tuple[int, ...]
-
-
-@dataclass
-class Steps:
-    """The steps of a graph.
-
-    Attributes:
-        inputs: Name → slot of each graph input, in order.
-        tensors: Slot → initializers and constants that the steps read.
-    """
-
-    inputs: dict[str, Slot] = field(default_factory=dict)
-    tensors: dict[int, Slot] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    outputs: list[tuple[str, int]] = field(default_factory=list)
-
-
-Env = dict[ir.Value, Slot]
-Attributes = Mapping[str, Any]
 
 
 class Importer:
@@ -335,7 +264,7 @@ class Importer:
             raise
 
     def _argument(self, row: Row, index: int, slot: Slot | None, inputs: Sequence[Slot | None], where: str) -> Any:
-        """What a converter is given for an input: a slot, or a number or list."""
+        """Return what a converter is given for an input: a slot, or a number or list."""
         if slot is None:
             return None
         if index in row.static:

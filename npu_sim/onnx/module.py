@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_sim.onnx.importer import Constant, Slot, Steps
+from npu_sim.onnx.steps import Constant, Slot, Steps
 
 
 class OnnxModule(nn.Module):

@@ -28,7 +28,7 @@ import npu_sim
 from npu_compiler.errors import NPUError
 from npu_sim.onnx.dtypes import TORCH_DTYPES
 from npu_sim.onnx.files import NEWEST_OPSET, OLDEST_OPSET
-from npu_sim.onnx.importer import NeedsValue
+from npu_sim.onnx.steps import NeedsValue
 
 SUMMARY = Path(__file__).parents[2] / "docs" / "onnx.json"
 RIGHT, REFUSED, WRONG, RAW = "right", "refused", "wrong", "raw"
@@ -70,7 +70,7 @@ def cases() -> list[Any]:
 
 
 def out_of_scope(model: onnx.ModelProto) -> str:
-    """Why a model is out of scope, by its types, domains and operators alone; empty if it is not."""
+    """Return the reason why a model is out of scope, by its types, domains and operators alone; empty if it is not."""
     opset = max((x.version for x in model.opset_import if x.domain in ("", "ai.onnx")), default=0)
     domains = {node.domain for node in model.graph.node} - {"", "ai.onnx"}
     if domains:
@@ -156,7 +156,7 @@ def _run(
 
 
 def _difference(result: torch.Tensor, expected: torch.Tensor, case: Any) -> str:
-    """How a result differs from what is expected; empty if it does not."""
+    """Return the way in which a result differs from what is expected; empty if it does not."""
     if result.dtype != expected.dtype or result.shape != expected.shape:
         return f"{result.dtype}{list(result.shape)} instead of {expected.dtype}{list(expected.shape)}"
     relative, absolute = _TOLERANCES.get(expected.dtype, _PLAIN_TOLERANCE)
