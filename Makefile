@@ -2,7 +2,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNEL_TESTS := $(addprefix tests/npu_runtime/test_,native.py native_conv.py native_quantized.py integer_kernels.py)
-FUZZED := program run tiles ir gguf safetensors module chip sweep generation cache
+FUZZED := program run tiles ir onnx gguf safetensors module chip sweep generation cache
 FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
 # torch-transformers: the oldest pair that pyproject.toml takes, one between, and the newest that was tried.
@@ -14,7 +14,7 @@ VERSION_TESTS := tests/test_*.py tests/npu_compiler/test_exported_fusions.py tes
     tests/cuda_compiler/test_cuda_resident.py
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples docs/hooks.py
 
-.PHONY: venv demo screenshots gallery test test-all test-decoders test-levels test-aarch64 test-operators test-versions lint sanitize mutants \
+.PHONY: venv demo screenshots gallery test test-all test-decoders test-levels test-aarch64 test-operators test-onnx test-versions lint sanitize mutants \
     fuzz cuda-sources cuda-sanitize bench docs clean
 
 venv: $(STAMP)
@@ -47,6 +47,10 @@ test: venv
 # With the slow tests, which repeat what others test for more compilers, instruction sets, models and mutated kernels.
 test-all: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal
+
+# All node tests of the ONNX project, for some minutes; then the page of ONNX operators.
+test-onnx: venv
+	PYTHONPATH=. $(BIN)/python tests/support/onnx_suite.py; status=$$?; $(BIN)/python -m benchmarks.pages.onnx_operators && exit $$status
 
 # All of PyTorch's operator database, for half an hour; goes on where it stopped, in build/operators.jsonl. Then the page of ops.
 test-operators: venv

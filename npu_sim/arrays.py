@@ -149,7 +149,7 @@ def read_weights(path: Path | None) -> Mapping[str, Any]:
 
     Args:
         path: A .safetensors file or a folder of them (memory-mapped), an .npz file, or a file written by `torch.save`
-            that holds only tensors (.pt, .pth, .bin, .ckpt, .tar). None gives an empty state dict.
+            that holds only tensors (.pt, .pth, .bin, .ckpt, .tar), or an .onnx file. None gives an empty state dict.
 
     Raises:
         WeightError: the file does not exist, is damaged, or holds no state dict.
@@ -165,6 +165,10 @@ def read_weights(path: Path | None) -> Mapping[str, Any]:
             raise WeightError(str(error)) from error
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".tar"):
         return _read_torch(path)
+    if path.suffix == ".onnx":
+        from npu_sim.onnx.sources import weights_of_file
+
+        return weights_of_file(path)
     from npu_runtime.weight_loader import MappedCheckpoint
 
     return MappedCheckpoint(path)

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.dtypes import KNOWN_DTYPES
 from npu_runtime.pytorch import require_torch
+from npu_sim.onnx.sources import SUFFIX as ONNX
+from npu_sim.onnx.sources import Sizes
+from npu_sim.onnx.sources import load as load_onnx
 
 if TYPE_CHECKING:
     import torch
@@ -112,23 +115,32 @@ def write_weights(module: nn.Module, path: Path) -> None:
 
 
 def load_model(
-    source: str, inputs: Sequence[str] = (), *, task: str | None = None, tokens: int = 128
+    source: str,
+    inputs: Sequence[str] = (),
+    *,
+    task: str | None = None,
+    tokens: int = 128,
+    sizes: Sizes | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...], str]:
     """Create a module; returns it with example inputs and its name.
 
     Args:
-        source: `package.module:factory`, `file.py:factory`, or a Hugging Face folder. A factory returns a module, or
-            a module and a tuple of example inputs. It can import modules from the folder of its file or, if it was
-            given as a module, from the current folder.
+        source: `package.module:factory`, `file.py:factory`, an ONNX file, or a Hugging Face folder. A factory returns a
+            module, or a module and a tuple of example inputs. It can import modules from the folder of its file or, if
+            it was given as a module, from the current folder.
         inputs: Dtypes and shapes of the example inputs, such as `float32[1,3,224,224]`. Default: the factory's own.
         task: Task of a Hugging Face folder: one of `TASKS`.
         tokens: Sequence length of a Hugging Face text model.
+        sizes: Sizes of an ONNX model's inputs, by the names of dimensions or inputs.
 
     Raises:
         InputError: the source is not found, is not a module, or there are no example inputs.
     """
     check_source(source, inputs, task)
     require_torch("tracing a model")
+    if Path(source).suffix == ONNX:
+        model = load_onnx(source, sizes)
+        return model, model.examples, model.name
     given = tuple(parse_example(text) for text in inputs)
     if Path(source).is_dir():
         assert task is not None
@@ -157,6 +169,11 @@ def check_source(source: str, inputs: Sequence[str] = (), task: str | None = Non
     for text in inputs:
         _parse_spec(text)
     folder = Path(source)
+    if folder.suffix == ONNX:
+        _check_is_file(folder)
+        if task is not None or inputs:
+            raise InputError("an ONNX model has its own inputs and task; leave out --input and --task")
+        return
     if not folder.is_dir():
         if task is not None:
             raise InputError(f"--task is for a Hugging Face folder, and '{source}' is not a folder")

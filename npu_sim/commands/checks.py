@@ -30,7 +30,7 @@ def check_file(path: Path, what: str) -> Path:
 
 def check_program_or_ir(path: Path) -> Path:
     """The path, if it is a file that can be read: IR by its suffix, else a program."""
-    return check_file(path, "IR file" if path.suffix == ".json" else "program")
+    return check_file(path, "IR file" if path.suffix in (".json", ".onnx") else "program")
 
 
 def check_output(path: Path | None) -> Path | None:

@@ -48,11 +48,11 @@ def programs(incomplete: str) -> list[str]:
 
 
 def programs_and_modules(incomplete: str) -> list[str]:
-    return _files(incomplete, ".npubin", ".npumod")
+    return _files(incomplete, ".npubin", ".npumod", ".onnx")
 
 
 def ir_files(incomplete: str) -> list[str]:
-    return _files(incomplete, ".json")
+    return _files(incomplete, ".json", ".onnx")
 
 
 def ir_and_vision_models(incomplete: str) -> list[str]:
@@ -60,7 +60,7 @@ def ir_and_vision_models(incomplete: str) -> list[str]:
 
 
 def programs_and_ir(incomplete: str) -> list[str]:
-    return _files(incomplete, ".npubin", ".npumod", ".json")
+    return _files(incomplete, ".npubin", ".npumod", ".json", ".onnx")
 
 
 def language_models(incomplete: str) -> list[str]:
@@ -77,7 +77,7 @@ def chips(incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    return [*vision_models(incomplete), *language_models(incomplete), *_files(incomplete, ".npubin", ".json")]
+    return [*vision_models(incomplete), *language_models(incomplete), *_files(incomplete, ".npubin", ".json", ".onnx")]
 
 
 def beginning(incomplete: str, names: Iterable[str]) -> list[str]:

@@ -10,9 +10,11 @@ import typer
 from npu_sim.commands.checks import check_not_overwritten, check_output
 from npu_sim.commands.completion import tasks
 from npu_sim.commands.console import EXIT_DIFFERS, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, Dtype, Inputs, IRFile, Seed, Weights
+from npu_sim.commands.options import AsJSON, Dtype, Inputs, IRFile, Seed, Shapes, Weights
 from npu_sim.commands.resources import weights_for
 from npu_sim.commands.settings import DeviceSettings
+from npu_sim.onnx.sources import SUFFIX as ONNX
+from npu_sim.onnx.sources import parse_sizes
 
 if TYPE_CHECKING:
     pass
@@ -25,7 +27,8 @@ def extract(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="package.module:factory, file.py:factory, or a Hugging Face folder (with --task)."
+            metavar="MODEL",
+            help="package.module:factory, file.py:factory, an ONNX file, or a Hugging Face folder (with --task).",
         ),
     ],
     output: Annotated[
@@ -49,13 +52,14 @@ def extract(
             min=1, metavar="INTEGER", help=f"Sequence length of a Hugging Face text model. Default: {TOKENS}."
         ),
     ] = None,
+    shapes: Shapes = None,
     weights: Annotated[
         Path | None,
         typer.Option(metavar="FILE", callback=check_output, help="Also write the weights to this .safetensors file."),
     ] = None,
     json: AsJSON = False,
 ) -> None:
-    """Extract IR from a PyTorch model."""
+    """Extract IR from a PyTorch or ONNX model."""
     from npu_compiler.errors import InputError
     from npu_sim.extract import check_source, extract_ir, load_model, write_ir, write_weights
 
@@ -63,10 +67,14 @@ def extract(
         raise InputError("--output and --weights name the same file")
     if tokens is not None and not Path(model).is_dir():
         raise InputError("--tokens is for a Hugging Face folder")
+    if shapes and Path(model).suffix != ONNX:
+        raise InputError("--shape is for an ONNX file; describe other inputs with --input")
     check_not_overwritten(output, [Path(model.rpartition(":")[0])])
     check_source(model, inputs or (), task)
     with step(f"creating {model}"):
-        module, examples, name = load_model(model, inputs or (), task=task, tokens=tokens or TOKENS)
+        module, examples, name = load_model(
+            model, inputs or (), task=task, tokens=tokens or TOKENS, sizes=parse_sizes(shapes or ())
+        )
     with step(f"tracing {name}"):
         ir = extract_ir(module, examples, name=name)
         write_ir(ir, output)

@@ -1,4 +1,4 @@
-"""`describe` and `run` for a saved module (`.npumod`)."""
+"""`describe` and `run` for a saved module (`.npumod`), and `run` for an ONNX file."""
 
 from __future__ import annotations
 
@@ -92,3 +92,38 @@ def run_module(
     leaves = content.result.leaves(result) or []
     named = zip(content.result.paths(), leaves, strict=True)
     return {path: x for path, x in named if isinstance(x, np.ndarray)}, used
+
+
+def run_onnx(
+    file: Path, device: Device, inputs: list[str] | None, shapes: list[str] | None, seed: int | None
+) -> tuple[dict[str, np.ndarray], int | None]:
+    """Compile an ONNX file and run it once.
+
+    Args:
+        inputs: Assignments as for `choose_inputs`, by the names of the model's inputs.
+        shapes: Sizes as for `parse_sizes`.
+
+    Returns:
+        The outputs by their names, and the seed of random inputs.
+    """
+    from npu_compiler import TensorSpec
+    from npu_compiler.graph.dtypes import numpy_dtype
+    from npu_sim.commands.resources import inputs_for
+    from npu_sim.module.compiled import compile as compile_module
+    from npu_sim.onnx.sources import load, parse_sizes
+
+    with step(f"compiling {file}"):
+        module = load(file, parse_sizes(shapes or ()))
+        compiled = compile_module(module, module.examples, device=device)
+
+    from npu_sim.onnx.dtypes import tensor_of
+
+    named = list(zip(module.input_names, module.examples, strict=True))
+    specs = [TensorSpec(name, tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in named]
+    arrays, used = inputs_for(specs, inputs, seed)
+    with step(f"running {module.name} on {device.name}"):
+        given = [tensor_of(arrays[spec.name].astype(numpy_dtype(spec.dtype), copy=False)) for spec in specs]
+        results = compiled(*given)
+    results = results if isinstance(results, tuple) else (results,)
+    wide = [x.float() if str(x.dtype) == "torch.bfloat16" else x for x in results]
+    return {name: x.numpy() for name, x in zip(module.output_names, wide, strict=True)}, used

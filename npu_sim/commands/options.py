@@ -92,7 +92,16 @@ IRFile = Annotated[
         metavar="IR",
         callback=_ir_file,
         autocompletion=ir_files,
-        help="IR file (JSON), from `npu-sim extract` or torch_ir.",
+        help="IR file (JSON), from `npu-sim extract` or torch_ir; or an ONNX file.",
+    ),
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        metavar="NAME=SIZE",
+        help="For ONNX: size of a dynamic dimension, such as batch=4, or shape of an input, such as x=1x3x224x224; "
+        "repeatable.",
     ),
 ]
 ProgramFile = Annotated[
@@ -107,7 +116,7 @@ RunnableFile = Annotated[
         metavar="PROGRAM",
         callback=_program_file,
         autocompletion=programs_and_modules,
-        help="Compiled program (.npubin) or saved module (.npumod).",
+        help="Compiled program (.npubin), saved module (.npumod) or ONNX file.",
     ),
 ]
 LanguageModelName = Annotated[
@@ -197,7 +206,7 @@ Weights = Annotated[
         "-w",
         metavar="FILE",
         callback=checks.check_weights,
-        help="Weights: .safetensors (or a folder of them), .npz, .pt or .pth.",
+        help="Weights: .safetensors (or a folder of them), .npz, .pt, .pth or .onnx.",
     ),
 ]
 Inputs = Annotated[

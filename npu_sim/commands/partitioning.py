@@ -28,7 +28,9 @@ def partition(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", autocompletion=ir_and_vision_models, help="IR file (JSON), or vision model by name."
+            metavar="MODEL",
+            autocompletion=ir_and_vision_models,
+            help="IR file (JSON), ONNX file, or vision model by name.",
         ),
     ],
     json: AsJSON = False,

@@ -52,7 +52,7 @@ def profile(
 
     check_not_overwritten(trace, [file, weights, *assigned_files(inputs)])
     divided: PartitionPlan | None = None
-    if file.suffix != ".json":
+    if file.suffix not in (".json", ".onnx"):
         model = CompiledProgram.load(file, allow_code)
         state = weights_for(model, weights)
         arrays, used_seed = inputs_for(model.input_specs, inputs, seed)

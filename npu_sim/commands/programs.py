@@ -12,7 +12,7 @@ from npu_sim.commands.checks import check_not_overwritten, check_output, check_p
 from npu_sim.commands.completion import programs_and_ir, targets
 from npu_sim.commands.console import note, print_json, step
 from npu_sim.commands.modules import SUFFIX as MODULE
-from npu_sim.commands.modules import describe_module, run_module
+from npu_sim.commands.modules import describe_module, run_module, run_onnx
 from npu_sim.commands.options import (
     ActivationFormat,
     AllowCode,
@@ -23,13 +23,15 @@ from npu_sim.commands.options import (
     IRFile,
     RunnableFile,
     Seed,
+    Shapes,
     WeightFormat,
     Weights,
 )
-from npu_sim.commands.resources import inputs_for, load_onto, weights_for
+from npu_sim.commands.resources import inputs_for, load_onto, read_graph, weights_for
 from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.stages import describe_stages
 from npu_sim.commands.targets import find_target
+from npu_sim.onnx.sources import SUFFIX as ONNX
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 def compile(
     ir: IRFile,
+    *,
+    shapes: Shapes = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", callback=check_output, help="Output file (.npubin)."),
@@ -70,9 +74,9 @@ def compile(
     ] = False,
     json: AsJSON = False,
 ) -> None:
-    """Compile IR into a program (.npubin)."""
+    """Compile IR or an ONNX model into a program (.npubin)."""
     from npu_compiler import compile as compile_ir
-    from npu_compiler import read_ir, trace_compilation
+    from npu_compiler import trace_compilation
     from npu_compiler.errors import InputError
 
     if full and not stages:
@@ -83,7 +87,7 @@ def compile(
     codegen = find_target(target, phase_clocks)
     options = _compile_options(dtype, quantization, activations, disable_fusion or ())
     with step(f"reading {ir}"):
-        graph = read_ir(ir)
+        graph = read_graph(ir, shapes)
     for text in describe_stages(trace_compilation(graph, codegen, options), full=full) if stages else ():
         typer.echo(text, err=json)
     if output is None:
@@ -130,16 +134,16 @@ def describe(
             metavar="FILE",
             callback=check_program_or_ir,
             autocompletion=programs_and_ir,
-            help="Compiled program (.npubin), saved module (.npumod) or IR file (.json).",
+            help="Compiled program (.npubin), saved module (.npumod), IR file (.json) or ONNX file.",
         ),
     ],
     full: Annotated[bool, typer.Option("--full", help="Show every layer, also those like the one before.")] = False,
     json: AsJSON = False,
 ) -> None:
-    """Show the totals, kernels, buffers and weights of a program, the nodes of an IR file, or a saved module."""
+    """Show the kernels, buffers and weights of a program, the nodes of an IR or ONNX file, or a saved module."""
     if file.suffix == MODULE:
         describe_module(file, json)
-    elif file.suffix == ".json":
+    elif file.suffix in (".json", ".onnx"):
         _describe_graph(file, json)
     else:
         _describe_program(file, full, json)
@@ -237,6 +241,7 @@ def run(
     *,
     weights: Weights = None,
     inputs: Inputs = None,
+    shapes: Shapes = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -248,7 +253,7 @@ def run(
     seed: Seed = None,
     json: AsJSON = False,
 ) -> None:
-    """Run a program or a saved module once."""
+    """Run a program, a saved module or an ONNX model once."""
     from npu_compiler import CompiledProgram
     from npu_compiler.errors import InputError
     from npu_runtime import Executor
@@ -257,11 +262,16 @@ def run(
     from npu_sim.devices import simulated
 
     check_not_overwritten(output, [program_file, weights, *assigned_files(inputs)])
-    if program_file.suffix == MODULE:
+    if shapes and program_file.suffix != ONNX:
+        raise InputError("--shape is for an ONNX file; a program has static shapes")
+    if program_file.suffix in (MODULE, ONNX):
         if weights is not None:
             raise InputError(f"'{program_file}' has its weights inside; leave out --weights")
         chosen = device_settings.open()
-        values, used_seed = run_module(program_file, chosen, inputs, allow_code, seed)
+        if program_file.suffix == ONNX:
+            values, used_seed = run_onnx(program_file, chosen, inputs, shapes, seed)
+        else:
+            values, used_seed = run_module(program_file, chosen, inputs, allow_code, seed)
         chip = simulated(chosen)
         time = None if chip is None else {"chip": chip.chip.name, "latency_us": 1e6 * chip.simulated_seconds}
         _report(chosen.name, used_seed, values, output, json, time)

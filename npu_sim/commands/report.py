@@ -77,8 +77,8 @@ ModelFile = Annotated[
         metavar="MODEL|PROGRAM",
         callback=_model,
         autocompletion=models,
-        help="IR file (JSON), compiled program (.npubin), vision model by name, or a language model: Hugging Face id, "
-        "folder, .gguf file or smollm2.",
+        help="IR file (JSON), ONNX file, compiled program (.npubin), vision model by name, or a language model: "
+        "Hugging Face id, folder, .gguf file or smollm2.",
     ),
 ]
 Target = Annotated[

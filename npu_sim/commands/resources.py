@@ -69,6 +69,25 @@ def _open(name: str | None, no_tune: bool) -> Device:
     return device
 
 
+def read_graph(path: Path, shapes: Sequence[str] | None) -> IRGraph:
+    """The graph of an IR file, or of an ONNX file with these sizes.
+
+    Raises:
+        InputError: sizes are given for what is no ONNX file.
+        IRError: the file cannot be read.
+    """
+    from npu_compiler import read_ir
+    from npu_compiler.errors import InputError
+
+    if not shapes:
+        return read_ir(path)
+    from npu_sim.onnx.sources import SUFFIX, ir_of_file, parse_sizes
+
+    if path.suffix != SUFFIX:
+        raise InputError("--shape is for an ONNX file; other IR has static shapes")
+    return read_ir(ir_of_file(path, parse_sizes(shapes)))
+
+
 def weights_for(model: CompiledProgram | IRGraph, weights: Path | None) -> Mapping[str, Any]:
     """The state dict in that file, empty without one.
 
@@ -77,12 +96,19 @@ def weights_for(model: CompiledProgram | IRGraph, weights: Path | None) -> Mappi
     """
     from npu_compiler import CompiledProgram
     from npu_compiler.errors import WeightError
+    from npu_compiler.program.plan import WeightSpec
     from npu_sim.arrays import read_weights
+    from npu_sim.onnx.sources import SUFFIX
 
     needed = model.weight_specs if isinstance(model, CompiledProgram) else model.weights
     if weights is None and needed:
         raise WeightError(f"'{model.name}' has {len(needed)} weights; give their file with --weights")
-    return read_weights(weights)
+    state = read_weights(weights)
+    if weights is None or weights.suffix != SUFFIX:
+        return state
+    recipes = (weight.recipe if isinstance(weight, WeightSpec) else weight for weight in needed.values())
+    keys = {key for recipe in recipes for key in recipe.keys()}
+    return {key: tensor for key, tensor in state.items() if key in keys}  # an ONNX file holds shapes and the like too
 
 
 def load_onto(device: Device, program: CompiledProgram, state: Mapping[str, Any]) -> dict[str, DeviceBuffer]:

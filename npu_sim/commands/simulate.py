@@ -104,8 +104,8 @@ def simulate(
         typer.Argument(
             metavar="MODEL",
             autocompletion=models,
-            help="Compiled program (.npubin), IR file (.json), vision model by name, or a language model: Hugging Face "
-            "id, folder (a config.json is enough), .gguf file or smollm2.",
+            help="Compiled program (.npubin), IR file (.json), ONNX file, vision model by name, or a language model: "
+            "Hugging Face id, folder (a config.json is enough), .gguf file or smollm2.",
         ),
     ],
     npu: Annotated[
@@ -292,7 +292,7 @@ def _check_model(
         if dtype is not None or quantization is not None:
             raise InputError("--dtype and --quantization are chosen when a program is compiled")
         kind = "program"
-    elif path.suffix == ".json":
+    elif path.suffix in (".json", ".onnx"):
         check_file(path, "IR file")
         kind = "ir"
     elif model in MODELS:

@@ -33,6 +33,8 @@ from npu_sim.module.shapes import Key, dimension_names, same_layout
 from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
 from npu_sim.module.trace import Trace, export, load_exported, trace_module
 from npu_sim.module.watch import PlainTensors, WeightWatch, live_tensor
+from npu_sim.onnx.sources import SUFFIX as ONNX
+from npu_sim.onnx.sources import load as load_onnx
 
 
 def compile(
@@ -54,9 +56,11 @@ def compile(
     graph is compiled in several, with Python in between: `report()` lists why.
 
     Args:
-        module: A module in eval mode with all its tensors on one device; an `ExportedProgram`; or a `.pt2` file.
+        module: A module in eval mode with all its tensors on one device; an `ExportedProgram`; a `.pt2` or
+            an `.onnx` file.
         args: Example positional arguments (a tensor stands for a tuple of one). Other values than tensors become a part
-            of the compiled graph. Not for an `ExportedProgram`, which has its own.
+            of the compiled graph. Not for an `ExportedProgram`, which has its own; an ONNX model needs some only where
+            its sizes are dynamic.
         kwargs: Example keyword arguments.
         device: An `npu_runtime.Device`, or the name of one. Default: the GPU for CUDA tensors, else the CPU.
         dtype: Compute dtype: `float16`, `bfloat16` or `float32`. Default: the module's own.
@@ -80,8 +84,15 @@ def compile(
         return _compile_module(module, given, kwargs or {}, options, dynamic_shapes, buckets)
     if not isinstance(module, (ExportedProgram, str, Path)):
         raise InputError(
-            f"cannot compile a {type(module).__name__}: give a torch.nn.Module, an ExportedProgram or a .pt2"
+            f"cannot compile a {type(module).__name__}: give a torch.nn.Module, an ExportedProgram, or the path of a "
+            ".pt2 or .onnx file"
         )
+    if isinstance(module, (str, Path)) and Path(module).suffix == ONNX:
+        if kwargs or dynamic_shapes is not None or buckets:
+            raise InputError(
+                "an ONNX model is compiled for static shapes: give examples of its inputs, in order, as args"
+            )
+        return _compile_onnx(module, (args,) if isinstance(args, torch.Tensor) else tuple(args), options)
     if args or kwargs or dynamic_shapes is not None or buckets:
         raise InputError("an exported program has its own example arguments and dynamic shapes; give none")
     program = module if isinstance(module, ExportedProgram) else load_exported(module)
@@ -121,6 +132,12 @@ def _compile_module(
     if buckets or stored:
         raise obstacle
     return _with_breaks(module, args, kwargs, options, dynamic_shapes is not None, obstacle)
+
+
+def _compile_onnx(path: str | Path, args: tuple[Any, ...], options: Options) -> CompiledModule:
+    """`compile` of an ONNX file, for the shapes of the example arguments if there are any."""
+    model = load_onnx(path, examples=args)
+    return CompiledModule(trace_module(export(model, model.examples), model.name), model, options)
 
 
 def _with_breaks(

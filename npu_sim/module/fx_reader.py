@@ -254,7 +254,7 @@ class Nodes:
             for x in arguments
             if x.alias_info is not None and x.alias_info.is_write and isinstance(values.get(x.name), (Reference, list))
         ]
-        if not written:
+        if not written or target is torch.ops.aten.detach_.default:  # it changes no values; `torch.tensor()` calls it
             return
         first = values.get(arguments[0].name)
         if written != [arguments[0].name] or not isinstance(first, Reference) or not is_in_place(str(target)):

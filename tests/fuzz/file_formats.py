@@ -107,6 +107,20 @@ def _reference(meta: Any) -> list[Any]:
     return [meta["name"], None] if producer is None else [producer, meta.get("producer_output_idx")]
 
 
+def open_onnx(data: bytes) -> Any:
+    import onnx
+    from google.protobuf.json_format import MessageToDict
+
+    return MessageToDict(onnx.ModelProto.FromString(data), preserving_proto_field_name=True)
+
+
+def seal_onnx(content: Any) -> bytes:
+    import onnx
+    from google.protobuf.json_format import ParseDict
+
+    return bytes(ParseDict(content, onnx.ModelProto()).SerializeToString())
+
+
 def open_safetensors(data: bytes) -> dict[str, Any]:
     """The header, how much longer it claims to be than it is, and the data."""
     end = 8 + int.from_bytes(data[:8], "little")

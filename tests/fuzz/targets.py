@@ -24,6 +24,7 @@ from npu_compiler import (
     ConstraintError,
     DeviceError,
     InputError,
+    IRError,
     NPUError,
     ProgramFormatError,
     QuantizedFormat,
@@ -88,6 +89,12 @@ def corpus(name: str) -> list[bytes]:
         return [b"arrival_seconds,prompt_tokens,new_tokens\n0,100,20\n0.25,30,5\n", b"3,1,1\n1e-3,128,40\n1.5,7,300\n"]
     if name == "generation":
         return [json.dumps(settings).encode() for settings in _GENERATION]
+    if name == "onnx":
+        import onnx
+
+        return [
+            onnx.parser.parse_model(path.read_text()).SerializeToString() for path in sorted((CORPUS / name).iterdir())
+        ]
     if name in ("program", "run"):
         files = sorted((CORPUS / "ir").iterdir())
         formats = {"table": QuantizedFormat("int8"), "k": QuantizedFormat("int4", 4, "float16", "minimum")}
@@ -195,6 +202,27 @@ def _read_graph(folder: Path) -> Check:
         except ConstraintError:
             return "partitioned"
         return run(CompiledProgram.from_bytes(program.to_bytes())) if parts else "compiled to nothing"
+
+    return check
+
+
+def _read_onnx(folder: Path) -> Check:
+    """Reads an ONNX file and compiles its graph."""
+    import logging
+
+    from npu_sim.onnx.sources import ir_of_file
+
+    path = folder / "model.onnx"
+    logging.disable(logging.CRITICAL)
+
+    def check(data: bytes) -> str:
+        path.write_bytes(data)
+        graph = read_ir(ir_of_file(path))
+        try:
+            compile(graph)
+        except ConstraintError:
+            return "read"
+        return "compiled"
 
     return check
 
@@ -542,6 +570,7 @@ TARGETS = {
     "run": Target(_run_program, NPUError, _PROGRAM, 10),
     "ir": Target(_read_graph, NPUError, _GRAPH, 10),
     "gguf": Target(_read_language_model, NPUError, ((file_formats.open_gguf, file_formats.seal_gguf),)),
+    "onnx": Target(_read_onnx, IRError, ((file_formats.open_onnx, file_formats.seal_onnx),), 10),
     "safetensors": Target(_read_weights, WeightError, _WEIGHTS, 20),
     "module": Target(_load_module, NPUError, _MODULE, 10),
     "tiles": Target(_run_tiles, NPUError, ((_open_tiles, _seal_tiles),), 10),

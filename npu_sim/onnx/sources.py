@@ -1,0 +1,96 @@
+"""ONNX files for the rest of the project: as a module, as IR, and as weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npu_compiler.errors import InputError, IRError, reading
+from npu_runtime.pytorch import require_torch
+
+if TYPE_CHECKING:
+    import torch
+
+    from npu_sim.onnx.module import OnnxModule
+
+SUFFIX = ".onnx"
+INSTALL = "pip install 'npu-simulation[onnx]'"
+Sizes = Mapping[str, int | Sequence[int]]
+
+
+def load(
+    path: str | Path,
+    sizes: Sizes | None = None,
+    values: Mapping[str, torch.Tensor] | None = None,
+    examples: Sequence[torch.Tensor] = (),
+) -> OnnxModule:
+    """Read an ONNX file as a PyTorch module in eval mode.
+
+    Args:
+        path: The file; external data is read from beside it.
+        sizes: Name of a dynamic dimension → its size, and name of an input → its shape.
+        values: Name of an input → its value, with which the input is a constant: for inputs that decide shapes.
+        examples: Tensors with the shapes of the inputs, in order, instead of `sizes`.
+
+    Raises:
+        IRError: the file is damaged, or says what has no form in IR; one sentence names the node.
+        InputError: the packages that read ONNX are not installed, or the examples are not those of the inputs.
+    """
+    require_onnx()
+    from npu_sim.onnx.files import read_model
+    from npu_sim.onnx.importer import Importer
+    from npu_sim.onnx.input_sizes import sizes_of
+    from npu_sim.onnx.module import OnnxModule
+
+    with reading(lambda reason: IRError(f"'{path}' is not an ONNX file that can be read: {reason}")):
+        model = read_model(path)
+        if examples:
+            sizes = sizes_of(model, examples)
+        module = OnnxModule(Importer(model, sizes, values).run(), Path(path).stem)
+    for name, given, expected in zip(module.input_names, examples, module.examples, strict=False):
+        if given.dtype != expected.dtype:
+            raise InputError(f"the example of input '{name}' is {given.dtype}; the model takes {expected.dtype}")
+    return module
+
+
+def require_onnx() -> None:
+    """Check that the packages that read ONNX are installed. Raises InputError if not."""
+    require_torch("reading an ONNX model")
+    if find_spec("onnx_ir") is None or find_spec("onnx") is None:
+        raise InputError(f"reading an ONNX model needs the packages onnx and onnx-ir: {INSTALL}")
+
+
+def ir_of_file(path: str | Path, sizes: Sizes | None = None) -> dict[str, Any]:
+    """The IR of an ONNX file. Errors as in `load`."""
+    module = load(path, sizes)
+    from npu_sim.module.trace import export, plain_ir, trace
+    from npu_sim.onnx.module import identifiers
+
+    ir = plain_ir(trace(export(module, module.examples), module.name))
+    names = identifiers(module.output_names)
+    return {**ir, "output_names": names} if len(names) == len(ir["graph_outputs"]) else ir
+
+
+def parse_sizes(texts: Sequence[str]) -> dict[str, int | list[int]]:
+    """Sizes from texts such as `batch=4` and `image=1x3x224x224`. Raises InputError if one is not like these."""
+    sizes: dict[str, int | list[int]] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        numbers = value.split("x")
+        if not name or not all(x.isascii() and x.isdigit() for x in numbers):
+            raise InputError(
+                f"--shape takes a dimension's size or an input's shape, such as batch=4 or x=1x3x8, not {text}"
+            )
+        sizes[name] = int(value) if len(numbers) == 1 else [int(x) for x in numbers]
+    return sizes
+
+
+def weights_of_file(path: str | Path) -> dict[str, torch.Tensor]:
+    """The initializers of an ONNX file, by the keys that its IR has for them. Raises as `load` does."""
+    require_onnx()
+    from npu_sim.onnx.files import read_model
+    from npu_sim.onnx.importer import initializers_of
+
+    return initializers_of(read_model(path))

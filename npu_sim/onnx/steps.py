@@ -1,0 +1,103 @@
+"""The steps of a graph while they are made: tensors with and without values, and calls of converters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import onnx_ir as ir
+import torch
+
+from npu_compiler.errors import IRError
+from npu_sim.onnx.rows import Call, Row
+
+
+class NeedsValue(IRError):
+    """A node's input must be a constant, but depends on inputs of the graph.
+
+    Attributes:
+        sources: Names of those inputs.
+    """
+
+    def __init__(self, message: str, sources: frozenset[str]) -> None:
+        super().__init__(message)
+        self.sources = sources
+
+
+@dataclass(eq=False)
+class Slot:
+    """A tensor of the module that is being made.
+
+    Attributes:
+        index: Its number.
+        fake: Its shape and dtype.
+        value: Its value, for constants.
+        sources: Graph inputs that it depends on.
+        key: Name of the initializer that it is.
+    """
+
+    index: int
+    fake: torch.Tensor
+    value: torch.Tensor | None = None
+    sources: frozenset[str] = frozenset()
+    key: str | None = None
+
+    @property
+    def other_key(self) -> str:
+        """Return its name in a state dict where that of the initializer cannot be one."""
+        return f"initializer_{self.index}"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An argument of a step that is a plain number or list."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of a converter: its arguments are numbers of slots, constants, or None."""
+
+    convert: Callable[..., Any]
+    call: Call
+    args: tuple[int | Constant | None, ...]
+    results: tuple[int, ...]
+
+
+@dataclass
+class Steps:
+    """The steps of a graph.
+
+    Attributes:
+        inputs: Name → slot of each graph input, in order.
+        tensors: Slot → initializers and constants that the steps read.
+    """
+
+    inputs: dict[str, Slot] = field(default_factory=dict)
+    tensors: dict[int, Slot] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    outputs: list[tuple[str, int]] = field(default_factory=list)
+
+
+Env = dict[ir.Value, Slot]
+Attributes = Mapping[str, Any]
+
+
+class Reader(Protocol):
+    """The importer as control flow uses it."""
+
+    def slot(self, value: torch.Tensor, known: bool) -> Slot: ...
+
+    def constant(self, slot: Slot, what: str, where: str) -> torch.Tensor: ...
+
+    def tensor(self, tensor: ir.TensorProtocol, what: str) -> torch.Tensor: ...
+
+    def read(self, value: ir.Value, env: Env, where: str) -> Slot: ...
+
+    def apply(self, row: Row, call: Call, inputs: Sequence[Slot | None], where: str) -> list[Slot] | None: ...
+
+    def attributes(self, node: ir.Node, attrs: Attributes, where: str) -> dict[str, Any]: ...
+
+    def run_nodes(self, graph: Iterable[ir.Node], env: Env, opsets: Mapping[str, int], attrs: Attributes) -> None: ...
