@@ -16,8 +16,7 @@ def as_written(graph: IRGraph, names: Collection[str]) -> IRGraph:
     """The graph with these composites as the ops that they were written as.
 
     Args:
-        graph: A graph as it was read, no stage has changed it.
-        names: Names of composites that `is_closed` holds for.
+        names: Names of closed composites.
     """
     by_last = {c.parts.nodes[-1].name: c for c in graph.composites if c.node.name in names}
     gone = {part.name for composite in by_last.values() for part in composite.parts.nodes}
@@ -31,8 +30,10 @@ def as_written(graph: IRGraph, names: Collection[str]) -> IRGraph:
 
 
 def is_closed(composite: Composite, graph: IRGraph) -> bool:
-    """Whether nothing but the composite's outputs is read of what its parts make."""
+    """Whether a composite can take the place of its parts: all are there, and nothing else reads what is inside."""
     parts = {node.name for node in composite.parts.nodes}
+    if not parts <= {node.name for node in graph.nodes} or not graph.tensors.keys() >= set(composite.node.inputs):
+        return False
     inner = {name for node in composite.parts.nodes for name in node.outputs} - set(composite.node.outputs)
     read = {name for node in graph.nodes if node.name not in parts for name in node.inputs}
     return not inner & (read | set(graph.outputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from npu_compiler.graph.composites import closed_composites
 from npu_compiler.graph.model import IRGraph, OpNode
 
 
@@ -32,11 +33,9 @@ def graph_to_dict(graph: IRGraph) -> dict[str, Any]:
             "attrs": dict(node.attrs),
         }
 
-    names = {node.name for node in graph.nodes}
     composites = [
         {"node": described(composite.node), "parts": [node.name for node in composite.parts.nodes]}
-        for composite in graph.composites
-        if names.issuperset(node.name for node in composite.parts.nodes)
+        for composite in closed_composites(graph)
     ]
     keys = {name: next(recipe.keys()) for name, recipe in graph.weights.items()}
     named = {**keys, **{name: name for name in graph.constants}}
