@@ -19,6 +19,7 @@ launch, and the shares of DRAM's bandwidth and of the arrays' peak that are reac
 rules of its own. Errors are of all rows."""
 # Sets that are also summed up together.
 TOGETHER = {"v6e attention, both": ("v6e attention", "v6e paged attention")}
+_COLORS = 16  # of the figure, which keeps its file small
 WORST = 3  # rows of a set
 NOTES = {
     "v6e GEMM": "Products of bfloat16; name: rows × summed × columns. Operands come from HBM.",
@@ -66,7 +67,7 @@ def document(outcomes: dict[str, list[Outcome]]) -> str:
             f"| {group} | {len(each)} | {middle:.1%} | {average:.1%} | {ninetieth:.1%} | {signed:+.1%} "
             f"| {rank_correlation(each):.3f} |"
         )
-    lines += ["", "![Simulated and measured times](../images/silicon.svg)", ""]
+    lines += ["", "![Simulated and measured times](../images/silicon.png)", ""]
     for group, each in outcomes.items():
         lines += [f"## {group}", "", *_section(group, each), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -100,15 +101,15 @@ def _shares(result: Result) -> str:
 
 
 def draw(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
-    """Scatter plots of simulated over measured times, one for each set, with the lines of ±20 %."""
+    """Scatter plots of simulated over measured times, one for each set, with the lines of ±20 %, as a PNG."""
     import io
 
     import matplotlib
+    from PIL import Image
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    matplotlib.rcParams["svg.hashsalt"] = "npu"
     columns = 3
     rows = -(-len(outcomes) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.4 * rows), squeeze=False)
@@ -118,9 +119,11 @@ def draw(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
         _scatter(axis, group, each)
     figure.tight_layout()
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(buffer, format="png", dpi=120)
     plt.close(figure)
-    write_atomically(path, buffer.getvalue())
+    small = io.BytesIO()
+    Image.open(buffer).convert("RGB").quantize(_COLORS).save(small, format="png", optimize=True)
+    write_atomically(path, small.getvalue())
 
 
 def _scatter(axis: Any, group: str, outcomes: Sequence[Outcome]) -> None:
