@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -106,24 +107,37 @@ def save(path: Path, layers: Sequence[Layer]) -> None:
     write_atomically(path, f'{head[:-1]}, "layers": [\n{rows}\n]}}\n'.encode())
 
 
+def together(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, those of a cascade as one: its cycles are counted at its last call."""
+    joined: list[Layer] = []
+    waiting: list[Layer] = []
+    for layer in layers:
+        waiting.append(layer)
+        if layer.ours:
+            names = dict.fromkeys((waiting[0].name, layer.name))
+            theirs, ours = sum(each.theirs for each in waiting), sum(each.ours for each in waiting)
+            joined.append(Layer(layer.model, " … ".join(names), theirs, ours))
+            waiting = []
+    return joined
+
+
 def table(layers: Sequence[Layer]) -> str:
-    """A Markdown table, a row per model: totals with and without the first layer, and the ratios of the others."""
-    lines = [
-        "| model | layers | Vela, cycles | ours | ratio | without the first layer | median ratio of a layer | 10th to 90th "
-        "percentile | farthest |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
+    """A Markdown table, a row per model: totals, those without the first layer, and the ratios of the other layers."""
+    titles = ("model", "layers", "Vela, cycles", "ours", "ratio", "without the first")
+    lines = [f"| {' | '.join((*titles, 'median ratio of a layer', '10th to 90th percentile', 'farthest'))} |"]
+    lines.append(f"|---|{'--:|' * 7}---|")
     for model in dict.fromkeys(layer.model for layer in layers):
-        own = [layer for layer in layers if layer.model == model]
+        own = together([layer for layer in layers if layer.model == model])
         theirs, ours = sum(layer.theirs for layer in own), sum(layer.ours for layer in own)
-        rest = [layer for layer in own[1:] if layer.theirs]
+        rest = own[1:]
+        without = sum(layer.ours for layer in rest) / sum(layer.theirs for layer in rest)
         ratios = [layer.ours / layer.theirs for layer in rest]
         tenths = quantiles(ratios, n=10)
-        far = max(rest, key=lambda layer: max(layer.ours, 1) / layer.theirs + layer.theirs / max(layer.ours, 1))
-        without = sum(layer.ours for layer in rest) / sum(layer.theirs for layer in rest)
+        far = max(rest, key=lambda layer: abs(math.log(layer.ours / layer.theirs)))
         lines.append(
-            f"| {model} | {len(own)} | {theirs:,} | {ours:,} | {ours / theirs:.2f} | {without:.2f} | {median(ratios):.2f} "
-            f"| {tenths[0]:.2f} to {tenths[-1]:.2f} | {far.name}: {far.theirs:,} and {far.ours:,} |"
+            f"| {model} | {len(own)} | {theirs:,} | {ours:,} | {ours / theirs:.2f} | {without:.2f} "
+            f"| {median(ratios):.2f} | {tenths[0]:.2f} to {tenths[-1]:.2f} "
+            f"| {far.name}: {far.theirs:,} and {far.ours:,} |"
         )
     return "\n".join(lines) + "\n"
 
