@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_compiler.errors import ConstraintError
+from npu_compiler.errors import InputError
 from npu_compiler.graph.model import IRGraph, OpNode
 
 _INT8, _INT32 = 9, 2  # TensorType
@@ -69,7 +69,7 @@ def network_of(graph: IRGraph) -> Network:
     Activations become fields of the operators before them, and paddings those of the convolutions behind.
 
     Raises:
-        ConstraintError: the graph holds another op.
+        InputError: the graph holds another op.
     """
     return _Converter(graph).run()
 
@@ -112,7 +112,7 @@ class _Converter:
             case "aten.flatten" | "aten.view":
                 self._operator(node, _RESHAPE, (source, self._constant(node, shape)), shape)
             case _:
-                raise ConstraintError(f"node '{node.name}' ({node.op_type}) has no form in such a TFLite file")
+                raise InputError(f"node '{node.name}' ({node.op_type}) has no form in such a TFLite file")
 
     def _fuses(self, node: OpNode) -> bool:
         """Make an activation a field of the operator that alone makes what it reads."""
