@@ -105,8 +105,7 @@ class _Converter:
                 operands = (source, self._weight(node, (filters, inner)), self._bias(node, filters))
                 self._operator(node, _FULL, operands, shape, FusedActivationFunction=_NONE)
             case "aten.add":
-                operands = (source, self._number[node.inputs[1]])
-                self._operator(node, _ADD, operands, shape, FusedActivationFunction=_NONE)
+                self._operator(node, _ADD, (source, self._number[node.inputs[1]]), shape, FusedActivationFunction=_NONE)
             case "aten.max_pool2d" | "aten.adaptive_avg_pool2d":
                 self._pooling(node, source)
             case "aten.flatten" | "aten.view":
