@@ -1,4 +1,4 @@
-"""The matrix engine's cycles against SCALE-Sim 3, for every convolution and product of ResNet-50 and a Qwen2.5 layer.
+"""The matrix engine's cycles against SCALE-Sim 3, for every convolution and product of ResNets and a Qwen2.5 layer.
 
     python -m benchmarks.scale_sim --json docs/scale-sim.json [--model resnet50] [--array 128]
     python -m benchmarks.scale_sim --table docs/scale-sim.json
@@ -26,6 +26,7 @@ from npu_model import Chip, Dataflow, NPUTarget, Result, parse_chip, simulate
 
 TOKENS = 128
 ARRAYS = (32, 128)
+MODELS = ("resnet18", "resnet50", "qwen2.5-1.5b")
 SHORT = {Dataflow.WEIGHT: "ws", Dataflow.OUTPUT: "os", Dataflow.INPUT: "is"}
 
 
@@ -146,8 +147,8 @@ def _graph(
 
 
 def layers_of(model: str) -> list[Layer]:
-    """The distinct convolutions and products of `resnet50`, or of one layer of `qwen2.5-1.5b` in a prefill."""
-    works = _resnet50() if model == "resnet50" else _qwen()
+    """The distinct convolutions and products of a ResNet, or of one layer of `qwen2.5-1.5b` in a prefill."""
+    works = _resnet(model) if model.startswith("resnet") else _qwen()
     layers: dict[Product | Convolution, tuple[str, int]] = {}
     for name, work in works:
         layers[work] = (layers[work][0], layers[work][1] + 1) if work in layers else (name, 1)
@@ -157,11 +158,11 @@ def layers_of(model: str) -> list[Layer]:
     ]
 
 
-def _resnet50() -> Iterator[tuple[str, Product | Convolution]]:
+def _resnet(name: str) -> Iterator[tuple[str, Product | Convolution]]:
     import torch
     from torch import nn
 
-    from npu_sim.vision.resnet import resnet50
+    from npu_sim.vision import resnet
 
     layers: list[tuple[str, Product | Convolution]] = []
 
@@ -172,7 +173,7 @@ def _resnet50() -> Iterator[tuple[str, Product | Convolution]]:
             layers.append((name, Product(x.shape[0], module.out_features, module.in_features)))
 
     with torch.device("meta"):
-        network = resnet50().eval()
+        network = getattr(resnet, name)().eval()
         for name, module in network.named_modules():
             module.register_forward_pre_hook(lambda module, args, name=name: record(name, module, args[0]))
         network(torch.empty(1, 3, 224, 224))
@@ -286,7 +287,7 @@ def table(comparisons: list[Comparison]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["resnet50", "qwen2.5-1.5b"], nargs="*")
+    parser.add_argument("--model", choices=MODELS, nargs="*")
     parser.add_argument("--array", type=int, choices=ARRAYS, nargs="*")
     parser.add_argument("--json", type=Path, help="where the results go; SCALE-Sim's that are there already are kept")
     parser.add_argument("--table", type=Path, help="print the table of a file of results and simulate nothing")
@@ -298,7 +299,7 @@ def main() -> int:
     theirs = {(one.layer, one.array, one.dataflow): one.theirs for one in before}
     comparisons = []
     for size in arguments.array or ARRAYS:
-        for model in arguments.model or ("resnet50", "qwen2.5-1.5b"):
+        for model in arguments.model or MODELS:
             for layer in layers_of(model):
                 for dataflow in Dataflow:
                     known = theirs.get((layer, size, dataflow)) or scale_sim_cycles(layer, size, size, dataflow)

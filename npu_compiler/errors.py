@@ -32,6 +32,10 @@ class ConstraintError(NPUError):
         count = len(self.violations)
         super().__init__(f"the NPU cannot run this graph ({count} violation{'s' * (count != 1)}):\n{listed}")
 
+    def __reduce__(self) -> tuple[type[ConstraintError], tuple[list[str], dict[str, str]]]:
+        """The arguments that make it again in another process."""
+        return ConstraintError, (self.violations, self.nodes)
+
 
 class ProgramFormatError(NPUError):
     """A `.npubin` or `.npumod` file is truncated, corrupted, of another version, or no such file at all."""

@@ -12,6 +12,7 @@ from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.compiler import compile, normalize, trace_stages
 from npu_compiler.constraint_checker import target_reason
 from npu_compiler.errors import ConstraintError
+from npu_compiler.graph.composites import as_written, closed_composites
 from npu_compiler.graph.dtypes import is_int, itemsize
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.graph.quantization import QuantizedFormat
@@ -21,7 +22,7 @@ from npu_compiler.op_support import given_attrs, is_op_supported, supports_node
 from npu_compiler.ops.registry import unsupported_reason
 from npu_compiler.options import CompileOptions
 from npu_compiler.partitioning.prices import Prices, priced_target
-from npu_compiler.partitioning.pricing import Made, PlanPrice, price_graph, replaced
+from npu_compiler.partitioning.pricing import Made, PlanPrice, on_host, price_graph, replaced
 from npu_compiler.passes.integer_ranges import INT32_RANGE, find_integer_ranges, with_bounds
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.quantize import Quantization, find_formats
@@ -71,6 +72,7 @@ class PartitionPlan:
         reasons: Node name → why it is on the CPU.
         formats: `state_dict` key → how the device stores the weight, where that is in few bits.
         price: The times by which the graph was divided, if it was.
+        source: The graph that was given; `graph` is made of it.
     """
 
     graph: IRGraph
@@ -80,6 +82,12 @@ class PartitionPlan:
     reasons: Mapping[str, str] = field(default_factory=dict)
     formats: Mapping[str, QuantizedFormat] = field(default_factory=dict)
     price: PlanPrice | None = None
+    source: IRGraph | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether prices may lead to another plan: PyTorch runs some nodes, or ops are not computed as written."""
+        return bool(self.reasons) or (self.source is not None and bool(closed_composites(self.source)))
 
     def programs(self, target: CodegenTarget) -> list[CompiledProgram]:
         """The programs of the plan's partitions for the device, in order."""
@@ -173,20 +181,21 @@ def partition(
     """
     if npu is not None:
         target, prices = priced_target(npu)
-    graph = normalize(read_ir(ir))
+    source = read_ir(ir)
+    graph = normalize(source)
     formats = find_formats(graph, quantization) if quantization else {}
     dtype = choose_compute_dtype(graph, compute_dtype)
-    divider = _Divider(graph, is_supported_fn, target, dtype, formats)
+    divider = _Divider(source, graph, is_supported_fn, target, dtype, formats)
     plan = divider.plan({})
     if prices is None or target is None:
         return plan
-    price = divider.price(plan, target, prices)
-    plan = divider.plan(_reasons(price))
-    price = replaced(price, plan.on_device)
+    priced = divider.price(plan, target, prices)
+    plan = divider.plan(_reasons(priced))
+    price = replaced(priced, plan.on_device, plan.graph)
     measured = sum(time for part in plan.programs(target) for time in prices.calls(part)) - price.device
     if price.seconds + measured > price.host_alone:
-        price = replaced(price, ())
-        plan = divider.plan(_reasons(price))
+        plan = divider.plan(_reasons(on_host(priced)))
+        price = replaced(priced, (), plan.graph)
     return replace(plan, price=price)
 
 
@@ -197,16 +206,40 @@ def _reasons(price: PlanPrice) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Divider:
-    """A normalized graph, and the questions whose answers divide it."""
+    """A graph, as it was given and normalized, and the questions whose answers divide it.
 
+    Attributes:
+        whole: Composite that stands as it was written → why.
+    """
+
+    source: IRGraph
     graph: IRGraph
     is_supported_fn: SupportFn
     target: CodegenTarget | None
     dtype: str
     formats: Mapping[str, QuantizedFormat]
+    whole: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, kept: Mapping[str, str]) -> PartitionPlan:
-        """The plan in which all is on the device but these nodes, for their reasons, and what cannot run there."""
+        """The plan in which all is on the device but these nodes, for their reasons, and what cannot run there.
+
+        A composite that has parts on the CPU runs there as it was written.
+        """
+        plan = self._plan(kept)
+        broken = {}
+        for composite in closed_composites(self.source):
+            lost = [node.name for node in composite.parts.nodes if node.name in plan.reasons]
+            if lost:
+                reason = plan.reasons[lost[0]]
+                broken[composite.node.name] = reason if lost[0] in kept else f"its part '{lost[0]}': {reason}"
+        if not broken:
+            return replace(plan, source=self.source)
+        whole = {**self.whole, **broken}
+        graph = normalize(as_written(self.source, whole))
+        return replace(self, graph=graph, whole=whole).plan(kept)
+
+    def _plan(self, kept: Mapping[str, str]) -> PartitionPlan:
+        """The plan of the graph as it is."""
         graph, target, dtype, formats = self.graph, self.target, self.dtype, self.formats
         lacking = dict(kept)
         while True:
@@ -241,7 +274,7 @@ class _Divider:
         """
         made = [_with_origins(part, plan, target) for part in plan.partitions if part.device == "npu"]
         sizes = crossing_bytes(plan.graph, self.dtype)
-        return price_graph(plan.graph, plan.reasons, made, prices, self.dtype, sizes)
+        return price_graph(plan.graph, plan.reasons, made, prices, self.dtype, sizes, self.source)
 
     def _cpu_reasons(self, lacking: Mapping[str, str]) -> dict[str, str]:
         graph, takes_attrs = self.graph, _takes_attrs(self.is_supported_fn)
@@ -250,7 +283,7 @@ class _Divider:
         for node in graph.nodes:
             given = (node.op_type, given_attrs(node)) if takes_attrs else (node.op_type,)
             supported = self.is_supported_fn(*given)
-            reason = unsupported_reason(node, graph)
+            reason = self.whole.get(node.name) or unsupported_reason(node, graph)
             if reason is None and not supported:
                 reason = "the given support function rejects the op"
             if reason is None and self.target is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
@@ -12,6 +13,7 @@ from npu_compiler.ops.registry import find_op
 from npu_compiler.partitioning.lone_nodes import LoneNodes
 from npu_compiler.partitioning.prices import Estimate, Link, Prices
 from npu_compiler.passes.precision import native_dtype, storage_dtype
+from npu_compiler.program.plan import ExecutionPlan
 from npu_model.analysis.simulation import simulate
 from npu_model.chip import Chip, Host, HostLink
 from npu_model.lowering.families import CannotLower
@@ -63,18 +65,30 @@ class ChipPrices(Prices):
         op = find_op(node.op_type)
         if node.base == "getitem" or (op is not None and op.view is not None):
             return 0.0
-        own = native_dtype(graph)
-        plan = self._lone.plan(node, graph, own if own in COMPUTE_DTYPES else "float32")
+        plan = self._host_plan(node, graph)
         if plan is not None:
             flops = sum(call.flops for call in plan.calls)
             moved = sum(call.bytes_moved for call in plan.calls)
         else:
             specs = [graph.tensors[name] for name in (*node.inputs, *node.outputs)]
-            flops = max((spec.numel for spec in specs), default=0)
+            flops = self._flops_of_parts(node, graph) or max((spec.numel for spec in specs), default=0)
             moved = sum(spec.numel * itemsize(spec.dtype) for spec in specs)
         host = self._host
         work = max(1e-9 * flops / host.gflops, 1e-9 * moved / host.bandwidth_gb_s)
         return work + 1e-6 * host.overhead_us
+
+    def _flops_of_parts(self, node: OpNode, graph: IRGraph) -> int:
+        """The operations of the nodes that compute an op on the device; 0 where nothing else computes it."""
+        parts = next((c.parts for c in graph.composites if c.node.name == node.name), None)
+        if parts is None:
+            return 0
+        own = replace(parts, native_dtype=native_dtype(graph))
+        plans = [self._host_plan(part, own) for part in parts.nodes]
+        return sum(call.flops for plan in plans if plan is not None for call in plan.calls)
+
+    def _host_plan(self, node: OpNode, graph: IRGraph) -> ExecutionPlan | None:
+        own = native_dtype(graph)
+        return self._lone.plan(node, graph, own if own in COMPUTE_DTYPES else "float32")
 
 
 def _host_and_link(chip: Chip) -> tuple[Host, HostLink]:

@@ -20,7 +20,7 @@ from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError, ProgramFormatError, WeightError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, misfit, numpy_dtype, saturating_cast
 from npu_compiler.graph.quantization import QuantizedArray, quantize
-from npu_compiler.graph.weight_recipe import Piece, WeightTransformRecipe, apply_recipe, pieces_read
+from npu_compiler.graph.weight_recipe import UNCALIBRATED, Piece, WeightTransformRecipe, apply_recipe, pieces_read
 from npu_compiler.program.codec import decoder
 from npu_compiler.program.plan import WeightSpec
 from npu_runtime.buffer import DeviceBuffer, DeviceMemory, Opened, as_backend
@@ -171,7 +171,13 @@ def _parts(
 
 
 def weight_error(model: str, problems: list[str]) -> WeightError:
+    """An error that lists the problems of weights, or says that the model never had any."""
     different = list(dict.fromkeys(problems))
+    if any(UNCALIBRATED in problem for problem in different):
+        return WeightError(
+            f"{model} cannot run: it is int8 as its shapes alone tell it ({UNCALIBRATED}); quantize the network with "
+            "calibration images (`npu-sim quantize-network`) to compute values"
+        )
     if len(different) == 1:
         return WeightError(f"the weights do not fit {model}: {different[0]}")
     listed = "\n".join(f"  - {problem}" for problem in different)

@@ -1,6 +1,6 @@
 """Simulated chips against times that were measured on silicon.
 
-    python -m benchmarks.silicon FOLDER --page docs/measurements/silicon.md --figure docs/images/silicon.svg
+    python -m benchmarks.silicon FOLDER --page docs/measurements/silicon.md --figure docs/images/silicon.png
     python -m benchmarks.silicon FOLDER --set "v6e GEMM" --rows
     python -m benchmarks.silicon FOLDER --fit "v4 GEMM"
 

@@ -18,6 +18,8 @@ from benchmarks.silicon.graphs import (
     integer_pooling,
     materialised_attention,
 )
+from benchmarks.silicon.models import LANGUAGE_MODELS, prefill, resnet50
+from npu_compiler.graph.model import IRGraph
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Row:
     group: str
     chip: str
     name: str
-    graph: Callable[[], IR]
+    graph: Callable[[], IR | IRGraph]
     dtype: str
     us: float
     rate: float = 0.0
@@ -55,9 +57,20 @@ _PAGED_LAUNCH_US = 6.5  # of a kernel from a library, by its own set; see `fit`
 def read(folder: Path) -> list[Row]:
     """The rows of all files, in their order."""
     rows: list[Row] = []
-    for reader in (_v6e_gemm, _v6e_blocks, _v4_gemm, _tenstorrent, _rk3588):
+    for reader in (_v6e_gemm, _v6e_blocks, _v4_gemm, _tenstorrent, _rk3588, _whole_models):
         rows += reader(folder)
     return rows
+
+
+def _whole_models(folder: Path) -> Iterator[Row]:
+    for line in _table(folder / "end_to_end_models.csv"):
+        chip, model, batch = line["chip"], line["model"], int(line["batch"] or 0)
+        if model in LANGUAGE_MODELS and chip in ("tpu-v4", "tpu-v6e") and batch == 1:
+            tokens, us = int(line["input"].rpartition(" ")[2]), 1e3 * float(line["value"])
+            name = f"{chip} {model} {tokens} tokens"
+            yield Row("Whole models", chip, name, partial(prefill, model, tokens), "bfloat16", us)
+        elif model == "resnet50-v2-7" and chip == "rk3588-npu-1core":
+            yield Row("Whole models", "rk3588", "rk3588 resnet50", resnet50, "float16", 1e6 / float(line["value"]))
 
 
 def _table(path: Path) -> Iterator[dict[str, str]]:

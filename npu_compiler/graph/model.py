@@ -88,6 +88,19 @@ class OpNode:
         return replace(self, inputs=tuple(names.get(x, x) for x in self.inputs))
 
 
+@dataclass(frozen=True)
+class Composite:
+    """An op that other ops compute in its place, since the device has no kernel for it as a whole.
+
+    Attributes:
+        node: The op as it was written; it makes those tensors of its parts that others read.
+        parts: The nodes that compute it, as a graph of their own.
+    """
+
+    node: OpNode
+    parts: IRGraph
+
+
 @dataclass
 class IRGraph:
     """A static-shape dataflow graph in topological order.
@@ -99,6 +112,7 @@ class IRGraph:
         weights: Weight tensor name → how it is made from the checkpoint.
         constants: Constant tensor name → its value, known at compile time.
         native_dtype: The float dtype of the model that this graph is a part of; empty for a whole model.
+        composites: Ops that may stand in the graph as they were written, or as the ops that compute them.
     """
 
     name: str
@@ -110,6 +124,7 @@ class IRGraph:
     weights: dict[str, WeightTransformRecipe]
     constants: dict[str, np.ndarray]
     native_dtype: str = ""
+    composites: tuple[Composite, ...] = ()
 
     def spec(self, name: str) -> TensorSpec:
         """Return the spec of a tensor by its name."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from npu_compiler.errors import IRError, reading
 from npu_compiler.graph.dtypes import INT64_MAX, INT64_MIN, KNOWN_DTYPES, numpy_dtype
-from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name, unique_names
+from npu_compiler.graph.model import Composite, IRGraph, OpNode, TensorSpec, unique_name, unique_names
 from npu_compiler.graph.weight_recipe import from_key
 
 IR_SOURCES = "npu_simulation.ir_sources"
@@ -100,7 +100,7 @@ class _Reader:
         outputs_of = {raw["name"]: self._read_outputs(raw) for raw in raw_nodes}
         nodes = [self._read_node(raw, outputs_of[raw["name"]]) for raw in raw_nodes]
         outputs = [self._read_graph_output(meta) for meta in self.data["graph_outputs"]]
-        return IRGraph(
+        graph = IRGraph(
             name=str(self.data.get("model_name") or "model"),
             nodes=topological_order(nodes),
             tensors=self.tensors,
@@ -111,6 +111,30 @@ class _Reader:
             constants=self.constants,
             native_dtype=str(self.data.get("native_dtype") or ""),
         )
+        return replace(graph, composites=self._read_composites(graph))
+
+    def _read_composites(self, graph: IRGraph) -> tuple[Composite, ...]:
+        """The ops that nodes of the graph compute in their place; each makes tensors that these nodes make."""
+        by_name, composites, taken = {node.name: node for node in graph.nodes}, [], set[str]()
+        for index, raw in enumerate(self.data.get("composites") or []):
+            raw_node = self._check_node(index, raw.get("node") if isinstance(raw, Mapping) else None)
+            where = f"composite '{raw_node['name']}'"
+            parts = raw.get("parts")
+            if not isinstance(parts, (list, tuple)) or not all(name in by_name and name not in taken for name in parts):
+                raise IRError(f"{where}: field 'parts' is not a list of nodes of the graph, each in one composite")
+            if raw_node["name"] in by_name:
+                raise IRError(f"{where}: a node of the graph has the same name")
+            taken.update(parts)
+            nodes = [node for node in graph.nodes if node.name in parts]
+            made = {name for node in nodes for name in node.outputs}
+            outputs = tuple(self._resolve(meta, where) for meta in raw_node["outputs"])
+            if not outputs or not made.issuperset(outputs) or len(set(outputs)) < len(outputs):
+                raise IRError(f"{where}: its outputs are not tensors that its parts make")
+            node = self._read_node(raw_node, outputs)
+            if made.intersection(node.inputs):
+                raise IRError(f"{where}: it reads what its own parts make")
+            composites.append(Composite(node, _subgraph(node, nodes, graph)))
+        return tuple(composites)
 
     def _read_output_names(self, outputs: list[str]) -> list[str]:
         """The names that the IR gives its outputs, if it does; else those of the tensors."""
@@ -263,6 +287,24 @@ class _Reader:
         if spec.name not in self.tensors:
             raise IRError(f"graph output '{spec.name}' is made by no node")
         return spec.name
+
+
+def _subgraph(whole: OpNode, nodes: list[OpNode], graph: IRGraph) -> IRGraph:
+    """Some nodes of a graph by themselves, with the inputs and outputs of the op that they compute."""
+    read = dict.fromkeys((*whole.inputs, *(name for node in nodes for name in node.inputs)))
+    names = dict.fromkeys((*read, *(name for node in nodes for name in node.outputs)))
+    made = {name for node in nodes for name in node.outputs}
+    return replace(
+        graph,
+        name=whole.name,
+        nodes=nodes,
+        tensors={name: graph.tensors[name] for name in names},
+        inputs=[n for n in read if n not in made and n not in graph.weights and n not in graph.constants],
+        outputs=list(whole.outputs),
+        output_names=list(whole.outputs),
+        weights={name: graph.weights[name] for name in read if name in graph.weights},
+        constants={name: graph.constants[name] for name in read if name in graph.constants},
+    )
 
 
 def _check_choice(node: OpNode) -> None:

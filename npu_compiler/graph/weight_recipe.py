@@ -15,6 +15,8 @@ from npu_compiler.graph.quantization import PARTS, QuantizedArray, QuantizedForm
 Shape = tuple[int, ...]
 Piece = tuple[tuple[int, int], ...]
 """The part of a tensor between two indices along each of its first dimensions; the others are whole."""
+UNCALIBRATED = "uncalibrated: timing only"
+"""Mark in the keys of weights that never had values."""
 _STORED_FIELDS = ("codes", "group", "scales", "offsets")  # of a format
 
 

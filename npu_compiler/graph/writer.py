@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_compiler.graph.model import IRGraph
+from npu_compiler.graph.composites import closed_composites
+from npu_compiler.graph.model import IRGraph, OpNode
 
 
 def graph_to_dict(graph: IRGraph) -> dict[str, Any]:
@@ -23,6 +24,19 @@ def graph_to_dict(graph: IRGraph) -> dict[str, Any]:
             data["producer_node"], data["producer_output_idx"] = makers[name]
         return data
 
+    def described(node: OpNode) -> dict[str, Any]:
+        return {
+            "name": node.name,
+            "op_type": node.op_type,
+            "inputs": [meta(name) for name in node.inputs],
+            "outputs": [meta(name) for name in node.outputs],
+            "attrs": dict(node.attrs),
+        }
+
+    composites = [
+        {"node": described(composite.node), "parts": [node.name for node in composite.parts.nodes]}
+        for composite in closed_composites(graph)
+    ]
     keys = {name: next(recipe.keys()) for name, recipe in graph.weights.items()}
     named = {**keys, **{name: name for name in graph.constants}}
     return {
@@ -36,14 +50,6 @@ def graph_to_dict(graph: IRGraph) -> dict[str, Any]:
         "constants": {
             name: {"data": value.tolist(), "dtype": value.dtype.name} for name, value in graph.constants.items()
         },
-        "nodes": [
-            {
-                "name": node.name,
-                "op_type": node.op_type,
-                "inputs": [meta(name) for name in node.inputs],
-                "outputs": [meta(name) for name in node.outputs],
-                "attrs": dict(node.attrs),
-            }
-            for node in graph.nodes
-        ],
+        "nodes": [described(node) for node in graph.nodes],
+        **({"composites": composites} if composites else {}),
     }

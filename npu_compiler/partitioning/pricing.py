@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.graph.composites import as_written, closed_composites
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.registry import find_op
 from npu_compiler.partitioning.cut import Problem, Unit, Value, divide
@@ -23,10 +24,10 @@ class UnitPrice:
     """Nodes that run on one side together: one, or several that become one kernel on the device.
 
     Attributes:
-        ops: Ops of its nodes in order, without views unless there is nothing else.
+        ops: Ops of its nodes in order, without views unless there is nothing else; a composite counts as one.
         device: Seconds on the device; None where it cannot run there.
         host: Seconds on the host.
-        if_supported: Time on the device if that had the op, where it has not.
+        if_supported: Time on the device if that had the op as it was written, where it has not.
         reason: Why the device cannot run it, else why it is on the host; empty on the device.
     """
 
@@ -49,7 +50,7 @@ class Gain:
     """The effect of supporting an op that the device lacks.
 
     Attributes:
-        count: Number of its nodes that the device does not take.
+        count: Number of its nodes that the host runs.
         seconds: Time of the model that it saves.
         is_assumed: Whether no kernel computes the op yet (see `Estimate`).
     """
@@ -95,7 +96,7 @@ class PlanPrice:
         """The price if the device had these ops too, by their names without overload."""
         wanted = set(ops)
         units = [
-            replace(unit, device=unit.if_supported.seconds, if_supported=None, reason="")
+            replace(unit, device=_least(unit.device, unit.if_supported.seconds), if_supported=None, reason="")
             if unit.if_supported is not None and wanted & set(unit.ops)
             else unit
             for unit in self.units
@@ -118,7 +119,7 @@ class PlanPrice:
         counts: Counter[str] = Counter()
         assumed: set[str] = set()
         for unit in self.units:
-            if unit.if_supported is not None:
+            if unit.if_supported is not None and not unit.on_device:
                 counts[unit.ops[0]] += 1
                 assumed |= {unit.ops[0]} if unit.if_supported.is_assumed else set()
         gains = [
@@ -155,6 +156,7 @@ def price_graph(
     prices: Prices,
     compute_dtype: str,
     sizes: Mapping[str, int],
+    source: IRGraph,
 ) -> PlanPrice:
     """The cheapest division of a graph.
 
@@ -163,9 +165,14 @@ def price_graph(
         reasons: Node → why it cannot run on the device.
         programs: Programs of all nodes that can, as they run on the device together.
         sizes: Tensor → its bytes where it crosses; weights and constants do not.
+        source: The graph before it was normalized. Its composites are on the device in parts or on the host as they
+            were written.
     """
     groups = _Groups(node.name for node in graph.nodes)
     producers = graph.producers()
+    written = _Written(source, {node.name for node in graph.nodes})
+    for parts in written.parts.values():
+        groups.join(*parts)
     for node in graph.nodes:
         if node.base == "getitem":
             groups.join(node.name, producers[node.inputs[0]].name)
@@ -178,16 +185,63 @@ def price_graph(
     members: dict[str, list[OpNode]] = {}
     for node in graph.nodes:
         members.setdefault(groups.head(node.name), []).append(node)
-    units = [_unit(nodes, graph, reasons, seconds, prices, compute_dtype) for nodes in members.values()]
+    units = [_unit(nodes, graph, reasons, seconds, prices, compute_dtype, written) for nodes in members.values()]
     problem = _problem(graph, units, prices, sizes)
     division = divide(problem)
     return _price(units, problem, division.on_device, division.bound)
 
 
-def replaced(price: PlanPrice, on_device: Collection[str]) -> PlanPrice:
-    """The price where these nodes are on the device, and no others."""
-    sides = tuple(unit.device is not None and set(unit.nodes) <= set(on_device) for unit in price.units)
-    return _price(price.units, price.problem, sides, round(price.bound * _TICKS))
+def replaced(price: PlanPrice, on_device: Collection[str], graph: IRGraph) -> PlanPrice:
+    """The price where these nodes of a graph are on the device, and no others.
+
+    Args:
+        graph: The graph that the price is of, with some of its composites as they were written.
+    """
+    names = {node.name for node in graph.nodes}
+    of_part = {
+        part.name: composite.node.name
+        for composite in graph.composites
+        if composite.node.name in names
+        for part in composite.parts.nodes
+    }
+    units = []
+    for unit in price.units:
+        nodes = tuple(dict.fromkeys(of_part.get(name, name) for name in unit.nodes))
+        units.append(replace(unit, nodes=tuple(name for name in nodes if name in names) or nodes))
+    sides = tuple(unit.device is not None and set(unit.nodes) <= set(on_device) for unit in units)
+    return _price(units, price.problem, sides, round(price.bound * _TICKS))
+
+
+def on_host(price: PlanPrice) -> PlanPrice:
+    """The price where all is on the host."""
+    return _price(price.units, price.problem, (False,) * len(price.units), round(price.bound * _TICKS))
+
+
+class _Written:
+    """The composites of a graph that stand there in parts, and the graph in which they stand as they were written."""
+
+    def __init__(self, source: IRGraph, names: Collection[str]) -> None:
+        closed = closed_composites(source)
+        self.graph = as_written(source, [composite.node.name for composite in closed])
+        self.parts = {
+            composite.node.name: parts
+            for composite in closed
+            if (parts := [node.name for node in composite.parts.nodes if node.name in names])
+        }
+        self._nodes = {composite.node.name: composite.node for composite in closed}
+
+    def ops(self, nodes: Sequence[OpNode]) -> list[tuple[OpNode, list[OpNode]]]:
+        """The ops that nodes stand for as they were written, each with the nodes."""
+        of_part = {part: name for name, parts in self.parts.items() for part in parts}
+        grouped: dict[str, list[OpNode]] = {}
+        for node in nodes:
+            grouped.setdefault(of_part.get(node.name, node.name), []).append(node)
+        return [(self._nodes[name] if name in self.parts else parts[0], parts) for name, parts in grouped.items()]
+
+    def host(self, op: OpNode, parts: Sequence[OpNode], graph: IRGraph, prices: Prices) -> float:
+        """Time of an op on the host: as it was written, or of its parts where the host cannot tell that."""
+        own = prices.host(op, self.graph) if op.name in self.parts else 0.0
+        return own or sum(prices.host(part, graph) for part in parts)
 
 
 class _Groups:
@@ -214,13 +268,17 @@ def _unit(
     seconds: Mapping[str, float],
     prices: Prices,
     compute_dtype: str,
+    written: _Written,
 ) -> UnitPrice:
     refused = next((node for node in nodes if node.name in reasons), None)
     device = None if refused is not None else sum(seconds[node.name] for node in nodes)
-    host = sum(prices.host(node, graph) for node in nodes)
+    wholes = written.ops(nodes)
+    host = sum(written.host(op, parts, graph, prices) for op, parts in wholes)
     estimate = None if refused is None else prices.if_supported(refused, graph, compute_dtype)
+    if len(wholes) == 1 and wholes[0][0].name in written.parts:
+        estimate = prices.if_supported(wholes[0][0], written.graph, compute_dtype)
     reason = "" if refused is None else reasons[refused.name]
-    computing = [node for node in nodes if not _is_view(node)] or list(nodes)
+    computing = [op for op, _ in wholes if not _is_view(op)] or list(nodes)
     ops = tuple(node.base for node in computing)
     return UnitPrice(tuple(node.name for node in nodes), ops, device, host, estimate, False, reason)
 
@@ -249,6 +307,10 @@ def _problem(graph: IRGraph, units: Sequence[UnitPrice], prices: Prices, sizes: 
 
 def _ticks_of(unit: UnitPrice) -> Unit:
     return Unit(None if unit.device is None else _ticks(unit.device), _ticks(unit.host))
+
+
+def _least(seconds: float | None, other: float) -> float:
+    return other if seconds is None else min(seconds, other)
 
 
 def _ticks(seconds: float) -> int:
@@ -316,4 +378,4 @@ def duration(seconds: float) -> str:
     return f"{1e6 * seconds:.4g} µs"
 
 
-__all__ = ["Gain", "PlanPrice", "UnitPrice", "duration", "price_graph", "replaced"]
+__all__ = ["Gain", "PlanPrice", "UnitPrice", "duration", "on_host", "price_graph", "replaced"]

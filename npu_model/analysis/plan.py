@@ -207,7 +207,7 @@ def what_if(
     """
     names = list(ops)
     own = partition(
-        plan.graph,
+        plan.source or plan.graph,
         lambda op, attrs: base_op(op) in names or is_supported_fn(op, attrs),
         npu=with_ops(chip, map(short_name, names)),
         compute_dtype=plan.compute_dtype,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
@@ -77,9 +78,11 @@ def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
         on_arrays = False
 
     def tiles(divisor: int) -> Iterator[Tiling]:
-        yield from _on_lanes(window, rows, columns, divisor)
+        engines = [_on_lanes(window, rows, columns, divisor)]
         if on_arrays:
-            yield from _on_arrays(window, rows, columns, chip, divisor)
+            engines.append(_on_arrays(window, rows, columns, chip, divisor))
+        for each in zip_longest(*engines):  # in turns, since the search looks at the first ones only
+            yield from (tiling for tiling in each if tiling is not None)
 
     return in_tiers(tiles)
 

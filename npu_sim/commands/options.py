@@ -138,6 +138,16 @@ Dtype = Annotated[
         text="Compute dtype: float16, bfloat16 or float32. Default: depends on the model's weights.",
     ),
 ]
+SimulatedDtype = Annotated[
+    str | None,
+    name_option(
+        what="dtype",
+        names="npu_sim.commands.int8:DTYPES",
+        metavar="DTYPE",
+        text="Compute dtype: float16, bfloat16 or float32; or int8, for the time of the quantized network, which needs "
+        "no calibration. Default: depends on the model's weights.",
+    ),
+]
 Quantization = Annotated[
     str,
     name_option(

@@ -12,7 +12,8 @@ import typer
 from npu_sim.commands.checks import check_file, check_not_overwritten, check_output
 from npu_sim.commands.completion import chips, ir_and_vision_models, targets
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, Dtype
+from npu_sim.commands.int8 import for_timing
+from npu_sim.commands.options import AsJSON, SimulatedDtype
 from npu_sim.commands.targets import find_target
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def partition(
         typer.Option("--what-if", metavar="OP,…", help="With --npu: also show the time if the chip had these ops."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="With --npu: show every node by itself, in order.")] = False,
-    dtype: Dtype = None,
+    dtype: SimulatedDtype = None,
 ) -> None:
     """Show how a graph is partitioned between the device and the CPU, and with --npu what that costs."""
     from npu_compiler import is_op_supported
@@ -78,7 +79,7 @@ def partition(
         with concerning("--npu"):
             chip = load_chip(npu)
     codegen = find_target(target or "op_level") if chip is None else None
-    graph = read_model(model)
+    graph, dtype = for_timing(read_model(model), dtype)
     kept = {base_op(op) for op in cpu or ()}
 
     def is_supported(op: str, attrs: Mapping[str, Any]) -> bool:

@@ -119,8 +119,8 @@ def _partitioned(ir: Path, target: CodegenTarget) -> PartitionPlan:
 
     with step(f"partitioning {ir}"):
         plan = partition(read_ir(ir), target=target)
-        prices = prices_of(target) if plan.reasons else None
-        return plan if prices is None else partition(plan.graph, target=target, prices=prices)
+        prices = prices_of(target) if plan.is_open else None
+        return plan if prices is None else partition(plan.source, target=target, prices=prices)
 
 
 def _program_run(

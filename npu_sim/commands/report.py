@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,17 @@ import typer
 from npu_sim.commands.checks import check_file, check_not_overwritten, check_output
 from npu_sim.commands.completion import chips, models, targets
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import AllowCode, AsJSON, DisabledFusions, Dtype, Inputs, Seed, WeightFormat, Weights
+from npu_sim.commands.int8 import INT8, for_timing
+from npu_sim.commands.options import (
+    AllowCode,
+    AsJSON,
+    DisabledFusions,
+    Inputs,
+    Seed,
+    SimulatedDtype,
+    WeightFormat,
+    Weights,
+)
 from npu_sim.commands.resources import inputs_for, load_onto, weights_for
 from npu_sim.commands.settings import DeviceSettings
 from npu_sim.commands.simulate import check_ops
@@ -103,7 +113,7 @@ def report(
     inputs: Inputs = None,
     device_settings: DeviceSettings,
     allow_code: AllowCode = False,
-    dtype: Dtype = None,
+    dtype: SimulatedDtype = None,
     quantization: WeightFormat = None,
     disable_fusion: DisabledFusions = None,
     target: Target = None,
@@ -158,6 +168,8 @@ def report(
     if inputs and not is_measured:
         raise InputError("--input is for measuring; give --weights or --device too")
     check_measuring("a report", is_measured, target)
+    if dtype == INT8 and (is_measured or is_language_model(model)):
+        raise InputError("--dtype int8 is for the simulated time of a network; leave it out where values are computed")
     if is_measured and not is_program and is_language_model(model):
         raise InputError(f"a report measures no language model; for '{model}', leave out --weights and --device")
     if sweep is not None and npu is None:
@@ -289,6 +301,8 @@ def compile_model(path: Path, target: CodegenTarget, options: CompileOptions) ->
             notes = [f"A prefill of {tokens} tokens, and a decode step."]
             return Subject(programs, path.name, notes=notes)
         graph = read_ir(extract_model_ir(find_model(str(path))) if is_vision_model(path) else path)
+        graph, dtype = for_timing(graph, options.compute_dtype)
+        options = replace(options, compute_dtype=dtype)
         try:
             program = compile_ir(graph, target, options)
         except ConstraintError:

@@ -12,7 +12,8 @@ import typer
 from npu_sim.commands.checks import check_file, check_not_overwritten, check_output
 from npu_sim.commands.completion import chips, models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, Dtype, WeightFormat
+from npu_sim.commands.int8 import INT8, for_timing
+from npu_sim.commands.options import AsJSON, SimulatedDtype, WeightFormat
 from npu_sim.commands.serve_simulated import SimulatedModel, serve_on_chip
 from npu_sim.commands.simulation_text import as_json, result_lines, slow_dtype
 from npu_sim.commands.units import format_time
@@ -115,7 +116,7 @@ def simulate(
         ),
     ],
     outputs: Outputs,
-    dtype: Dtype = None,
+    dtype: SimulatedDtype = None,
     quantization: WeightFormat = None,
     tokens: Annotated[
         int | None,
@@ -218,7 +219,8 @@ def _simulated_plan(wanted: _Wanted, chip: Chip, outputs: Outputs) -> PlanResult
     from npu_model import simulate_plan
 
     kind, model, dtype, quantization, *_ = wanted
-    plan = partition(_graph(kind, model), npu=chip, compute_dtype=dtype, quantization=quantization)
+    graph, dtype = for_timing(_graph(kind, model), dtype)
+    plan = partition(graph, npu=chip, compute_dtype=dtype, quantization=quantization)
     return simulate_plan(plan, chip, spans=outputs.timeline is not None)
 
 
@@ -301,9 +303,13 @@ def _check_model(
         kind = "quantized"
     else:
         find_checkpoint(model)
+        if dtype == INT8:
+            raise InputError("--dtype int8 is for networks of convolutions; of a language model, --quantization int8")
         return "language"
     if tokens is not None or cache_length is not None:
         raise InputError("--tokens and --cache-length are for language models")
+    if dtype == INT8 and kind == "quantized":
+        raise InputError(f"'{model}' is quantized already; leave out --dtype int8")
     return kind
 
 
@@ -324,8 +330,8 @@ def _programs(
         return [CompiledProgram.load(model)], None
     if kind == "language":
         return language_programs(model, target, dtype, quantization, tokens, cache_length)
-    options = CompileOptions(compute_dtype=dtype, quantization=quantization)
-    return [compile_ir(_graph(kind, model), target, options)], None
+    graph, dtype = for_timing(_graph(kind, model), dtype)
+    return [compile_ir(graph, target, CompileOptions(compute_dtype=dtype, quantization=quantization))], None
 
 
 def _graph(kind: str, model: str) -> IRGraph:

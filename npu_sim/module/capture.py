@@ -85,6 +85,7 @@ class Captured:
             "weights": [x.meta(as_input=False) for x in weights],
             "weight_name_mapping": {x.name: x.name for x in weights},
             "nodes": nodes.described(),
+            "composites": nodes.composites,
             "constants": {key: constant_of(value) for key, value in small.items()},
         }
         return Trace(

@@ -18,9 +18,10 @@ def fastest_plan(
     """The fastest of three plans for the same graph, each timed on zeros, ready to run.
 
     They are the given one, which has all on the device that this can run; the one of the least price by the times of
-    single nodes and transfers; and PyTorch alone. Prices tell little where nodes take microseconds: trials decide.
+    single nodes and transfers; and PyTorch alone, which computes ops as they were written. Prices tell little where
+    nodes take microseconds: trials decide.
     """
-    graph, target, dtype = plan.graph, loaded.backend.target, plan.compute_dtype
+    graph, target, dtype = plan.source or plan.graph, loaded.backend.target, plan.compute_dtype
     prices = MeasuredPrices(loaded.backend, loaded.weights, str(loaded.device))
     priced = partition(graph, target=target, compute_dtype=dtype, quantization=quantization, prices=prices)
     alone = partition(graph, lambda op: False, compute_dtype=dtype, quantization=quantization)

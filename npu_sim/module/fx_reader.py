@@ -74,6 +74,7 @@ class Nodes:
         numbers: The expression of a number that depends on data → the tensor whose one element it is.
         by_strides: (source, output), by their roots' names, for each op whose output is a view of the source or a copy,
             as the source's strides say.
+        composites: The calls that the graph holds decomposed, in the IR's form.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Nodes:
     written: set[str] = field(default_factory=set)
     numbers: dict[str, Reference] = field(default_factory=dict)
     by_strides: list[tuple[str, str]] = field(default_factory=list)
+    composites: list[dict[str, Any]] = field(default_factory=list)
     _shares: dict[str, list[int]] = field(default_factory=dict)
     _bases: dict[str, Reference] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
@@ -184,7 +186,10 @@ class Nodes:
         weights = frozenset(x.name for x in inputs if x.producer is None)
         decomposition = self._decompositions.find(node, description, weights)
         if decomposition is not None:
-            return self._decomposed(node, decomposition, [values[x] for x in operands(node)], prefix)
+            first, known = len(self.nodes), len(self.composites)
+            result = self._decomposed(node, decomposition, [values[x] for x in operands(node)], prefix)
+            self._note_composite(target, description, outputs, result, first, known)
+            return result
         self._names.add(name)
         self._append(description, references)
         self._note_writes(node.name, target, args, kwargs)
@@ -207,6 +212,34 @@ class Nodes:
             pairs = zip(result, value, strict=True)
             return type(result)(replace(x, value=own) if isinstance(x, Reference) else x for x, own in pairs)
         return result
+
+    def _note_composite(
+        self,
+        target: Any,
+        description: dict[str, Any],
+        outputs: Sequence[Reference | None],
+        result: Value,
+        first: int,
+        known: int,
+    ) -> None:
+        """Note a call that only computes, and what its results are called; it takes the place of those within it.
+
+        Args:
+            first: Number of nodes before those of its decomposition.
+            known: Number of composites before those within it.
+        """
+        results = result if isinstance(result, (list, tuple)) else [result]
+        made = [x for x, output in zip(results, outputs, strict=True) if output is not None]
+        parts = [node["name"] for node in self.nodes[first:]]
+        roots = {self._root(x.name) for x in made if isinstance(x, Reference)}
+        owners = {x["name"] for node in self.nodes[first:] for x in node["outputs"]}
+        is_pure = not any(x.alias_info for x in (*target._schema.arguments, *target._schema.returns))
+        if len(parts) < 2 or not is_pure or len(roots) < len(made) or not roots <= owners:
+            return
+        name = self.take_name(description["name"])
+        self.composites[known:] = [
+            {"node": {**description, "name": name, "outputs": [x.meta() for x in made]}, "parts": parts}
+        ]
 
     def _element(self, node: Node, sources: Sequence[Reference | None], index: int, prefix: str) -> Reference | None:
         if sources[index] is None:

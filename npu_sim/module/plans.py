@@ -50,7 +50,7 @@ def plan_for(
         own = native_dtype(graph)
         dtype = own if own in HALF_DTYPES else "float32"
     plan = partition(graph, target=target, compute_dtype=dtype, quantization=quantization)
-    if plan.reasons and (prices := prices_of(target)) is not None:
+    if plan.is_open and (prices := prices_of(target)) is not None:
         plan = partition(graph, target=target, compute_dtype=dtype, quantization=quantization, prices=prices)
     if any(graph.tensors[name].dtype == "float64" for name in (*graph.inputs, *graph.outputs)):
         narrowed = narrowed_nodes(plan)

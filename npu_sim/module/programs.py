@@ -179,10 +179,10 @@ class Programs:
         if key not in self.runners:
             plan, programs = self.compiled.plan(self.symbols, key)
             backend, updated = self._settings.backend, [name for _, name in self._updated]
-            is_divided = {part.device for part in plan.partitions} == {"npu", "cpu"}
+            has_npu = any(part.device == "npu" for part in plan.partitions)
             # A program that a call waits for does not stop to time kernels.
             with backend.without_trials() if self.runners else nullcontext():
-                if programs is None and is_divided and backend.makes_trials and not self.runners:
+                if programs is None and has_npu and plan.is_open and backend.makes_trials and not self.runners:
                     runner = fastest_plan(plan, self._loaded, updated, self._settings.quantization)
                 else:
                     runner = Runner(plan, self._loaded, updated, programs)

@@ -295,6 +295,7 @@ def _trace(exported: ExportedProgram, name: str, changing: Set[str]) -> Trace:
         "weights": list(described.values()),
         "weight_name_mapping": {tensor: key for tensor, key in keys.items() if tensor not in changing},
         "nodes": nodes.described(),
+        "composites": nodes.composites,
     }
     if constants:
         ir["constants"] = {key: constant_of(value) for key, value in constants.items()}

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from exact_divisions import cheapest_of_all
-from ir_builder import IRBuilder
+from ir_builder import IRBuilder, Tensor
 
-from npu_compiler import InputError, partition, read_ir
+from npu_compiler import InputError, PartitionPlan, partition, read_ir
 from npu_model import Chip, NPUBackend, NPUTarget, load_chip, parse_chip, simulate, simulate_plan
 from npu_model.analysis.plan import find_gains, what_if
 from npu_runtime import DAGExecutor, Profiler, execute_cpu_partition
@@ -32,8 +32,21 @@ def chip(ops: str = "", *, gflops: float = 4, overhead: float = 1, link: float =
     )
 
 
+def running_product(g: IRBuilder, x: Tensor, size: int) -> Tensor:
+    """`cumprod` along the last axis, computed by other ops."""
+    with g.composite("aten.cumprod.default", x, -1) as results:
+        step = 1
+        while step < size:
+            left, right = g("aten.slice.Tensor", x, -1, 0, size - step), g("aten.slice.Tensor", x, -1, step, size)
+            first = g("aten.slice.Tensor", x, -1, 0, step)
+            x = g("aten.cat.default", [first, g("aten.mul.Tensor", left, right)], -1)
+            step *= 2
+        results.append(x)
+    return x
+
+
 def drawn(seed: int) -> tuple[dict[str, Any], Chip]:
-    """A random graph and a chip that lacks some of its ops."""
+    """A random graph, some of its ops computed by others, and a chip that lacks some of its ops."""
     draw = random.Random(seed)
     g = IRBuilder()
     values = [g.input("x", 64, 64), g.input("y", 64, 64)]
@@ -45,13 +58,15 @@ def drawn(seed: int) -> tuple[dict[str, Any], Chip]:
             made = g("aten.add.Tensor", source, draw.choice(values))
         elif kind < 0.65:
             made = g("aten.softmax.int", source, -1)
-        elif kind < 0.75:
+        elif kind < 0.71:
+            made = running_product(g, source, 64)
+        elif kind < 0.77:
             made = g.getitem(g("aten.topk.default", source, 64), 0)
         else:
             made = g(f"aten.{draw.choice(UNARY)}.default", source)
         values.append(made)
     ir = g.output(values[-1], *draw.sample(values[2:], draw.randint(0, 1))).ir()
-    lacking = draw.sample([*UNARY, "softmax", "linear", "add"], draw.randint(0, 4))
+    lacking = draw.sample([*UNARY, "softmax", "linear", "add", "mul"], draw.randint(0, 4))
     own = chip(
         f"without = {json.dumps(lacking)}",
         gflops=draw.choice((2, 20)),
@@ -71,6 +86,7 @@ def check_price(seed: int) -> None:
     assert price.seconds == pytest.approx(ticks, rel=1e-6, abs=1e-12)
     least = 1e-15 * cheapest_of_all(problem)
     run = simulate_plan(plan, own)
+    check_composites(plan)
     if price.on_device.count(True) or ticks == pytest.approx(least, rel=1e-9):
         assert ticks == pytest.approx(least, rel=1e-9)
     else:  # calls overlap otherwise in the plan's own programs, so that these took longer than the host
@@ -79,6 +95,17 @@ def check_price(seed: int) -> None:
     assert run.transfers == pytest.approx(price.transfers, abs=1e-12)
     assert run.launches == pytest.approx(price.launches, abs=1e-12)
     assert run.host == pytest.approx(price.host, abs=1e-12)
+
+
+def check_composites(plan: PartitionPlan) -> None:
+    """Each is on the device in parts, or on the host as it was written."""
+    assert plan.source is not None
+    names = {node.name for node in plan.graph.nodes}
+    for composite in plan.source.composites:
+        parts = {node.name for node in composite.parts.nodes} & names
+        assert parts <= plan.on_device
+        assert not (parts and composite.node.name in names)
+        assert composite.node.name not in plan.on_device
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -178,6 +205,36 @@ def test_an_op_without_a_kernel_is_assumed_to_take_as_long_as_its_bytes() -> Non
     assert unit.if_supported is not None
     moved = (2 * 2 + 4) * 256 * 256  # x and the values in 16 bits, and the indices in 32
     assert unit.if_supported.seconds >= moved / (1e9 * own.dram.bandwidth_gb_s)
+
+
+@pytest.mark.parametrize("launch, gflops, is_whole", [(0, 0.5, False), (2, 40, True)])
+def test_an_op_of_many_parts_is_where_it_takes_less_time(launch: float, gflops: float, is_whole: bool) -> None:
+    """It has no kernel: the chip computes it by 24 others, the host as a whole, whichever is faster."""
+    g = IRBuilder()
+    y = running_product(g, g("aten.relu.default", g.input("x", 64, 64)), 64)
+    ir = g.output(g("aten.tanh.default", y)).ir()
+    plan = partition(ir, npu=chip(gflops=gflops, overhead=0, link=40, launch=launch))
+    check_composites(plan)
+    assert plan.price is not None
+    unit = next(unit for unit in plan.price.units if "aten.cumprod" in unit.ops)
+    assert unit.on_device != is_whole and unit.device is not None
+    assert ("cumprod" in plan.reasons) == is_whole
+    if is_whole:
+        assert plan.reasons["cumprod"].startswith("it does not pay: ")
+        assert "cumprod" in unit.nodes and plan.price.seconds <= plan.price.host_alone
+        assert any(gain.op == "aten.cumprod" and gain.is_assumed for gain in plan.price.gains())
+    else:
+        assert plan.reasons == {} and plan.price.host_alone > plan.price.seconds
+
+
+def test_an_op_with_a_part_that_the_chip_lacks_is_whole_on_the_host() -> None:
+    g = IRBuilder()
+    ir = g.output(running_product(g, g.input("x", 64, 64), 64)).ir()
+    plan = partition(ir, target=NPUTarget(chip('without = ["mul"]')))
+    assert [node.name for node in plan.graph.nodes] == ["cumprod"]
+    assert plan.reasons["cumprod"] == "its part 'mul': chip 'edge' lacks mul ([ops] without)"
+    back = partition(plan.source, target=NPUTarget(chip()))
+    assert back.reasons == {} and len(back.graph.nodes) == 30
 
 
 def test_ops_kept_from_the_device_by_a_function_count_as_lacking() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -319,6 +320,8 @@ def test_a_constraint_error_lists_every_violation_with_node_shape_and_advice() -
     assert "op 'aten.linalg_inv_ex.default' is not in the op table" in message
     assert "node 'dropped' (aten.dropout.default → [2, 3]): dropout in training mode" in message
     assert message.count("use partition() and DAGExecutor, which run it on the CPU") == 3
+    elsewhere = pickle.loads(pickle.dumps(caught.value))  # a sweep's processes raise it too
+    assert (str(elsewhere), elsewhere.nodes) == (message, caught.value.nodes)
 
 
 def test_complex_inputs_and_opaque_regions_have_advice_of_their_own() -> None:

@@ -15,6 +15,7 @@ and dtypes of results come from PyTorch's meta kernels; an op that PyTorch does 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ class IRBuilder:
         self.weights: dict[str, str] = {}
         self.constants: dict[str, np.ndarray] = {}
         self.nodes: list[dict[str, Any]] = []
+        self.composites: list[dict[str, Any]] = []
         self._names: set[str] = set()
 
     def input(self, name: str, *shape: int, dtype: str = "float32") -> Tensor:
@@ -95,6 +97,20 @@ class IRBuilder:
         spec = (meta["shape"], meta["dtype"])
         return self(GETITEM, *pieces, index=index, out=spec)  # type: ignore[no-any-return]
 
+    @contextmanager
+    def composite(self, op_type: str, *args: Any, **kwargs: Any) -> Iterator[list[Tensor]]:
+        """The nodes made within compute a call of an op; the block appends the op's results to the list."""
+        results: list[Tensor] = []
+        first = len(self.nodes)
+        yield results
+        parts = [node["name"] for node in self.nodes[first:]]
+        whole = IRBuilder()
+        whole.metas, whole._names = dict(self.metas), set(self._names)
+        whole(op_type, *args, **kwargs)
+        (node,) = whole.nodes
+        self._names.add(node["name"])
+        self.composites.append({"node": {**node, "outputs": [self.metas[x] for x in results]}, "parts": parts})
+
     def output(self, *tensors: Tensor) -> IRBuilder:
         self.outputs += tensors
         return self
@@ -109,6 +125,7 @@ class IRBuilder:
             "weight_name_mapping": dict(self.weights),
             "constants": {k: {"data": v.tolist(), "dtype": v.dtype.name} for k, v in self.constants.items()},
             "nodes": list(self.nodes),
+            "composites": list(self.composites),
         }
 
     def shape(self, tensor: str) -> tuple[int, ...]:
