@@ -32,7 +32,8 @@ from npu_model.isa.instructions import Section, TileProgram
 from npu_model.lowering.families import CannotLower, operands_of
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import check_calls, link_program, shapes, trimmed
-from npu_model.lowering.residency import choose_residency, positions
+from npu_model.lowering.residency import Residency, choose_residency, positions
+from npu_model.lowering.shared import Shared
 from npu_model.machine.machine import Machine, Run
 
 MOST_CALLS = 4  # of a chain
@@ -224,6 +225,11 @@ def stripes_of(plan: ExecutionPlan, cascade: Cascade, most: int | None = None) -
     return writer.stripes()
 
 
+def _stripes(plan: ExecutionPlan, cascade: Cascade, shared: Shared, most: int | None = None) -> Stripes | None:
+    """The result of `stripes_of`, which chips share."""
+    return shared.stripes.get(plan, (cascade, most), lambda: stripes_of(plan, cascade, most))
+
+
 class _Writer:
     """Writes the calls of a cascade, stripe by stripe.
 
@@ -316,17 +322,21 @@ class Arrangement:
     Attributes:
         plan: The plan, with memory for what its steps touch.
         program: Its tile program as it is linked, with a section for each of its calls.
+        run: Its simulation, where cascades were compared.
     """
 
     plan: ExecutionPlan
     program: TileProgram
+    run: Run | None = None
 
 
 def _linked(
     plan: ExecutionPlan, steps: ExecutionPlan, counts: Sequence[int], chip: Chip, mapper: Mapper
 ) -> Arrangement:
     """An arrangement of a plan whose calls are done in these numbers of steps."""
-    program = link_program(steps, chip, mapper, steps.buffers.keys() - plan.buffers.keys())
+    check_calls(steps.calls, chip, mapper)
+    residency = choose_residency(steps, chip, mapper, steps.buffers.keys() - plan.buffers.keys())
+    program = link_program(steps, chip, mapper, residency)
     sections = iter(program.sections)
     own = [tuple(islice(sections, count)) for count in counts]
     merged = tuple(_section(call, each) for call, each in zip(plan.calls, own, strict=True))
@@ -347,21 +357,43 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
         ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
     check_calls(plan.calls, chip, mapper)
-    plain = _linked(plan, plan, [1] * len(plan.calls), chip, mapper)
-    chosen = _chosen(plan, chip, mapper)
+    residency = choose_residency(plan, chip, mapper)
+    plain = Arrangement(plan, link_program(plan, chip, mapper, residency))
+    chosen = _chosen(plan, chip, mapper, residency)
     if not chosen:
         return plain
     before = Machine(chip, plain.program).run()
-    best, cycles = plain, before.cycles * (1 - _WORTH)
-    for factor in (0.5, 1, 4, 16):
-        ways = [replace(cascade, stripes=max(2, round(cascade.stripes * factor))) for cascade in chosen]
-        changed = with_cascades(plan, ways, chip, mapper)
-        if changed is None:
-            continue
-        run = Machine(chip, changed.program).run()
-        if run.cycles < cycles and _moved(run) <= _moved(before):
-            best, cycles = changed, run.cycles
+    best, cycles = replace(plain, run=before), before.cycles * (1 - _WORTH)
+    tried: dict[tuple[Cascade, ...], float] = {}
+
+    def try_stripes(factor: float) -> float:
+        """The cycles with so many times the stripes, which are taken where they are the fewest."""
+        nonlocal best, cycles
+        ways = tuple(_with_stripes(plan, cascade, factor) for cascade in chosen)
+        if ways not in tried:
+            changed = with_cascades(plan, ways, chip, mapper)
+            run = None if changed is None else Machine(chip, changed.program).run()
+            tried[ways] = math.inf if run is None else run.cycles
+            if changed is not None and run is not None and run.cycles < cycles and _moved(run) <= _moved(before):
+                best, cycles = replace(changed, run=run), run.cycles
+        return tried[ways]
+
+    fewest = try_stripes(1)
+    for more in (4, 16):
+        least, fewest = fewest, min(fewest, try_stripes(more))
+        if least == fewest < math.inf:
+            break
+    if fewest == try_stripes(1):
+        try_stripes(0.5)
     return best
+
+
+def _with_stripes(plan: ExecutionPlan, cascade: Cascade, factor: float) -> Cascade:
+    """A cascade with so many times the stripes, as far as its result has rows."""
+    last = plan.calls[cascade.stop - 1]
+    rows = last.outputs[0].shape[_RULES[last.kernel].dim]
+    each = -(-rows // max(2, round(cascade.stripes * factor)))
+    return replace(cascade, stripes=-(-rows // each))
 
 
 def _moved(run: Run) -> int:
@@ -383,7 +415,7 @@ def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, 
     calls, buffers = list(plan.calls), dict(plan.buffers)
     counts = [1] * len(calls)
     for cascade in sorted(cascades, key=lambda each: -each.first):
-        stripes = stripes_of(plan, cascade)
+        stripes = _stripes(plan, cascade, mapper.shared)
         if stripes is None:
             return None
         for call in plan.calls[cascade.first : cascade.stop - 1]:
@@ -404,16 +436,15 @@ def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, 
         return None
 
 
-def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[Cascade]:
+def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> list[Cascade]:
     """Cascades that overlap in no call and are estimated to save the most cycles together; the best first."""
-    residency = choose_residency(plan, chip, mapper)
     own = [positions(call, residency.addresses) for call in plan.calls]
     parts = [
         mapper.choices(call).estimate(names, room)
         for call, names, room in zip(plan.calls, own, residency.rooms, strict=True)
     ]
     least = _NOTABLE * sum(parts) * chip.dram_bytes_per_cycle
-    coarse = Mapper(chip, mapper.sketches, _COARSE)
+    coarse = Mapper(chip, mapper.shared, _COARSE)
     passes = _passing(plan)
     best: list[tuple[float, tuple[tuple[float, Cascade], ...]]] = [(0.0, ())]  # gain and cascades of the first calls
     for stop in range(1, len(plan.calls) + 1):
@@ -489,7 +520,7 @@ def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper:
 
     A stripe's loads go on while the one before computes, more so than those of calls that are estimated by themselves.
     """
-    stripes = stripes_of(plan, cascade, 2)
+    stripes = _stripes(plan, cascade, mapper.shared, 2)
     if stripes is None or len(stripes.stripes) < 2 or (cascade.stages_weights and not stripes.staging):
         return math.inf
     names = {buffer.name for buffer in stripes.buffers}

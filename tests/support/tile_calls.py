@@ -186,7 +186,8 @@ def run_in_scratchpad(
         used += -(-t.data.nbytes // alignment) * alignment
     if used > room:
         return False
-    linker, mapper = Linker(chip, places, {}), Mapper(chip)
+    mapper = Mapper(chip)
+    linker = Linker(mapper, places, {})
     whole = {name: View(name, t.data.shape, (1,), 0, t.view.dtype) for name, t in tensors.items()}
     home = {name: replace(view, buffer=f"{name} in dram") for name, view in whole.items()}
 
