@@ -9,7 +9,8 @@ the others are empty. The rows of c that two stripes need, the halo, are compute
 copied from the stripe before. Weights may be brought into a buffer once for all stripes.
 
 A cascade is taken if its price is less: first by the estimates of the stripes' tilings, which choose among numbers of
-stripes; then the whole program is simulated, which must take fewer cycles and move no more bytes of DRAM.
+stripes; then the whole program is simulated, which must take fewer cycles and move no more bytes of DRAM than the calls
+by themselves, between which values are stored and loaded.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _MOST_STRIPES = 64
 _COARSE = 8  # tilings of a stripe that are looked at before its chain is chosen
 _NOTABLE = 0.01  # part of a program's cycles that DRAM is busy with a value which is worth a cascade
 _WORTH = 0.005  # part of a program's cycles that a cascade saves at least
+_SIMULATED = 2  # numbers of stripes that are simulated
 _STAGED = 1024  # bytes of a weight that is worth a buffer
 
 Rows: TypeAlias = tuple[int, int]
@@ -330,17 +332,29 @@ class Arrangement:
     run: Run | None = None
 
 
-def _linked(
-    plan: ExecutionPlan, steps: ExecutionPlan, counts: Sequence[int], chip: Chip, mapper: Mapper
-) -> Arrangement:
-    """An arrangement of a plan whose calls are done in these numbers of steps."""
-    check_calls(steps.calls, chip, mapper)
-    residency = choose_residency(steps, chip, mapper, steps.buffers.keys() - plan.buffers.keys())
-    program = link_program(steps, chip, mapper, residency)
-    sections = iter(program.sections)
-    own = [tuple(islice(sections, count)) for count in counts]
-    merged = tuple(_section(call, each) for call, each in zip(plan.calls, own, strict=True))
-    return Arrangement(plan, replace(program, sections=merged))
+@dataclass(frozen=True)
+class _Way:
+    """A plan whose chains are done in steps, before its instructions are written.
+
+    Attributes:
+        plan: The plan, with memory for what its steps touch.
+        steps: The plan with the calls of all steps.
+        counts: Numbers of steps of the plan's calls.
+        residency: The values that stay in the scratchpad.
+    """
+
+    plan: ExecutionPlan
+    steps: ExecutionPlan
+    counts: Sequence[int]
+    residency: Residency
+
+    def linked(self, chip: Chip, mapper: Mapper) -> Arrangement:
+        """The way with its instructions. Raises `ConstraintError` where some step does not fit."""
+        program = link_program(self.steps, chip, mapper, self.residency)
+        sections = iter(program.sections)
+        own = [tuple(islice(sections, count)) for count in self.counts]
+        merged = tuple(_section(call, each) for call, each in zip(self.plan.calls, own, strict=True))
+        return Arrangement(self.plan, replace(program, sections=merged))
 
 
 def _section(call: KernelCall, steps: Sequence[Section]) -> Section:
@@ -362,30 +376,38 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     chosen = _chosen(plan, chip, mapper, residency)
     if not chosen:
         return plain
+    ways = _ways_to_stripe(plan, chosen, chip, mapper, residency.cycles * (1 - _WORTH / 2))
+    if not ways:
+        return plain
     before = Machine(chip, plain.program).run()
     best, cycles = replace(plain, run=before), before.cycles * (1 - _WORTH)
-    tried: dict[tuple[Cascade, ...], float] = {}
-
-    def try_stripes(factor: float) -> float:
-        """The cycles with so many times the stripes, which are taken where they are the fewest."""
-        nonlocal best, cycles
-        ways = tuple(_with_stripes(plan, cascade, factor) for cascade in chosen)
-        if ways not in tried:
-            changed = with_cascades(plan, ways, chip, mapper)
-            run = None if changed is None else Machine(chip, changed.program).run()
-            tried[ways] = math.inf if run is None else run.cycles
-            if changed is not None and run is not None and run.cycles < cycles and _moved(run) <= _moved(before):
-                best, cycles = replace(changed, run=run), run.cycles
-        return tried[ways]
-
-    fewest = try_stripes(1)
-    for more in (4, 16):
-        least, fewest = fewest, min(fewest, try_stripes(more))
-        if least == fewest < math.inf:
-            break
-    if fewest == try_stripes(1):
-        try_stripes(0.5)
+    most = _moved(before) + _kept_between(plan, chosen, residency)
+    for way in ways:
+        try:
+            changed = way.linked(chip, mapper)
+        except ConstraintError:
+            continue
+        run = Machine(chip, changed.program).run()
+        if run.cycles < cycles and _moved(run) <= most:
+            best, cycles = replace(changed, run=run), run.cycles
     return best
+
+
+def _ways_to_stripe(
+    plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper, most: float
+) -> list[_Way]:
+    """The numbers of stripes with the least estimates, all of which are below `most` cycles; the best first."""
+    striped = {tuple(_with_stripes(plan, cascade, factor) for cascade in cascades) for factor in (0.5, 1, 4, 16)}
+    ways = [way for each in striped if (way := _way(plan, each, chip, mapper)) is not None]
+    ways = sorted(ways, key=lambda way: (way.residency.cycles, len(way.steps.calls)))
+    least = min((way.residency.cycles for way in ways), default=0.0)
+    return [way for way in ways[:_SIMULATED] if way.residency.cycles < min(most, least * (1 + _WORTH))]
+
+
+def _kept_between(plan: ExecutionPlan, cascades: Sequence[Cascade], residency: Residency) -> int:
+    """Bytes that the parts of cascades by themselves move besides: of what lies between and stays without a cascade."""
+    passing = (call.outputs[0].buffer for each in cascades for call in plan.calls[each.first : each.stop - 1])
+    return sum(2 * plan.buffers[name].size_bytes for name in passing if name in residency.addresses)
 
 
 def _with_stripes(plan: ExecutionPlan, cascade: Cascade, factor: float) -> Cascade:
@@ -408,7 +430,16 @@ def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[Exe
 
 
 def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> Arrangement | None:
-    """The plan with these cascades, which have no call in common; None where some stripe has no call or does not fit.
+    """The plan with cascades that have no call in common; None where some stripe has no call or does not fit."""
+    way = _way(plan, cascades, chip, mapper)
+    try:
+        return None if way is None else way.linked(chip, mapper)
+    except ConstraintError:
+        return None
+
+
+def _way(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> _Way | None:
+    """The steps of a plan with cascades; None where some stripe has no call or does not fit.
 
     Its memory is planned anew: what a chain reads lives until its last stripe.
     """
@@ -431,9 +462,11 @@ def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, 
     ends = [buffer.offset + buffer.size_bytes for buffer in own.values() if buffer.kind == "arena"]
     steps = replace(steps, arena_bytes=max([steps.arena_bytes, *ends]))
     try:
-        return _linked(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, chip, mapper)
+        check_calls(steps.calls, chip, mapper)
     except ConstraintError:
         return None
+    residency = choose_residency(steps, chip, mapper, buffers.keys() - plan.buffers.keys())
+    return _Way(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, residency)
 
 
 def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> list[Cascade]:

@@ -33,11 +33,13 @@ class Residency:
         addresses: Buffer → address in the scratchpad.
         rooms: Bytes from 0 on that the pieces of each call may use.
         weights: The buffers that stay from run to run.
+        cycles: The sum of all calls' estimates.
     """
 
     addresses: dict[str, int]
     rooms: list[int]
     weights: list[str] = field(default_factory=list)
+    cycles: float = math.inf
 
 
 @dataclass
@@ -80,7 +82,7 @@ def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: C
         stay.pin(_first_that_fit([weight for weight in weights if weight.name not in names], stay.spare()))
         if stay.cycles < best.cycles or len(tried) == 1:
             best = stay
-    return Residency(best.addresses, best.rooms, best.weights)
+    return Residency(best.addresses, best.rooms, best.weights, best.cycles)
 
 
 class _Stay:
