@@ -16,6 +16,7 @@ from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import DeviceError, InputError, ProgramFormatError, WeightError, reading
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.model import TensorSpec
+from npu_compiler.partitioner import PartitionPlan
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.cpu.arrays import with_strides
 from npu_runtime.device import Device
@@ -157,6 +158,13 @@ class LoadedModule:
             DeviceError: the device failed.
         """
         return self._call(self._arguments.tensors(args, kwargs))
+
+    @property
+    def ran(self) -> CompiledProgram | PartitionPlan:
+        """The program of the last call, or its plan where PyTorch runs a part. Raises `InputError` before the first."""
+        if not self._programs:
+            raise InputError(f"'{self._path}' has not been called")
+        return next(reversed(self._programs.values())).made
 
     def call_leaves(self, leaves: Sequence[Any]) -> Any:
         """The result for the leaves of all arguments, in the order of `content.inputs`."""
