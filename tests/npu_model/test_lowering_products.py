@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
-from on_chips import assert_close, run_on
+from on_chips import assert_close, chip, run_on
 from quantized_networks import Network
 
-from npu_compiler.graph.quantization import named_format
+from npu_compiler import CompileOptions, ConstraintError
+from npu_compiler import compile as compile_ir
+from npu_compiler.graph.quantization import QuantizedFormat, named_format
+from npu_model import NPUTarget
 
 CHIPS = ("edge", "odd")
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -159,6 +165,44 @@ def test_weights_in_few_bits(name: str, format: str) -> None:
         weights = {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}
         outcome = run_on(name, g, {"x": normal(rng, m, k)}, weights, "float16", quantization=format)
         assert_close(outcome, 4e-3)
+
+
+BYTES = [QuantizedFormat("int8", activations="int8"), QuantizedFormat("int4", activations="int8"),
+         QuantizedFormat("int4", scales="float16", offsets="zero_point", activations="int8")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", (*CHIPS, "uneven"))
+@DRAWS
+@given(
+    m=st.integers(1, 20), n=st.integers(1, 90), k=st.integers(1, 150), seed=st.integers(0, 2**32),
+    format=st.sampled_from(BYTES), act=st.sampled_from(["", "silu"]), gated=st.booleans(),
+)  # fmt: skip
+def test_rounded_rows_are_multiplied_with_a_weights_codes_as_integers(
+    name: str, m: int, n: int, k: int, seed: int, format: QuantizedFormat, act: str, gated: bool
+) -> None:
+    rng, k = np.random.default_rng(seed), 2 * k
+    g = IRBuilder()
+    m = 1 if gated else m
+    x = g.input("x", m, k)
+    weights = {key: normal(rng, n, k) / k**0.5 for key in (("w", "up") if gated else ("w",))}
+    y, *up = (g("aten.linear.default", x, g.weight(key, n, k)) for key in weights)
+    y = g(f"aten.{act}.default", y) if act else y
+    g.output(g("aten.mul.Tensor", y, *up) if gated else y)
+    outcome = run_on(name, g, {"x": normal(rng, m, k)}, weights, "float32", quantization=format)
+    assert_close(outcome, 2e-6)
+    assert {dtype for counts in outcome.run.sections for dtype in counts.macs} == {"int8"}
+
+
+def test_codes_are_multiplied_on_a_chip_that_has_nothing_but_bytes() -> None:
+    g = IRBuilder()
+    g.output(g("aten.linear.default", g.input("x", 4, 64), g.weight("w", 32, 64)))
+    edge = chip("edge")
+    assert edge.matrix is not None
+    narrow = dataclasses.replace(edge, matrix=dataclasses.replace(edge.matrix, rates={"int8": 1.0}))
+    for quantization, refusal in (("int8+int8", ""), ("int8", "multiplies int8, not float16")):
+        options = CompileOptions(compute_dtype="float16", quantization=quantization)
+        with pytest.raises(ConstraintError, match=refusal) if refusal else nullcontext():
+            compile_ir(g.ir(), NPUTarget(narrow), options)
 
 
 @pytest.mark.parametrize("format", ["", "int4", "int8", "fp8", "int8+int8"])
