@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ir_builder import IRBuilder
 from on_chips import assert_close, chip, run_on
 from quantized_networks import Network
+from tile_calls import assert_same, tensor
 
 from npu_compiler import CompileOptions, ConstraintError
 from npu_compiler import compile as compile_ir
@@ -214,6 +215,31 @@ def test_layers_of_which_no_usual_tile_fits_are_computed_in_smaller_ones(format:
     weights = {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}
     outcome = run_on("uneven", g, {"x": normal(rng, 5, k)}, weights, "float16", quantization=format or None)
     assert_close(outcome, 4e-3)
+
+
+@pytest.mark.parametrize("name", ["edge", "tiny"])
+@DRAWS
+@given(
+    n=st.integers(1, 5), shared=st.integers(1, 3), rep=st.integers(1, 3), d=st.integers(1, 16), e=st.integers(1, 24),
+    block=st.integers(1, 8), pool=st.integers(1, 6), s=st.integers(1, 3), t=st.integers(1, 9),
+    dtype=st.sampled_from(["float32", "float16"]), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_attention_over_a_pool_of_blocks(
+    name: str, n: int, shared: int, rep: int, d: int, e: int, block: int, pool: int, s: int, t: int, dtype: str,
+    seed: int,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    lists = {  # some are out of range, and count as the nearest
+        "tables": rng.integers(-1, pool + 1, (s, t)),
+        "sequences": rng.integers(-1, s + 1, n),
+        "positions": rng.integers(-1, t * block + 1, n),
+    }
+    shapes = {"q": (n, shared * rep, d), "k": (pool * block, shared, d), "v": (pool * block, shared, e)}
+    operands = [tensor(rng, key, shape, dtype, packed=1) for key, shape in shapes.items()]
+    operands += [tensor(rng, key, x.shape, "int32", packed=1, data=x) for key, x in lists.items()]
+    out = tensor(rng, "out", (n, shared * rep, e), dtype, packed=1)
+    params = {"scale": d**-0.5, "block_size": block}
+    assert_same(name, "paged_attention_kernel", operands, [out], params, tolerance=4.0)
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
