@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import DeviceError, InputError, ProgramFormatError, WeightError, reading
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.model import TensorSpec
-from npu_compiler.partitioner import PartitionPlan
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.cpu.arrays import with_strides
 from npu_runtime.device import Device
@@ -31,6 +30,9 @@ from npu_sim.module.plans import PROGRAMS, plan_for
 from npu_sim.module.saved_file import SavedProgram, read_module, stored_weight
 from npu_sim.module.shapes import InputShapes, Key, same_layout
 from npu_sim.module.signature import signature_of
+
+if TYPE_CHECKING:
+    from npu_compiler.partitioner import PartitionPlan
 
 _ON_HOST = (1, 3)  # DLPack's numbers for the CPU, and for its memory that GPUs reach
 _AnyProgram = TypeVar("_AnyProgram", DeviceProgram, MixedPlan)
