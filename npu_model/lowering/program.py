@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from npu_compiler.constraint_checker import ADVICE
@@ -28,7 +28,7 @@ from npu_model.isa.instructions import (
 from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
 from npu_model.lowering.families import CannotLower, Tiling
 from npu_model.lowering.implied_waits import without_implied_waits
-from npu_model.lowering.mapper import Mapper, emit_call, in_sequence, new_emitter
+from npu_model.lowering.mapper import Mapper, in_sequence
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
 from npu_model.machine.machine import engines_of, token_totals
@@ -47,18 +47,18 @@ def trimmed(program: TileProgram, chip: Chip) -> TileProgram:
     return without_idle_tokens(without_implied_waits(program, chip))
 
 
-def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: Collection[str] = ()) -> TileProgram:
+def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency | None = None) -> TileProgram:
     """The tile program of a plan whose memory has been planned; `trimmed` makes it shorter at the same cycles.
 
     Args:
-        passing: Intermediate values that stay in the scratchpad wherever they fit.
+        residency: The values that stay in the scratchpad. Default: those that pay.
 
     Raises:
         ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
     check_calls(plan.calls, chip, mapper)
     try:
-        return _linked(plan, chip, mapper, choose_residency(plan, chip, mapper, passing))
+        return _linked(plan, chip, mapper, residency or choose_residency(plan, chip, mapper))
     except ConstraintError:  # values that stay leave too little room for some call
         return _linked(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
 
@@ -72,7 +72,7 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
     ]
     for name, address in residency.addresses.items():
         places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
-    linker = Linker(chip, places, token_totals(preload))
+    linker = Linker(mapper, places, token_totals(preload))
     own = [positions(call, residency.addresses) for call in plan.calls]
     calls = list(zip(map(mapper.choices, plan.calls), own, residency.rooms, strict=True))
     for call, candidate, (_, resident, room) in zip(plan.calls, in_sequence(calls), calls, strict=True):
@@ -141,7 +141,7 @@ class Linker:
     bytes waits for that mark first.
     """
 
-    chip: Chip
+    mapper: Mapper
     places: Mapping[str, Place]
     raised: dict[Token, int]
     sections: list[Section] = field(default_factory=list)
@@ -156,21 +156,21 @@ class Linker:
         the other computes.
         """
         for first in (self._start(room, size), 0):
-            emitter = new_emitter(self.chip, self.places, (first, room - first), self.raised)
             try:
-                emit_call(call, tiling, emitter)
+                draft = self.mapper.draft(call, tiling, self.places, (first, room - first))
             except DoesNotFit:  # some lowerings need pieces of their own only for operands in the scratchpad
                 continue
-            if emitter.used:
-                self._recent = [(first, first + emitter.used), *self._recent[: _RECENT - 1]]
-            self._append(call, emitter.finish())
+            if draft.scratchpad:
+                self._recent = [(first, first + draft.scratchpad), *self._recent[: _RECENT - 1]]
+            self._append(call, draft)
             return
-        reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.chip.name}'"
+        reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.mapper.chip.name}'"
         raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
 
     def _start(self, room: int, size: int) -> int:
         """The first byte of pieces: of places at an end of the room or beside other pieces, the longest free one."""
-        top = (room - size) // self.chip.sram.alignment * self.chip.sram.alignment
+        alignment = self.mapper.chip.sram.alignment
+        top = (room - size) // alignment * alignment
         beside = [start for first, end in self._recent for start in (end, first - size)]
         starts = [start for start in (0, top, *beside) if 0 <= start <= top]
 
@@ -189,7 +189,8 @@ class Linker:
                 if overlaps and (other.writes or touch.writes) and other.engine != touch.engine:
                     needs = fences.setdefault(touch.engine, {})
                     needs[other.engine] = max(needs.get(other.engine, 0), access.mark)
-        engines = sorted(engines_of(draft.body))
+        body = draft.body(self.raised)
+        engines = sorted(engines_of(body))
         before = []
         for engine, needs in sorted(fences.items()):
             waited = self._waited.setdefault(engine, {})
@@ -210,7 +211,7 @@ class Linker:
         for touch in draft.touches:
             mark = self.raised[Token(touch.engine, 0)]
             self._accesses.setdefault((touch.space, touch.name), []).append(_Access(touch, mark))
-        self.sections.append(Section(call.node, call.kernel, shapes(call), (*before, *draft.body, *marks)))
+        self.sections.append(Section(call.node, call.kernel, shapes(call), (*before, *body, *marks)))
 
 
 def shapes(call: KernelCall) -> str:

@@ -12,6 +12,7 @@ from npu_sim.commands.console import note, print_json, step
 if TYPE_CHECKING:
     import numpy as np
 
+    from npu_compiler import CompiledProgram, PartitionPlan
     from npu_runtime import Device
     from npu_sim.module.saved_file import SavedModule
 
@@ -63,7 +64,7 @@ def _sizes(shape: tuple[Any, ...], content: SavedModule) -> list[Any]:
 
 def run_module(
     file: Path, device: Device, inputs: list[str] | None, allow_code: bool, seed: int | None
-) -> tuple[dict[str, np.ndarray], int | None]:
+) -> tuple[dict[str, np.ndarray], int | None, CompiledProgram | PartitionPlan]:
     """Run a saved module once.
 
     Args:
@@ -71,7 +72,7 @@ def run_module(
             sizes allowed.
 
     Returns:
-        The arrays of the result by their place in it, and the seed of random inputs.
+        The arrays of the result by their place in it, the seed of random inputs, and what the device ran.
     """
     import numpy as np
 
@@ -91,12 +92,12 @@ def run_module(
         result = module.call_leaves([arrays[x.name] if x.name is not None else x.value for x in content.inputs])
     leaves = content.result.leaves(result) or []
     named = zip(content.result.paths(), leaves, strict=True)
-    return {path: x for path, x in named if isinstance(x, np.ndarray)}, used
+    return {path: x for path, x in named if isinstance(x, np.ndarray)}, used, module.ran
 
 
 def run_onnx(
     file: Path, device: Device, inputs: list[str] | None, shapes: list[str] | None, seed: int | None
-) -> tuple[dict[str, np.ndarray], int | None]:
+) -> tuple[dict[str, np.ndarray], int | None, PartitionPlan]:
     """Compile an ONNX file and run it once.
 
     Args:
@@ -104,17 +105,21 @@ def run_onnx(
         shapes: Sizes as for `parse_sizes`.
 
     Returns:
-        The outputs by their names, and the seed of random inputs.
+        The outputs by their names, the seed of random inputs, and what the device ran.
     """
     from npu_compiler import TensorSpec
+    from npu_compiler.errors import InputError
     from npu_compiler.graph.dtypes import numpy_dtype
     from npu_sim.commands.resources import inputs_for
+    from npu_sim.module.compiled import CompiledModule
     from npu_sim.module.compiled import compile as compile_module
     from npu_sim.onnx.sources import load, parse_sizes
 
     with step(f"compiling {file}"):
         module = load(file, parse_sizes(shapes or ()))
         compiled = compile_module(module, module.examples, device=device)
+    if not isinstance(compiled, CompiledModule):
+        raise InputError(f"'{file}' does not become one graph")
 
     from npu_sim.onnx.dtypes import tensor_of
 
@@ -126,4 +131,4 @@ def run_onnx(
         results = compiled(*given)
     results = results if isinstance(results, tuple) else (results,)
     wide = [x.float() if str(x.dtype) == "torch.bfloat16" else x for x in results]
-    return {name: x.numpy() for name, x in zip(module.output_names, wide, strict=True)}, used
+    return {name: x.numpy() for name, x in zip(module.output_names, wide, strict=True)}, used, compiled.ran

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import InPlaceError, InputError, IRError
 from npu_compiler.graph.quantization import QuantizedArray
+from npu_compiler.partitioner import PartitionPlan
 from npu_compiler.passes.quantize import Quantization
 from npu_runtime.device import Device
 from npu_sim.checkpoints.torchao_tensors import dense_stand_ins, quantized_parameters
@@ -297,6 +298,13 @@ class CompiledModule:
             names = self._shapes.names
             few_bits = FewBits(formats, self._stored)
             save_module(Path(path), traced, tensors, self._signature, names, self._dtype, runners, few_bits)
+
+    @property
+    def ran(self) -> PartitionPlan:
+        """The plan of the last call. Raises `InputError` before the first."""
+        if not self._programs.runners:
+            raise InputError(f"'{self.trace.ir['model_name']}' has not been called")
+        return next(reversed(self._programs.runners.values())).plan
 
     def report(self) -> Report:
         """Return, for each program, its partitions and the reason of each node that is not on the device."""
