@@ -48,6 +48,7 @@ tenstorrent-wormhole-n150,3072,4096,4096,bfloat16,HiFi2,tuned,1047319
 tenstorrent-wormhole-n150,2048,2048,2048,bfloat8_b,LoFi,tuned,1
 """,
     "rk3588_yolov5s_layers.csv": "layer,op,c_in,h_in,w_in,c_out,h_out,w_out,r,stride,value\n",
+    "end_to_end_models.csv": "chip,model,input,dtype,batch,value\n",
 }
 
 
