@@ -209,7 +209,7 @@ def test_an_op_without_a_kernel_is_assumed_to_take_as_long_as_its_bytes() -> Non
 
 @pytest.mark.parametrize("launch, gflops, is_whole", [(0, 0.5, False), (2, 40, True)])
 def test_an_op_of_many_parts_is_where_it_takes_less_time(launch: float, gflops: float, is_whole: bool) -> None:
-    """It has no kernel: the chip computes it by 24 others, the host as a whole, whichever is faster."""
+    """An op without a kernel is computed by others on the chip or as a whole on the host, whichever is faster."""
     g = IRBuilder()
     y = running_product(g, g("aten.relu.default", g.input("x", 64, 64)), 64)
     ir = g.output(g("aten.tanh.default", y)).ir()
