@@ -200,6 +200,17 @@ def test_sizes_computed_of_shapes_are_constants(tmp_path: Path) -> None:
     assert not graph.weights
 
 
+def test_a_constant_that_is_too_large_to_be_folded_is_computed_by_the_program(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("ConstantOfShape", ["shape"], ["c"], value=numpy_helper.from_array(np.array([2.0], "f4")))
+    ]
+    nodes.append(helper.make_node("Add", ["x", "c"], ["y"]))
+    numbers = {"shape": np.array([300, 300])}
+    path = write(tmp_path / "m.onnx", nodes, [floats("x", 300)], [floats("y", 300, 300)], numbers)
+    x = torch.randn(300)
+    torch.testing.assert_close(npu_sim.compile(path)(x), (x + 2).expand(300, 300))
+
+
 # Structure
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from npu_sim.onnx.dtypes import torch_dtype
 from npu_sim.onnx.rows import ALL, Call, Refusal, converts, number
@@ -154,7 +155,11 @@ def _padded_place(place: int, size: int, mode: str) -> int:
 @converts("ConstantOfShape", static=(0,))
 def _constant_of_shape(call: Call, shape: list[int]) -> Tensor:
     value = call.attr("value")
-    return torch.zeros(shape) if value is None else torch.full(shape, value.reshape(-1)[0].item(), dtype=value.dtype)
+    if value is None:
+        return torch.zeros(shape)
+    with _disable_current_modes():  # the attribute has a value also where tensors have none
+        fill = value.reshape(-1)[0].item()
+    return torch.full(shape, fill, dtype=value.dtype)
 
 
 @converts("Range", static=ALL)
