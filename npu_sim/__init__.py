@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from npu_compiler.version import __version__
+
 if TYPE_CHECKING:
     from npu_sim.module.buckets import Buckets
     from npu_sim.module.compiled import CompiledModule, compile
@@ -33,4 +35,14 @@ def __dir__() -> list[str]:
     return __all__
 
 
-__all__ = ["Buckets", "CompiledModule", "LoadedModule", "QuantizeOptions", "backend", "compile", "load", "quantize"]
+__all__ = [
+    "__version__",
+    "Buckets",
+    "CompiledModule",
+    "LoadedModule",
+    "QuantizeOptions",
+    "backend",
+    "compile",
+    "load",
+    "quantize",
+]

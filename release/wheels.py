@@ -1,9 +1,9 @@
-"""Builds the source distribution and the wheels: one of Python alone, and one for each machine that kernels compile for here.
+"""Builds the source distribution and the wheels: one of Python alone, and one for each machine to compile for.
 
     python -m release.wheels dist
 
-On Linux the machines are x86-64 and AArch64, each with a library for each of its CPU levels; auditwheel judges whether they
-run on the systems that the wheel's name promises. On a Mac it is that Mac's own machine.
+On Linux the machines are x86-64 and AArch64, each with a library for each of its CPU levels; auditwheel judges whether
+they run on the systems that the wheel's name promises. On a Mac it is that Mac's own machine.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _audit(wheel: Path, tag: str) -> None:
     """Raise `RuntimeError` unless auditwheel finds that the wheel runs wherever its tag says."""
     command = [sys.executable, "-m", "auditwheel", "show", "--json", "--disable-isa-ext-check", wheel]
     verdict = json.loads(_run(*command))
-    if not _is_older_or_same(verdict["overall_policy"], tag):
+    if not _is_older_or_same(verdict["overall_tag"], tag):
         raise RuntimeError(f"auditwheel finds that {wheel.name} needs {verdict['overall_policy']}: {verdict}")
 
 

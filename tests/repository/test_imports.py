@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "cuda_compiler": {"npu_compiler"},
     "npu_runtime": {"npu_compiler", "metal_kernels"},
     "cuda_runtime": {"npu_compiler", "npu_runtime", "cuda_compiler"},
-    "metal_kernels": set(),
+    "metal_kernels": {"npu_compiler"},
     "metal_emulator": {"metal_kernels", "npu_compiler"},
     "npu_model": {"npu_compiler", "npu_runtime"},
 }
