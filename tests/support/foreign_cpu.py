@@ -78,6 +78,7 @@ class ForeignLibrary:
             raise RuntimeError(f"{missing} is not installed")
         library = _library(compiler, level)
         runner = cache_folder().joinpath(f"runner-{level.machine}-{int(_RUNNER.stat().st_mtime)}")
+        runner.parent.mkdir(parents=True, exist_ok=True)
         if not runner.exists():
             own = runner.with_name(f"{runner.name}-{os.getpid()}")
             subprocess.run([compiler, "-std=c++20", "-O1", str(_RUNNER), "-ldl", "-o", str(own)], check=True)

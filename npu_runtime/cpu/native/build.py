@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import time
 import warnings
@@ -75,6 +76,7 @@ _UNITS = (
 _SHIPPED = SOURCE_FOLDER / "shipped"  # a wheel's folder of libraries, see release/wheels.py
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build
 _one_at_a_time = free_lock()
+_running: set[subprocess.Popen[str]] = set()
 
 _log = logging.getLogger(__name__)
 
@@ -275,6 +277,9 @@ def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], com
                 for done, job in enumerate(as_completed(jobs), 1):
                     job.result()
                     say(f"{compiling}: {done} of {len(objects)}")
+            except BaseException:  # Ctrl-C too, after which nobody waits for half a minute
+                _stop_compilers()
+                raise
             finally:
                 pool.shutdown(cancel_futures=True)
             library = work / path.name
@@ -331,13 +336,26 @@ def _alone_in(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _run(command: list[str], source: str = "") -> str:
-    result = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        _running.add(process)
+        try:
+            output, errors = process.communicate(source)
+        finally:
+            _running.discard(process)
+    if process.returncode != 0:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
         words = next((line for line in lines if "error" in line), lines[-1] if lines else "no words")
-        reason = f"{command[0]} failed with status {result.returncode}: {words}"
-        raise CompilerError("\n".join((reason, " ".join(command), result.stderr[-4000:])))
-    return result.stdout
+        reason = f"{command[0]} failed with status {process.returncode}: {words}"
+        raise CompilerError("\n".join((reason, " ".join(command), errors[-4000:])))
+    return output
+
+
+def _stop_compilers() -> None:
+    """End the compilers that run, with the processes that they have started."""
+    for process in tuple(_running):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _digest(*parts: bytes) -> str:
