@@ -110,8 +110,8 @@ def _add_libraries(folder: Path, target: Target) -> None:
 
 def _audit(wheel: Path, tag: str) -> None:
     """Raise `RuntimeError` unless auditwheel finds that the wheel runs wherever its tag says."""
-    command = [sys.executable, "-m", "auditwheel", "show", "--json", "--disable-isa-ext-check", wheel]
-    verdict = json.loads(_run(*command))
+    options = ("--json", "--disable-isa-ext-check")
+    verdict = json.loads(_run(sys.executable, "-m", "auditwheel", "show", *options, wheel))
     if not _is_older_or_same(verdict["overall_tag"], tag):
         raise RuntimeError(f"auditwheel finds that {wheel.name} needs {verdict['overall_policy']}: {verdict}")
 
