@@ -59,15 +59,17 @@ class Environment:
 
     def run(self, *command: str | Path, status: int = 0) -> str:
         """Run one of its commands; return what it printed. Raises `CheckError` if it ends in another way."""
-        return _run(self.folder / "bin" / str(command[0]), *command[1:], status=status, env=self._variables())
+        return _run(
+            self.folder / "bin" / str(command[0]), *command[1:], status=status, env=self._variables(), cwd=self.home
+        )
 
     def _variables(self) -> dict[str, str]:
         own = {"PATH": str(self.folder / "bin"), "HOME": str(self.home)}
         return own | {name: os.environ[name] for name in ("LANG", "LC_ALL", "TMPDIR") if name in os.environ}
 
 
-def _run(*command: str | Path, status: int = 0, env: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, env=env)
+def _run(*command: str | Path, status: int = 0, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, env=env, cwd=cwd)
     if done.returncode != status:
         raise CheckError(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
@@ -120,11 +122,18 @@ def check_answer(wheel: Path, constraints: Path, *, uv: bool) -> float:
 
 
 def _pip(here: Environment, *arguments: str | Path) -> None:
-    _run(here.folder / "bin" / "python", "-m", "pip", "install", "-q", *arguments)
+    _install(here, here.folder / "bin" / "python", "-m", "pip", "install", "-q", *arguments)
 
 
 def _uv(here: Environment, *arguments: str | Path) -> None:
-    _run(sys.executable, "-m", "uv", "pip", "install", "-q", "--python", here.folder / "bin" / "python", *arguments)
+    python = here.folder / "bin" / "python"
+    _install(here, sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python, *arguments)
+
+
+def _install(here: Environment, *command: str | Path) -> None:
+    """Run an installer with this machine's settings of indexes, where it does not take the checkout for installed."""
+    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    _run(*command, env=settings, cwd=here.home)
 
 
 def _expect(words: str, text: str) -> None:

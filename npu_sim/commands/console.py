@@ -68,7 +68,7 @@ class _Interrupts:
         seen: Whether Ctrl-C was pressed.
     """
 
-    _GRACE_PERIOD = 1.0  # seconds between repeated KeyboardInterrupts
+    _GRACE_PERIOD = 0.4  # seconds between repeated KeyboardInterrupts
     latest: _Interrupts | None = None
 
     def __init__(self) -> None:
