@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -83,7 +84,7 @@ def _environment(python: str | Path) -> Iterator[Environment]:
         yield Environment(folder, home)
 
 
-def check_base(python: Path, wheel: Path, samples: Path, constraints: Path) -> None:
+def check_base(python: str | Path, wheel: Path, samples: Path, constraints: Path) -> None:
     """Install a wheel alone, and use what needs no more than that.
 
     Raises:
@@ -143,11 +144,13 @@ def _expect(words: str, text: str) -> None:
         raise CheckError(f"'{words}' is missing in:\n{text}")
 
 
-def _python(version: str) -> Path | None:
+def _python(version: str) -> str | Path | None:
     """The Python of that version on this machine, pyenv's among them; None where there is none."""
-    command = [sys.executable, "-m", "uv", "python", "find", "--system", "--no-python-downloads", version]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return Path(found.stdout.strip()) if found.returncode == 0 else None
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
+    for python in (shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))):
+        if python and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return python
+    return None
 
 
 def main() -> None:

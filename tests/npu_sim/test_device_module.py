@@ -1,4 +1,4 @@
-"""What people do with an `nn.Module`, done with a compiled one."""
+"""A compiled module does what people expect of an `nn.Module`, or says what to do instead."""
 
 from __future__ import annotations
 
