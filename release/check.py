@@ -139,7 +139,8 @@ def _pip(here: Environment, *arguments: str | Path) -> None:
 
 def _uv(here: Environment, *arguments: str | Path) -> None:
     python = here.folder / "bin" / "python"
-    _install(here, sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python, *arguments)
+    uv = (sys.executable, "-m", "uv", "pip", "install", "-q", "--compile-bytecode", "--python", python)
+    _install(here, *uv, *arguments)
 
 
 def _install(here: Environment, *command: str | Path) -> None:
