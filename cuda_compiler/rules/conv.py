@@ -163,7 +163,8 @@ def _group_bytes(call: KernelCall, packed: int, down: int, across: int) -> int:
     width = (across - 1) * step + (weight.shape[3] - 1) * span + 1
     pixel = 16 * (packed * weight.shape[1] // PACK | 1)
     factors = 32 * groups(weight.numel // weight.shape[0], 16) + 16
-    return int(height * width * pixel) + packed * (weight.shape[0] // call.params["groups"]) * factors
+    outer: int = weight.shape[0] // call.params["groups"]
+    return int(height * width * pixel) + packed * outer * factors
 
 
 def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
