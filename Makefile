@@ -12,10 +12,10 @@ VERSION_TESTS := tests/test_*.py tests/npu_compiler/test_exported_fusions.py tes
     $(addprefix tests/npu_sim/test_,$(addsuffix .py,trace library_models saved_module dynamic_module torch_compile \
     module_bad_input view_writes distinct_inputs decompositions llm decoders extract)) \
     tests/cuda_compiler/test_cuda_resident.py
-TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples docs/hooks.py
+TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples release docs/hooks.py
 
 .PHONY: venv demo screenshots gallery test test-all test-decoders test-levels test-aarch64 test-operators test-onnx test-versions lint sanitize mutants \
-    fuzz cuda-sources cuda-sanitize bench docs clean
+    fuzz cuda-sources cuda-sanitize bench docs wheels release-check clean
 
 venv: $(STAMP)
 
@@ -127,6 +127,25 @@ cuda-sanitize: venv
 
 bench: venv
 	$(BIN)/npu-sim bench
+
+# The source distribution and all wheels, in dist: docs/releasing.md.
+wheels: build/release/.installed
+	nice build/release/bin/python -m release.wheels dist
+
+# Builds them, tries them where nothing else is installed, and runs a sample of AArch64's kernels under qemu.
+release-check: wheels venv
+	$(BIN)/python -m release.samples build/samples
+	build/release/bin/python -m release.check dist build/samples --constraints constraints.txt
+	rm -rf build/aarch64 && $(BIN)/python -m zipfile -e dist/*aarch64.whl build/aarch64
+	for level in aarch64 aarch64-bf16; do \
+	    FOREIGN_CPU_LEVEL=$$level FOREIGN_SHIPPED=1 PYTHONPATH=build/aarch64:tests/support $(BIN)/python -m pytest -q -n 0 \
+	        -p foreign_cpu -o pythonpath='build/aarch64 tests/support' tests/npu_runtime/test_native.py || exit 1; \
+	done
+
+build/release/.installed: pyproject.toml
+	test -x $(@D)/bin/python || python3 -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[release]'
+	touch $@
 
 # Serves the documentation, and builds it anew when a page changes.
 docs: venv

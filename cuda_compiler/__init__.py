@@ -3,5 +3,6 @@
 from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.target import CUDACodegenTarget, CudaCodegenTarget
 from npu_compiler.target_config import CUDA_GPU
+from npu_compiler.version import __version__
 
-__all__ = ["CUDA_GPU", "GPU", "CUDACodegenTarget", "CudaCodegenTarget"]
+__all__ = ["__version__", "CUDA_GPU", "GPU", "CUDACodegenTarget", "CudaCodegenTarget"]

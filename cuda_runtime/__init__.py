@@ -2,5 +2,6 @@
 
 from cuda_runtime.cuda_backend import CUDABackend, CudaBackend, CUDABuffer, CudaBuffer
 from cuda_runtime.cuda_executor import CUDAExecutor, CudaExecutor
+from npu_compiler.version import __version__
 
-__all__ = ["CUDABackend", "CUDABuffer", "CUDAExecutor", "CudaBackend", "CudaBuffer", "CudaExecutor"]
+__all__ = ["__version__", "CUDABackend", "CUDABuffer", "CUDAExecutor", "CudaBackend", "CudaBuffer", "CudaExecutor"]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.errors import DeviceError
+from npu_compiler.installing import install_command
 from npu_runtime.pieces import in_pieces
 
 _GIB = 2**30
@@ -37,7 +38,7 @@ def load_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise DeviceError(
-            f"the CUDA device needs CuPy ({error}); install it with: pip install 'npu-simulation[cuda13]' "
+            f"the CUDA device needs CuPy ({error}); install it with: {install_command('cuda13')} "
             "(or [cuda12] for a CUDA 12 driver)"
         ) from error
     return cupy

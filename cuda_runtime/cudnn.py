@@ -10,6 +10,7 @@ from typing import Any
 from cuda_compiler.cuda_program import convolution_of
 from cuda_runtime.cuda_device import CUDADevice
 from npu_compiler.errors import DeviceError
+from npu_compiler.installing import install_command
 from npu_compiler.program.kernels import KernelCall
 
 WORKSPACE_BYTES = 64 * 2**20
@@ -38,7 +39,7 @@ def load_cudnn() -> Any:
         cudnn.backend_version()
     except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:
         raise DeviceError(
-            f"cuDNN does not load ({error}); install it with: pip install 'npu-simulation[cuda13]' "
+            f"cuDNN does not load ({error}); install it with: {install_command('cuda13')} "
             "(or [cuda12] for a CUDA 12 driver)"
         ) from error
     return cudnn

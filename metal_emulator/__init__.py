@@ -9,8 +9,10 @@ from metal_emulator.compiler import CompileError, KernelFault
 from metal_emulator.emulator import Emulator
 from metal_emulator.frameworks import MetalAPI, api
 from metal_emulator.objc import MetalUsageError, UnknownSelectorError
+from npu_compiler.version import __version__
 
 __all__ = [
+    "__version__",
     "CompileError",
     "Emulator",
     "KernelFault",

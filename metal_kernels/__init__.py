@@ -8,6 +8,10 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from npu_compiler.version import __version__
+
+__all__ = ["__version__", "resolve_includes", "shader_source"]
+
 _INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')
 
 

@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from npu_compiler.errors import InputError
+from npu_compiler.installing import missing_package
+
 
 def deferred(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """A package's `__getattr__` (PEP 562), which imports a name's module when the name is first used.
+
+    Where that needs a package which an extra would bring, the error says how to install it.
 
     Args:
         modules: Name → the package's module that defines it.
@@ -17,6 +22,13 @@ def deferred(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        return getattr(import_module(f"{package}.{modules[name]}"), name)
+        try:
+            module = import_module(f"{package}.{modules[name]}")
+        except ModuleNotFoundError as error:
+            reason = missing_package(error)
+            if reason is None:
+                raise
+            raise InputError(f"{package}.{name}: {reason}") from error
+        return getattr(module, name)
 
     return find

@@ -6,6 +6,7 @@ from npu_compiler.deferred_import import deferred
 from npu_compiler.partitioning.prices import Prices, priced_target
 from npu_compiler.program.products import Product
 from npu_compiler.program.target import CodegenTarget
+from npu_compiler.version import __version__
 from npu_model.chip import ArrayCycles, Chip, Dataflow, array_cycles, load_chip, parse_chip, shipped_chips
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def _target_of_chip(chip: Chip) -> tuple[CodegenTarget, Prices]:
 
 
 __all__ = [
+    "__version__",
     "ArrayCycles",
     "CallResult",
     "Cause",

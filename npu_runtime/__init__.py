@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from npu_compiler.deferred_import import deferred
+from npu_compiler.version import __version__
 from npu_runtime.backend import Backend, DeviceBuffer, Operand
 from npu_runtime.buffer import NPUBuffer
 from npu_runtime.device import Device, available_devices, register_device
@@ -33,6 +34,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "__version__",
     "Backend",
     "CPUBackend",
     "DAGExecutor",

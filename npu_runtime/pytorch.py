@@ -6,8 +6,7 @@ import functools
 from types import ModuleType
 
 from npu_compiler.errors import InputError
-
-INSTALL = "pip install 'npu-simulation[torch]'"
+from npu_compiler.installing import install_command
 
 
 @functools.cache
@@ -30,4 +29,4 @@ def require_torch(purpose: str) -> None:
         InputError: it is not.
     """
     if find_torch() is None:
-        raise InputError(f"{purpose} needs PyTorch: {INSTALL}")
+        raise InputError(f"{purpose} needs PyTorch: {install_command('torch')}")

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from npu_compiler.version import __version__
     from npu_sim.module.buckets import Buckets
     from npu_sim.module.compiled import CompiledModule, compile
     from npu_sim.module.dynamo_backend import backend
@@ -24,6 +25,10 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from npu_compiler.version import __version__
+
+        return __version__
     from npu_compiler.deferred_import import deferred
 
     return deferred(__name__, _MODULES)(name)
@@ -33,4 +38,14 @@ def __dir__() -> list[str]:
     return __all__
 
 
-__all__ = ["Buckets", "CompiledModule", "LoadedModule", "QuantizeOptions", "backend", "compile", "load", "quantize"]
+__all__ = [
+    "__version__",
+    "Buckets",
+    "CompiledModule",
+    "LoadedModule",
+    "QuantizeOptions",
+    "backend",
+    "compile",
+    "load",
+    "quantize",
+]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.dtypes import KNOWN_DTYPES
+from npu_compiler.installing import install_command
 from npu_runtime.pytorch import require_torch
 from npu_sim.onnx.sources import SUFFIX as ONNX
 from npu_sim.onnx.sources import Sizes
@@ -193,7 +194,7 @@ def check_source(source: str, inputs: Sequence[str] = (), task: str | None = Non
     if not (folder / "config.json").is_file():
         raise InputError(f"'{source}' is not a Hugging Face model folder: it has no config.json")
     if importlib.util.find_spec("transformers") is None:
-        raise InputError("Hugging Face models need the package transformers: pip install transformers")
+        raise InputError(f"Hugging Face models need the package transformers: {install_command('llm')}")
 
 
 def parse_example(text: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 from npu_compiler.errors import InputError
 from npu_compiler.files import write_atomically
+from npu_compiler.installing import install_command
 from npu_model.analysis.result import Result, is_transfer
 from npu_model.analysis.sweep import Point
 
@@ -69,7 +70,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise InputError("a picture needs matplotlib: pip install matplotlib") from None
+        raise InputError(f"a picture needs matplotlib: {install_command('charts')}") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

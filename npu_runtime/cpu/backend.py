@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.installing import install_command
 from npu_compiler.ops.quantized import is_quantized
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
@@ -35,7 +36,7 @@ from npu_runtime.cpu.native.threads import usable_threads
 from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
 from npu_runtime.hardware import Ceilings
 from npu_runtime.pieces import in_pieces
-from npu_runtime.pytorch import INSTALL, find_torch
+from npu_runtime.pytorch import find_torch
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +88,7 @@ class CPUBuffer(DeviceBuffer):
         if find_torch() is not None:
             return self.tensor().__dlpack__(**kwargs)
         if self.dtype == "bfloat16":
-            raise BufferError(f"NumPy exchanges no bfloat16 through DLPack; PyTorch does: {INSTALL}")
+            raise BufferError(f"NumPy exchanges no bfloat16 through DLPack; PyTorch does: {install_command('torch')}")
         return self.array().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> tuple[Any, int]:

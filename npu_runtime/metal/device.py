@@ -17,6 +17,7 @@ from typing import Any
 from metal_kernels import shader_source
 from npu_compiler.errors import DeviceError
 from npu_compiler.files import working_folder, write_atomically
+from npu_compiler.installing import install_command
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.cache_folder import warn_of_cache
 
@@ -51,9 +52,7 @@ def load_api() -> MetalAPI:
         import MetalPerformanceShaders
         import objc
     except ImportError as error:
-        raise DeviceError(
-            f"Metal needs macOS and pyobjc ({error}); on a Mac: pip install 'npu-simulation[metal]'"
-        ) from error
+        raise DeviceError(f"Metal needs macOS and pyobjc ({error}); on a Mac: {install_command('metal')}") from error
     # pyobjc has no metadata for this method's `const void *`, and would take an address instead of bytes.
     value = {"type": b"^v", "type_modifier": b"n", "c_array_of_variable_length": True}
     objc.registerMetaDataForSelector(b"NSObject", b"setConstantValue:type:withName:", {"arguments": {2: value}})

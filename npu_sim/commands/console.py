@@ -68,7 +68,7 @@ class _Interrupts:
         seen: Whether Ctrl-C was pressed.
     """
 
-    _GRACE_PERIOD = 1.0  # seconds between repeated KeyboardInterrupts
+    _GRACE_PERIOD = 0.4  # seconds between repeated KeyboardInterrupts
     latest: _Interrupts | None = None
 
     def __init__(self) -> None:
@@ -133,6 +133,7 @@ def _report(error: Exception, *, with_traceback: bool) -> NoReturn:
 def describe_error(error: Exception) -> str | None:
     """The error message for an exception; None for those that Typer reports itself (wrong usage, exit)."""
     from npu_compiler.errors import NPUError
+    from npu_compiler.installing import missing_package
 
     if type(error).__module__.startswith(("typer", "click")):
         return None
@@ -142,10 +143,8 @@ def describe_error(error: Exception) -> str | None:
         return "out of memory"
     if isinstance(error, OSError) and error.filename is not None:
         return f"cannot use '{error.filename}': {error.strerror}"
-    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torch_ir"):
-        from npu_runtime.pytorch import INSTALL
-
-        return f"this needs PyTorch: {INSTALL}"
+    if isinstance(error, ModuleNotFoundError) and (reason := missing_package(error)):
+        return reason
     text = str(error).strip().splitlines()
     return f"unexpected {type(error).__name__}: {text[0] if text else 'no message'} (use --debug for the traceback)"
 

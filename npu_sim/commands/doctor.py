@@ -86,8 +86,15 @@ def _native() -> dict[str, Any]:
     except NPUError as error:  # a level that cannot be had
         library, reason = None, str(error)
     if library is None:
-        return facts | {"built": False, "level": None, "seconds": None, "reason": reason}
-    return facts | {"built": True, "level": library.level.name, "seconds": library.seconds, "reason": None}
+        return facts | {"built": False, "level": None, "seconds": None, "shipped": False, "reason": reason}
+    shipped = library.compiler is None
+    return facts | {
+        "built": True,
+        "level": library.level.name,
+        "seconds": library.seconds,
+        "shipped": shipped,
+        "reason": None,
+    }
 
 
 def _cpu_choices() -> dict[str, Any]:
@@ -131,7 +138,8 @@ def report(facts: dict[str, Any]) -> str:
     lines.append(f"  {native['cpu']}: level {native['detected_level']} detected{forced}")
     if native["built"]:
         when = "from the cache" if native["seconds"] is None else f"built in {native['seconds']:.1f} s"
-        lines.append(f"  level {native['level']} in use, compiled with {native['compiler']}, {when}")
+        origin = "which the package brings" if native["shipped"] else f"compiled with {native['compiler']}, {when}"
+        lines.append(f"  level {native['level']} in use, {origin}")
     else:
         lines.append(f"  not in use: {native['reason']}")
     choices = facts["cpu_choices"]

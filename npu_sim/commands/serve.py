@@ -265,6 +265,7 @@ def _simulate(
 def _check_serving(model: str, batching: BatchSettings, limiting: LimitSettings) -> None:
     """Raises `InputError` where limits contradict the engine, a model cannot be found or a package is missing."""
     from npu_compiler.errors import InputError
+    from npu_compiler.installing import install_command
     from npu_sim.llm.loading import find_checkpoint
 
     new, context = limiting.max_new_tokens, batching.context_length
@@ -275,9 +276,7 @@ def _check_serving(model: str, batching: BatchSettings, limiting: LimitSettings)
         with concerning("--draft"):
             find_checkpoint(batching.draft)
     if missing := [package for package in _PACKAGES if find_spec(package) is None]:
-        raise InputError(
-            f"serving needs {' and '.join(missing)}, which is not installed: pip install 'npu-simulation[serve]'"
-        )
+        raise InputError(f"serving needs {' and '.join(missing)}, which is not installed: {install_command('serve')}")
 
 
 def _listener(listening: ListenSettings, limits: Limits, has_keys: bool) -> tuple[socket, bool]:

@@ -44,6 +44,7 @@ class RaySettings:
     def check(self, device: str | None = None) -> None:
         """Raise `InputError` if the options contradict each other, or Ray is missing."""
         from npu_compiler.errors import InputError
+        from npu_compiler.installing import install_command
 
         given = [name for name, value in vars(self).items() if value is not None and name != "ray"]
         if given and not self.ray:
@@ -56,7 +57,7 @@ class RaySettings:
         if self.ray and number.isdecimal():
             raise InputError(f"--device {device}: with --ray, each replica gets a device of its own; write {kind}")
         if self.ray and find_spec("ray") is None:
-            raise InputError("--ray needs ray, which is not installed: pip install 'npu-simulation[ray]'")
+            raise InputError(f"--ray needs ray, which is not installed: {install_command('ray')}")
 
     @property
     def least(self) -> int:

@@ -11,8 +11,8 @@ import numpy as np
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
+from npu_compiler.installing import install_command
 from npu_runtime.pieces import in_pieces
-from npu_sim.llm.packages import INSTALL
 from npu_sim.llm.state import layer_states
 
 _PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
@@ -174,7 +174,7 @@ def as_input_error(what: str) -> Iterator[None]:
     except InputError:
         raise
     except ImportError as error:
-        raise InputError(f"{what}: it needs {error.name}, which is not installed: {INSTALL}") from error
+        raise InputError(f"{what}: it needs {error.name}, which is not installed: {install_command('llm')}") from error
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise InputError(f"{what}: {lines[0] if lines else type(error).__name__}") from error

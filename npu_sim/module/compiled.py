@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from npu_runtime.device import Device
 from npu_sim.checkpoints.torchao_tensors import dense_stand_ins, quantized_parameters
 from npu_sim.module.arguments import Arguments, Results
 from npu_sim.module.buckets import Bucketing, Buckets
+from npu_sim.module.device_module import DeviceModule
 from npu_sim.module.dynamo_backend import Options
 from npu_sim.module.fx_reader import constant_of
 from npu_sim.module.graph_breaks import BrokenModule
@@ -30,6 +33,7 @@ from npu_sim.module.library_models import is_library_hook
 from npu_sim.module.plans import PROGRAMS
 from npu_sim.module.programs import Programs, Settings
 from npu_sim.module.report import Report, program_reports
+from npu_sim.module.saved import unpickled
 from npu_sim.module.shapes import Key, dimension_names, same_layout
 from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
 from npu_sim.module.trace import Trace, export, load_exported, trace_module
@@ -152,10 +156,11 @@ def _with_breaks(
     return broken
 
 
-class CompiledModule:
+class CompiledModule(DeviceModule):
     """A traced module on a device, called as the module is.
 
-    Calls from several threads queue. Each returns new tensors.
+    Calls from several threads queue. Each returns new tensors. A copy (`copy.deepcopy`) has weights of its own.
+    `pickle` writes the saved form, which comes back as a `LoadedModule`.
 
     Attributes:
         trace: The graph, symbolic where sizes may change.
@@ -172,7 +177,8 @@ class CompiledModule:
         buckets: Mapping[str, Buckets] | None = None,
         stored: Mapping[str, QuantizedArray] = MappingProxyType({}),
     ) -> None:
-        self.trace, self._module = traced, module
+        super().__init__(module)
+        self.trace, self._options, self._dims, self._bucket_sizes = traced, options, dims, buckets
         self.device = _torch_device(traced)
         self.backend = open_backend(options.device or device_name(self.device))
         self._signature = None if module is None else inspect.signature(module.forward)
@@ -200,7 +206,27 @@ class CompiledModule:
         with self.backend.lock:
             self._programs.runner(example if self._buckets is None else self._buckets.rounded(example))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        """Return the same graph with a copy of the module's weights, on the same device."""
+        module = copy.deepcopy(self._module, memo)
+        held = {} if module is None else module.state_dict(keep_vars=True)
+        traced = _with_tensors(self.trace, held)
+        return CompiledModule(traced, module, self._options, self._dims, self._bucket_sizes, self._stored)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Return the content of a saved file, and the function that loads it."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "module.npumod"
+            self.save(path)
+            return unpickled, (path.read_bytes(),)
+
+    def extra_repr(self) -> str:
+        return f"{self.trace.ir['model_name']} on {self.backend.device}"
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._programs.tensors
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result.
 
         Raises:
@@ -325,6 +351,16 @@ class CompiledModule:
         unwatched = {*state, *self._stored}
         watched = {key: x for key, x in tensors.items() if key not in unwatched}
         self._watched = WeightWatch(self._module, watched, self._plain)
+
+
+def _with_tensors(traced: Trace, held: Mapping[str, torch.Tensor]) -> Trace:
+    """The trace with other tensors: those given for their keys, and else copies of its own."""
+
+    def of_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key: held[key].detach() if key in held else x.clone() for key, x in tensors.items()}
+
+    plain = None if traced.plain is None else _with_tensors(traced.plain, held)
+    return replace(traced, weights=of_copy(traced.weights), constants=of_copy(traced.constants), plain=plain)
 
 
 def check_module(module: nn.Module, arguments: Any = ()) -> None:

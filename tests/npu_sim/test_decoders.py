@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_llms import VOCAB, save_tiny
 
 from npu_compiler.errors import InputError, WeightError
+from npu_compiler.installing import install_command
 from npu_sim.llm import LanguageModel, load_checkpoint, make_sampler
 from npu_sim.llm.families import SUPPORTED, attention_window
 from npu_sim.llm.graph import meta_model, state_with_buffers
@@ -349,5 +351,5 @@ def test_a_missing_package_is_named_with_what_installs_it(llama: Path, monkeypat
         raise packages.PackageNotFoundError(name)
 
     monkeypatch.setattr(packages, "version", absent)
-    with pytest.raises(InputError, match=r"needs transformers .*: pip install 'npu-simulation\[examples\]'"):
+    with pytest.raises(InputError, match=rf"needs transformers .*: {re.escape(install_command('llm'))}"):
         load_checkpoint(llama)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from fake_engine import FakeEngine, Script
 
 from npu_compiler import InputError
+from npu_compiler.installing import install_command
 from npu_sim.commands.serve_ray import RaySettings
 from npu_sim.llm.engine.stats import SECONDS, EngineStats, Histogram, merged
 from npu_sim.serving.request import Request
@@ -33,7 +35,7 @@ def stats(value: int) -> EngineStats:
 def test_a_missing_ray_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("npu_sim.commands.serve_ray.find_spec", lambda name: None)
     with pytest.raises(
-        InputError, match=r"--ray needs ray, which is not installed: pip install 'npu-simulation\[ray\]'"
+        InputError, match=re.escape(f"--ray needs ray, which is not installed: {install_command('ray')}")
     ):
         NOTHING.check()
     replace(NOTHING, ray=False).check()

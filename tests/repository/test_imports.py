@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "cuda_compiler": {"npu_compiler"},
     "npu_runtime": {"npu_compiler", "metal_kernels"},
     "cuda_runtime": {"npu_compiler", "npu_runtime", "cuda_compiler"},
-    "metal_kernels": set(),
+    "metal_kernels": {"npu_compiler"},
     "metal_emulator": {"metal_kernels", "npu_compiler"},
     "npu_model": {"npu_compiler", "npu_runtime"},
 }
@@ -64,6 +64,7 @@ RUNS_WITHOUT_COMPILER = [
 RUNS_OPS = ["npu_runtime.metal.binding", "npu_runtime.metal.elementwise", "npu_runtime.cpu.kernels.elementwise"]
 # Where a word of CUDA's may stand outside `cuda_compiler` and `cuda_runtime`, and what it does there.
 MENTIONS_CUDA = {
+    "npu_compiler/installing.py": "names of packages",
     "npu_compiler/ops/conv.py": "PyTorch's name of an op",
     "npu_compiler/ops/elementwise.py": "says who pastes the expressions",
     "npu_compiler/target_config.py": "the numbers of the target, where the porting guide has them",
@@ -77,6 +78,7 @@ MENTIONS_CUDA = {
     "npu_sim/commands/tools.py": "help",
     "npu_sim/devices.py": "the device by its name",
     "npu_sim/module/compiled.py": "help",
+    "npu_sim/module/device_module.py": "PyTorch's name of a method",
     "npu_sim/module/dynamo_backend.py": "PyTorch's name of a mode",
     "npu_sim/module/gpu_ports.py": "the ports of CUDA tensors",
     "npu_sim/module/hardware.py": "the device by its name",

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+from npu_runtime.cache_folder import cache_folder
 from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.levels import Level, find_level, this_cpu
 from npu_runtime.cpu.native import bindings, build
@@ -49,6 +50,16 @@ def _compiler(level: Level) -> str | None:
     return shutil.which(f"{level.machine}-linux-gnu-g++")
 
 
+def _library(compiler: str, level: Level) -> build.Library:
+    """The library of a level: with FOREIGN_SHIPPED=1 the one that an unpacked wheel brings, else one compiled now."""
+    if os.environ.get("FOREIGN_SHIPPED") != "1":
+        return build.build(compiler, level)
+    library = build.shipped_library(level)
+    if library is None:
+        raise RuntimeError(f"{Path(build.__file__).parent} brings no library for {level.name}")
+    return library
+
+
 def _emulator(level: Level) -> str | None:
     return shutil.which(f"qemu-{level.machine}") or shutil.which(f"qemu-{level.machine}-static")
 
@@ -65,8 +76,9 @@ class ForeignLibrary:
         compiler = _compiler(level)
         if missing is not None or compiler is None:
             raise RuntimeError(f"{missing} is not installed")
-        library = build.build(compiler, level)
-        runner = library.path.with_name(f"runner-{level.machine}-{int(_RUNNER.stat().st_mtime)}")
+        library = _library(compiler, level)
+        runner = cache_folder().joinpath(f"runner-{level.machine}-{int(_RUNNER.stat().st_mtime)}")
+        runner.parent.mkdir(parents=True, exist_ok=True)
         if not runner.exists():
             own = runner.with_name(f"{runner.name}-{os.getpid()}")
             subprocess.run([compiler, "-std=c++20", "-O1", str(_RUNNER), "-ldl", "-o", str(own)], check=True)

@@ -1,4 +1,7 @@
-"""Compiles the C++ kernels into one shared library, once per machine, CPU level and source version."""
+"""Finds the native kernels as one shared library: the one that a wheel brings, else a cached one, else compiled now.
+
+A library that is compiled here is compiled once per machine, CPU level and source version.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import time
 import warnings
@@ -69,8 +73,10 @@ _UNITS = (
     ("conv_integer_winograd", "conv_integer_columns", "integer_gemm"),
     ("quantized", "quantized_panels", "quantized_bytes"),
 )
+_SHIPPED = SOURCE_FOLDER / "shipped"  # a wheel's folder of libraries, see release/wheels.py
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build
 _one_at_a_time = free_lock()
+_running: set[subprocess.Popen[str]] = set()
 
 _log = logging.getLogger(__name__)
 
@@ -82,14 +88,14 @@ class Library:
     Attributes:
         path: The shared library.
         level: CPU level that it was compiled for.
-        compiler: The path of the compiler.
-        seconds: Seconds that compiling took; None where the library was in the cache.
+        compiler: The path of the compiler; None for a library that the package brings.
+        seconds: Seconds that compiling took; None where nothing was compiled.
     """
 
     path: Path
     level: Level
-    compiler: str
-    seconds: float | None
+    compiler: str | None = None
+    seconds: float | None = None
 
 
 class CompilerError(RuntimeError):
@@ -97,7 +103,7 @@ class CompilerError(RuntimeError):
 
 
 def library_path() -> Path | None:
-    """The compiled library, built now if it is not cached; None when it cannot be had (see `failure_reason`)."""
+    """The library, compiled now if there is none yet; None when it cannot be had (see `failure_reason`)."""
     library = compiled_library()
     return None if library is None else library.path
 
@@ -136,6 +142,11 @@ def _find() -> Library | str | NPUError:
         forced, compiler = forced_level(), find_compiler()
     except NPUError as error:
         return error
+    levels = (forced,) if forced else this_cpu().levels()
+    for level in reversed(levels if compiler is None else levels[-1:]):
+        library = shipped_library(level)
+        if library is not None:
+            return library
     if compiler is None:
         return "no C++ compiler found (looked for $CXX, c++, g++ and clang++)"
     try:
@@ -144,6 +155,24 @@ def _find() -> Library | str | NPUError:
         if forced:
             return DeviceError(f"CPU level {forced.name}, which {VARIABLE} asks for, cannot be built: {error}")
         return str(error)
+
+
+def shipped_library(level: Level) -> Library | None:
+    """The library for that level that the package brings; None where it brings none, or for other sources than these.
+
+    `NPU_SIM_NATIVE=compile` and `NPU_SIM_SANITIZE` pass over it.
+    """
+    if os.environ.get("NPU_SIM_NATIVE") == "compile" or os.environ.get("NPU_SIM_SANITIZE") or not _SHIPPED.is_dir():
+        return None
+    path = _SHIPPED / shipped_name(level)
+    return Library(path, level) if path.is_file() else None
+
+
+def shipped_name(level: Level) -> str:
+    """The file name of a level's library in a wheel, which the options and sources that it was compiled from decide."""
+    sources = sorted(path for path in SOURCE_FOLDER.rglob("*") if path.suffix in {".cpp", ".h"})
+    options = "\n".join((*FLAGS, *level.flags))
+    return f"kernels-{level.name}-{_digest(options.encode(), *(path.read_bytes() for path in sources))}.so"
 
 
 def find_compiler() -> str | None:
@@ -175,18 +204,23 @@ def _build_best(compiler: str) -> Library:
     raise failures[0][1]
 
 
-def build(compiler: str, level: Level) -> Library:
+def build(compiler: str, level: Level, tuning: str | None = "-mtune=native") -> Library:
     """The library for that level, which need not be one that this machine runs; from the cache if it is there.
 
     Where the cache folder cannot be written, it goes to a folder of the user's among the temporary files.
+
+    Args:
+        compiler: Path of the compiler.
+        level: The level to compile for.
+        tuning: An option that chooses among equal instructions, used for levels that this machine runs.
 
     Raises:
         CompilerError: the compiler fails.
         OSError: it cannot be started, or there is no folder to write to.
     """
     flags = [*FLAGS, *level.flags, *_sanitizer_flags()]
-    if level.flags and level in this_cpu().levels():
-        flags.append("-mtune=native")
+    if tuning and level.flags and level in this_cpu().levels():
+        flags.append(tuning)
     target = "\n".join((_run([compiler, "--version"]), *flags))
     headers = b"".join(path.read_bytes() for path in sorted(SOURCE_FOLDER.rglob("*.h")))
     objects = {
@@ -243,6 +277,9 @@ def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], com
                 for done, job in enumerate(as_completed(jobs), 1):
                     job.result()
                     say(f"{compiling}: {done} of {len(objects)}")
+            except BaseException:  # Ctrl-C too, after which nobody waits for half a minute
+                _stop_compilers()
+                raise
             finally:
                 pool.shutdown(cancel_futures=True)
             library = work / path.name
@@ -299,13 +336,26 @@ def _alone_in(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _run(command: list[str], source: str = "") -> str:
-    result = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        _running.add(process)
+        try:
+            output, errors = process.communicate(source)
+        finally:
+            _running.discard(process)
+    if process.returncode != 0:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
         words = next((line for line in lines if "error" in line), lines[-1] if lines else "no words")
-        reason = f"{command[0]} failed with status {result.returncode}: {words}"
-        raise CompilerError("\n".join((reason, " ".join(command), result.stderr[-4000:])))
-    return result.stdout
+        reason = f"{command[0]} failed with status {process.returncode}: {words}"
+        raise CompilerError("\n".join((reason, " ".join(command), errors[-4000:])))
+    return output
+
+
+def _stop_compilers() -> None:
+    """End the compilers that run, with the processes that they have started."""
+    for process in tuple(_running):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _digest(*parts: bytes) -> str:

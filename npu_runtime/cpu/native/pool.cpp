@@ -5,17 +5,17 @@
 // another process) costs its share of the work and never the whole call. That is also why a lost or slow wake-up cannot
 // hang a caller: it simply claims every chunk itself.
 //
-// A body may throw: its chunk counts as done all the same, and the caller rethrows the first exception of its job.
+// A body may throw: its chunk counts as done all the same, and the caller throws the first failure of its job. That is kept as
+// text: the library of a wheel runs with C++ libraries that are older than std::exception_ptr's present symbols.
 #include "pool.h"
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <exception>
 #include <mutex>
+#include <stdexcept>
 #include <system_error>
 #include <thread>
-#include <utility>
 
 #include "vec.h"
 
@@ -75,7 +75,7 @@ class Pool {
     thread_index() = -1;
     if (failed_.load(std::memory_order_relaxed)) {
       failed_.store(false, std::memory_order_relaxed);
-      std::rethrow_exception(std::exchange(failure_, nullptr));
+      throw std::runtime_error(failure_);
     }
   }
 
@@ -156,7 +156,7 @@ class Pool {
         body(context, begin, std::min(n, begin + grain), index);
       } catch (...) {
         // The first to fail writes `failure_`, before it counts its chunk as done; the caller reads it when all are.
-        if (!failed_.exchange(true, std::memory_order_relaxed)) failure_ = std::current_exception();
+        if (!failed_.exchange(true, std::memory_order_relaxed)) describe_failure(failure_);
       }
       shares_[index].done.fetch_add(1, std::memory_order_release);
       return true;
@@ -207,7 +207,7 @@ class Pool {
   std::atomic<int64_t> n_{0}, grain_{1};
   std::atomic<uint32_t> chunks_{0};
   std::atomic<bool> failed_{false};
-  std::exception_ptr failure_;
+  FailureText failure_;
 };
 
 }  // namespace

