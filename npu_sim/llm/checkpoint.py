@@ -13,7 +13,6 @@ from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.pieces import in_pieces
 from npu_sim.llm.packages import INSTALL
-from npu_sim.llm.state import layer_states
 
 _PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
 
@@ -143,27 +142,6 @@ def as_ids(value: Any) -> frozenset[int]:
     if not all(type(item) is int for item in ids):
         raise InputError(f"{value!r:.80} is neither a token id nor a list of token ids")
     return frozenset(ids)
-
-
-def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
-    """Refuse a number of devices that cannot share the model's heads evenly. Raises InputError."""
-    if ranks == 1:
-        return
-    config = checkpoint.config
-    heads = config.num_attention_heads
-    shared = min(kind.row(config)[kind.sharded_axis] for kind in layer_states(config) if kind.sharded_axis is not None)
-    if ranks < 1:
-        raise InputError(f"a model is divided among 1 or more devices, not {ranks}")
-    if not _shares_heads(heads, shared, ranks):
-        able = [n for n in range(1, heads + 1) if _shares_heads(heads, shared, n)]
-        raise InputError(
-            f"{checkpoint.name} has {heads} attention heads and {shared} KV heads, which {ranks} devices cannot share "
-            f"evenly; choose {', '.join(map(str, able))}"
-        )
-
-
-def _shares_heads(heads: int, shared: int, ranks: int) -> bool:
-    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.compiled_model import CompiledModel, Report
 from npu_sim.llm.context import cache_capacity
 from npu_sim.llm.engine.batch import Batch, StepResult
-from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged
+from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged, layer_states
 from npu_sim.llm.sampling import choose_by
-from npu_sim.llm.state import layer_states, row_bytes
+from npu_sim.llm.state import row_bytes
 from npu_sim.llm.step_program import ProgramName, StepProgram
 from npu_sim.parallel.group import LocalWorker, StartWorker
 from npu_sim.serving.batch_check import check_batch, check_pairs
@@ -98,8 +98,9 @@ class PagedModel(CompiledModel):
         group = {"tensor_parallel": tensor_parallel, "rank": rank}
         super().__init__(checkpoint, device, settings, **group, start_worker=start_worker)
         self.runs_ahead = int(self.device.backend.runs_ahead > 1)
-        self.shares_prefixes = all(kind.shares_prefixes for kind in layer_states(checkpoint.config))
-        self.block_bytes = block_size * row_bytes(checkpoint.config, checkpoint.dtype)
+        states = layer_states(checkpoint)
+        self.shares_prefixes = all(state.kind.shares_prefixes for state in states)
+        self.block_bytes = block_size * row_bytes(states, checkpoint.dtype)
         history = KEPT_STEPS * self.max_outputs
         self._smallest = PagedShape(1, 1, 1, per_sequence, self.blocks + 1, block_size, history=history)
         self._places = _history_places(self.max_outputs)
