@@ -49,9 +49,14 @@ class PageMask:
 
 
 class Places(ABC):
-    """The positions of new tokens [N], and the rows that they may attend to."""
+    """Positions of new tokens, and the rows that they may attend to.
+
+    Attributes:
+        queries, keys: [N], [S], positions in their sequences.
+    """
 
     queries: torch.Tensor
+    keys: torch.Tensor
 
     @abstractmethod
     def mask(self, function: MaskFunction) -> Any:
@@ -71,12 +76,12 @@ class RowPlaces(Places):
 
     def __init__(self, queries: torch.Tensor, rows: int, added: torch.dtype | None = None) -> None:
         self.queries, self._added = queries, added
-        self._keys = torch.arange(rows, device=queries.device)
-        self._causal = (self._keys[None, :] <= queries[:, None])[None, None]
+        self.keys = torch.arange(rows, device=queries.device)
+        self._causal = (self.keys[None, :] <= queries[:, None])[None, None]
 
     def mask(self, function: MaskFunction) -> torch.Tensor:
         """[1, 1, N, S]."""
-        mask = self._causal if window_of(function) == 0 else _seen(function, self.queries, self._keys)
+        mask = self._causal if window_of(function) == 0 else _seen(function, self.queries, self.keys)
         return mask if self._added is None else additive(mask, self._added)
 
 
@@ -88,13 +93,13 @@ class GatheredPlaces(Places):
         sequences, size = paging.tables.shape[0], paging.tables.shape[1] * paging.block_size
         inside = torch.arange(paging.block_size, device=self.queries.device)
         self._rows = (paging.tables[:, :, None] * paging.block_size + inside).reshape(-1)
-        self._keys = torch.arange(size, device=self.queries.device).repeat(sequences)
+        self.keys = torch.arange(size, device=self.queries.device).repeat(sequences)
         owners = torch.arange(sequences, device=self.queries.device).repeat_interleave(size)
         self._own = paging.sequences[:, None] == owners[None, :]
 
     def mask(self, function: MaskFunction) -> torch.Tensor:
         """[1, 1, N, S · rows of a sequence]."""
-        mask = _seen(function, self.queries, self._keys) & self._own
+        mask = _seen(function, self.queries, self.keys) & self._own
         return mask if self._added is None else additive(mask, self._added)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +111,8 @@ class PagePlaces(Places):
     """Blocks of a pool, which paged attention reads where they lie."""
 
     def __init__(self, paging: Paging) -> None:
-        self.queries, self._paging = paging.positions, paging
+        self.queries = self.keys = paging.positions
+        self._paging = paging
 
     def mask(self, function: MaskFunction) -> PageMask:
         window = window_of(function)
@@ -115,11 +121,12 @@ class PagePlaces(Places):
         return PageMask(self._paging, window)
 
 
-def visible(
-    *_: Any, q_offset: Places, mask_function: MaskFunction, attention_mask: torch.Tensor | None = None, **others: Any
-) -> Any:
-    """The mask that transformers asks for, of the places that the cache has given it as the offset of the queries."""
-    if not isinstance(q_offset, Places) or attention_mask is not None:
+def visible(*_: Any, q_offset: Places, mask_function: MaskFunction, **__: Any) -> Any:
+    """The mask that transformers asks for, of the places that the cache has given it as the offset of the queries.
+
+    A mask of padding, if the module makes one, is left out: there is no padding.
+    """
+    if not isinstance(q_offset, Places):
         raise InputError("it makes a mask for other keys than those of its cache, which is not supported")
     return q_offset.mask(mask_function)
 

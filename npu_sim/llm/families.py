@@ -17,7 +17,7 @@ GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 
 _LARGEST_FILE = 2**24  # bytes
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "Decoder")
 _SENSES = ("vision", "audio", "image", "video")
 # What a size in a config may be, by how its name ends; anything of such a size is built before weights are looked at.
 _LIMITS = (
@@ -190,7 +190,7 @@ def check_tensors(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     Raises:
         InputError: it says another vocabulary, or more layers.
     """
-    layers = {int(number) for name in shapes for number in re.findall(r"\.(?:layers|h)\.(\d{1,9})\.", f".{name}")}
+    layers = {int(number) for name in shapes for number in re.findall(r"\.(?:layers?|h|blocks?)\.(\d{1,9})\.", f".{name}")}
     said, stored = fields.get("num_hidden_layers"), max(layers, default=-1) + 1
     if isinstance(said, int) and said > stored:
         raise InputError(f"its config says {said} layers, but its files hold {stored}")

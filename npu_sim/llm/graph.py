@@ -56,6 +56,7 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
                 config,
                 dtype=getattr(torch, checkpoint.dtype),
                 attn_implementation="eager" if attention is None else attention.__name__,
+                experts_implementation="batched_mm",
                 trust_remote_code=False,
             )
     except Exception as error:  # transformers raises errors of many types for configs that it cannot use
@@ -107,7 +108,7 @@ def state_form(checkpoint: Checkpoint) -> "StateForm":
     from npu_sim.llm.modules import StateForm
 
     facts = _facts(checkpoint)["state"]
-    return StateForm(tuple(facts["layers"]), facts["is_additive"], facts["is_paged"])
+    return StateForm(tuple(facts["layers"]), facts["is_additive"], facts["is_paged"], facts["takes_mask"])
 
 
 def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dict[str, Any]:

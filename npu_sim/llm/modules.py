@@ -87,10 +87,12 @@ class _Cache(PlacedCache):
 
 
 
-def placed(causal: Any, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+def placed(causal: Any, places: Places, takes_mask: bool) -> dict[str, torch.Tensor]:
     """The arguments by which a Hugging Face model is told its tokens' positions, those of them that it takes."""
-    taken = inspect.signature(causal.forward).parameters
+    taken, positions = inspect.signature(causal.forward).parameters, places.queries
     given = {"position_ids": positions[None], "cache_position": positions}
+    if takes_mask:
+        given["attention_mask"] = torch.ones_like(places.keys)[None]
     return {name: value for name, value in given.items() if name in taken}
 
 
@@ -102,11 +104,13 @@ class StateForm:
         layers: Number of each layer that has some.
         is_additive: Whether its attention is its own, which adds masks to scores, not a function that is given to it.
         is_paged: Whether paged attention computes what its attention does.
+        takes_mask: Whether it must be told that no key is padding: it counts keys by such a mask.
     """
 
     layers: tuple[int, ...]
     is_additive: bool = False
     is_paged: bool = True
+    takes_mask: bool = False
 
 
 class CachedCausalLM(nn.Module):
@@ -141,7 +145,7 @@ class CachedCausalLM(nn.Module):
         with _only_row(causal.get_output_embeddings(), last):
             logits = causal(
                 input_ids=input_ids,
-                **placed(causal, positions),
+                **placed(causal, places, self._form.takes_mask),
                 past_key_values=cache,
                 use_cache=True,
             ).logits
@@ -308,7 +312,7 @@ class PagedCausalLM(nn.Module):
         with _only_row(causal.get_output_embeddings(), outputs):
             logits = causal(
                 input_ids=tokens[None],
-                **placed(causal, positions),
+                **placed(causal, blocks, form.takes_mask),
                 past_key_values=cache,
                 use_cache=True,
             ).logits.float()[0]

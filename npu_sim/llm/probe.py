@@ -38,8 +38,8 @@ def probe_state(build: Build) -> dict[str, Any]:
 
     Returns:
         `layers`: number of each layer with keys and values; `rows`: the shapes of a token's keys and values in each;
-        `windows`: the number of last tokens that each attends to, 0 for all; and `is_additive` and `is_paged` as in
-        `StateForm`.
+        `windows`: the number of last tokens that each attends to, 0 for all; and `is_additive`, `is_paged` and
+        `takes_mask` as in `StateForm`.
 
     Raises:
         InputError: a layer keeps something else.
@@ -47,18 +47,25 @@ def probe_state(build: Build) -> dict[str, Any]:
     with torch.device("meta"):
         positions = torch.empty(_TOKENS, dtype=torch.long)
         tables = torch.empty(2, 3, dtype=torch.long)
-    rows, windows, calls = _run(build, attend_to_rows, RowPlaces(positions, _TOKENS))
+        places = RowPlaces(positions, _TOKENS)
+    takes_mask = False
+    try:
+        rows, windows, calls = _run(build, attend_to_rows, places)
+    except InputError:
+        raise
+    except Exception:  # a module that computes with the number of tokens in a cache
+        takes_mask = True
+        rows, windows, calls = _run(build, attend_to_rows, places, takes_mask=True)
     if not rows:
         raise InputError("its layers keep no keys and values")
     if calls and calls < len(rows):
         raise InputError("some of its layers do not use the attention function that they are given")
-    is_paged = calls > 0
-    try:
-        if is_paged:
-            paging = Paging(positions, positions, tables, _BLOCK)
-            _, windows, _ = _run(build, attend_to_pages, PagePlaces(paging))
-    except Exception:  # whatever a module does that expects other masks or other keys
-        is_paged = False
+    is_paged = calls > 0 and not takes_mask
+    if is_paged:
+        try:
+            _, windows, _ = _run(build, attend_to_pages, PagePlaces(Paging(positions, positions, tables, _BLOCK)))
+        except Exception:  # whatever a module does that expects other masks or other keys
+            is_paged = False
     layers = sorted(rows)
     return {
         "layers": layers,
@@ -66,11 +73,12 @@ def probe_state(build: Build) -> dict[str, Any]:
         "windows": [windows.get(layer, 0) if is_paged else 0 for layer in layers],
         "is_additive": calls == 0,
         "is_paged": is_paged,
+        "takes_mask": takes_mask,
     }
 
 
 def _run(
-    build: Build, attend: Callable[..., Any], places: Places
+    build: Build, attend: Callable[..., Any], places: Places, *, takes_mask: bool = False
 ) -> tuple[dict[int, list[list[int]]], dict[int, int], int]:
     """Run a module once: the rows and windows of its layers, and how often it called the attention function."""
     windows: dict[int, int] = {}
@@ -87,5 +95,5 @@ def _run(
     model, cache = build(probing), _Recorder(places)
     with torch.no_grad(), torch.device("meta"):
         ids = torch.empty(1, _TOKENS, dtype=torch.long)
-        model(input_ids=ids, **placed(model, places.queries), past_key_values=cache, use_cache=True)
+        model(input_ids=ids, **placed(model, places, takes_mask), past_key_values=cache, use_cache=True)
     return cache.rows, windows, calls
