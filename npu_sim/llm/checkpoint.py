@@ -32,7 +32,12 @@ _LOOKED_UP = (
 
 def stored_fields(config: Any) -> dict[str, Any]:
     """The fields of a transformers config that a `StoredConfig` needs, as JSON data."""
-    fields = {**config.to_dict(), **{name: getattr(config, name, None) for name in _LOOKED_UP}}
+    fields = config.to_dict()
+    for name in _LOOKED_UP:
+        try:
+            fields[name] = getattr(config, name, None)
+        except Exception:  # transformers refuses to say what differs between layers
+            fields[name] = None
     return {**fields, "dtype": fields["dtype"] and str(fields["dtype"])}
 
 
@@ -142,6 +147,14 @@ def as_ids(value: Any) -> frozenset[int]:
     if not all(type(item) is int for item in ids):
         raise InputError(f"{value!r:.80} is neither a token id nor a list of token ids")
     return frozenset(ids)
+
+
+def vocabulary_size(checkpoint: Checkpoint) -> int:
+    """Number of token ids. Raises InputError where the config says none."""
+    size = checkpoint.config.vocab_size
+    if type(size) is not int:
+        raise InputError(f"the config of {checkpoint.name} (model type '{checkpoint.config.model_type}') has no vocab_size")
+    return size
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler.graph.mesh import Mesh
-from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.checkpoint import Checkpoint, vocabulary_size
 from npu_sim.llm.generation_config import check_generation
 from npu_sim.llm.graph import layer_states, state_with_buffers
 from npu_sim.llm.ranks import start_group
@@ -63,7 +63,7 @@ class CompiledModel(ABC):
 
         check_generation(checkpoint)
         self.checkpoint = checkpoint
-        self.vocab_size = int(checkpoint.config.vocab_size)
+        self.vocab_size = vocabulary_size(checkpoint)
         self.device = device if isinstance(device, Device) else Device(device) if device else Device()
         self.group: RankGroup | None = None
         if tensor_parallel != 1 and rank == 0:

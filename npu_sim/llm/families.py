@@ -118,7 +118,8 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
         for pattern, low, high in _LIMITS:
             if value is None or not pattern.fullmatch(name):
                 continue
-            if type(value) is not int or not low <= value <= high:
+            each = value if isinstance(value, list) and "intermediate" in name else [value]
+            if any(type(size) is not int or not low <= size <= high for size in each):
                 said = f"has a config.json that says {value!r:.40} for '{name}'"
                 raise InputError(f"{said}, which is a whole number from {low} to {high}")
 

@@ -96,4 +96,7 @@ def _run(
     with torch.no_grad(), torch.device("meta"):
         ids = torch.empty(1, _TOKENS, dtype=torch.long)
         model(input_ids=ids, **placed(model, places, takes_mask), past_key_values=cache, use_cache=True)
+    squares = [name for name, x in model.named_buffers() if x.dim() == 4 and x.shape[-2] == x.shape[-1] > 1]
+    if squares and not calls:
+        raise InputError(f"its own attention has a mask ('{squares[0]}') for queries at the end of the keys")
     return cache.rows, windows, calls

@@ -72,6 +72,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(("eos_token_id",), None),
+    "num_kv_shared_layers": 0,
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
@@ -104,11 +105,15 @@ def _resized(kind: Any, plain: Any, changes: dict[str, Any]) -> Any:
     for name, value in stored.items():
         if name in own:
             continue
-        part = getattr(plain, name, None)
+        part = vars(plain).get(name)
         if isinstance(part, transformers.PretrainedConfig):
             fields[name] = _resized(type(part), part, dict(changes)).to_dict()
         elif name in _SIZES and (value is not None or name in ("head_dim", "sliding_window", "num_key_value_heads")):
             fields[name] = _SIZES[name]
+    if "kv_lora_rank" in stored:  # a latent: as many key heads as heads, and the rotated part of them is `head_dim`
+        fields.update({x: y for x, y in (("num_key_value_heads", 4), ("head_dim", 8)) if x in stored})
+    if "attention_types" in stored:
+        fields["attention_types"] = [[["global", "local"], 1]]
     if isinstance(stored.get("layer_types"), list):
         kinds = list(dict.fromkeys(stored["layer_types"]))
         layers = max(2, len(kinds))
