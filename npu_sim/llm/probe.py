@@ -6,12 +6,30 @@ from typing import Any
 import torch
 
 from npu_compiler.errors import InputError
-from npu_sim.llm.attention import PagePlaces, Paging, Places, RowPlaces, attend_to_pages, attend_to_rows
+from npu_sim.llm.attention import (
+    MaskFunction,
+    PagePlaces,
+    Paging,
+    Places,
+    RowPlaces,
+    attend_to_pages,
+    attend_to_rows,
+    window_of,
+)
 from npu_sim.llm.modules import PlacedCache, placed
 
 _TOKENS, _BLOCK = 5, 16
 Build = Callable[[Callable[..., Any]], Any]
 """Function from an attention function to a module on the meta device that calls it."""
+
+
+class _ProbedRows(RowPlaces):
+    """Rows whose masks say in `window` which they are: the number of last positions that is seen, 0 for others."""
+
+    def mask(self, function: MaskFunction) -> torch.Tensor:
+        mask = super().mask(function).clone()
+        mask.window = window_of(function) or 0  # type: ignore[attr-defined]
+        return mask
 
 
 class _Recorder(PlacedCache):
@@ -47,7 +65,7 @@ def probe_state(build: Build) -> dict[str, Any]:
     with torch.device("meta"):
         positions = torch.empty(_TOKENS, dtype=torch.long)
         tables = torch.empty(2, 3, dtype=torch.long)
-        places = RowPlaces(positions, _TOKENS)
+        places = _ProbedRows(positions, _TOKENS)
     takes_mask = False
     try:
         rows, windows, calls = _run(build, attend_to_rows, places)
@@ -63,14 +81,14 @@ def probe_state(build: Build) -> dict[str, Any]:
     is_paged = calls > 0 and not takes_mask
     if is_paged:
         try:
-            _, windows, _ = _run(build, attend_to_pages, PagePlaces(Paging(positions, positions, tables, _BLOCK)))
+            _run(build, attend_to_pages, PagePlaces(Paging(positions, positions, tables, _BLOCK)))
         except Exception:  # whatever a module does that expects other masks or other keys
             is_paged = False
     layers = sorted(rows)
     return {
         "layers": layers,
         "rows": [rows[layer] for layer in layers],
-        "windows": [windows.get(layer, 0) if is_paged else 0 for layer in layers],
+        "windows": [windows.get(layer, 0) for layer in layers],
         "is_additive": calls == 0,
         "is_paged": is_paged,
         "takes_mask": takes_mask,

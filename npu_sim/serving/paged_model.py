@@ -14,7 +14,7 @@ from npu_sim.llm.context import cache_capacity
 from npu_sim.llm.engine.batch import Batch, StepResult
 from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged, layer_states
 from npu_sim.llm.sampling import choose_by
-from npu_sim.llm.state import row_bytes
+from npu_sim.llm.state import read_window, row_bytes
 from npu_sim.llm.step_program import ProgramName, StepProgram
 from npu_sim.parallel.group import LocalWorker, StartWorker
 from npu_sim.serving.batch_check import check_batch, check_pairs
@@ -100,6 +100,7 @@ class PagedModel(CompiledModel):
         self.runs_ahead = int(self.device.backend.runs_ahead > 1)
         states = layer_states(checkpoint)
         self.shares_prefixes = all(state.kind.shares_prefixes for state in states)
+        self.read_window = read_window(states)
         self.block_bytes = block_size * row_bytes(states, checkpoint.dtype)
         history = KEPT_STEPS * self.max_outputs
         self._smallest = PagedShape(1, 1, 1, per_sequence, self.blocks + 1, block_size, history=history)
