@@ -68,7 +68,7 @@ class Places(ABC):
 
 
 class RowPlaces(Places):
-    """Rows of a cache in one piece, at positions 0, 1, 2, …
+    """Rows of a cache in one piece, at positions from 0 on.
 
     Args:
         added: The dtype of masks that are added to scores. None: masks are booleans.
@@ -81,7 +81,9 @@ class RowPlaces(Places):
 
     def mask(self, function: MaskFunction) -> torch.Tensor:
         """[1, 1, N, S]."""
-        mask = self._causal if window_of(function) == 0 else _seen(function, self.queries, self.keys)
+        mask = self._causal
+        if window_of(function) != 0:
+            mask = mask & _seen(function, self.queries, self.keys)
         return mask if self._added is None else additive(mask, self._added)
 
 
@@ -99,7 +101,9 @@ class GatheredPlaces(Places):
 
     def mask(self, function: MaskFunction) -> torch.Tensor:
         """[1, 1, N, S · rows of a sequence]."""
-        mask = _seen(function, self.queries, self.keys) & self._own
+        mask = self._own & (self.keys[None, :] <= self.queries[:, None])[None, None]
+        if window_of(function) != 0:
+            mask = mask & _seen(function, self.queries, self.keys)
         return mask if self._added is None else additive(mask, self._added)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,17 +128,14 @@ class PagePlaces(Places):
 def visible(*_: Any, q_offset: Places, mask_function: MaskFunction, **__: Any) -> Any:
     """The mask that transformers asks for, of the places that the cache has given it as the offset of the queries.
 
-    A mask of padding, if the module makes one, is left out: there is no padding.
+    A mask of padding, if the module makes one, is left out: there is no padding. For other keys than the cache's, such
+    as an encoder's that is not there, there is no mask, and attention without one is refused.
     """
-    if not isinstance(q_offset, Places):
-        raise InputError("it makes a mask for other keys than those of its cache, which is not supported")
-    return q_offset.mask(mask_function)
+    return q_offset.mask(mask_function) if isinstance(q_offset, Places) else None
 
 
 class _Indices(np.ndarray[Any, Any]):
     """Positions as NumPy arrays with what transformers' mask functions call of tensors: tracing records nothing."""
-
-    device = None
 
     def new_ones(self, shape: Any, **_: Any) -> Any:
         return np.ones(shape, bool).view(_Indices)
@@ -147,7 +148,11 @@ _FAR = 2**20  # a position beyond every window
 
 
 def window_of(function: MaskFunction) -> int | None:
-    """How many last positions a mask function shows: 0 for all up to the query's own, None for anything else."""
+    """The number of last positions that a mask function shows: 0 for all up to the query's own, None for other masks.
+
+    Raises:
+        InputError: it shows positions after the query's.
+    """
 
     def shown(query: int, keys: Any) -> Any:
         zero = np.zeros(1, np.int64).view(_Indices)
@@ -155,12 +160,16 @@ def window_of(function: MaskFunction) -> int | None:
         return np.broadcast_to(np.asarray(seen, bool), np.shape(keys))
 
     try:
+        if shown(_FAR, _FAR + 1 + np.arange(3)).any():
+            raise InputError("its attention is not causal, which is not supported")
         count = int(shown(_FAR, np.arange(_FAR + 2)).sum())
         window = 0 if count == _FAR + 1 else count
         for query in {0, 1, 5, max(window - 1, 0), window, window + 1, 3 * window + 2, _FAR}:
             keys = np.arange(query + 3)
             if not np.array_equal(shown(query, keys), (keys <= query) & ((keys > query - window) | (window == 0))):
                 return None
+    except InputError:
+        raise
     except Exception:  # whatever a mask function does with other than tensors
         return None
     return window
@@ -210,7 +219,6 @@ def attend_to_pages(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function for transformers: query [1, H, N, head dim] and pools → [1, N, H, head dim].

@@ -153,7 +153,8 @@ def vocabulary_size(checkpoint: Checkpoint) -> int:
     """Number of token ids. Raises InputError where the config says none."""
     size = checkpoint.config.vocab_size
     if type(size) is not int:
-        raise InputError(f"the config of {checkpoint.name} (model type '{checkpoint.config.model_type}') has no vocab_size")
+        kind = checkpoint.config.model_type
+        raise InputError(f"the config of {checkpoint.name} (model type '{kind}') has no vocab_size")
     return size
 
 

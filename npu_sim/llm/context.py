@@ -29,8 +29,8 @@ def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int)
         )
     if length > fixed:
         raise InputError(
-            f"{checkpoint.name} has other rotary frequencies for sequences of more than {fixed} tokens (longrope), which "
-            "is not supported; choose a cache no longer than that (--cache-length, or --context-length of a server)"
+            f"{checkpoint.name} has other rotary frequencies for sequences of more than {fixed} tokens (longrope), "
+            "which is not supported; choose a cache no longer than that (--cache-length, or --context-length of a server)"
         )
     chunk = min(chunk, length)
     length = -(-length // chunk) * chunk

@@ -104,9 +104,9 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
 
 def _embeds(folder: Path, architectures: Iterable[str]) -> bool:
     """Whether a folder is one of sentence-transformers, or holds a model without a head."""
-    return (
-        (folder / "modules.json").is_file() or any(name.endswith("Model") for name in architectures)
-    ) and not any(name.endswith(_CAUSAL) for name in architectures)
+    return ((folder / "modules.json").is_file() or any(name.endswith("Model") for name in architectures)) and not any(
+        name.endswith(_CAUSAL) for name in architectures
+    )
 
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:
@@ -191,7 +191,9 @@ def check_tensors(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     Raises:
         InputError: it says another vocabulary, or more layers.
     """
-    layers = {int(number) for name in shapes for number in re.findall(r"\.(?:layers?|h|blocks?)\.(\d{1,9})\.", f".{name}")}
+    layers = {
+        int(number) for name in shapes for number in re.findall(r"\.(?:layers?|h|blocks?)\.(\d{1,9})\.", f".{name}")
+    }
     said, stored = fields.get("num_hidden_layers"), max(layers, default=-1) + 1
     if isinstance(said, int) and said > stored:
         raise InputError(f"its config says {said} layers, but its files hold {stored}")

@@ -143,7 +143,9 @@ def extract_decode_loop(checkpoint: Checkpoint, cache_length: int, *, sampling: 
     from npu_sim.llm.attention import attend_to_rows
     from npu_sim.llm.modules import SamplingDecode, SelfFeedingDecode
 
-    model = (SamplingDecode if sampling else SelfFeedingDecode)(meta_model(checkpoint, attend_to_rows), state_form(checkpoint))
+    model = (SamplingDecode if sampling else SelfFeedingDecode)(
+        meta_model(checkpoint, attend_to_rows), state_form(checkpoint)
+    )
     token, position, history = (torch.empty(size, dtype=torch.long, device="meta") for size in (1, 1, cache_length))
     drawing = [torch.empty(size, dtype=torch.float32, device="meta") for size in (3, cache_length) if sampling]
     inputs = (token, position, history, *drawing, *_empty_caches(checkpoint, cache_length))
@@ -660,7 +662,7 @@ def _unsupported(checkpoint: Checkpoint, error: BaseException) -> InputError:
     lines = str(error).strip().splitlines()
     if isinstance(error, KeyError):
         lines = [f"transformers knows no {error}"]
-    if isinstance(error, ConstraintError):  # all that the device lacks
-        lines = [str(error)]
+    if isinstance(error, ConstraintError):  # the first of what the device lacks
+        lines = [" ".join(line.strip(" -") for line in lines[:2])]
     kind, reason = checkpoint.config.model_type, lines[0] if lines else type(error).__name__
     return InputError(f"cannot compile {checkpoint.name} (model type '{kind}'): {reason:.300}")

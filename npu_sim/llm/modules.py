@@ -86,7 +86,6 @@ class _Cache(PlacedCache):
         return (tensor for pair in zip(*self._tensors, strict=True) for tensor in pair)
 
 
-
 def placed(causal: Any, places: Places, takes_mask: bool) -> dict[str, torch.Tensor]:
     """The arguments by which a Hugging Face model is told its tokens' positions, those of them that it takes."""
     taken, positions = inspect.signature(causal.forward).parameters, places.queries
@@ -178,7 +177,7 @@ class SelfFeedingDecode(nn.Module):
         super().__init__()
         for name, child in causal.named_children():
             self.add_module(name, child)
-        self._step = (CachedCausalLM(causal, form),)  # in a tuple, so that its parameters are not registered a second time
+        self._step = (CachedCausalLM(causal, form),)  # in a tuple: its parameters are not registered a second time
 
     def forward(
         self,

@@ -2,7 +2,8 @@
 
 Some look at the values of tensors to check them, though the result does not depend on it: `torch.cov` warns where it
 divides by zero, `torch.combinations` counts the elements of a mask that is the same for all vectors of that length.
-`torch.tensor(0.5)` on the meta device is traced as a constant whose value is lost; `torch.full` keeps it. So is the list in `x[:, [0]]`.
+`torch.tensor(0.5)` on the meta device is traced as a constant whose value is lost; `torch.full` keeps it. So is the
+list in `x[:, [0]]`.
 """
 
 from __future__ import annotations

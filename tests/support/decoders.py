@@ -1,6 +1,6 @@
 """Every kind of causal language model of transformers, tiny and random, compared with our generation.
 
-    python tests/support/decoders.py [MODEL_TYPE ...]
+    python tests/support/decoders.py [--results npu_sim/data/model_types.json] [MODEL_TYPE ...]
 
 For each model type a folder is saved and read by `LanguageModel` and by the serving engine, with a window of attention
 that the prompt exceeds. The outcome is `right`
@@ -22,8 +22,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,13 +296,19 @@ def isolated(action: Callable[[], dict[str, Outcome]]) -> tuple[dict[str, Outcom
         process.join()
 
 
-def main(names: Iterable[str]) -> int:
+def main(names: Iterable[str], results: Path | None) -> int:
+    """Try model types, and merge their outcomes into a file of results, if one is given."""
+    known = json.loads(results.read_text()) if results is not None and results.is_file() else {}
     counts: Counter[str] = Counter()
     for name in names or model_types():
         outcomes, seconds = isolated(partial(tried, name))
         for route, outcome in outcomes.items():
             counts[outcome.kind] += 1
             print(f"{name:24} {route:9} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
+        known[name] = {route: asdict(outcome) for route, outcome in outcomes.items()}
+        if results is not None:
+            ordered = {kind: known[kind] for kind in sorted(known)}
+            results.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
     print(dict(counts))
     return 1 if counts["wrong"] or counts["raw"] else 0
 
@@ -310,6 +316,8 @@ def main(names: Iterable[str]) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--results", type=Path, help="JSON file of outcomes that is updated")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # many small products
-    sys.exit(main(parser.parse_args().names))
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.names, arguments.results))

@@ -172,9 +172,7 @@ def chosen(logits: NDArray[np.float32], settings: NDArray[np.float32], uniform: 
     return draw(probabilities(logits, temperature, top_k=kept, top_p=top_p), float(uniform))
 
 
-def alone(
-    request: Request, limit: int, stop_ids: frozenset[int] = frozenset(), window: int = 0
-) -> tuple[int, ...]:
+def alone(request: Request, limit: int, stop_ids: frozenset[int] = frozenset(), window: int = 0) -> tuple[int, ...]:
     """The answer to a request: what the model says when it has one sequence and the pool to itself.
 
     Args:

@@ -13,7 +13,8 @@ class Batch:
     """The tokens of one step: any mixture of sequences that decode one token and of pieces of prompts.
 
     Tokens of a sequence stand beside each other, in order of position. Before token n attends, the keys and values of
-    all tokens of the step are in the pool; it then attends to the rows 0..positions[n] of its own sequence only, or to the last ones.
+    all tokens of the step are in the pool; it then attends to the rows 0..positions[n] of its own sequence only, or to
+    the last of these.
 
     Attributes:
         tokens: [N], int32, token ids. Where the model runs ahead, -1 - k is the token that output k of the step
