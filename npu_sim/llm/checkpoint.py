@@ -33,9 +33,12 @@ _LOOKED_UP = (
 def stored_fields(config: Any) -> dict[str, Any]:
     """The fields of a transformers config that a `StoredConfig` needs, as JSON data."""
     fields = config.to_dict()
+    text = config.get_text_config(decoder=True)  # the config itself, where it has no part for text
     for name in _LOOKED_UP:
         try:
             fields[name] = getattr(config, name, None)
+            if fields[name] is None:
+                fields[name] = getattr(text, name, None)
         except Exception:  # transformers refuses to say what differs between layers
             fields[name] = None
     return {**fields, "dtype": fields["dtype"] and str(fields["dtype"])}

@@ -18,7 +18,8 @@ def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int)
     Raises:
         InputError: they do not fit the model.
     """
-    trained = getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_LENGTH
+    stated = getattr(checkpoint.config, "max_position_embeddings", None)
+    trained = stated if stated is not None and stated > 0 else DEFAULT_LENGTH
     fixed = longest_context(checkpoint.config.to_dict()) or trained
     length = min(DEFAULT_LENGTH, trained, fixed) if cache_length is None else cache_length
     if length < 1 or chunk < 1:
@@ -30,7 +31,7 @@ def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int)
     if length > fixed:
         raise InputError(
             f"{checkpoint.name} has other rotary frequencies for sequences of more than {fixed} tokens (longrope), "
-            "which is not supported; choose a cache no longer than that (--cache-length, or --context-length of a server)"
+            "which is not supported; choose a cache no longer (--cache-length, or --context-length of a server)"
         )
     chunk = min(chunk, length)
     length = -(-length // chunk) * chunk

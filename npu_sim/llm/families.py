@@ -17,8 +17,8 @@ GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 
 _LARGEST_FILE = 2**24  # bytes
-_CAUSAL = ("ForCausalLM", "LMHeadModel", "Decoder")
-_SENSES = ("vision", "audio", "image", "video")
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "Decoder", "ForConditionalGeneration")
+SENSES = ("vision", "audio", "image", "video")
 # What a size in a config may be, by how its name ends; anything of such a size is built before weights are looked at.
 _LIMITS = (
     (re.compile(r"n_layers?|num_(hidden_|decoder_)?layers"), 1, 2048),
@@ -91,15 +91,21 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
     if _embeds(folder, named):
         shown = f"{named[0]:.80}, {title}" if named else title
         raise InputError(f"holds an embedding model ({shown}), which generates no text; choose a causal language model")
-    senses = any(name.startswith(_SENSES) and isinstance(part, dict) for name, part in fields.items())
-    if senses or kind.endswith("_vl"):
-        raise InputError(
-            f"holds a model of text and images or sound ({title}), which is not supported; choose one of text alone"
-        )
     if named and not any(name.endswith(_CAUSAL) for name in named):
         raise InputError(
             f"holds no causal language model ({named[0]:.80}); choose a checkpoint whose class ends with ForCausalLM"
         )
+
+
+def refuse_kind(fields: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a config of which transformers has no causal language model."""
+    kind = fields["model_type"]
+    senses = any(name.startswith(SENSES) and isinstance(part, dict) for name, part in fields.items())
+    if senses or kind.endswith("_vl"):
+        what = "a model of text and images or sound, of which transformers has no causal language model"
+    else:
+        what = "no causal language model of transformers"
+    raise InputError(f"holds {what} (model type '{kind:.80}'); choose one whose class ends with ForCausalLM")
 
 
 def _embeds(folder: Path, architectures: Iterable[str]) -> bool:

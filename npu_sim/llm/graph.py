@@ -15,6 +15,7 @@ from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, program_key, source_digest
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
+from npu_sim.llm.families import SENSES
 from npu_sim.llm.state import FULL_ATTENTION, LayerState
 
 if TYPE_CHECKING:
@@ -583,8 +584,12 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
     try:
         return probe_state(lambda attention: meta_model(checkpoint, attention))
-    except Exception as error:  # whatever a module's own code raises
+    except InputError as error:
         raise _unsupported(checkpoint, error) from error
+    except Exception as error:  # whatever a module's own code raises
+        lines = str(error).strip().splitlines()
+        reason = f"its module does not run over a cache that others hold: {lines[0] if lines else type(error).__name__}"
+        raise _unsupported(checkpoint, InputError(reason)) from error
 
 
 def _renamings(module: str) -> list[tuple[str, str]]:
@@ -609,6 +614,8 @@ def _buffers(model: Any) -> dict[str, Any]:
 
     buffers = {}
     for path, module in model.named_modules():
+        if any(part.startswith(SENSES) for part in path.split(".")):
+            continue  # no text passes through it
         names = sorted(module._non_persistent_buffers_set)
         for name in names:
             meta = module._buffers[name]

@@ -24,9 +24,16 @@ Build = Callable[[Callable[..., Any]], Any]
 
 
 class _ProbedRows(RowPlaces):
-    """Rows whose masks say in `window` which they are: the number of last positions that is seen, 0 for others."""
+    """Rows whose masks say in `window` which they are: the number of last positions that is seen, 0 for others.
+
+    Attributes:
+        asked: Whether a mask was made.
+    """
+
+    asked = False
 
     def mask(self, function: MaskFunction) -> torch.Tensor:
+        self.asked = True
         mask = super().mask(function).clone()
         mask.window = window_of(function) or 0  # type: ignore[attr-defined]
         return mask
@@ -76,6 +83,8 @@ def probe_state(build: Build) -> dict[str, Any]:
         rows, windows, calls = _run(build, attend_to_rows, places, takes_mask=True)
     if not rows:
         raise InputError("its layers keep no keys and values")
+    if not places.asked:
+        raise InputError("its attention takes no causal mask, which is not supported")
     if calls and calls < len(rows):
         raise InputError("some of its layers do not use the attention function that they are given")
     is_paged = calls > 0 and not takes_mask
