@@ -60,10 +60,10 @@ class Places(ABC):
 
     @abstractmethod
     def mask(self, function: MaskFunction) -> Any:
-        """What an attention function gets as its mask."""
+        """Return the mask that an attention function gets."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What attention gets of the updated keys or values of a layer."""
+        """Return the rows of a layer's updated keys or values that attention gets."""
         return tensor
 
 

@@ -105,7 +105,7 @@ def kv_shapes(checkpoint: Checkpoint, cache_length: int) -> list[list[tuple[int,
 
 
 def state_form(checkpoint: Checkpoint) -> "StateForm":
-    """How the checkpoint's module keeps and reads its state."""
+    """The form in which the checkpoint's module keeps and reads its state."""
     from npu_sim.llm.modules import StateForm
 
     facts = _facts(checkpoint)["state"]
@@ -579,7 +579,7 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `probe_state` finds out about a module."""
+    """Return the facts that `probe_state` finds about a module."""
     from npu_sim.llm.probe import probe_state
 
     try:

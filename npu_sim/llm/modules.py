@@ -97,7 +97,7 @@ def placed(causal: Any, places: Places, takes_mask: bool) -> dict[str, torch.Ten
 
 @dataclass(frozen=True)
 class StateForm:
-    """How a Hugging Face model keeps and reads its keys and values.
+    """The form in which a Hugging Face model keeps and reads its keys and values.
 
     Attributes:
         layers: Number of each layer that has some.

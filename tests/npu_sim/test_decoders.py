@@ -102,7 +102,7 @@ def test_model_types_that_are_not_computed_right_are_refused_in_a_sentence(model
 
 @pytest.mark.parametrize("model_type", ["gemma2"])
 def test_a_model_type_is_right_by_both_routes(model_type: str) -> None:
-    """Its layers alternate between a window and all tokens, and cap their scores."""
+    """The layers of Gemma 2 alternate between a window and all tokens, and cap their scores."""
     outcomes = decoders.tried(model_type)
     assert {outcome.kind for outcome in outcomes.values()} == {"right"}, outcomes
 

@@ -200,7 +200,7 @@ def built(folder: Path) -> Outcome:
 
 
 def expectation(folder: Path) -> list[tuple[list[int], list[float]]]:
-    """What eager transformers generates after each prompt."""
+    """Return the tokens that eager transformers generates after each prompt."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return [reference(model, prompt) for prompt in prompts()]
