@@ -59,7 +59,8 @@ test-operators: venv
 
 # Every kind of decoder that transformers knows, tiny and random: right or refused, never wrong, never a raw error.
 test-decoders: venv
-	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoders.py
+	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoders.py --results npu_sim/data/model_types.json
+	PYTHONPATH=. $(BIN)/python -m benchmarks.pages.model_types
 	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_variants.py --compiled
 
 # The native CPU kernels at each level that this machine runs.

@@ -18,7 +18,7 @@ import numpy as np
 import npu_compiler
 from npu_runtime import Device, DeviceBuffer, Executor, NPUBuffer, load_weights
 from npu_sim.llm import Checkpoint, LanguageModel, extract_graph, load_checkpoint
-from npu_sim.llm.graph import program_formats, state_with_buffers
+from npu_sim.llm.graph import layer_states, program_formats, state_with_buffers
 from npu_sim.llm.state import state_inputs
 
 CACHE_LENGTH = 128  # tokens: prompt and answer together
@@ -44,7 +44,7 @@ class Decoder:
         self._executor = Executor(program, device)
 
         # The state begins as zeros. `state_inputs` names it: k_0, v_0, k_1, …
-        names = state_inputs(checkpoint.config)
+        names = state_inputs(layer_states(checkpoint))
         self._state: dict[str, DeviceBuffer] = {
             spec.name: NPUBuffer.zeros(spec.shape, device, spec.storage, spec.alloc_shape)
             for spec in program.input_specs

@@ -25,7 +25,7 @@ from benchmarks.qwen import qwen
 from benchmarks.timing import interleave, wall_time
 from npu_runtime import Device
 from npu_sim.llm.engine.batch import Batch
-from npu_sim.llm.graph import kv_shape
+from npu_sim.llm.graph import kv_shapes
 from npu_sim.serving.paged_model import PagedModel
 
 BLOCK, STEPS, ROUNDS = 16, 40, 5
@@ -73,7 +73,7 @@ def torch_steps(models: Models, sequences: int, context: int) -> tuple[str, Call
 
 def _fastest_attention(models: Models, sequences: int, keys: int) -> str:
     config = models.checkpoint.config
-    _, kv_heads, _, width = kv_shape(config, keys)
+    _, kv_heads, _, width = kv_shapes(models.checkpoint, keys)[0][0]
     shapes = ((config.num_attention_heads, 1), (kv_heads, keys), (kv_heads, keys))
     q, k, v = (torch.randn(sequences, *shape, width, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="cuda")

@@ -28,7 +28,7 @@ from benchmarks.peers import ATTENTION, StaticLanguageModel, compiled
 from cuda_runtime import CUDABackend
 from npu_runtime import DeviceBuffer, Executor, NPUBuffer, load_weights
 from npu_sim.llm import Checkpoint, extract_graph
-from npu_sim.llm.graph import kv_shape, meta_model, state_with_buffers
+from npu_sim.llm.graph import kv_shapes, meta_model, state_with_buffers
 
 if TYPE_CHECKING:
     from transformers import Qwen3Config
@@ -243,8 +243,7 @@ def measure_prefill(models: Models, tokens: int, ceilings: Ceilings, budget: Bud
 
 
 def _cache_row_bytes(models: Models) -> int:
-    config = models.checkpoint.config
-    return 2 * BYTES * int(config.num_hidden_layers) * int(np.prod(kv_shape(config, 1)))
+    return BYTES * sum(int(np.prod(shape)) for layer in kv_shapes(models.checkpoint, 1) for shape in layer)
 
 
 def prefill_flops(models: Models, tokens: int) -> float:
@@ -301,7 +300,7 @@ class _Peers:
 def _fastest_attention(models: Models, tokens: int, cache_length: int, names: tuple[str, ...]) -> tuple[str, str]:
     """The fastest way to call SDPA for this shape, each compiled and timed alone, and a text with the time of each."""
     config = models.checkpoint.config
-    shape = kv_shape(config, cache_length)
+    shape = kv_shapes(models.checkpoint, cache_length)[0][0]
     q = torch.randn(1, config.num_attention_heads, tokens, shape[3], device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     mask = torch.ones(tokens, cache_length, device="cuda", dtype=torch.bool).tril(cache_length - tokens)[None, None]

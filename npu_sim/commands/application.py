@@ -46,6 +46,7 @@ for command in (
     keys.keygen,
     keys.trust,
     models.generate,
+    models.models,
     serve.serve,
     models.classify,
     quantize.quantize,

@@ -265,3 +265,37 @@ def classify(
         typer.echo(f"{guess.probability:7.2%}  {guess.label}")
     if chip is not None:
         note(f"simulated: {1e3 * chip.simulated_seconds:.4g} ms on chip {chip.chip.name}")
+
+
+def models(as_json: AsJSON = False) -> None:
+    """List the language models that run: model types, formats and limits, as tests have found them."""
+    from npu_sim.llm.families import GGUF_ARCHITECTURES, ROPE_TYPES
+    from npu_sim.llm.loading import ACTIVATIONS, DTYPES, KV_CACHES, QUANTIZATIONS
+    from npu_sim.llm.model_types import tried_types
+
+    types = list(tried_types())
+    formats = {
+        "gguf": GGUF_ARCHITECTURES,
+        "dtype": DTYPES,
+        "quantization": QUANTIZATIONS,
+        "activations": ACTIVATIONS,
+        "kv-cache": KV_CACHES,
+        "rope": ROPE_TYPES,
+    }
+    if as_json:
+        print_json({"model_types": [asdict(kind) for kind in types], **{name: list(x) for name, x in formats.items()}})
+        return
+    groups = {
+        "generate and serve": [kind.name for kind in types if kind.generate and kind.serve],
+        "generate only": [kind.name for kind in types if kind.generate and not kind.serve],
+        "serve only": [kind.name for kind in types if kind.serve and not kind.generate],
+    }
+    for title, names in groups.items():
+        if names:
+            print(f"{title} ({len(names)} of {len(types)} model types): {', '.join(names)}\n")
+    for kind in types:
+        if not (kind.generate or kind.serve):
+            print(f"refused: {kind.name}: {kind.reason}")
+    print()
+    for name, choices in formats.items():
+        print(f"{name}: {', '.join(choices)}")

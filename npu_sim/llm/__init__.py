@@ -11,7 +11,7 @@ from npu_sim.llm.chat import (
     encode_chat,
     filled_cache,
 )
-from npu_sim.llm.checkpoint import Checkpoint, check_ranks
+from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.context import cache_capacity
 from npu_sim.llm.graph import (
     compile_decode_loop,
@@ -20,6 +20,7 @@ from npu_sim.llm.graph import (
     extract_graph,
 )
 from npu_sim.llm.loading import load_architecture, load_checkpoint
+from npu_sim.llm.ranks import check_ranks
 from npu_sim.llm.sampling import Drawing, Sampler, greedy, make_sampler
 from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
 

@@ -13,7 +13,6 @@ from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_compiler.installing import install_command
 from npu_runtime.pieces import in_pieces
-from npu_sim.llm.state import layer_states
 
 _PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
 
@@ -33,7 +32,15 @@ _LOOKED_UP = (
 
 def stored_fields(config: Any) -> dict[str, Any]:
     """The fields of a transformers config that a `StoredConfig` needs, as JSON data."""
-    fields = {**config.to_dict(), **{name: getattr(config, name, None) for name in _LOOKED_UP}}
+    fields = config.to_dict()
+    text = config.get_text_config(decoder=True)  # the config itself, where it has no part for text
+    for name in _LOOKED_UP:
+        try:
+            fields[name] = getattr(config, name, None)
+            if fields[name] is None:
+                fields[name] = getattr(text, name, None)
+        except Exception:  # transformers refuses to say what differs between layers
+            fields[name] = None
     return {**fields, "dtype": fields["dtype"] and str(fields["dtype"])}
 
 
@@ -145,25 +152,13 @@ def as_ids(value: Any) -> frozenset[int]:
     return frozenset(ids)
 
 
-def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
-    """Refuse a number of devices that cannot share the model's heads evenly. Raises InputError."""
-    if ranks == 1:
-        return
-    config = checkpoint.config
-    heads = config.num_attention_heads
-    shared = min(kind.row(config)[kind.sharded_axis] for kind in layer_states(config) if kind.sharded_axis is not None)
-    if ranks < 1:
-        raise InputError(f"a model is divided among 1 or more devices, not {ranks}")
-    if not _shares_heads(heads, shared, ranks):
-        able = [n for n in range(1, heads + 1) if _shares_heads(heads, shared, n)]
-        raise InputError(
-            f"{checkpoint.name} has {heads} attention heads and {shared} KV heads, which {ranks} devices cannot share "
-            f"evenly; choose {', '.join(map(str, able))}"
-        )
-
-
-def _shares_heads(heads: int, shared: int, ranks: int) -> bool:
-    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+def vocabulary_size(checkpoint: Checkpoint) -> int:
+    """Number of token ids. Raises InputError where the config says none."""
+    size = checkpoint.config.vocab_size
+    if type(size) is not int:
+        kind = checkpoint.config.model_type
+        raise InputError(f"the config of {checkpoint.name} (model type '{kind}') has no vocab_size")
+    return size
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler.graph.mesh import Mesh
-from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.checkpoint import Checkpoint, vocabulary_size
 from npu_sim.llm.generation_config import check_generation
-from npu_sim.llm.graph import state_with_buffers
+from npu_sim.llm.graph import layer_states, state_with_buffers
 from npu_sim.llm.ranks import start_group
 from npu_sim.llm.state import state_inputs
 from npu_sim.llm.step_program import ProgramName, StepProgram
@@ -63,7 +63,7 @@ class CompiledModel(ABC):
 
         check_generation(checkpoint)
         self.checkpoint = checkpoint
-        self.vocab_size = int(checkpoint.config.vocab_size)
+        self.vocab_size = vocabulary_size(checkpoint)
         self.device = device if isinstance(device, Device) else Device(device) if device else Device()
         self.group: RankGroup | None = None
         if tensor_parallel != 1 and rank == 0:
@@ -89,7 +89,7 @@ class CompiledModel(ABC):
         """
         from npu_runtime import NPUBuffer
 
-        program, names = self.compile(name), state_inputs(self.checkpoint.config)
+        program, names = self.compile(name), state_inputs(layer_states(self.checkpoint))
         for spec in program.input_specs:
             # A cache in few bits is two inputs, of codes and of scales, for each of the traced module's.
             if spec.name in names or spec.name.rpartition(".")[0] in names:

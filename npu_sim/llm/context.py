@@ -2,7 +2,7 @@
 
 from npu_compiler.errors import InputError
 from npu_sim.llm.checkpoint import Checkpoint
-from npu_sim.llm.families import attention_window
+from npu_sim.llm.families import longest_context
 
 DEFAULT_LENGTH = 2048  # tokens
 _CHUNK = 128  # tokens, of which the default length is a multiple
@@ -18,22 +18,23 @@ def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int)
     Raises:
         InputError: they do not fit the model.
     """
-    trained = getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_LENGTH
-    length = min(DEFAULT_LENGTH, trained) if cache_length is None else cache_length
+    stated = getattr(checkpoint.config, "max_position_embeddings", None)
+    trained = stated if stated is not None and stated > 0 else DEFAULT_LENGTH
+    fixed = longest_context(checkpoint.config.to_dict()) or trained
+    length = min(DEFAULT_LENGTH, trained, fixed) if cache_length is None else cache_length
     if length < 1 or chunk < 1:
         raise InputError(f"cache length and chunk must be at least 1, not {length} and {chunk}")
     if length > trained:
         raise InputError(
             f"a cache of {length} tokens exceeds the context length that {checkpoint.name} was trained for, {trained}"
         )
-    window = attention_window(checkpoint.config.to_dict())
+    if length > fixed:
+        raise InputError(
+            f"{checkpoint.name} has other rotary frequencies for sequences of more than {fixed} tokens (longrope), "
+            "which is not supported; choose a cache no longer (--cache-length, or --context-length of a server)"
+        )
     chunk = min(chunk, length)
     length = -(-length // chunk) * chunk
-    if window and length > window:
-        raise InputError(
-            f"{checkpoint.name} uses a sliding attention window of {window} tokens; choose a cache no longer than that "
-            "(--cache-length, or --context-length of a server)"
-        )
     return chunk, length
 
 

@@ -44,6 +44,7 @@ class ContiguousModel(CompiledModel):
     """
 
     blocks = max_sequences = max_outputs = 1
+    read_window = 0  # the one block is never released
     shares_prefixes = False  # the rows of a sequence are reused by their number: see `Scheduler.add`
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Model types and features that are supported; others are refused by name before anything is built.
+"""Refusing what is no causal language model, or what a config says that no program computes, before anything is built.
 
-A model type is in `SUPPORTED` once `tests/support/decoders.py` has found its greedy tokens to be those of transformers,
-in `LanguageModel` and in the serving engine, and again with each field of its config changed.
+Which model types run is not listed here: `probe.py` and the compiler find out from the module itself, and
+`tests/support/decoders.py` compares every type of transformers with what transformers generates.
 """
 
 import json
@@ -14,43 +14,11 @@ from npu_compiler.errors import InputError
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
-SUPPORTED = (
-    *(
-        "apertus",
-        "arcee",
-        "cohere",
-        "cohere2",
-        "cwm",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "gpt2",
-    ),
-    *("gpt_neox", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama"),
-    *(
-        "ministral",
-        "ministral3",
-        "mistral",
-        "nanochat",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "persimmon",
-        "phi",
-        "phi3",
-    ),
-    *("qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
-)
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 
 _LARGEST_FILE = 2**24  # bytes
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-_EXPERTS = re.compile(r"(num|n)_(local_|routed_)?experts|moe_num_experts")
-_SENSES = ("vision", "audio", "image", "video")
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "Decoder", "ForConditionalGeneration")
+SENSES = ("vision", "audio", "image", "video")
 # What a size in a config may be, by how its name ends; anything of such a size is built before weights are looked at.
 _LIMITS = (
     (re.compile(r"n_layers?|num_(hidden_|decoder_)?layers"), 1, 2048),
@@ -115,50 +83,36 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
     if not isinstance(kind, str) or not kind:
         raise InputError("names no model_type in its config.json")
     named = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
-    if kind in SUPPORTED:
-        if named and not any(name.endswith(_CAUSAL) for name in named):
-            use = "an embedding model" if _embeds(folder, named) else "no causal language model"
-            raise InputError(f"holds {use} ({named[0]:.80}); choose a checkpoint whose class ends with ForCausalLM")
-        if (folder / "modules.json").is_file() and not any(name.endswith(_CAUSAL) for name in named):
-            raise InputError("holds an embedding model; choose a checkpoint that generates text")
-        if _experts(fields) > 1:
-            raise InputError(f"holds a mixture of {_experts(fields)} experts, which is not supported")
-        for name in ("is_encoder_decoder", "add_cross_attention"):
-            if fields.get(name):
-                raise InputError(f"holds a decoder that attends to an encoder ({name}), which is not supported")
-        return
     title = f"model type '{kind:.80}'"
-    if _embeds(folder, named):
-        raise InputError(f"holds an embedding model ({title}), which generates no text; choose a causal language model")
     if fields.get("is_encoder_decoder") is True:
         raise InputError(f"holds an encoder with a decoder ({title}); only decoders are supported")
-    if any(name.startswith(_SENSES) and isinstance(part, dict) for name, part in fields.items()) or kind.endswith(
-        "_vl"
-    ):
+    if fields.get("add_cross_attention"):
+        raise InputError("holds a decoder that attends to an encoder (add_cross_attention), which is not supported")
+    if _embeds(folder, named):
+        shown = f"{named[0]:.80}, {title}" if named else title
+        raise InputError(f"holds an embedding model ({shown}), which generates no text; choose a causal language model")
+    if named and not any(name.endswith(_CAUSAL) for name in named):
         raise InputError(
-            f"holds a model of text and images or sound ({title}), which is not supported; choose one of text alone"
+            f"holds no causal language model ({named[0]:.80}); choose a checkpoint whose class ends with ForCausalLM"
         )
-    if _experts(fields) > 1:
-        raise InputError(f"holds a mixture of {_experts(fields)} experts ({title}), which is not supported")
-    others = f"{len(SUPPORTED) - len(GGUF_ARCHITECTURES)} others (docs/language_models.md)"
-    raise InputError(
-        f"holds a model of an unsupported type ({title}); supported are {', '.join(GGUF_ARCHITECTURES)} and {others}"
-    )
+
+
+def refuse_kind(fields: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a config of which transformers has no causal language model."""
+    kind = fields["model_type"]
+    senses = any(name.startswith(SENSES) and isinstance(part, dict) for name, part in fields.items())
+    if senses or kind.endswith("_vl"):
+        what = "a model of text and images or sound, of which transformers has no causal language model"
+    else:
+        what = "no causal language model of transformers"
+    raise InputError(f"holds {what} (model type '{kind:.80}'); choose one whose class ends with ForCausalLM")
 
 
 def _embeds(folder: Path, architectures: Iterable[str]) -> bool:
     """Whether a folder is one of sentence-transformers, or holds a model without a head."""
-    return (
-        (folder / "modules.json").is_file()
-        or any(name.endswith("Model") for name in architectures)
-        and not any(name.endswith(_CAUSAL) for name in architectures)
+    return ((folder / "modules.json").is_file() or any(name.endswith("Model") for name in architectures)) and not any(
+        name.endswith(_CAUSAL) for name in architectures
     )
-
-
-def _experts(fields: Mapping[str, Any]) -> int:
-    """The number of experts that a config names; 0 without any."""
-    named = [value for name, value in fields.items() if _EXPERTS.fullmatch(name) and type(value) is int]
-    return max(named, default=0)
 
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:
@@ -170,7 +124,8 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
         for pattern, low, high in _LIMITS:
             if value is None or not pattern.fullmatch(name):
                 continue
-            if type(value) is not int or not low <= value <= high:
+            each = value if isinstance(value, list) and "intermediate" in name else [value]
+            if any(type(size) is not int or not low <= size <= high for size in each):
                 said = f"has a config.json that says {value!r:.40} for '{name}'"
                 raise InputError(f"{said}, which is a whole number from {low} to {high}")
 
@@ -220,22 +175,20 @@ def _ropes(parameters: Any) -> list[Mapping[str, Any]]:
     return parts or [parameters]
 
 
-def attention_window(fields: Mapping[str, Any]) -> int | None:
-    """The fewest tokens that some layer attends to at most, its sliding window or chunk; None: all attend to all.
+def longest_context(fields: Mapping[str, Any]) -> int | None:
+    """The longest context for which the config's rotary frequencies are the same for every token; None: any.
+
+    Beyond it, those of "longrope" depend on the length of the sequence, so that cached keys would be wrong.
 
     Args:
         fields: Fields of the config, as transformers has read it.
     """
-    kinds = fields.get("layer_types")
-    if isinstance(kinds, list) and kinds and all(kind == "full_attention" for kind in kinds):
-        return None
-    sizes = [
-        value
-        for name, value in fields.items()
-        if ("window" in name or "attention_chunk" in name) and not name.endswith(("layers", "pattern"))
-        if type(value) is int and value > 0
+    lengths = [
+        rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+        for rope in _ropes(fields.get("rope_parameters"))
+        if rope.get("rope_type") == "longrope"
     ]
-    return min(sizes, default=None)
+    return min((length for length in lengths if type(length) is int), default=None)
 
 
 def check_tensors(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -244,7 +197,9 @@ def check_tensors(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     Raises:
         InputError: it says another vocabulary, or more layers.
     """
-    layers = {int(number) for name in shapes for number in re.findall(r"\.(?:layers|h)\.(\d{1,9})\.", f".{name}")}
+    layers = {
+        int(number) for name in shapes for number in re.findall(r"\.(?:layers?|h|blocks?)\.(\d{1,9})\.", f".{name}")
+    }
     said, stored = fields.get("num_hidden_layers"), max(layers, default=-1) + 1
     if isinstance(said, int) and said > stored:
         raise InputError(f"its config says {said} layers, but its files hold {stored}")

@@ -1,6 +1,8 @@
 """The graphs of a language model, prefill and decode: traced from the Hugging Face module without weights, compiled."""
 
+import contextlib
 import copy
+import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
@@ -14,8 +16,8 @@ from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, program_key
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
-from npu_sim.llm.families import SUPPORTED
-from npu_sim.llm.state import StateKind, key_value_row, layer_states
+from npu_sim.llm.families import SENSES
+from npu_sim.llm.state import FULL_ATTENTION, LayerState
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram, CompileOptions
     from npu_compiler.graph.mesh import Mesh
     from npu_compiler.passes.quantize import Quantization
+    from npu_sim.llm.modules import StateForm
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 
@@ -32,17 +35,21 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
     """The checkpoint's Hugging Face module on the meta device.
 
     Args:
-        attention: An attention function in place of PyTorch's.
+        attention: An attention function in place of the module's own.
 
     Raises:
         InputError: transformers cannot build a causal language model from the config.
     """
     require_torch("tracing a model")
     import torch
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     if attention is not None:
+        from npu_sim.llm.attention import visible
+
         AttentionInterface.register(attention.__name__, attention)
+        AttentionMaskInterface.register(attention.__name__, visible)
+        _register_classes(checkpoint.config.model_type, attention.__name__)
     try:
         config = copy.deepcopy(_whole(checkpoint.config))  # transformers writes the dtype into it
         config.return_dict, config.output_hidden_states = True, False
@@ -50,12 +57,24 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
             model = AutoModelForCausalLM.from_config(
                 config,
                 dtype=getattr(torch, checkpoint.dtype),
-                attn_implementation="sdpa" if attention is None else attention.__name__,
+                attn_implementation="eager" if attention is None else attention.__name__,
+                experts_implementation="batched_mm",
                 trust_remote_code=False,
             )
     except Exception as error:  # transformers raises errors of many types for configs that it cannot use
         raise _unsupported(checkpoint, error) from error
     return model.eval()
+
+
+def _register_classes(model_type: str, attention: str) -> None:
+    """Let a module that chooses a class by its attention function's name take the one with attention of its own."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    name = model_type_to_module_name(model_type)
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        for classes in (value for key, value in vars(module).items() if key.endswith("_ATTENTION_CLASSES")):
+            classes.setdefault(attention, classes["eager"])
 
 
 def dense_model(checkpoint: Checkpoint, device: str) -> Any:
@@ -71,10 +90,27 @@ def dense_model(checkpoint: Checkpoint, device: str) -> Any:
     return model.eval()
 
 
-def kv_shape(config: Any, cache_length: int) -> tuple[int, int, int, int]:
-    """The shape of one layer's keys, and of its values: [1, KV heads, cache length, head dim]."""
-    heads, width = key_value_row(config)
-    return 1, heads, cache_length, width
+def layer_states(checkpoint: Checkpoint) -> list[LayerState]:
+    """The state of each layer that has some. Raises InputError where a layer keeps something that no kind describes."""
+    facts = _facts(checkpoint)["state"]
+    rows, windows = facts["rows"], facts["windows"]
+    return [
+        LayerState(FULL_ATTENTION, tuple(tuple(row) for row in layer), window)
+        for layer, window in zip(rows, windows, strict=True)
+    ]
+
+
+def kv_shapes(checkpoint: Checkpoint, cache_length: int) -> list[list[tuple[int, int, int, int]]]:
+    """The shapes of each layer's keys and values: [1, KV heads, cache length, head dim]."""
+    return [[(1, row[0], cache_length, row[1]) for row in state.rows] for state in layer_states(checkpoint)]
+
+
+def state_form(checkpoint: Checkpoint) -> "StateForm":
+    """The form in which the checkpoint's module keeps and reads its state."""
+    from npu_sim.llm.modules import StateForm
+
+    facts = _facts(checkpoint)["state"]
+    return StateForm(tuple(facts["layers"]), facts["is_additive"], facts["is_paged"], facts["takes_mask"])
 
 
 def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dict[str, Any]:
@@ -89,9 +125,10 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
     require_torch("tracing a model")
     import torch
 
-    from npu_sim.llm.modules import CachedCausalLM, attend_to_rows
+    from npu_sim.llm.attention import attend_to_rows
+    from npu_sim.llm.modules import CachedCausalLM
 
-    model = CachedCausalLM(meta_model(checkpoint, attend_to_rows))
+    model = CachedCausalLM(meta_model(checkpoint, attend_to_rows), state_form(checkpoint))
     with torch.device("meta"):
         input_ids = torch.empty(1, tokens, dtype=torch.long)
         positions = torch.empty(tokens, dtype=torch.long)
@@ -105,9 +142,12 @@ def extract_decode_loop(checkpoint: Checkpoint, cache_length: int, *, sampling: 
     require_torch("tracing a model")
     import torch
 
-    from npu_sim.llm.modules import SamplingDecode, SelfFeedingDecode, attend_to_rows
+    from npu_sim.llm.attention import attend_to_rows
+    from npu_sim.llm.modules import SamplingDecode, SelfFeedingDecode
 
-    model = (SamplingDecode if sampling else SelfFeedingDecode)(meta_model(checkpoint, attend_to_rows))
+    model = (SamplingDecode if sampling else SelfFeedingDecode)(
+        meta_model(checkpoint, attend_to_rows), state_form(checkpoint)
+    )
     token, position, history = (torch.empty(size, dtype=torch.long, device="meta") for size in (1, 1, cache_length))
     drawing = [torch.empty(size, dtype=torch.float32, device="meta") for size in (3, cache_length) if sampling]
     inputs = (token, position, history, *drawing, *_empty_caches(checkpoint, cache_length))
@@ -159,7 +199,7 @@ def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[s
 
     name = f"{checkpoint.config.model_type}-contiguous-ir"
     ir = cached_facts(name, ["contiguous", _model_key(checkpoint)], lambda: _symbolic_contiguous(checkpoint))
-    cache = f"{layer_states(checkpoint.config)[0].tensors[0]}_0"
+    cache = f"{FULL_ATTENTION.tensors[0]}_0"
     given = {"input_ids": [shape.sequences, shape.tokens], cache: [shape.rows]}
     specialized: dict[str, Any] = specialize(ir, _sizes(ir, given))
     return specialized
@@ -171,7 +211,8 @@ def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
     import torch
     from torch.export import Dim
 
-    from npu_sim.llm.modules import CachedCausalLM, attend_to_rows
+    from npu_sim.llm.attention import attend_to_rows
+    from npu_sim.llm.modules import CachedCausalLM
 
     sequences, tokens, rows = 3, 6, 40  # any sizes will do, if each is another
     inputs = [torch.empty(size, dtype=torch.long, device="meta") for size in ([sequences, tokens], [tokens], [1])]
@@ -179,7 +220,7 @@ def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
     symbols = [Dim(name, min=2) for name in ("sequences", "tokens", "rows")]
     dynamic: list[Any] = [{0: symbols[0], 1: symbols[1]}, {0: symbols[1]}, None]
     dynamic += [[{0: symbols[0], 2: symbols[2]}] * len(layers) for layers in caches]
-    model = CachedCausalLM(meta_model(checkpoint, attend_to_rows))
+    model = CachedCausalLM(meta_model(checkpoint, attend_to_rows), state_form(checkpoint))
     return _trace_symbolic(checkpoint, model, (*inputs, *caches), dynamic, "contiguous")
 
 
@@ -201,7 +242,7 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
         "tables": [shape.sequences, shape.blocks_per_sequence],
         "outputs": [shape.outputs],
         "history": [shape.history],
-        f"{layer_states(checkpoint.config)[0].tensors[0]}_0": [shape.blocks * shape.block_size],
+        f"{FULL_ATTENTION.tensors[0]}_0": [shape.blocks * shape.block_size],
     }
     specialized: dict[str, Any] = specialize(ir, _sizes(ir, given))
     return specialized
@@ -229,9 +270,11 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     import torch
     from torch.export import Dim
 
-    from npu_sim.llm.modules import PagedCausalLM, PagedSampling, attend_to_pages
+    from npu_sim.llm.attention import attend_to_pages, attend_to_rows
+    from npu_sim.llm.modules import PagedCausalLM, PagedSampling
 
-    causal = meta_model(checkpoint, attend_to_pages)
+    form = state_form(checkpoint)
+    causal = meta_model(checkpoint, attend_to_pages if form.is_paged else attend_to_rows)
     # Any sizes will do, if each is another.
     examples = {"tokens": 6, "outputs": 3, "sequences": 4, "blocks": 5, "history": 16, "rows": 7 * block_size}
     symbols = {name: Dim(name, min=2) for name in examples}
@@ -243,7 +286,7 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     pools = _empty_pools(checkpoint, examples["rows"])
     dynamic: list[Any] = [{dim: symbols[x] for dim, x in enumerate(sizes)} for sizes in names]
     dynamic += [[{0: symbols["rows"]}] * len(layers) for layers in pools]
-    model = (PagedSampling if sampling else PagedCausalLM)(causal, block_size)
+    model = (PagedSampling if sampling else PagedCausalLM)(causal, form, block_size)
     return _trace_symbolic(checkpoint, model, (*inputs, *pools), dynamic, "paged")
 
 
@@ -289,11 +332,9 @@ def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[l
         division: Devices that divide the rows.
     """
 
-    def shape(kind: StateKind) -> tuple[int, ...]:
-        row = list(kind.row(checkpoint.config))
-        if kind.sharded_axis is not None:
-            row[kind.sharded_axis] = max(1, row[kind.sharded_axis] // division)
-        return rows, *row
+    def shape(state: LayerState, row: tuple[int, ...]) -> tuple[int, ...]:
+        axis = state.kind.sharded_axis
+        return rows, *(max(1, size // division) if place == axis else size for place, size in enumerate(row))
 
     return _empty_state(checkpoint, shape)
 
@@ -301,21 +342,23 @@ def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[l
 def _empty_caches(checkpoint: Checkpoint, cache_length: int, sequences: int = 1) -> list[list["torch.Tensor"]]:
     """Tensors [sequences, KV heads, cache length, head dim] for the layers' state: for each kind a list by layer."""
 
-    def shape(kind: StateKind) -> tuple[int, ...]:
-        heads, *width = kind.row(checkpoint.config)
+    def shape(state: LayerState, row: tuple[int, ...]) -> tuple[int, ...]:
+        heads, *width = row
         return sequences, heads, cache_length, *width
 
     return _empty_state(checkpoint, shape)
 
 
-def _empty_state(checkpoint: Checkpoint, shape: Callable[[StateKind], tuple[int, ...]]) -> list[list["torch.Tensor"]]:
+def _empty_state(
+    checkpoint: Checkpoint, shape: Callable[[LayerState, tuple[int, ...]], tuple[int, ...]]
+) -> list[list["torch.Tensor"]]:
     import torch
 
     layers: dict[str, list[torch.Tensor]] = {}
-    for kind in layer_states(checkpoint.config):
-        dtype = getattr(torch, kind.dtype or checkpoint.dtype)
-        for tensor in kind.tensors:
-            layers.setdefault(tensor, []).append(torch.empty(shape(kind), dtype=dtype, device="meta"))
+    for state in layer_states(checkpoint):
+        dtype = getattr(torch, state.kind.dtype or checkpoint.dtype)
+        for tensor, row in zip(state.kind.tensors, state.rows, strict=True):
+            layers.setdefault(tensor, []).append(torch.empty(shape(state, row), dtype=dtype, device="meta"))
     return list(layers.values())
 
 
@@ -532,7 +575,22 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "prefix": model.base_model_prefix,
         "ignored": list(model._keys_to_ignore_on_load_unexpected or ()),
         "renamings": _renamings(type(model).__name__),
+        "state": _state_facts(checkpoint),
     }
+
+
+def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the facts that `probe_state` finds about a module."""
+    from npu_sim.llm.probe import probe_state
+
+    try:
+        return probe_state(lambda attention: meta_model(checkpoint, attention))
+    except InputError as error:
+        raise _unsupported(checkpoint, error) from error
+    except Exception as error:  # whatever a module's own code raises
+        lines = str(error).strip().splitlines()
+        reason = f"its module does not run over a cache that others hold: {lines[0] if lines else type(error).__name__}"
+        raise _unsupported(checkpoint, InputError(reason)) from error
 
 
 def _renamings(module: str) -> list[tuple[str, str]]:
@@ -557,6 +615,8 @@ def _buffers(model: Any) -> dict[str, Any]:
 
     buffers = {}
     for path, module in model.named_modules():
+        if any(part.startswith(SENSES) for part in path.split(".")):
+            continue  # no text passes through it
         names = sorted(module._non_persistent_buffers_set)
         for name in names:
             meta = module._buffers[name]
@@ -610,8 +670,7 @@ def _unsupported(checkpoint: Checkpoint, error: BaseException) -> InputError:
     lines = str(error).strip().splitlines()
     if isinstance(error, KeyError):
         lines = [f"transformers knows no {error}"]
-    if isinstance(error, ConstraintError):  # all that the device lacks
-        lines = [str(error)]
-    kind = checkpoint.config.model_type
-    kind_note = "" if kind in SUPPORTED else f" (model type '{kind}')"
-    return InputError(f"cannot compile {checkpoint.name}{kind_note}: {lines[0] if lines else type(error).__name__}")
+    if isinstance(error, ConstraintError):  # the first of what the device lacks
+        lines = [" ".join(line.strip(" -") for line in lines[:2])]
+    kind, reason = checkpoint.config.model_type, lines[0] if lines else type(error).__name__
+    return InputError(f"cannot compile {checkpoint.name} (model type '{kind}'): {reason:.300}")

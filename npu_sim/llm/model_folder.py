@@ -16,7 +16,7 @@ from npu_runtime.cache_folder import source_digest
 from npu_sim.cache import cached_facts
 from npu_sim.checkpoints import QuantizedTensors
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_input_error, stored_fields
-from npu_sim.llm.families import HEADS, TABLES, check_fields, check_tensors, read_config
+from npu_sim.llm.families import HEADS, TABLES, check_fields, check_tensors, read_config, refuse_kind
 from npu_sim.llm.generation_config import read_generation
 from npu_sim.llm.packages import require_packages
 from npu_sim.llm.tokenizer import load_tokenizer
@@ -85,10 +85,15 @@ def load_config(folder: Path, name: str, dtype: str | None) -> Checkpoint:
 
 def _config(folder: Path, name: str) -> tuple[StoredConfig, dict[str, Any]]:
     """A folder's config, and what `Checkpoint` has of its generation config."""
-    read_config(folder)
+    fields = read_config(folder)
     require_packages(f"opening {name}", "transformers", "tokenizers", "jinja2")
     key = _facts_key(folder, ("config.json", "generation_config.json"))
     facts = cached_facts("config", key, lambda: _find_facts(folder))
+    if not facts["is_causal"]:
+        try:
+            refuse_kind(fields)
+        except InputError as error:
+            raise InputError(f"{folder} {error}") from None
     try:
         check_fields(facts["config"])
     except InputError as error:
@@ -134,8 +139,14 @@ def _facts_key(folder: Path, files: Sequence[str]) -> list[Any]:
 
 def _find_facts(folder: Path) -> dict[str, Any]:
     """Return the config's fields and the settings of generation, as transformers reads them from a folder."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     config = _read_config(folder)
-    return {"config": stored_fields(config), "generation": read_generation(folder, config)}
+    return {
+        "is_causal": config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "config": stored_fields(config),
+        "generation": read_generation(folder, config),
+    }
 
 
 def _read_config(folder: Path) -> Any:

@@ -5,7 +5,7 @@ Some choose the next token themselves.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,45 +13,103 @@ import torch
 from torch import nn
 
 from npu_compiler.errors import InputError
-from npu_runtime.cpu.torch_kernels import attention
+from npu_sim.llm.attention import GatheredPlaces, PagePlaces, Paging, Places, RowPlaces
 
 
-class _Cache:
-    """A KV cache for Hugging Face attention that writes new rows in place and returns the whole tensors.
+class PlacedCache:
+    """A cache as transformers asks for it, of tokens whose places say which keys there are."""
+
+    is_compileable = True
+    is_sliding = ()
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+
+    def get_query_offset(self, *_: Any) -> Places:
+        """Return what `visible` gets as the offset of the queries."""
+        return self.places
+
+    def get_mask_sizes(self, *_: Any) -> tuple[Places, int]:
+        return self.places, 0
+
+    def get_seq_length(self, *_: Any) -> torch.Tensor:
+        """[N]: what transformers adds to 0, 1, 2, … for the positions of the new tokens."""
+        positions = self.places.queries
+        return positions - torch.arange(positions.shape[0], device=positions.device)
+
+    def __getattr__(self, name: str) -> Any:
+        raise OtherStateError(f"its layers keep more than keys and values between tokens ('{name}' of the cache)")
+
+
+class OtherStateError(InputError, AttributeError):
+    """The error of a module that asks a cache for what ours lacks."""
+
+
+class _Cache(PlacedCache):
+    """A KV cache for Hugging Face attention that writes new rows in place and returns what attention is to read.
 
     `index_copy` is what the compiler turns into an in-place update of a buffer that the caller donates.
 
     Args:
         rows: Indices of the new rows. In tensors [1, KV heads, S, head dim] they are positions, in pools [rows, KV
             heads, head dim] slots.
+        tensors: Keys and values, each a list with a tensor for each layer that has them.
+        layers: Number of each of these layers; None: all from 0 on.
     """
 
-    is_compileable = True
-
-    def __init__(self, rows: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        tensors: Sequence[Sequence[torch.Tensor]],
+        places: Places,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(places)
         self._rows = rows
-        self._tensors = list(keys), list(values)
+        self._tensors = [list(layer_tensors) for layer_tensors in tensors]
+        self._index = {layer: index for index, layer in enumerate(layers or range(len(tensors[0])))}
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
         """Take keys and values [1, KV heads, N, head dim]."""
+        index = self._index[layer_idx]
         for layers, new in zip(self._tensors, (key, value), strict=True):
-            if layers[layer_idx].dim() == 3:
-                layers[layer_idx] = torch.index_copy(layers[layer_idx], 0, self._rows, new[0].transpose(0, 1))
+            if layers[index].dim() == 3:
+                layers[index] = torch.index_copy(layers[index], 0, self._rows, new[0].transpose(0, 1))
             else:
-                layers[layer_idx] = torch.index_copy(layers[layer_idx], 2, self._rows, new)
-        return tuple(layers[layer_idx] for layers in self._tensors)
+                layers[index] = torch.index_copy(layers[index], 2, self._rows, new)
+        return tuple(self.places.read(layers[index]) for layers in self._tensors)
 
     def updated(self) -> Iterator[torch.Tensor]:
         """The updated keys and values of each layer in turn."""
         return (tensor for pair in zip(*self._tensors, strict=True) for tensor in pair)
 
 
-def _placed(causal: Any, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The arguments by which a Hugging Face model is told its tokens' positions: some versions take them twice."""
-    takes_both = "cache_position" in inspect.signature(causal.forward).parameters
-    return {"position_ids": positions[None], **({"cache_position": positions} if takes_both else {})}
+def placed(causal: Any, places: Places, takes_mask: bool) -> dict[str, torch.Tensor]:
+    """The arguments by which a Hugging Face model is told its tokens' positions, those of them that it takes."""
+    taken, positions = inspect.signature(causal.forward).parameters, places.queries
+    given = {"position_ids": positions[None], "cache_position": positions}
+    if takes_mask:
+        given["attention_mask"] = torch.ones_like(places.keys)[None]
+    return {name: value for name, value in given.items() if name in taken}
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """The form in which a Hugging Face model keeps and reads its keys and values.
+
+    Attributes:
+        layers: Number of each layer that has some.
+        is_additive: Whether its attention is its own, which adds masks to scores, not a function that is given to it.
+        is_paged: Whether paged attention computes what its attention does.
+        takes_mask: Whether it must be told that no key is padding: it counts keys by such a mask.
+    """
+
+    layers: tuple[int, ...]
+    is_additive: bool = False
+    is_paged: bool = True
+    takes_mask: bool = False
 
 
 class CachedCausalLM(nn.Module):
@@ -65,11 +123,12 @@ class CachedCausalLM(nn.Module):
     Token t attends to cache rows 0..positions[t] only, so the contents of later rows never matter.
     """
 
-    def __init__(self, causal: Any) -> None:
+    def __init__(self, causal: Any, form: StateForm) -> None:
         super().__init__()
         for name, child in causal.named_children():
             self.add_module(name, child)
         self._causal = (causal,)  # in a tuple, so that its parameters are not registered a second time
+        self._form = form
 
     def forward(
         self,
@@ -80,14 +139,12 @@ class CachedCausalLM(nn.Module):
         v: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         (causal,) = self._causal
-        rows = torch.arange(k[0].shape[2], device=positions.device)
-        mask = (rows[None, :] <= positions[:, None])[None, None]
-        cache = _Cache(positions, k, v)
+        places = RowPlaces(positions, k[0].shape[2], k[0].dtype if self._form.is_additive else None)
+        cache = _Cache(positions, (k, v), places, self._form.layers)
         with _only_row(causal.get_output_embeddings(), last):
             logits = causal(
                 input_ids=input_ids,
-                attention_mask=mask,
-                **_placed(causal, positions),
+                **placed(causal, places, self._form.takes_mask),
                 past_key_values=cache,
                 use_cache=True,
             ).logits
@@ -116,11 +173,11 @@ class SelfFeedingDecode(nn.Module):
     If the greatest logit is not finite, the token is -1.
     """
 
-    def __init__(self, causal: Any) -> None:
+    def __init__(self, causal: Any, form: StateForm) -> None:
         super().__init__()
         for name, child in causal.named_children():
             self.add_module(name, child)
-        self._step = (CachedCausalLM(causal),)  # in a tuple, so that its parameters are not registered a second time
+        self._step = (CachedCausalLM(causal, form),)  # in a tuple: its parameters are not registered a second time
 
     def forward(
         self,
@@ -192,133 +249,6 @@ def _fed_back(
     return torch.index_copy(token, 0, only, token_or_error), torch.index_copy(position, 0, only, position + 1), history
 
 
-@dataclass(frozen=True)
-class Paging:
-    """The places of a batch's keys and values, as in `engine.batch.Batch`.
-
-    Attributes:
-        positions: [N], each token's position in its sequence.
-        sequences: [N], each token's row of `tables`.
-        tables: [S, T], the blocks of each sequence.
-        block_size: Rows per block.
-    """
-
-    positions: torch.Tensor
-    sequences: torch.Tensor
-    tables: torch.Tensor
-    block_size: int
-
-
-@torch.library.custom_op("npu::paged_attention", mutates_args=())
-def paged_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    sequences: torch.Tensor,
-    positions: torch.Tensor,
-    block_size: int,
-    scale: float,
-) -> torch.Tensor:
-    """See `npu_compiler.ops.transformer.lower_paged_attention`."""
-    attended = attention.paged_attention(query, keys, values, tables, sequences, positions, block_size, scale)
-    return attended.to(query.dtype)
-
-
-@paged_attention.register_fake
-def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> torch.Tensor:
-    return query.new_empty(*query.shape[:2], values.shape[2])
-
-
-def attend_to_pages(
-    module: nn.Module,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    paging: Paging | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """An attention function for transformers: query [1, H, N, head dim] and pools → [1, N, H, head dim].
-
-    A window is not looked at: `cache_capacity` has seen to it that no sequence is longer.
-
-    Raises:
-        InputError: the model asks for more than causal attention.
-    """
-    _check_causal(module, dropout, is_causal, others)
-    if attention_mask is not None:
-        raise InputError("its attention has a mask of its own, which paged attention does not compute")
-    if paging is None:
-        raise InputError(
-            "its layers do not tell their attention where the keys are, so it cannot be served; generate can"
-        )
-    tokens, where = query[0].transpose(0, 1), (paging.tables, paging.sequences, paging.positions)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return paged_attention(tokens, keys, values, *where, paging.block_size, scale)[None], None
-
-
-def attend_to_rows(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """An attention function for transformers: PyTorch's own, of what it computes only.
-
-    Raises:
-        InputError: the model asks for more than causal attention, or for a window that is shorter than the keys.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    _check_causal(module, dropout, is_causal, others)
-    if attention_mask is None or attention_mask.dtype != torch.bool:
-        raise InputError("its attention has a mask of its own instead of the causal one")
-    if sliding_window is not None and sliding_window < key.shape[2]:
-        raise InputError(f"it uses a sliding attention window of {sliding_window} tokens; choose a cache no longer")
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
-
-
-# Arguments that say nothing about what attention computes.
-_OF_CALLERS = frozenset(
-    {
-        *("position_ids", "cache_position", "use_cache", "layer_idx", "paging"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
-        *("target_dtype", "deterministic", "implementation"),
-    }
-)
-_NAMES = {"s_aux": "attention sinks", "softcap": "softcapping of attention scores", "position_bias": "a position bias"}
-
-
-def _check_causal(module: nn.Module, dropout: float, is_causal: bool | None, others: Mapping[str, Any]) -> None:
-    """Refuse arguments of an attention function that ask for more than causal attention.
-
-    Raises:
-        InputError: one does.
-    """
-    unknown = sorted(name for name, value in others.items() if value is not None and name not in _OF_CALLERS)
-    if unknown:
-        described = _NAMES.get(unknown[0])
-        feature = f"{described} ('{unknown[0]}')" if described else f"the argument '{unknown[0]}'"
-        raise InputError(f"its attention uses {feature}, which is not supported")
-    if dropout:
-        raise InputError(f"its attention uses a dropout of {dropout}, which is not supported")
-    if is_causal is False or not getattr(module, "is_causal", True):
-        raise InputError("its attention is not causal, which is not supported")
-
-
 class PagedCausalLM(nn.Module):
     """A Hugging Face causal LM as a function of a batch of tokens and of pools of keys and values.
 
@@ -333,15 +263,16 @@ class PagedCausalLM(nn.Module):
     of the one before is known.
 
     Args:
-        causal: A module with `attend_to_pages` as its attention function.
+        causal: A module whose attention function is `attend_to_pages`, or `attend_to_rows` where the form is not paged.
         block_size: Rows per block of the pools.
     """
 
-    def __init__(self, causal: Any, block_size: int) -> None:
+    def __init__(self, causal: Any, form: StateForm, block_size: int) -> None:
         super().__init__()
         for name, child in causal.named_children():
             self.add_module(name, child)
         self._causal = (causal,)  # in a tuple, so that its parameters are not registered a second time
+        self._form = form
         self._block_size = block_size
 
     def forward(
@@ -373,14 +304,16 @@ class PagedCausalLM(nn.Module):
         tokens, positions, sequences, slots, tables, outputs = batch
         earlier = history.index_select(0, (-1 - tokens).clamp(min=0))
         tokens = torch.where(tokens < 0, earlier, tokens).clamp(min=0)
-        cache = _Cache(slots, k, v)
+        paging, form = Paging(positions, sequences, tables, self._block_size), self._form
+        added = k[0].dtype if form.is_additive else None
+        blocks = PagePlaces(paging) if form.is_paged else GatheredPlaces(paging, added)
+        cache = _Cache(slots, (k, v), blocks, form.layers)
         with _only_row(causal.get_output_embeddings(), outputs):
             logits = causal(
                 input_ids=tokens[None],
-                **_placed(causal, positions),
+                **placed(causal, blocks, form.takes_mask),
                 past_key_values=cache,
                 use_cache=True,
-                paging=Paging(positions, sequences, tables, self._block_size),
             ).logits.float()[0]
         history = torch.index_copy(history, 0, places, choose(logits))
         return (logits, history, *cache.updated())

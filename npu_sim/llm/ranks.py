@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from npu_compiler.errors import DeviceError, InputError
 from npu_runtime.device import Device
-from npu_sim.llm.checkpoint import Checkpoint, check_ranks
+from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.graph import layer_states
 from npu_sim.llm.step_program import ProgramName
 from npu_sim.parallel.group import LocalWorker, RankGroup, StartWorker
 from npu_sim.parallel.worker import Rank, named
@@ -96,3 +97,29 @@ class RankedModel:
         for key, value in values.items():
             program.fill(key, value)
         program.run()
+
+
+def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
+    """Refuse a number of devices that cannot share the model's heads evenly. Raises InputError."""
+    if ranks == 1:
+        return
+    config = checkpoint.config
+    heads = config.num_attention_heads
+    shared = min(
+        row[state.kind.sharded_axis]
+        for state in layer_states(checkpoint)
+        for row in state.rows
+        if state.kind.sharded_axis is not None
+    )
+    if ranks < 1:
+        raise InputError(f"a model is divided among 1 or more devices, not {ranks}")
+    if not _shares_heads(heads, shared, ranks):
+        able = [n for n in range(1, heads + 1) if _shares_heads(heads, shared, n)]
+        raise InputError(
+            f"{checkpoint.name} has {heads} attention heads and {shared} KV heads, which {ranks} devices cannot share "
+            f"evenly; choose {', '.join(map(str, able))}"
+        )
+
+
+def _shares_heads(heads: int, shared: int, ranks: int) -> bool:
+    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)

@@ -1,8 +1,7 @@
 """The state that the layers of a language model keep between steps, as data: `StateKind` rows."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -14,50 +13,52 @@ class StateKind:
     """A kind of state of a layer. Its tensors hold a row for each token; a block of a pool holds some rows of each.
 
     Tracing makes the inputs of a step's module from a kind, the pool its memory, the scheduler its rule for prefixes,
-    and a group of devices its division. To add a kind (a window of keys and values, a latent that both are computed
-    from, a recurrent state), write a row below, name it for its layers in `layer_states`, and add to `modules.py` the
-    cache that updates its tensors. A kind without a row for each token also says here how much a block holds; one whose
-    old rows are no longer read, after how many tokens a block may be freed.
+    and a group of devices its division. To add a kind (a latent that keys and values are computed from, a recurrent
+    state), write a row below, let `probe.py` find its layers, and add to `modules.py` the cache that updates its
+    tensors. A kind without a row for each token also says here how much a block holds.
 
     Attributes:
         tensors: Arguments of the traced modules, each a list with one tensor for each layer. The program's inputs are
             named after them: `k_0` is the first layer's.
-        row: Function from a config to the shape of a row.
         dtype: Element type. None: the compute dtype.
         sharded_axis: Axis of a row that the devices of a group divide. None: each device has whole rows.
         shares_prefixes: Whether sequences that begin with the same tokens may share a block that is full of these.
     """
 
     tensors: tuple[str, ...]
-    row: Callable[[Any], tuple[int, ...]]
     dtype: str | None = None
     sharded_axis: int | None = None
     shares_prefixes: bool = True
 
 
-def key_value_row(config: Any) -> tuple[int, int]:
-    """The shape of a token's keys in a layer, and of its values: [KV heads, head dim]."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, head_dim
+FULL_ATTENTION = StateKind(tensors=("k", "v"), sharded_axis=0)
 
 
-FULL_ATTENTION = StateKind(tensors=("k", "v"), row=key_value_row, sharded_axis=0)
+@dataclass(frozen=True)
+class LayerState:
+    """The state of one layer.
+
+    Attributes:
+        rows: The shape of a row of each of the kind's tensors: [KV heads, head dim] of keys and of values.
+        window: Number of last tokens whose rows are read. 0: all.
+    """
+
+    kind: StateKind
+    rows: tuple[tuple[int, ...], ...]
+    window: int = 0
 
 
-def layer_states(config: Any) -> list[StateKind]:
-    """The kind of state of each layer."""
-    return [FULL_ATTENTION] * int(config.num_hidden_layers)
-
-
-def state_inputs(config: Any) -> frozenset[str]:
+def state_inputs(states: Sequence[LayerState]) -> frozenset[str]:
     """Names of the program inputs that are state."""
-    return frozenset(f"{tensor}_{layer}" for layer, kind in enumerate(layer_states(config)) for tensor in kind.tensors)
+    return frozenset(f"{tensor}_{layer}" for layer, state in enumerate(states) for tensor in state.kind.tensors)
 
 
-def row_bytes(config: Any, dtype: str) -> int:
+def row_bytes(states: Iterable[LayerState], dtype: str) -> int:
     """Memory of one token's rows in all layers, in a compute dtype."""
-    return sum(
-        len(kind.tensors) * int(np.prod(kind.row(config))) * itemsize(kind.dtype or dtype)
-        for kind in layer_states(config)
-    )
+    return sum(int(np.prod(row)) * itemsize(state.kind.dtype or dtype) for state in states for row in state.rows)
+
+
+def read_window(states: Iterable[LayerState]) -> int:
+    """Number of last tokens whose rows some layer reads. 0: all."""
+    windows = [state.window for state in states]
+    return 0 if 0 in windows else max(windows, default=0)

@@ -2,7 +2,8 @@
 
 Some look at the values of tensors to check them, though the result does not depend on it: `torch.cov` warns where it
 divides by zero, `torch.combinations` counts the elements of a mask that is the same for all vectors of that length.
-`torch.tensor(0.5)` on the meta device is traced as a constant whose value is lost; `torch.full` keeps it.
+`torch.tensor(0.5)` on the meta device is traced as a constant whose value is lost; `torch.full` keeps it. So is the
+list in `x[:, [0]]`.
 """
 
 from __future__ import annotations
@@ -75,6 +76,18 @@ def _tensor(data: Any, *, device: Any = None, dtype: torch.dtype | None = None, 
     return torch.full((), data, device=device, dtype=dtype)
 
 
+def _getitem(x: Tensor, index: Any) -> Any:
+    """An index that is a list of one number keeps its dimension, as a slice does; the list would be a lost constant."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if x.device.type != "meta" or sum(isinstance(part, list) for part in parts) != 1:
+        return NotImplemented
+    if any(isinstance(part, Tensor) for part in parts):
+        return NotImplemented
+    if not all(len(part) == 1 and type(part[0]) is int for part in parts if isinstance(part, list)):
+        return NotImplemented
+    return x[tuple(slice(p[0], p[0] + 1 or None) if isinstance(p, list) else p for p in parts)]
+
+
 _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     torch.cov: _cov,
     Tensor.cov: _cov,
@@ -82,4 +95,5 @@ _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations,
     torch.tensor: _tensor,
+    Tensor.__getitem__: _getitem,
 }

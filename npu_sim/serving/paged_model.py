@@ -12,9 +12,9 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.compiled_model import CompiledModel, Report
 from npu_sim.llm.context import cache_capacity
 from npu_sim.llm.engine.batch import Batch, StepResult
-from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged
+from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged, layer_states, state_form
 from npu_sim.llm.sampling import choose_by
-from npu_sim.llm.state import layer_states, row_bytes
+from npu_sim.llm.state import read_window, row_bytes
 from npu_sim.llm.step_program import ProgramName, StepProgram
 from npu_sim.parallel.group import LocalWorker, StartWorker
 from npu_sim.serving.batch_check import check_batch, check_pairs
@@ -29,6 +29,7 @@ MAX_OUTPUTS = 128
 FEW_OUTPUTS = 16
 KEPT_STEPS = 8  # steps whose chosen tokens stay on the device
 COPIED_BLOCKS = 8  # by one run of the program that copies blocks
+COPIED_ROWS = 2**14  # of the pool by a step, where attention cannot read them in place: limits its sequences
 COPY = "copy"  # the name of that program
 DEFAULT_SEQUENCES = 8  # whole contexts in a pool of default size
 
@@ -85,8 +86,10 @@ class PagedModel(CompiledModel):
         _check_options(checkpoint, block_size, blocks, max_tokens, max_sequences)
         self.context_length = _context_length(checkpoint, context_length)
         self.block_size, self.max_tokens, self.max_sequences = block_size, max_tokens, max_sequences
-        self.max_outputs = min(max_tokens, max_sequences)
         per_sequence = -(-self.context_length // block_size)
+        if not state_form(checkpoint).is_paged:
+            max_sequences = self.max_sequences = min(max_sequences, max(1, COPIED_ROWS // (per_sequence * block_size)))
+        self.max_outputs = min(max_tokens, max_sequences)
         self.blocks = DEFAULT_SEQUENCES * per_sequence if blocks is None else blocks
         settings = {
             "block_size": block_size,
@@ -98,8 +101,10 @@ class PagedModel(CompiledModel):
         group = {"tensor_parallel": tensor_parallel, "rank": rank}
         super().__init__(checkpoint, device, settings, **group, start_worker=start_worker)
         self.runs_ahead = int(self.device.backend.runs_ahead > 1)
-        self.shares_prefixes = all(kind.shares_prefixes for kind in layer_states(checkpoint.config))
-        self.block_bytes = block_size * row_bytes(checkpoint.config, checkpoint.dtype)
+        states = layer_states(checkpoint)
+        self.shares_prefixes = all(state.kind.shares_prefixes for state in states)
+        self.read_window = read_window(states)
+        self.block_bytes = block_size * row_bytes(states, checkpoint.dtype)
         history = KEPT_STEPS * self.max_outputs
         self._smallest = PagedShape(1, 1, 1, per_sequence, self.blocks + 1, block_size, history=history)
         self._places = _history_places(self.max_outputs)

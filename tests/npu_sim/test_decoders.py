@@ -16,12 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_llms import VOCAB, save_tiny
+from transformers import masking_utils
 
+from benchmarks.pages import model_types
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.installing import install_command
-from npu_sim.llm import LanguageModel, load_checkpoint, make_sampler
-from npu_sim.llm.families import SUPPORTED, attention_window
+from npu_sim.llm import LanguageModel, cache_capacity, load_checkpoint, make_sampler
+from npu_sim.llm.attention import PageMask, Paging, attend_to_pages, attend_to_rows, window_of
 from npu_sim.llm.graph import meta_model, state_with_buffers
+from npu_sim.llm.model_types import tried_types
 from npu_sim.llm.sampling import penalized
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
@@ -31,7 +34,6 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 PROMPT = [5, 9, 77, 31, 2, 8, 9, 9, 60, 31]
-SAMPLE = ("cohere", "exaone4", "gemma", "gpt_neox", "mistral", "nemotron", "phi", "stablelm")
 VARIANTS = (
     *("config: cohere with logit_scale", "config: gemma3_text with final_logit", "config: llama with head_dim 32"),
     *("config: olmo with clip_qkv", "config: gpt2 with scale_attn_by", "config: stablelm with use_qkv_bias"),
@@ -82,21 +84,37 @@ def served(folder: Path, *settings: SamplingSettings, speculate: bool = False) -
     return [list(update.tokens) for update in updates]
 
 
-@pytest.mark.parametrize("model_type", ["bart", "gpt_oss", "gemma3", "mamba", "mpt", "qwen3_moe", "qwen3_next"])
-def test_model_types_that_are_not_computed_right_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
-    decoders.save_default(model_type, tmp_path)
-    outcome = decoders.attempt(lambda: decoders.opened(tmp_path))
-    assert outcome.kind == "refused" and model_type in outcome.detail, outcome
+def test_every_model_type_of_transformers_was_tried_and_none_is_wrong() -> None:
+    outcomes = json.loads((ROOT / "npu_sim" / "data" / "model_types.json").read_text())
+    assert set(outcomes) == set(decoders.model_types())
+    kinds = {name: {outcome["kind"] for outcome in routes.values()} for name, routes in outcomes.items()}
+    assert {name: kind for name, kind in kinds.items() if not kind <= {"right", "refused"}} == {}
+
+
+def test_the_page_of_model_types_is_current() -> None:
+    page = model_types.PAGE.read_text()
+    assert page == model_types.document(tried_types()), "run `python -m benchmarks.pages.model_types`"
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bert"])
+def test_model_types_that_are_not_computed_right_are_refused_in_a_sentence(model_type: str) -> None:
+    outcomes = decoders.tried(model_type)
+    assert {outcome.kind for outcome in outcomes.values()} == {"refused"}, outcomes
+
+
+@pytest.mark.parametrize("model_type", ["gemma2"])
+def test_a_model_type_is_right_by_both_routes(model_type: str) -> None:
+    """The layers of Gemma 2 alternate between a window and all tokens, and cap their scores."""
+    outcomes = decoders.tried(model_type)
+    assert {outcome.kind for outcome in outcomes.values()} == {"right"}, outcomes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", SAMPLE)
-def test_supported_model_types_are_right_or_refused(model_type: str) -> None:
-    """`make test-decoders` tries them all."""
-    for name, changes in decoders.cases([model_type]):
-        outcomes = decoders.tried(name, changes)
-        assert {outcome.kind for outcome in outcomes.values()} <= {"right", "refused"}, (changes, outcomes)
-    assert outcomes["generate"].kind == "right", outcomes
+@pytest.mark.parametrize("model_type", decoders.model_types())
+def test_each_model_type_does_what_the_page_says(model_type: str) -> None:
+    known = json.loads((ROOT / "npu_sim" / "data" / "model_types.json").read_text())[model_type]
+    outcomes, _ = decoders.isolated(lambda: decoders.tried(model_type))
+    assert {outcome.kind for outcome in outcomes.values()} == {outcome["kind"] for outcome in known.values()}, outcomes
 
 
 def check_variant(name: str) -> None:
@@ -164,12 +182,6 @@ def test_a_weight_that_is_not_a_number_is_one_sentence(llama: Path, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
-def test_the_page_lists_the_supported_model_types() -> None:
-    for page in ("language_models.md", "language_models.ko.md"):
-        text = (ROOT / "docs" / page).read_text()
-        assert [kind for kind in SUPPORTED if f"`{kind}`" not in text] == []
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -192,10 +204,9 @@ def test_the_page_lists_the_supported_model_types() -> None:
         ({"model_type": ["llama"]}, "names no model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "no causal language model .LlamaForSequence"),
         ({"architectures": ["LlamaModel"]}, "an embedding model .LlamaModel"),
-        ({"num_local_experts": 8}, "a mixture of 8 experts"),
         ({"add_cross_attention": True}, "a decoder that attends to an encoder .add_cross_attention"),
-        ({"model_type": "qwen2_vl", "vision_config": {}}, "text and images or sound .model type 'qwen2_vl'"),
-        ({"model_type": "bert", "architectures": ["BertModel"]}, "an embedding model .model type 'bert'"),
+        ({"model_type": "qwen2_vl", "vision_config": {}}, "text and images or sound, of which .*model type .qwen2_vl."),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "an embedding model .BertModel, model type .bert."),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder with a decoder .model type 't5'"),
         *(
             ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, **values}}, message)
@@ -206,7 +217,7 @@ def test_the_page_lists_the_supported_model_types() -> None:
                 ({}, "Missing required keys in `rope_parameters` for 'rope_type'='linear'"),
             )
         ),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE scaling 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "novel", "factor": 2.0, "rope_theta": 1e4}}, "RoPE scaling 'novel'"),
         ({"model_type": "granite", "logits_scaling": 0.0}, "0.0 for 'logits_scaling', which is a number above 0"),
     ],
 )
@@ -314,34 +325,49 @@ def test_a_processor_in_the_config_itself_counts(llama: Path, tmp_path: Path) ->
 
 
 def test_attention_refuses_what_it_does_not_compute(llama: Path) -> None:
-    from npu_sim.llm.modules import attend_to_pages, attend_to_rows
-
     query, mask = torch.zeros(1, 2, 3, 4), torch.ones(1, 1, 3, 3, dtype=torch.bool)
-    asked = {"s_aux": torch.zeros(2), "softcap": 30.0, "position_bias": torch.zeros(1), "novel": 1, "dropout": 0.1}
+    asked = {"s_aux": torch.zeros(2), "softcap": 30.0, "position_bias": torch.zeros(1), "novel": 1}
+    paging = Paging(*(torch.zeros(3, dtype=torch.long) for _ in "ps"), torch.zeros(1, 1, dtype=torch.long), 16)
+    pool = torch.zeros(16, 2, 4)
     for name, value in asked.items():
-        for attend, visible in ((attend_to_rows, mask), (attend_to_pages, None)):
-            with pytest.raises(InputError, match=name):
-                attend(torch.nn.Identity(), query, query, query, visible, scaling=1.0, paging=None, **{name: value})
+        with pytest.raises(InputError, match=name):
+            attend_to_rows(torch.nn.Identity(), query, query, query, mask, scaling=1.0, **{name: value})
+        with pytest.raises(InputError, match=name):
+            attend_to_pages(torch.nn.Identity(), query, pool, pool, PageMask(paging, 0), scaling=1.0, **{name: value})
+    with pytest.raises(InputError, match="a dropout of 0.1"):
+        attend_to_rows(torch.nn.Identity(), query, query, query, mask, dropout=0.1)
     with pytest.raises(InputError, match="not causal"):
         attend_to_rows(torch.nn.Identity(), query, query, query, mask, is_causal=False)
-    with pytest.raises(InputError, match="window of 2 tokens"):
-        attend_to_rows(torch.nn.Identity(), query, query, query, mask, sliding_window=2)
+    with pytest.raises(InputError, match="a mask of its own"):
+        attend_to_rows(torch.nn.Identity(), query, query, query, None)
+    with pytest.raises(InputError, match="a sliding window"):
+        attend_to_pages(torch.nn.Identity(), query, pool, pool, PageMask(paging, 2))
 
 
-@pytest.mark.parametrize(
-    ("fields", "window"),
-    [
-        ({"sliding_window": 16}, 16),
-        ({"sliding_window": None}, None),
-        ({"sliding_window": 16, "sliding_window_pattern": 4}, 16),
-        ({"sliding_window": 16, "layer_types": ["full_attention", "full_attention"]}, None),
-        ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, 16),
-        ({"attention_chunk_size": 8, "layer_types": ["chunked_attention"]}, 8),
-        ({"window_size": 256, "max_window_layers": 2, "use_sliding_window": True}, 256),
-    ],
-)
-def test_the_window_of_a_config(fields: dict[str, Any], window: int | None) -> None:
-    assert attention_window(fields) == window
+@pytest.mark.parametrize("window", [1, 2, 16, 4096])
+def test_the_window_of_a_mask_is_what_transformers_shows(window: int) -> None:
+    assert window_of(masking_utils.sliding_window_causal_mask_function(window)) == window
+
+
+def test_masks_that_are_no_window_have_none() -> None:
+    padding = torch.zeros(1, dtype=torch.long)
+    assert window_of(masking_utils.causal_mask_function) == 0
+    assert window_of(masking_utils.chunked_causal_mask_function(8, padding)) is None
+    shifted = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k >= 3)
+    assert window_of(shifted) is None
+    with pytest.raises(InputError, match="not causal"):
+        window_of(masking_utils.bidirectional_mask_function)
+
+
+def test_frequencies_that_depend_on_a_sequences_length_limit_the_context(llama: Path, tmp_path: Path) -> None:
+    factors = [1.0] * (json.loads((llama / "config.json").read_text())["head_dim"] // 2)
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "rope_theta": 1e4}
+    rope["original_max_position_embeddings"] = 48
+    folder = changed(llama, tmp_path / "m", rope_parameters=rope)
+    checkpoint = load_checkpoint(folder, "float32")
+    assert cache_capacity(checkpoint) == 48
+    with pytest.raises(InputError, match="other rotary frequencies for sequences of more than 48 tokens .longrope."):
+        cache_capacity(checkpoint, 64)
 
 
 def test_a_missing_package_is_named_with_what_installs_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import itemsize
 from npu_runtime import CPUBackend, Device
 from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
-from npu_sim.llm.graph import kv_shape
+from npu_sim.llm.graph import kv_shapes
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -55,7 +55,7 @@ def test_a_cache_in_int8_takes_a_byte_an_element_and_four_a_row(llama: Checkpoin
         sizes[kv_cache] = sum(buffer.size_bytes for buffer in caches.values())
         stored = [spec for spec in model.decode_program.input_specs if spec.name in caches]
         assert sum(spec.numel * itemsize(spec.storage) for spec in stored) == sizes[kv_cache]
-    *_, head_dim = kv_shape(llama.config, CACHE)
+    head_dim = kv_shapes(llama, CACHE)[0][0][-1]
     assert sizes["int8"] * itemsize("float32") * head_dim == sizes[None] * (head_dim + 4)
 
 

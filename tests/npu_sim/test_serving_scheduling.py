@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -76,7 +77,7 @@ class Bench:
 
     def check(self, arrival: int) -> None:
         """The tokens told so far are the first of those of the request alone; all of them if it ended by itself."""
-        right = alone(self.requests[arrival], self.limit, STOPS)
+        right = alone(self.requests[arrival], self.limit, STOPS, self.model.read_window)
         told, reason = tuple(self.tokens[arrival]), self.reasons.get(arrival)
         assert told == (right if reason in ("stop", "length") else right[: len(told)])
 
@@ -130,6 +131,7 @@ class Serving(RuleBasedStateMachine):
         prefill=st.none() | st.integers(1, 8),
         runs_ahead=st.booleans(),
         draft=st.sampled_from(["", "lookup", "model", "ahead"]),
+        window=st.sampled_from([0, 0, 1, 3, 8, 17]),
     )
     def start(
         self,
@@ -141,9 +143,10 @@ class Serving(RuleBasedStateMachine):
         prefill: int | None,
         runs_ahead: bool,
         draft: str,
+        window: int,
     ) -> None:
         blocks = max(blocks, -(-24 // block_size))
-        model = ToyModel(blocks, block_size, 40, max_tokens, sequences, runs_ahead, outputs)
+        model = ToyModel(blocks, block_size, 40, max_tokens, sequences, runs_ahead, outputs, window)
         small = ToyModel(blocks + 3, 2, 30, max_tokens, sequences, draft == "ahead")
         drafter = {"": None, "lookup": PromptLookup()}.get(draft, ModelDrafter(small))
         self.bench = Bench(model, prefill, drafter)
@@ -175,11 +178,12 @@ class Serving(RuleBasedStateMachine):
             return
         scheduler = self.bench.core.scheduler
         pool, size = scheduler.pool, self.bench.model.block_size
-        held = Counter(block for sequence in scheduler.running for block in sequence.table)
+        held = Counter(block for sequence in scheduler.running for block in sequence.table[sequence.released :])
         assert pool.free + pool.cached + len(held) == pool.blocks
         tenants: dict[int, str] = {}
         for sequence in scheduler.running:
-            assert all(tenants.setdefault(block, sequence.tenant) == sequence.tenant for block in sequence.table)
+            blocks = sequence.table[sequence.released :]
+            assert all(tenants.setdefault(block, sequence.tenant) == sequence.tenant for block in blocks)
             own = sequence.table[sequence.computed // size :]
             assert all(held[block] == 1 for block in own), "a block that will be written is shared"
 
@@ -198,6 +202,25 @@ class Serving(RuleBasedStateMachine):
 
 TestServing = Serving.TestCase
 TestServing.settings = settings(max_examples=60, stateful_step_count=25)
+
+
+def test_a_sequence_holds_the_blocks_of_its_window_however_long_it_grows() -> None:
+    window, piece, size, new = 9, 8, 4, 150
+    prompt = next(
+        tokens
+        for tokens in itertools.product(range(VOCAB), repeat=20)
+        if len(alone(Request(tokens, new), 200, STOPS, window)) == new
+    )
+    bench = Bench(ToyModel(64, size, 200, piece, 2, read_window=window))
+    bench.submit(greedy(*prompt, new=new))
+    pool, held = bench.core.scheduler.pool, []
+    while bench.core.busy:
+        bench.core.advance()
+        held.append(pool.blocks - pool.available)
+    bench.check(0)
+    assert len(bench.tokens[0]) == new
+    assert max(held) <= -(-(window + piece) // size) + 1  # the window and a piece of a prompt begin within blocks
+    assert max(held[20:]) <= -(-window // size) + 1
 
 
 def test_a_long_prompt_does_not_stall_the_others() -> None:

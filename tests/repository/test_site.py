@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Measurements, tables that a program writes, and what is read from docstrings stay in English.
-ENGLISH_ONLY = {"npu_isa.md", "onnx_operators.md", "operators.md"}
+ENGLISH_ONLY = {"model_types.md", "npu_isa.md", "onnx_operators.md", "operators.md"}
 ENGLISH_FOLDERS = {"measurements", "reference"}
 
 

@@ -719,10 +719,11 @@ def computed(folder: Path, expected: list[tuple[list[int], list[float]]]) -> Out
     from npu_runtime.packing import to_numpy
     from npu_runtime.torch_arrays import numpy_to_tensor
     from npu_sim.llm import cache_capacity, greedy, load_checkpoint
+    from npu_sim.llm.attention import attend_to_rows
     from npu_sim.llm.checkpoint import Widened, as_input_error
     from npu_sim.llm.generation_config import check_generation
-    from npu_sim.llm.graph import kv_shape, meta_model, state_with_buffers
-    from npu_sim.llm.modules import CachedCausalLM, attend_to_rows
+    from npu_sim.llm.graph import kv_shapes, meta_model, state_form, state_with_buffers
+    from npu_sim.llm.modules import CachedCausalLM
     from npu_sim.llm.sampling import penalized
 
     checkpoint = load_checkpoint(folder, "float32")
@@ -738,10 +739,9 @@ def computed(folder: Path, expected: list[tuple[list[int], list[float]]]) -> Out
             held._buffers[leaf] = tensor
         else:
             held._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
-    model = CachedCausalLM(causal)
+    model = CachedCausalLM(causal, state_form(checkpoint))
     for prompt, (tokens, gaps) in zip(decoders.prompts(), expected, strict=True):
-        shape = kv_shape(checkpoint.config, length)
-        cache = [torch.zeros(shape) for _ in range(2 * checkpoint.config.num_hidden_layers)]
+        cache = [torch.zeros(shape) for layer in kv_shapes(checkpoint, length) for shape in layer]
         seen, ours = list(prompt), list[int]()
         given = torch.tensor([prompt])
         while len(ours) < NEW:

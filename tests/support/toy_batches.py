@@ -63,7 +63,7 @@ class ToyResult:
 
 
 class ToyModel:
-    """A `BatchModel` of a few NumPy lines, whose logits depend on every row of the sequence's table.
+    """A `BatchModel` of a few NumPy lines, whose logits depend on every row of the sequence's table or of its end.
 
     Attributes:
         steps: Steps launched so far.
@@ -82,7 +82,9 @@ class ToyModel:
         max_sequences: int = 8,
         runs_ahead: int = False,
         max_outputs: int | None = None,
+        read_window: int = 0,
     ) -> None:
+        self.read_window = read_window
         self.blocks, self.block_size, self.context_length = blocks, block_size, context_length
         self.vocab_size, self.runs_ahead = VOCAB, runs_ahead
         self.max_tokens, self.max_outputs, self.max_sequences = max_tokens, max_outputs or max_tokens, max_sequences
@@ -112,7 +114,7 @@ class ToyModel:
         self.computed += len(tokens)
         logits = np.zeros((len(batch.outputs), VOCAB), np.float32)
         for index, output in enumerate(batch.outputs):
-            places = np.arange(positions[output] + 1)
+            places = np.arange(positions[output] + 1)[-self.read_window :]
             table = batch.tables[batch.sequences[output]].astype(np.int64)
             logits[index] = logits_of(self._pool[table[places // size] * size + places % size], int(tokens[output]))
         self._chosen = np.array(
@@ -170,24 +172,27 @@ def chosen(logits: NDArray[np.float32], settings: NDArray[np.float32], uniform: 
     return draw(probabilities(logits, temperature, top_k=kept, top_p=top_p), float(uniform))
 
 
-def alone(request: Request, limit: int, stop_ids: frozenset[int] = frozenset()) -> tuple[int, ...]:
+def alone(request: Request, limit: int, stop_ids: frozenset[int] = frozenset(), window: int = 0) -> tuple[int, ...]:
     """The answer to a request: what the model says when it has one sequence and the pool to itself.
 
     Args:
         limit: Maximum length of prompt and answer.
+        window: Number of last tokens on which each depends. 0: all.
     """
     stops = stop_ids if request.stop_ids is None else request.stop_ids
     ahead = limit if request.max_new_tokens is None else len(request.prompt) + request.max_new_tokens
-    return _alone(request.prompt, request.sampling, stops, min(limit, ahead))
+    return _alone(request.prompt, request.sampling, stops, min(limit, ahead), window)
 
 
 @lru_cache(1000)
-def _alone(prompt: tuple[int, ...], sampling: SamplingSettings, stops: frozenset[int], limit: int) -> tuple[int, ...]:
+def _alone(
+    prompt: tuple[int, ...], sampling: SamplingSettings, stops: frozenset[int], limit: int, window: int
+) -> tuple[int, ...]:
     sampler = make_sampler(sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed)
     tokens = list(prompt)
     while len(tokens) < limit:
         values = row_values(np.array(tokens), np.arange(len(tokens)))
-        token = sampler(logits_of(values, tokens[-1]))
+        token = sampler(logits_of(values[-window:], tokens[-1]))
         if token in stops:
             break
         tokens.append(token)

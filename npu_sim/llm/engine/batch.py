@@ -13,7 +13,8 @@ class Batch:
     """The tokens of one step: any mixture of sequences that decode one token and of pieces of prompts.
 
     Tokens of a sequence stand beside each other, in order of position. Before token n attends, the keys and values of
-    all tokens of the step are in the pool; it then attends to the rows 0..positions[n] of its own sequence only.
+    all tokens of the step are in the pool; it then attends to the rows 0..positions[n] of its own sequence only, or to
+    the last of these.
 
     Attributes:
         tokens: [N], int32, token ids. Where the model runs ahead, -1 - k is the token that output k of the step
@@ -70,6 +71,7 @@ class BatchModel(Protocol):
         runs_ahead: Number of steps that may be under way when another one is launched, which then takes tokens that are
             still to be chosen. 0: `step` returns when the device has finished.
         shares_prefixes: Whether sequences that begin with the same tokens may share blocks that are full of these.
+        read_window: Number of last tokens whose rows some layer reads; blocks behind them are released. 0: all.
     """
 
     block_size: int
@@ -81,6 +83,7 @@ class BatchModel(Protocol):
     max_sequences: int
     runs_ahead: int
     shares_prefixes: bool
+    read_window: int
 
     def step(self, batch: Batch) -> StepResult:
         """Run one step. It is launched, not waited for; the next step may be launched before this one's result is read.

@@ -15,6 +15,7 @@ Invariants:
 4. As many sequences run as one step can hold, so every running sequence that can take its next token takes it.
 5. Each sequence fits into the pool alone, takes blocks from later ones only, and waits where the later ones are already
    part of the step; nothing is admitted meanwhile. So the earliest running sequence ends, and then every one.
+6. A block that is released before its sequence ends lies behind the window of every token that is still to be computed.
 """
 
 import bisect
@@ -201,6 +202,18 @@ class Scheduler:
             block = sequence.registered
             self.pool.register(sequence.table[block], sequence.digest(block, self._block_size))
             sequence.registered += 1
+        self._release_behind(sequence)
+
+    def _release_behind(self, sequence: Sequence) -> None:
+        """Release the blocks that are behind every window: no token from the last known one on reads their rows.
+
+        Their numbers stay in the table, where nothing of theirs is read; shared ones stay in the cache.
+        """
+        window = self._model.read_window
+        behind = max(0, min(sequence.computed, len(sequence.tokens)) - window) // self._block_size if window else 0
+        if behind > sequence.released:
+            self.pool.release(sequence.table[sequence.released : behind])
+            sequence.released = behind
 
     def stop_sharing(self, sequence: Sequence) -> None:
         """Share none of a sequence's blocks any more: its numbers are wrong."""
@@ -403,9 +416,9 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         """Release a sequence's blocks; shared ones stay in the cache."""
-        self.pool.release(sequence.table)
+        self.pool.release(sequence.table[sequence.released :])
         sequence.table = []
-        sequence.registered = sequence.rows = 0
+        sequence.registered = sequence.rows = sequence.released = 0
 
 
 def divided(budget: int, rests: dict[Sequence, int]) -> dict[Sequence, int]:

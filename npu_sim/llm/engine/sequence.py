@@ -59,7 +59,7 @@ class Sequence:
         cached_tokens: Tokens of the prompt that were in the pool when the sequence was first admitted.
         pending: Outputs in launched steps whose tokens are not known yet.
         output: Index of the latest output in its step.
-        table: Blocks that the sequence holds, in order.
+        table: Blocks that the sequence holds, in order, after `released` ones that it holds no longer.
         rows: Number of tokens that these hold.
         digests: Digests of the first full blocks of known tokens, as far as they were needed.
         registered: Blocks at the start of `table` that are shared or can be.
@@ -94,6 +94,7 @@ class Sequence:
     rows: int = 0
     digests: list[bytes] = field(default_factory=list)
     registered: int = 0
+    released: int = 0
     slot: int = -1
     preempted: bool = False
     ended: bool = False

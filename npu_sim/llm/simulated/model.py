@@ -45,6 +45,7 @@ class SimulatedModel:
     vocab_size = 1
     runs_ahead = 0
     shares_prefixes = False
+    read_window = 0
 
     def __init__(
         self,

@@ -1,0 +1,62 @@
+"""The page of model types: which of transformers' causal language models run, and what the others are refused for.
+
+`python -m benchmarks.pages.model_types` writes `docs/model_types.md` from what `make test-decoders` has found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from npu_sim.llm.model_types import ModelType, tried_types
+
+PAGE = Path(__file__).parents[2] / "docs" / "model_types.md"
+
+
+def document(types: Iterable[ModelType]) -> str:
+    """The page in Markdown."""
+    tried = list(types)
+    both = [kind.name for kind in tried if kind.generate and kind.serve]
+    one = [kind for kind in tried if kind.generate != kind.serve]
+    refused: defaultdict[str, list[str]] = defaultdict(list)
+    for kind in tried:
+        if not (kind.generate or kind.serve):
+            refused[_cause(kind.reason)].append(kind.name)
+    lines = [
+        "# Model types",
+        "",
+        "Every model type that transformers has as a causal language model, as a tiny random checkpoint in float32,",
+        "with a prompt longer than its window of attention. `npu-sim models` prints the same. Written by",
+        "`python -m benchmarks.pages.model_types` from what `make test-decoders` found.",
+        "",
+        f"**{len(both)} of {len(tried)} give the tokens of transformers**, in `generate` and in `serve`:",
+        "",
+        _listed(both) + ".",
+        "",
+    ]
+    if one:
+        lines += ["By one of the two only:", ""]
+        lines += [f"- `{kind.name}` by `{'generate' if kind.generate else 'serve'}`: {kind.reason}" for kind in one]
+        lines.append("")
+    lines += ["Refused in a sentence:", "", "| reason | model types |", "|---|---|"]
+    ordered = sorted(refused.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    lines += [f"| {cause} | {_listed(names)} |" for cause, names in ordered]
+    return "\n".join(lines) + "\n"
+
+
+def _cause(reason: str) -> str:
+    """A refusal without what is the model's own: numbers, names of tensors and files."""
+    cause = re.sub(r" and \d+ more tensors?", "", reason)
+    cause = re.sub(r" \((?:model type )?'[^']*'(?: of the cache)?\)", "", cause)
+    cause = re.sub(r"'[^']*'", "…", cause.split("\n")[0])
+    return re.sub(r"\d+", "N", cause)[:160].replace("|", "\\|").replace("<", "&lt;")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(tried_types()))

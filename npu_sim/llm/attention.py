@@ -1,0 +1,302 @@
+"""Attention of traced modules: the functions that transformers calls, and the places over which they attend.
+
+transformers asks `visible` for a mask and hands it to the attention function of each layer. A mask is made of the
+places of queries and keys: rows of a cache in one piece (`RowPlaces`), blocks of a pool that paged attention reads
+(`PagePlaces`), or blocks that are copied out of the pool first, for attention that no kernel computes there
+(`GatheredPlaces`). What a layer sees is asked of transformers' own mask function, whatever it is.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from npu_compiler.errors import InputError
+from npu_runtime.cpu.torch_kernels import attention
+
+MaskFunction = Callable[..., Any]
+"""transformers' (batch, head, position of the query, position of the key) → whether that is seen, by broadcasting."""
+
+
+@dataclass(frozen=True)
+class Paging:
+    """The places of a batch's keys and values, as in `engine.batch.Batch`.
+
+    Attributes:
+        positions: [N], each token's position in its sequence.
+        sequences: [N], each token's row of `tables`.
+        tables: [S, T], the blocks of each sequence.
+        block_size: Rows per block.
+    """
+
+    positions: torch.Tensor
+    sequences: torch.Tensor
+    tables: torch.Tensor
+    block_size: int
+
+
+@dataclass(frozen=True)
+class PageMask:
+    """A mask over a pool: causal, of the last `window` positions where that is above 0."""
+
+    paging: Paging
+    window: int
+
+
+class Places(ABC):
+    """Positions of new tokens, and the rows that they may attend to.
+
+    Attributes:
+        queries, keys: [N], [S], positions in their sequences.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+    @abstractmethod
+    def mask(self, function: MaskFunction) -> Any:
+        """Return the mask that an attention function gets."""
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a layer's updated keys or values that attention gets."""
+        return tensor
+
+
+class RowPlaces(Places):
+    """Rows of a cache in one piece, at positions from 0 on.
+
+    Args:
+        added: The dtype of masks that are added to scores. None: masks are booleans.
+    """
+
+    def __init__(self, queries: torch.Tensor, rows: int, added: torch.dtype | None = None) -> None:
+        self.queries, self._added = queries, added
+        self.keys = torch.arange(rows, device=queries.device)
+        self._causal = (self.keys[None, :] <= queries[:, None])[None, None]
+
+    def mask(self, function: MaskFunction) -> torch.Tensor:
+        """[1, 1, N, S]."""
+        mask = self._causal
+        if window_of(function) != 0:
+            mask = mask & _seen(function, self.queries, self.keys)
+        return mask if self._added is None else additive(mask, self._added)
+
+
+class GatheredPlaces(Places):
+    """Rows of a pool, copied so that those of all sequences follow each other; `added` as in `RowPlaces`."""
+
+    def __init__(self, paging: Paging, added: torch.dtype | None = None) -> None:
+        self.queries, self._added = paging.positions, added
+        sequences, size = paging.tables.shape[0], paging.tables.shape[1] * paging.block_size
+        inside = torch.arange(paging.block_size, device=self.queries.device)
+        self._rows = (paging.tables[:, :, None] * paging.block_size + inside).reshape(-1)
+        self.keys = torch.arange(size, device=self.queries.device).repeat(sequences)
+        owners = torch.arange(sequences, device=self.queries.device).repeat_interleave(size)
+        self._own = paging.sequences[:, None] == owners[None, :]
+
+    def mask(self, function: MaskFunction) -> torch.Tensor:
+        """[1, 1, N, S · rows of a sequence]."""
+        mask = self._own & (self.keys[None, :] <= self.queries[:, None])[None, None]
+        if window_of(function) != 0:
+            mask = mask & _seen(function, self.queries, self.keys)
+        return mask if self._added is None else additive(mask, self._added)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[rows, KV heads, D] → [1, KV heads, S · rows of a sequence, D]."""
+        return tensor.index_select(0, self._rows.clamp(0, tensor.shape[0] - 1)).transpose(0, 1)[None]
+
+
+class PagePlaces(Places):
+    """Blocks of a pool, which paged attention reads where they lie."""
+
+    def __init__(self, paging: Paging) -> None:
+        self.queries = self.keys = paging.positions
+        self._paging = paging
+
+    def mask(self, function: MaskFunction) -> PageMask:
+        window = window_of(function)
+        if window is None:
+            raise InputError("its attention has a mask of its own, which paged attention does not compute")
+        return PageMask(self._paging, window)
+
+
+def visible(*_: Any, q_offset: Places, mask_function: MaskFunction, **__: Any) -> Any:
+    """The mask that transformers asks for, of the places that the cache has given it as the offset of the queries.
+
+    A mask of padding, if the module makes one, is left out: there is no padding. For other keys than the cache's, such
+    as an encoder's that is not there, there is no mask, and attention without one is refused.
+    """
+    return q_offset.mask(mask_function) if isinstance(q_offset, Places) else None
+
+
+class _Indices(np.ndarray[Any, Any]):
+    """Positions as NumPy arrays with what transformers' mask functions call of tensors: tracing records nothing."""
+
+    def new_ones(self, shape: Any, **_: Any) -> Any:
+        return np.ones(shape, bool).view(_Indices)
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
+_FAR = 2**20  # a position beyond every window
+
+
+def window_of(function: MaskFunction) -> int | None:
+    """The number of last positions that a mask function shows: 0 for all up to the query's own, None for other masks.
+
+    Raises:
+        InputError: it shows positions after the query's.
+    """
+
+    def shown(query: int, keys: Any) -> Any:
+        zero = np.zeros(1, np.int64).view(_Indices)
+        seen = function(zero, zero, np.array([query]).view(_Indices), np.asarray(keys).view(_Indices))
+        return np.broadcast_to(np.asarray(seen, bool), np.shape(keys))
+
+    try:
+        if shown(_FAR, _FAR + 1 + np.arange(3)).any():
+            raise InputError("its attention is not causal, which is not supported")
+        count = int(shown(_FAR, np.arange(_FAR + 2)).sum())
+        window = 0 if count == _FAR + 1 else count
+        for query in {0, 1, 5, max(window - 1, 0), window, window + 1, 3 * window + 2, _FAR}:
+            keys = np.arange(query + 3)
+            if not np.array_equal(shown(query, keys), (keys <= query) & ((keys > query - window) | (window == 0))):
+                return None
+    except InputError:
+        raise
+    except Exception:  # whatever a mask function does with other than tensors
+        return None
+    return window
+
+
+def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[1, 1, N, S]: what a mask function shows."""
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=queries.device)
+    seen: torch.Tensor = function(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
+    return seen
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a mask is True, else the lowest number."""
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(dtype).min)
+
+
+@torch.library.custom_op("npu::paged_attention", mutates_args=())
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    sequences: torch.Tensor,
+    positions: torch.Tensor,
+    block_size: int,
+    scale: float,
+) -> torch.Tensor:
+    """See `npu_compiler.ops.transformer.lower_paged_attention`."""
+    attended = attention.paged_attention(query, keys, values, tables, sequences, positions, block_size, scale)
+    return attended.to(query.dtype)
+
+
+@paged_attention.register_fake
+def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], values.shape[2])
+
+
+def attend_to_pages(
+    module: nn.Module,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention_mask: PageMask | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function for transformers: query [1, H, N, head dim] and pools → [1, N, H, head dim].
+
+    Raises:
+        InputError: the model asks for more than paged attention computes.
+    """
+    _check_causal(module, dropout, is_causal)
+    if not isinstance(attention_mask, PageMask) or keys.dim() != 3:
+        raise InputError("its attention has a mask of its own, which paged attention does not compute")
+    features = asked_features(module, others)
+    if features or attention_mask.window:
+        raise InputError(f"its attention uses {_named(features)}, which paged attention does not compute")
+    paging = attention_mask.paging
+    tokens, where = query[0].transpose(0, 1), (paging.tables, paging.sequences, paging.positions)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return paged_attention(tokens, keys, values, *where, paging.block_size, scale)[None], None
+
+
+def attend_to_rows(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, Any]:
+    """An attention function for transformers: PyTorch's own, or the model's own where it asks for more.
+
+    Raises:
+        InputError: the model asks for other than causal attention, or for what nothing computes.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    _check_causal(module, dropout, is_causal)
+    if attention_mask is None or attention_mask.dtype != torch.bool:
+        raise InputError("its attention has a mask of its own instead of the causal one")
+    if features := asked_features(module, others):
+        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if own is None:
+            raise InputError(f"its attention uses {_named(features)}, which is not supported")
+        mask = additive(attention_mask, query.dtype)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attended: tuple[torch.Tensor, Any] = own(module, query, key, value, mask, scaling=scale, dropout=0.0, **others)
+        return attended
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
+
+
+# Arguments that say nothing about what attention computes. A window is in the mask.
+_OF_CALLERS = frozenset(
+    {
+        *("position_ids", "cache_position", "use_cache", "layer_idx", "sliding_window"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
+        *("target_dtype", "deterministic", "implementation"),
+    }
+)
+_NAMES = {"s_aux": "attention sinks", "softcap": "softcapping of attention scores", "position_bias": "a position bias"}
+
+
+def asked_features(module: nn.Module, others: Mapping[str, Any]) -> list[str]:
+    """The arguments of an attention function that ask for more than causal attention."""
+    return sorted(name for name, value in others.items() if value is not None and name not in _OF_CALLERS)
+
+
+def _named(features: list[str]) -> str:
+    if not features:
+        return "a sliding window"
+    described = _NAMES.get(features[0])
+    return f"{described} ('{features[0]}')" if described else f"the argument '{features[0]}'"
+
+
+def _check_causal(module: nn.Module, dropout: float, is_causal: bool | None) -> None:
+    """Refuse attention that is not causal. Raises InputError."""
+    if dropout:
+        raise InputError(f"its attention uses a dropout of {dropout}, which is not supported")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise InputError("its attention is not causal, which is not supported")
