@@ -45,6 +45,7 @@ SUPPORTED = (
     ),
     *("qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
 )
+SUPPORTED += ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _LARGEST_FILE = 2**24  # bytes
@@ -121,8 +122,6 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
             raise InputError(f"holds {use} ({named[0]:.80}); choose a checkpoint whose class ends with ForCausalLM")
         if (folder / "modules.json").is_file() and not any(name.endswith(_CAUSAL) for name in named):
             raise InputError("holds an embedding model; choose a checkpoint that generates text")
-        if _experts(fields) > 1:
-            raise InputError(f"holds a mixture of {_experts(fields)} experts, which is not supported")
         for name in ("is_encoder_decoder", "add_cross_attention"):
             if fields.get(name):
                 raise InputError(f"holds a decoder that attends to an encoder ({name}), which is not supported")
