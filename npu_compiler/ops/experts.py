@@ -1,6 +1,7 @@
 """Products in groups: each row with the matrix of the expert that it is routed to.
 
-Devices sort the rows by expert, so that a kernel reads each expert's matrix once and those of experts without rows never.
+The CPU device sorts the rows by expert, so that it reads the matrix of each expert once and those of experts without
+rows never. The GPU kernels read a matrix for each row.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from npu_compiler.program.views import View
 
 def _shares_rows(call: SimpleNamespace) -> bool:
     """Whether each row of x is that of as many rows of the output."""
-    return call.r > 0 and call.m % call.r == 0
+    return bool(call.r > 0 and call.m % call.r == 0)
 
 
 def _shares_quantized_rows(call: SimpleNamespace) -> bool:
-    return _shares_rows(call) and call.n > 0 and call.rows == call.e * call.n and stores_rows(call)
+    return _shares_rows(call) and bool(call.n > 0 and call.rows == call.e * call.n) and stores_rows(call)
 
 
 def _products(call: SimpleNamespace) -> tuple[Product, ...]:
@@ -48,7 +49,7 @@ declare_kernel(
     "quantized_expert_matmul_kernel",
     Family.MATMUL,
     f"x:f[r,.k] {QUANTIZED_WEIGHT.format(rows='rows')} experts:i[.m] bias?:f[e,.n] -> out:f[m,n]",
-    source="experts.metal",
+    source="quantized.metal",
     grid=Grid.PLANES,
     where=_shares_quantized_rows,
     products=_products,

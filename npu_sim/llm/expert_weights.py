@@ -1,4 +1,4 @@
-"""The weights of experts as files name and divide them, and as programs take them: one matrix [E · N, K] for each layer."""
+"""Weights of experts as files name and divide them, and as programs take them: one matrix [E · N, K] for each layer."""
 
 import re
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Mixtures of experts as they are traced.
 
-While a model is traced, `routed_experts` stands in for the loop over experts of transformers, whose shapes depend on the
-data: two products by experts (`npu_compiler.ops.experts`), each of which reads the matrices of the chosen experts only.
-The matrices [E, N, K] of a layer are one parameter [E · N, K], so that they are stored in few bits like any other.
+While a model is traced, `routed_experts` stands in for the loop over experts of transformers, whose shapes depend on
+the data: two products by experts (`npu_compiler.ops.experts`), which read the matrices of the chosen experts only. The
+matrices [E, N, K] of a layer are one parameter [E · N, K], so that they are stored in few bits like any other.
 """
 
 from typing import Any
@@ -26,9 +26,7 @@ def expert_linear(
     result = rows.new_zeros(len(experts), matrices.shape[1])
     for expert in experts[(experts >= 0) & (experts < count)].unique().tolist():
         places = experts == expert
-        result[places] = nn.functional.linear(
-            rows[places], matrices[expert], None if bias is None else bias[expert]
-        )
+        result[places] = nn.functional.linear(rows[places], matrices[expert], None if bias is None else bias[expert])
     return result
 
 
@@ -47,7 +45,8 @@ def routed_experts(
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
-        return expert_linear(rows, getattr(module, name), experts, bias, module.num_experts)
+        found: torch.Tensor = expert_linear(rows, getattr(module, name), experts, bias, module.num_experts)
+        return found
 
     if module.has_gate:
         inner = module._apply_gate(product(hidden_states, "gate_up_proj"))
@@ -57,23 +56,24 @@ def routed_experts(
     if module.has_post_expert_norm:
         outer = module.post_expert_norm(outer)
     weighted = outer * top_k_weights.reshape(-1, 1)
-    return weighted.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+    result: torch.Tensor = weighted.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+    return result
 
 
 def join_experts(model: nn.Module) -> None:
-    """Have a model's experts computed by `routed_experts`, and their matrices joined to one parameter for each layer."""
+    """Compute the experts of a model by `routed_experts`, and join the matrices of each layer to one parameter."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, routed_experts)
-    for module in model.modules():
-        if not hasattr(module, "is_transposed"):
-            continue
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "is_transposed")]
+    for module in modules:
         module.config._experts_implementation = IMPLEMENTATION
         module.joined = {}
         for name in _MATRICES:
             parameter = getattr(module, name, None)
             if isinstance(parameter, nn.Parameter) and parameter.dim() == 3:
-                joined = Joined(tuple(parameter.shape), bool(module.is_transposed))
+                count, first, second = parameter.shape
+                joined = Joined((count, first, second), bool(module.is_transposed))
                 module.joined[name] = joined
                 count, rows, width = joined.matrices
                 setattr(module, name, nn.Parameter(parameter.new_empty(count * rows, width), requires_grad=False))

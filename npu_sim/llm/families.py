@@ -14,7 +14,13 @@ from npu_compiler.errors import InputError
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
+_MIXTURES = (  # of experts
+    *("cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared"),
+    *("hunyuan_v1_moe", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+    "solar_open",
+)
 SUPPORTED = (
+    *_MIXTURES,
     *(
         "apertus",
         "arcee",
@@ -45,7 +51,6 @@ SUPPORTED = (
     ),
     *("qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
 )
-SUPPORTED += ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _LARGEST_FILE = 2**24  # bytes
@@ -122,6 +127,8 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
             raise InputError(f"holds {use} ({named[0]:.80}); choose a checkpoint whose class ends with ForCausalLM")
         if (folder / "modules.json").is_file() and not any(name.endswith(_CAUSAL) for name in named):
             raise InputError("holds an embedding model; choose a checkpoint that generates text")
+        if _experts(fields) > 1 and kind not in _MIXTURES:
+            raise InputError(f"holds a mixture of {_experts(fields)} experts, which is not supported for its type")
         for name in ("is_encoder_decoder", "add_cross_attention"):
             if fields.get(name):
                 raise InputError(f"holds a decoder that attends to an encoder ({name}), which is not supported")

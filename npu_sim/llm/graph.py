@@ -513,7 +513,15 @@ def _stored_names(checkpoint: Checkpoint) -> dict[str, "str | ExpertParts"]:
         model = f"a model of type '{checkpoint.config.model_type}'"
         others = _and_others(unknown)
         raise InputError(f"the files of {checkpoint.name} hold '{unknown[0]:.120}'{others}, which {model} lacks")
-    shape_of: Any = getattr(state, "shape", None)
+    _check_shapes(checkpoint, names, shapes)
+    return names
+
+
+def _check_shapes(
+    checkpoint: Checkpoint, names: "Mapping[str, str | ExpertParts]", shapes: Mapping[str, list[int]]
+) -> None:
+    """Refuse a tensor that has another shape than its config says, where the files tell. Raises InputError."""
+    shape_of: Any = getattr(checkpoint.state, "shape", None)
     for name, stored in names.items() if shape_of is not None else ():
         if isinstance(stored, ExpertParts):
             stored.names(shapes[name][0])
@@ -521,7 +529,6 @@ def _stored_names(checkpoint: Checkpoint) -> dict[str, "str | ExpertParts"]:
             raise InputError(
                 f"'{stored}' of {checkpoint.name} has the shape {list(shape)}, but its config says {shapes[name]}"
             )
-    return names
 
 
 def _and_others(names: list[str]) -> str:
@@ -562,7 +569,10 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _renamings(model: Any) -> tuple[list[ExpertNames], list[tuple[str, str]]]:
-    """How transformers itself changes names when it loads files of a model: single experts', and (pattern, replacement)."""
+    """Rules by which transformers itself changes names in files of a model: of single experts, and of any other tensor.
+
+    The latter are pairs (pattern, replacement).
+    """
     from transformers.conversion_mapping import extract_weight_conversions_for_model
 
     rules = extract_weight_conversions_for_model(model) or ()

@@ -160,7 +160,7 @@ def expert_linear(
 def expert_args(
     x: np.ndarray, weight: PackedExperts, experts: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> tuple[LinearArgs, Routing] | None:
-    """The arguments of products by experts; None where there is no kernel for them. The bias is one of `float_vector`."""
+    """The arguments of products by experts; None where there is no kernel. The bias is one of `float_vector`."""
     first, rows = weight.first, x.shape[0]
     if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)) or rows == 0:
         return None
