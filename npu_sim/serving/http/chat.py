@@ -33,7 +33,7 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str) -> list[Requ
             prompt=tuple(prompt),
             max_new_tokens=most,
             sampling=body.sampling(choice),
-            stop=body.stops,
+            **body.ends,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tenant=tenant,
             token_filter=_filter(text, body),

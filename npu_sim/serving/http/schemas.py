@@ -17,13 +17,11 @@ Array = Annotated[list[Item], Field(fail_fast=True)]
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 # Parameters that clients send by default, and the values that ask for nothing beyond what this server does.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
@@ -48,6 +46,15 @@ class _Sampled(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    stop_token_ids: Annotated[Array[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: NonEmpty | Annotated[Array[NonEmpty], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -59,6 +66,8 @@ class _Sampled(_Body):
     def _options_need_a_stream(self) -> _Sampled:
         if self.stream_options is not None and not self.stream:
             raise ValueError("'stream_options' is for 'stream': true")
+        if wrong := [token for token in self.logit_bias or () if not token.isascii() or not token.isdigit()]:
+            raise ValueError(f"'logit_bias' names {wrong[0]!r:.40}, which is no token id")
         return self
 
     @property
@@ -79,7 +88,28 @@ class _Sampled(_Body):
         seed = None if self.seed is None else (self.seed + choice) % 2**64
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = None if self.top_p == 1 else self.top_p
-        return SamplingSettings(temperature, self.top_k, top_p, seed)
+        return SamplingSettings(
+            temperature,
+            self.top_k,
+            top_p,
+            seed,
+            self.repetition_penalty,
+            self.presence_penalty or 0.0,
+            self.frequency_penalty or 0.0,
+            self.min_p,
+            self.typical_p,
+            tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            self.min_tokens or 0,
+        )
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """Fields of a `Request` that say what ends a sequence."""
+        return {
+            "stop": self.stops,
+            "stop_token_ids": frozenset(self.stop_token_ids or ()),
+            "ignore_eos": bool(self.ignore_eos),
+        }
 
 
 class CompletionRequest(_Sampled):
@@ -88,6 +118,20 @@ class CompletionRequest(_Sampled):
     prompt: str | Array[str] | Array[int] | Array[Array[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+    @model_validator(mode="after")
+    def _best_of_fits(self) -> CompletionRequest:
+        if self.drawn < self.choices:
+            raise ValueError("'best_of' must be at least 'n'")
+        if self.drawn > self.choices and self.stream:
+            raise ValueError("'best_of' needs whole replies; leave out 'stream'")
+        return self
+
+    @property
+    def drawn(self) -> int:
+        """Replies that are generated for each prompt, of which the `choices` most probable ones are returned."""
+        return self.choices if self.best_of is None else self.best_of
 
 
 class TextPart(_Body):
