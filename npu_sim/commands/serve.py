@@ -226,6 +226,9 @@ def serve(
         start_logging(log_level)
 
         def announce(url: str) -> None:
+            if checkpoint.sampling:
+                said = ", ".join(f"{name} {value:g}" for name, value in checkpoint.sampling.items())
+                note(f"requests that name no sampling settings get those of generation_config.json: {said}")
             note(f"{served.name} on {place} is served at {url}; Ctrl-C ends it when its requests have ended")
 
         run_server(application, limits, listener, drain_seconds=limiting.drain_timeout, ready=announce)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_llms import save_tiny
 
 from npu_compiler.errors import InputError, NPUError
+from npu_sim.llm import load_checkpoint
 from npu_sim.llm.engine.choosing import choose_token
 from npu_sim.llm.sampling import (
     SamplingSettings,
@@ -19,8 +23,10 @@ from npu_sim.llm.sampling import (
     choose,
     choose_filtered,
     kept_tokens,
-    penalized,
 )
+from npu_sim.serving.engine import Engine
+from npu_sim.serving.paged_model import PagedModel
+from npu_sim.serving.request import Request
 
 processors = pytest.importorskip("transformers.generation.logits_process")
 SEEDS = st.integers(0, 2**32 - 1)
@@ -81,18 +87,6 @@ def test_without_filters_the_same_token_is_chosen_as_on_the_device(seed: int) ->
 
 @settings(max_examples=100)
 @given(seed=SEEDS)
-def test_the_repetition_penalty_is_that_of_transformers(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    logits = draw.normal(0, 3, 50).astype(np.float32)
-    tokens = draw.integers(0, 50, int(draw.integers(1, 30)))
-    penalty = float(draw.uniform(0.3, 3))
-    processor = processors.RepetitionPenaltyLogitsProcessor(penalty)
-    wanted = processor(torch.from_numpy(tokens)[None], torch.from_numpy(logits)[None])[0].numpy()
-    np.testing.assert_allclose(penalized(logits, tokens.tolist(), penalty), wanted, rtol=1e-6)
-
-
-@settings(max_examples=100)
-@given(seed=SEEDS)
 def test_presence_and_frequency_count_new_tokens_only(seed: int) -> None:
     draw = np.random.default_rng(seed)
     logits = draw.normal(0, 3, 20).astype(np.float32)
@@ -145,3 +139,51 @@ def test_filters_refuse_logits_that_are_not_finite(value: float) -> None:
 def test_settings_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_sampling(SamplingSettings(**fields), 7)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = save_tiny(tmp_path_factory.mktemp("llama"), "llama", "float32")
+    model = PagedModel(load_checkpoint(folder, "float32"), context_length=64, max_sequences=2, device="cpu")
+    model.checkpoint.load_tokenizer = lambda: SimpleNamespace(eos_token_id=None, decode=lambda ids, **_: "")
+    with Engine(model, model.checkpoint) as running:
+        yield running
+
+
+PROMPT = (5, 9, 77, 31)
+LENGTH = 12
+
+
+def tokens_of(engine: Engine, sampling: SamplingSettings = SamplingSettings(), **fields: Any) -> list[int]:
+    (update,) = engine.generate([Request(PROMPT, LENGTH, sampling, **{"stop_ids": frozenset(), **fields})])
+    assert update.error is None
+    return list(update.tokens)
+
+
+@pytest.mark.usefixtures("shared_programs")
+def test_a_sequence_ends_where_its_request_says(engine: Engine) -> None:
+    whole = tokens_of(engine)
+    assert len(whole) == LENGTH
+    end = whole[3]
+    first = whole.index(end)
+    assert tokens_of(engine, stop_ids=frozenset({end})) == whole[:first]
+    assert tokens_of(engine, stop_ids=frozenset({end}), ignore_eos=True) == whole
+    assert tokens_of(engine, stop_token_ids=frozenset({end}), ignore_eos=True) == whole[:first]
+    late = tokens_of(engine, SamplingSettings(min_tokens=first + 2), stop_ids=frozenset({end}))
+    assert late[:first] == whole[:first]
+    assert len(late) >= first + 2
+    assert end not in late[: first + 2]
+
+
+@pytest.mark.usefixtures("shared_programs")
+def test_penalties_and_biases_change_what_is_chosen(engine: Engine) -> None:
+    whole = tokens_of(engine)
+    assert whole[0] not in tokens_of(engine, SamplingSettings(logit_bias=((whole[0], -100.0),)))
+    assert set(tokens_of(engine, SamplingSettings(logit_bias=((7, 100.0),)))) == {7}
+    shared = SamplingSettings(logit_bias=((7, 100.0), (8, 100.0)), frequency_penalty=2.0)
+    assert set(tokens_of(engine, shared)) == {7, 8}
+    assert tokens_of(engine, SamplingSettings(0.8, seed=3, min_p=1.0)) == whole
+    with pytest.raises(InputError, match="logit_bias names token 999"):
+        tokens_of(engine, SamplingSettings(logit_bias=((999, 1.0),)))
+    with pytest.raises(InputError, match="stop_token_ids names token 999"):
+        tokens_of(engine, stop_token_ids=frozenset({999}))

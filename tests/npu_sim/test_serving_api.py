@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fake_engine import CONTEXT, HERMES, LLAMA, Script, Served, served, text_che
 
 from npu_sim.llm import Checkpoint
 from npu_sim.serving.http.tools import CallParser, format_of
-from npu_sim.serving.request import Request
+from npu_sim.serving.request import Request, SamplingSettings
 
 HELLO = [{"role": "user", "content": "Hi"}]
 WEATHER = {
@@ -171,8 +172,16 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "but the context holds 2048"),
     ({"top_logprobs": 2}, "'top_logprobs' is for 'logprobs': true"),
     ({"stream_options": {"include_usage": True}}, "'stream_options' is for 'stream': true"),
-    ({"frequency_penalty": 0.5}, "'frequency_penalty' is not supported; leave it out"),
-    ({"logit_bias": {"5": 1}}, "'logit_bias' is not supported"),
+    ({"frequency_penalty": 2.5}, "invalid 'frequency_penalty': input should be less than or equal to 2"),
+    ({"presence_penalty": -3}, "invalid 'presence_penalty': input should be greater than or equal to -2"),
+    ({"repetition_penalty": 0}, "invalid 'repetition_penalty': input should be greater than 0"),
+    ({"min_p": 2}, "invalid 'min_p'"),
+    ({"typical_p": 0}, "invalid 'typical_p'"),
+    ({"min_tokens": -1}, "invalid 'min_tokens'"),
+    ({"stop_token_ids": [-1]}, "invalid 'stop_token_ids.0'"),
+    ({"logit_bias": {"the": 1}}, "'logit_bias' names 'the', which is no token id"),
+    ({"logit_bias": {"5": 101}}, "invalid 'logit_bias.5': input should be less than or equal to 100"),
+    ({"best_of": 2}, "unknown parameter 'best_of'"),
     ({"tool_choice": "required"}, "'tool_choice' needs 'tools'"),
     ({"tools": [CLOCK, CLOCK]}, "two of 'tools' have the same name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid 'tools.0.function.name'"),
@@ -209,7 +218,8 @@ def test_a_wrong_chat_is_refused_by_name(client: Any, server: Served, wrong: dic
         ({"prompt": {"a": 1}}, "invalid 'prompt'"),
         ({"echo": True, "logprobs": 1}, "'echo' is not supported; leave out 'logprobs', or 'echo'"),
         ({"suffix": "x"}, "unknown parameter 'suffix'"),
-        ({"best_of": 3}, "'best_of' is not supported"),
+        ({"best_of": 2, "n": 3}, "'best_of' must be at least 'n'"),
+        ({"best_of": 3, "stream": True}, "'best_of' needs whole replies; leave out 'stream'"),
     ],
 )
 def test_a_wrong_completion_is_refused_by_name(client: Any, wrong: dict[str, Any], message: str) -> None:
@@ -222,6 +232,42 @@ def test_parameters_that_ask_for_nothing_are_taken(client: Any) -> None:
         model="tiny", messages=HELLO, frequency_penalty=0, presence_penalty=0.0, logit_bias={}, store=False, user="me",
         parallel_tool_calls=True, response_format={"type": "text"}, metadata={"a": "b"},
     )  # fmt: skip
+
+
+def test_settings_of_sampling_reach_the_engine(client: Any, server: Served) -> None:
+    client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        logit_bias={"7": -100, "9": 2.5},
+        extra_body={"min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.3, "min_tokens": 4,
+                    "stop_token_ids": [11], "ignore_eos": True},
+    )  # fmt: skip
+    request = server.engine.requests[-1]
+    expected = SamplingSettings(1.0, None, None, None, 1.3, 0.5, -1.0, 0.1, 0.9, ((7, -100.0), (9, 2.5)), 4)
+    assert request.sampling == expected
+    assert (request.stop_token_ids, request.ignore_eos) == (frozenset({11}), True)
+
+
+def test_settings_of_the_generation_config_hold_where_a_request_names_none(checkpoint: Checkpoint) -> None:
+    wise = replace(checkpoint, sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95})
+    with served(wise) as running:
+        client = client_of(running)
+        client.chat.completions.create(model="tiny", messages=HELLO)
+        client.chat.completions.create(model="tiny", messages=HELLO, temperature=0, top_p=1)
+        first, second = (request.sampling for request in running.engine.requests[-2:])
+        (model,) = client.models.list()
+        assert model.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert (first.temperature, first.top_k, first.top_p) == (0.6, 20, 0.95)
+    assert (second.temperature, second.top_k, second.top_p) == (0.0, 20, None)
+
+
+def test_the_most_probable_of_several_completions_is_returned(client: Any, server: Served) -> None:
+    reply = client.completions.create(model="tiny", prompt=["Hi", "the cat"], n=2, best_of=3)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert all(choice.text == "Hello, world!" and choice.logprobs is None for choice in reply.choices)
+    assert [request.logprobs for request in server.engine.requests[-6:]] == [0] * 6
 
 
 def test_an_error_of_the_engine_reaches_the_client(checkpoint: Checkpoint) -> None:

@@ -121,6 +121,7 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
         "created": model.created,
         "owned_by": "npu-simulation",
         "context_length": model.context_length,
+        "sampling": dict(model.text.sampling),
     }
 
     @app.get("/v1/models")

@@ -32,7 +32,7 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str) -> list[Requ
         Request(
             prompt=tuple(prompt),
             max_new_tokens=most,
-            sampling=body.sampling(choice),
+            sampling=body.sampling(choice, service.model.text.sampling),
             **body.ends,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tenant=tenant,

@@ -33,7 +33,7 @@ def completion_requests(service: Service, body: CompletionRequest, tenant: str) 
             Request(
                 prompt=tuple(prompt),
                 max_new_tokens=most,
-                sampling=body.sampling(number * body.drawn + choice),
+                sampling=body.sampling(number * body.drawn + choice, service.model.text.sampling),
                 **body.ends,
                 logprobs=0 if body.logprobs is None and body.drawn > body.choices else body.logprobs,
                 tenant=tenant,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -83,21 +84,28 @@ class _Sampled(_Body):
         """Whether a stream ends with a chunk that counts tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, choice: int) -> SamplingSettings:
-        """The settings of one choice; each has a seed of its own, so that they differ."""
-        seed = None if self.seed is None else (self.seed + choice) % 2**64
-        temperature = 1.0 if self.temperature is None else self.temperature
-        top_p = None if self.top_p == 1 else self.top_p
+    def sampling(self, choice: int, defaults: Mapping[str, float]) -> SamplingSettings:
+        """The settings of one choice; each has a seed of its own, so that they differ.
+
+        Args:
+            defaults: Settings that the checkpoint's generation config names, where the request does not.
+        """
+
+        def chosen(name: str, otherwise: Any = None) -> Any:
+            own = getattr(self, name)
+            return defaults.get(name, otherwise) if own is None else own
+
+        top_p = chosen("top_p")
         return SamplingSettings(
-            temperature,
-            self.top_k,
-            top_p,
-            seed,
+            float(chosen("temperature", 1.0)),
+            chosen("top_k"),
+            None if top_p == 1 else top_p,
+            None if self.seed is None else (self.seed + choice) % 2**64,
             self.repetition_penalty,
             self.presence_penalty or 0.0,
             self.frequency_penalty or 0.0,
-            self.min_p,
-            self.typical_p,
+            chosen("min_p"),
+            chosen("typical_p"),
             tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             self.min_tokens or 0,
         )

@@ -24,6 +24,7 @@ class ModelText:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
         self._template: str | None = getattr(self._tokenizer, "chat_template", None)
+        self.sampling: Mapping[str, float] = checkpoint.sampling
         self.vocab_size: int = checkpoint.config.vocab_size
         self.tool_format: ToolFormat = format_of(self._template)
 
