@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,6 +16,7 @@ import pytest
 from fake_engine import CONTEXT, HERMES, LLAMA, Script, Served, served, text_checkpoint
 
 from npu_sim.llm import Checkpoint
+from npu_sim.serving.http.text import ModelText
 from npu_sim.serving.http.tools import CallParser, format_of
 from npu_sim.serving.request import Request, SamplingSettings
 
@@ -182,6 +185,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"the": 1}}, "'logit_bias' names 'the', which is no token id"),
     ({"logit_bias": {"5": 101}}, "invalid 'logit_bias.5': input should be less than or equal to 100"),
     ({"best_of": 2}, "unknown parameter 'best_of'"),
+    ({"guided_regex": "[a-"}, "the regular expression cannot be used"),
+    ({"guided_grammar": "start: x"}, "the grammar cannot be used"),
+    ({"guided_regex": "a", "guided_grammar": "b"}, "'guided_regex' and 'guided_grammar' exclude each other"),
+    ({"guided_regex": "a", "tools": [CLOCK]}, "exclude 'tools' and 'response_format'"),
     ({"tool_choice": "required"}, "'tool_choice' needs 'tools'"),
     ({"tools": [CLOCK, CLOCK]}, "two of 'tools' have the same name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid 'tools.0.function.name'"),
@@ -261,6 +268,62 @@ def test_settings_of_the_generation_config_hold_where_a_request_names_none(check
         assert model.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert (first.temperature, first.top_k, first.top_p) == (0.6, 20, 0.95)
     assert (second.temperature, second.top_k, second.top_p) == (0.0, 20, None)
+
+
+def test_texts_become_tokens_and_tokens_texts(server: Served, checkpoint: Checkpoint) -> None:
+    def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        sent = urllib.request.Request(
+            f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(sent) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    ids = checkpoint.tokenizer.encode("the cat")
+    whole = {"tokens": ids, "count": len(ids), "max_model_len": CONTEXT}
+    assert post("/tokenize", {"prompt": "the cat"}) == (200, whole)
+    assert post("/detokenize", {"model": "tiny", "tokens": ids}) == (200, {"prompt": "the cat"})
+    _, chat = post("/tokenize", {"messages": HELLO})
+    server.engine.requests.clear()
+    client_of(server).chat.completions.create(model="tiny", messages=HELLO)
+    assert tuple(chat["tokens"]) == server.engine.requests[-1].prompt
+    for path, body, message in (
+        ("/tokenize", {}, "give either 'prompt' or 'messages'"),
+        ("/tokenize", {"prompt": "x", "model": "huge"}, "there is no model 'huge' here"),
+        ("/detokenize", {"tokens": [999]}, "the model has no token 999; ids are 0 to 303"),
+        ("/detokenize", {"tokens": [-1]}, "invalid 'tokens.0'"),
+    ):
+        status, reply = post(path, body)
+        assert status in (400, 404)
+        assert message in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"guided_regex": "[0-9]{2}/[a-c]"}, "42/b", "4/b"),
+        ({"guided_grammar": 'root ::= "yes" | "no"'}, "no", "maybe"),
+        ({"guided_grammar": 'start: "yes" | "no"'}, "yes", "none"),
+    ],
+)
+def test_guided_replies_follow_their_grammar(
+    client: Any, server: Served, checkpoint: Checkpoint, fields: dict[str, str], right: str, wrong: str
+) -> None:
+    client.chat.completions.create(model="tiny", messages=HELLO, extra_body=fields)
+    client.completions.create(model="tiny", prompt="Hi", extra_body=fields)
+    chat, plain = (request.token_filter for request in server.engine.requests[-2:])
+    assert chat is not None
+    assert chat.rules == plain.rules
+    for text, follows in ((right, True), (wrong, False)):
+        rules = ModelText(checkpoint).grammars.filter(chat.rules)
+        allowed = True
+        for token in checkpoint.tokenizer.encode(text, add_special_tokens=False):
+            allowed = allowed and bool(rules.allowed()[token])
+            if allowed:
+                rules.advance(token)
+        assert allowed == follows, text
 
 
 def test_the_most_probable_of_several_completions_is_returned(client: Any, server: Served) -> None:

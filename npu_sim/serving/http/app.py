@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from npu_compiler.version import __version__
@@ -23,8 +24,9 @@ from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics
 from npu_sim.serving.http.middleware import GuardMiddleware
 from npu_sim.serving.http.replies import Writer, reply
-from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
+from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from npu_sim.serving.http.service import ServedModel, Service
+from npu_sim.serving.http.tools import template_messages
 from npu_sim.serving.request import Request as EngineRequest
 
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
@@ -61,6 +63,7 @@ def make_application(
     app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
     guard = GuardMiddleware(app, keys, limits, metrics, only_loopback=only_loopback)
     _add_generation(app, service)
+    _add_tokens(app, service)
     _add_models(app, model)
     _add_health(app, guard, service)
     _add_page(app)
@@ -91,6 +94,39 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return await _generate(request, service, prepare)
 
 
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    text, context = service.model.text, service.model.context_length
+
+    def encoded(data: Any) -> dict[str, Any]:
+        body = parse(TokenizeRequest, data)
+        service.check_model(body.model or service.model.name)
+        if body.messages is None:
+            service.check_text(body.prompt or "", "prompt")
+            ids = text.encode(body.prompt or "", body.add_special_tokens)
+        else:
+            messages, tools = template_messages(body.messages, [], text.tool_format)
+            ids = text.encode_chat(text.chat_text(messages, tools, {}))
+        return {"tokens": ids, "count": len(ids), "max_model_len": context}
+
+    def decoded(data: Any) -> dict[str, Any]:
+        body = parse(DetokenizeRequest, data)
+        service.check_model(body.model or service.model.name)
+        if wrong := [token for token in body.tokens if token >= text.vocab_size]:
+            last = text.vocab_size - 1
+            raise APIError(400, f"the model has no token {wrong[0]}; ids are 0 to {last}", param="tokens")
+        return {"prompt": text.decode(body.tokens)}
+
+    def add(path: str, kind: type[TokenizeRequest] | type[DetokenizeRequest], answer: Callable[[Any], Any]) -> None:
+        async def route(request: Request) -> JSONResponse:
+            data = await read_body(request, service.limits)
+            return JSONResponse(await service.in_thread(lambda: answer(parse_json(data))))
+
+        app.add_api_route(path, route, methods=["POST"], openapi_extra=_body(kind), response_model=None)
+
+    add("/tokenize", TokenizeRequest, encoded)
+    add("/detokenize", DetokenizeRequest, decoded)
+
+
 async def _generate(
     request: Request,
     service: Service,
@@ -109,7 +145,7 @@ async def _generate(
     )
 
 
-def _body(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+def _body(kind: type[BaseModel]) -> dict[str, Any]:
     """A route's body for /openapi.json, since the route reads it itself: after the limits, not before them."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 

@@ -48,6 +48,8 @@ def _filter(text: ModelText, body: ChatRequest) -> TokenFilter | None:
     if body.must_call:
         rules = text.tool_format.rules(body.offered, several=_several(body))
         return text.grammars.filter(rules)
+    if guided := text.guided(body.guided_regex, body.guided_grammar):
+        return guided
     if body.response_format is None or body.response_format.type == "text":
         return None
     wanted = body.response_format.json_schema

@@ -37,6 +37,7 @@ def completion_requests(service: Service, body: CompletionRequest, tenant: str) 
                 **body.ends,
                 logprobs=0 if body.logprobs is None and body.drawn > body.choices else body.logprobs,
                 tenant=tenant,
+                token_filter=service.model.text.guided(body.guided_regex, body.guided_grammar),
                 timeout=service.limits.request_seconds,
             )
             for choice in range(body.drawn)

@@ -56,6 +56,8 @@ class _Sampled(_Body):
     stop_token_ids: Annotated[Array[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    guided_regex: NonEmpty | None = None
+    guided_grammar: NonEmpty | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: NonEmpty | Annotated[Array[NonEmpty], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -67,6 +69,8 @@ class _Sampled(_Body):
     def _options_need_a_stream(self) -> _Sampled:
         if self.stream_options is not None and not self.stream:
             raise ValueError("'stream_options' is for 'stream': true")
+        if self.guided_regex is not None and self.guided_grammar is not None:
+            raise ValueError("'guided_regex' and 'guided_grammar' exclude each other")
         if wrong := [token for token in self.logit_bias or () if not token.isascii() or not token.isdigit()]:
             raise ValueError(f"'logit_bias' names {wrong[0]!r:.40}, which is no token id")
         return self
@@ -140,6 +144,28 @@ class CompletionRequest(_Sampled):
     def drawn(self) -> int:
         """Replies that are generated for each prompt, of which the `choices` most probable ones are returned."""
         return self.choices if self.best_of is None else self.best_of
+
+
+class TokenizeRequest(_Body):
+    """`/tokenize`: a plain text, or a chat by the model's own template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Array[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either 'prompt' or 'messages'")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """`/detokenize`."""
+
+    model: str | None = None
+    tokens: Array[Annotated[int, Field(ge=0)]]
 
 
 class TextPart(_Body):
@@ -246,6 +272,9 @@ class ChatRequest(_Sampled):
 
     @model_validator(mode="after")
     def _parameters_fit_each_other(self) -> ChatRequest:
+        asks = self.tools or (self.response_format is not None and self.response_format.type != "text")
+        if asks and (self.guided_regex or self.guided_grammar) is not None:
+            raise ValueError("'guided_regex' and 'guided_grammar' exclude 'tools' and 'response_format'")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("'top_logprobs' is for 'logprobs': true")
         if self.tool_choice not in (None, "none") and not self.tools:
@@ -273,7 +302,7 @@ class ChatRequest(_Sampled):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
 
-Parsed = TypeVar("Parsed", bound=_Sampled)
+Parsed = TypeVar("Parsed", bound=_Body)
 
 
 def parse(kind: type[Parsed], data: Any) -> Parsed:
