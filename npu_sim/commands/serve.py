@@ -82,6 +82,9 @@ class ListenSettings:
             help="API keys: a name, a space and a key on each line. One more may be in $NPU_SIM_API_KEY.",
         ),
     ] = None
+    lenient: Annotated[
+        bool, typer.Option("--lenient", help="Ignore parameters of requests that are unknown or not supported.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,8 @@ def serve(
             engine, context = _local_engine(stack, checkpoint, small, device, settings)
             place = f"{device.name} ({device.backend.device})"
         served = ServedModel(called, text, context)
-        application = make_application(served, engine, keys, limits, only_loopback=loopback and not keys)
+        local = loopback and not keys
+        application = make_application(served, engine, keys, limits, only_loopback=local, lenient=listening.lenient)
         start_logging(log_level)
 
         def announce(url: str) -> None:

@@ -16,6 +16,8 @@ import pytest
 from fake_engine import CONTEXT, HERMES, LLAMA, Script, Served, served, text_checkpoint
 
 from npu_sim.llm import Checkpoint
+from npu_sim.serving.http.errors import APIError
+from npu_sim.serving.http.schemas import ChatRequest, parse
 from npu_sim.serving.http.text import ModelText
 from npu_sim.serving.http.tools import CallParser, format_of
 from npu_sim.serving.request import Request, SamplingSettings
@@ -185,6 +187,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"the": 1}}, "'logit_bias' names 'the', which is no token id"),
     ({"logit_bias": {"5": 101}}, "invalid 'logit_bias.5': input should be less than or equal to 100"),
     ({"best_of": 2}, "unknown parameter 'best_of'"),
+    ({"reasoning_effort": "low"}, "has no variable 'reasoning_effort'"),
+    ({"reasoning_effort": "most"}, "invalid 'reasoning_effort'"),
     ({"guided_regex": "[a-"}, "the regular expression cannot be used"),
     ({"guided_grammar": "start: x"}, "the grammar cannot be used"),
     ({"guided_regex": "a", "guided_grammar": "b"}, "'guided_regex' and 'guided_grammar' exclude each other"),
@@ -324,6 +328,20 @@ def test_guided_replies_follow_their_grammar(
             if allowed:
                 rules.advance(token)
         assert allowed == follows, text
+
+
+def test_unknown_parameters_are_left_out_where_asked_for() -> None:
+    body = {"model": "tiny", "messages": HELLO, "foo": 1, "modalities": ["audio"], "temperature": 0.5}
+    with pytest.raises(APIError, match="unknown parameter 'foo'|not supported"):
+        parse(ChatRequest, body)
+    assert parse(ChatRequest, body, lenient=True).temperature == 0.5
+    with pytest.raises(APIError, match="invalid 'temperature'"):
+        parse(ChatRequest, {**body, "temperature": 3}, lenient=True)
+
+
+def test_reasoning_effort_is_a_variable_of_the_template() -> None:
+    body = {"model": "tiny", "messages": HELLO, "reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}
+    assert parse(ChatRequest, body).template_values == {"reasoning_effort": "low", "thinking": True}
 
 
 def test_the_most_probable_of_several_completions_is_returned(client: Any, server: Served) -> None:

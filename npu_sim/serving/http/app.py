@@ -51,15 +51,22 @@ class Application:
 
 
 def make_application(
-    model: ServedModel, engine: EngineLike, keys: APIKeys, limits: Limits, *, only_loopback: bool = False
+    model: ServedModel,
+    engine: EngineLike,
+    keys: APIKeys,
+    limits: Limits,
+    *,
+    only_loopback: bool = False,
+    lenient: bool = False,
 ) -> Application:
     """The application that serves a model by an engine.
 
     Args:
         only_loopback: Answer only requests to a name of this machine's loopback device.
+        lenient: Ignore parameters that are unknown or not supported, instead of refusing them.
     """
     metrics = Metrics(engine)
-    service = Service(model, engine, limits, metrics)
+    service = Service(model, engine, limits, metrics, lenient)
     app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
     guard = GuardMiddleware(app, keys, limits, metrics, only_loopback=only_loopback)
     _add_generation(app, service)
@@ -77,7 +84,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest), response_model=None)
     async def chat(request: Request) -> Response:
         def prepare(data: Any, tenant: str) -> tuple[ChatRequest, list[EngineRequest], Writer]:
-            body = parse(ChatRequest, data)
+            body = parse(ChatRequest, data, service.lenient)
             service.check_model(body.model)
             return body, chat_requests(service, body, tenant), ChatWriter(service, body)
 
@@ -86,7 +93,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=_body(CompletionRequest), response_model=None)
     async def complete(request: Request) -> Response:
         def prepare(data: Any, tenant: str) -> tuple[CompletionRequest, list[EngineRequest], Writer]:
-            body = parse(CompletionRequest, data)
+            body = parse(CompletionRequest, data, service.lenient)
             service.check_model(body.model)
             requests = completion_requests(service, body, tenant)
             return body, requests, CompletionWriter(service, body, requests)
@@ -98,7 +105,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     text, context = service.model.text, service.model.context_length
 
     def encoded(data: Any) -> dict[str, Any]:
-        body = parse(TokenizeRequest, data)
+        body = parse(TokenizeRequest, data, service.lenient)
         service.check_model(body.model or service.model.name)
         if body.messages is None:
             service.check_text(body.prompt or "", "prompt")
@@ -109,7 +116,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return {"tokens": ids, "count": len(ids), "max_model_len": context}
 
     def decoded(data: Any) -> dict[str, Any]:
-        body = parse(DetokenizeRequest, data)
+        body = parse(DetokenizeRequest, data, service.lenient)
         service.check_model(body.model or service.model.name)
         if wrong := [token for token in body.tokens if token >= text.vocab_size]:
             last = text.vocab_size - 1

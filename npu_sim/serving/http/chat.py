@@ -24,7 +24,7 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str) -> list[Requ
     """
     text = service.model.text
     messages, tools = template_messages(body.messages, body.offered, text.tool_format)
-    conversation = text.chat_text(messages, tools, body.chat_template_kwargs or {})
+    conversation = text.chat_text(messages, tools, body.template_values)
     service.check_text(conversation, "messages")
     prompt = text.encode_chat(conversation)
     most = service.check_lengths(prompt, body.max_completion_tokens or body.max_tokens, "messages")

@@ -268,6 +268,7 @@ class ChatRequest(_Sampled):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, bool | int | str] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     metadata: dict[str, str] | None = None
 
     @model_validator(mode="after")
@@ -284,6 +285,12 @@ class ChatRequest(_Sampled):
         if len(set(self.tool_names)) != len(self.tool_names):
             raise ValueError("two of 'tools' have the same name")
         return self
+
+    @property
+    def template_values(self) -> dict[str, bool | int | str]:
+        """Variables of the model's chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @property
     def tool_names(self) -> list[str]:
@@ -305,14 +312,19 @@ class ChatRequest(_Sampled):
 Parsed = TypeVar("Parsed", bound=_Body)
 
 
-def parse(kind: type[Parsed], data: Any) -> Parsed:
+def parse(kind: type[Parsed], data: Any, lenient: bool = False) -> Parsed:
     """A body's JSON as a request.
+
+    Args:
+        lenient: Leave out parameters that are unknown, or have values that this server does not support.
 
     Raises:
         APIError: 400; names the first parameter that is wrong.
     """
     if not isinstance(data, dict):
         raise APIError(400, f"the body must be a JSON object, not {_json_type(data)}")
+    if lenient:
+        data = {name: value for name, value in data.items() if name in kind.model_fields}
     data = {name: value for name, value in data.items() if not _has_no_effect(name, value)}
     try:
         return kind.model_validate(data)
