@@ -347,3 +347,46 @@ kernel void quantized_embedding_kernel(
         store(out, out_type, to + (first + i) * step, values[i]);
     }
 }
+
+struct QuantizedExpertMatmulParams {
+    uint e;
+    uint k;
+    uint groups;
+};
+
+// Each row with the matrix of its expert; a thread per output element.
+kernel void quantized_expert_matmul_kernel(
+    device const void *x [[buffer(0)]],
+    device const void *data [[buffer(1)]],
+    device const void *scales [[buffer(2)]],
+    device const void *offset [[buffer(3), function_constant(has_offset)]],
+    device const int *experts [[buffer(4)]],
+    device const void *bias [[buffer(5), function_constant(has_bias)]],
+    device void *out [[buffer(6)]],
+    constant QuantizedExpertMatmulParams &params [[buffer(7)]],
+    constant Strided *views [[buffer(8)]],
+    uint2 position [[thread_position_in_grid]])
+{
+    constant Strided &target = views[6];
+    const uint column = position.x;
+    const uint row = position.y;
+    if (column >= target.shape[1] || row >= target.shape[0]) {
+        return;
+    }
+    const uint expert = uint(experts[row]);
+    float sum = 0.0f;
+    if (expert < params.e) {
+        const QuantizedWeight weight = weight_of(data, scales, offset, views + 1, params.k, params.groups);
+        const uint from_x = row / (target.shape[0] / views[0].shape[0]) * views[0].strides[0];
+        for (uint k = 0; k < params.k; k += 4) {
+            const float4 values = elements(weight, expert * target.shape[1] + column, k);
+            for (uint i = 0; i < 4 && k + i < params.k; i++) {
+                sum += load(x, x_type, from_x + k + i) * values[i];
+            }
+        }
+        if (has_bias) {
+            sum += load(bias, bias_type, expert * views[5].strides[0] + column);
+        }
+    }
+    store(out, out_type, row * target.strides[0] + column * target.strides[1], sum);
+}

@@ -59,7 +59,7 @@ def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], 
 def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> KernelCall:
     """One warp per result or two, or several where that would not saturate memory bandwidth."""
     n, k = call.params["n"], call.params["k"]
-    pack = _pack(call)
+    pack = code_pack(call)
     loads = n * groups(k, pack * WARP)  # of a warp, in all
     columns = 2 if not gated and call.params["m"] == 1 and loads >= _SHARED_LOADS * FILLING_WARPS else 1
     splits = matvec_splits(n // columns, k // pack)
@@ -132,7 +132,7 @@ def _tiles(make: Specializer, call: KernelCall, inputs: dict[str, View | None]) 
 
 
 def _dequantize(make: Specializer, call: KernelCall, parts: dict[str, View | None], out: View) -> KernelCall:
-    pack = min(8, _pack(call))  # 16 bytes of the result, so that neighbours store side by side
+    pack = min(8, code_pack(call))  # 16 bytes of the result, so that neighbours store side by side
     kernel = make.kernel(
         call,
         _FILE,
@@ -150,14 +150,14 @@ def _embedding(make: Specializer, call: KernelCall) -> list[KernelCall]:
     decl = KERNELS[call.kernel]
     *_, ids, _ = decl.bind(call)
     assert ids is not None
-    pack = min(8, _pack(call))
+    pack = min(8, code_pack(call))
     threads = ids.numel * call.params["k"] // pack
     block = min(_BLOCK, WARP * groups(threads, WARP))
     grid = (groups(threads, block), 1, 1)
     return [make.kernel(call, _FILE, grid=grid, block=(block, 1, 1), constants={"pack": pack})]
 
 
-def _pack(call: KernelCall) -> int:
+def code_pack(call: KernelCall) -> int:
     """Elements that a lane takes at a time: up to 16 bytes of codes, and within a group where those of a byte are."""
     data = next(view for view in call.inputs if view.dtype == "uint8")
     codes_per_byte = 8 // CODE_FORMATS[call.params["codes"]].bits

@@ -17,16 +17,16 @@ from npu_compiler.program.kernels import Family, Grid, KernelCall, declare_kerne
 from npu_compiler.program.products import Product
 from npu_compiler.program.views import View
 
-_FIELDS: dict[str, Any] = {
+QUANTIZED_FIELDS: dict[str, Any] = {
     "k": "I",
     "groups": "I",
     "codes": f"s {' '.join(CODE_FORMATS)}",
     "offsets": f"s {' '.join(OFFSETS)}",
 }
-_WEIGHT = "data:u[{rows},.bytes] scales:f[{rows},.groups] offset?:fu[{rows},.groups]"
+QUANTIZED_WEIGHT = "data:u[{rows},.bytes] scales:f[{rows},.groups] offset?:fu[{rows},.groups]"
 
 
-def _holds_rows(call: SimpleNamespace) -> bool:
+def stores_rows(call: SimpleNamespace) -> bool:
     """Whether the parts of a quantized weight are those of rows of k elements."""
     dtype = None if call.offset is None else call.offset.dtype
     wanted = {"none": None, "minimum": call.scales.dtype, "zero_point": "uint8"}[call.offsets]
@@ -36,7 +36,7 @@ def _holds_rows(call: SimpleNamespace) -> bool:
 
 def _holds_gated_rows(call: SimpleNamespace) -> bool:
     """Whether they are those of a gate and of what it multiplies, for one row of x."""
-    return call.m == 1 and call.rows == 2 * call.n and _holds_rows(call)
+    return call.m == 1 and call.rows == 2 * call.n and stores_rows(call)
 
 
 def _products(call: SimpleNamespace) -> tuple[Product, ...]:
@@ -54,56 +54,56 @@ for _name, _grid, _rows_of_x in (
     declare_kernel(
         _name,
         Family.MATMUL,
-        f"x:f[{_rows_of_x},.k] {_WEIGHT.format(rows='n')} bias?:f[.n] residual?:f[m,.n] -> out:f[m,n]",
+        f"x:f[{_rows_of_x},.k] {QUANTIZED_WEIGHT.format(rows='n')} bias?:f[.n] residual?:f[m,.n] -> out:f[m,n]",
         source="quantized.metal",
         grid=_grid,
-        where=_holds_rows,
+        where=stores_rows,
         products=_products,
         m="I",
         n="I",
-        **_FIELDS,
+        **QUANTIZED_FIELDS,
         activation=ACTIVATION,
     )
 declare_kernel(
     "quantized_gated_matmul_vec_kernel",
     Family.MATMUL,
-    f"x:f[1,.k] {_WEIGHT.format(rows='rows')} bias?:f[.rows] -> out:f[m,n]",
+    f"x:f[1,.k] {QUANTIZED_WEIGHT.format(rows='rows')} bias?:f[.rows] -> out:f[m,n]",
     source="quantized.metal",
     grid=Grid.CODE_COLUMNS,
     where=_holds_gated_rows,
     products=_gated_products,
     m="I",
     n="I",
-    **_FIELDS,
+    **QUANTIZED_FIELDS,
     activation=ACTIVATION,
 )
 # The same products with the rows of x rounded first (`quantize_rows`); the sums of integers within a group are exact.
 for _name, _sizes, _operands in (
-    ("dynamic_quantized_matmul_kernel", "m", f"{_WEIGHT.format(rows='n')} bias?:f[.n] residual?:f[m,.n]"),
-    ("dynamic_quantized_gated_matmul_vec_kernel", "1", f"{_WEIGHT.format(rows='rows')} bias?:f[.rows]"),
+    ("dynamic_quantized_matmul_kernel", "m", f"{QUANTIZED_WEIGHT.format(rows='n')} bias?:f[.n] residual?:f[m,.n]"),
+    ("dynamic_quantized_gated_matmul_vec_kernel", "1", f"{QUANTIZED_WEIGHT.format(rows='rows')} bias?:f[.rows]"),
 ):
     declare_kernel(
         _name,
         Family.MATMUL,
         f"x:f[{_sizes},.k] {_operands} -> out:f[m,n]",
-        where=_holds_rows if _sizes == "m" else _holds_gated_rows,
+        where=stores_rows if _sizes == "m" else _holds_gated_rows,
         products=_products if _sizes == "m" else _gated_products,
         m="I",
         n="I",
-        **_FIELDS,
+        **QUANTIZED_FIELDS,
         activation=ACTIVATION,
         activations=f"s {' '.join(ROW_FORMATS)}",
     )
 declare_kernel(
     "quantized_embedding_kernel",
     Family.INDEXING,
-    f"{_WEIGHT.format(rows='rows')} ids:i[*s] -> out:f[*s,k]",
+    f"{QUANTIZED_WEIGHT.format(rows='rows')} ids:i[*s] -> out:f[*s,k]",
     source="quantized.metal",
     grid=Grid.TABLE_ROWS,
-    where=_holds_rows,
+    where=stores_rows,
     index_limit=lambda call: call.rows,
     rows="I",
-    **_FIELDS,
+    **QUANTIZED_FIELDS,
     checked="?",
 )
 
@@ -113,7 +113,7 @@ def is_quantized(call: KernelCall) -> bool:
     return "codes" in call.params
 
 
-def _weight(ctx: Lowering, node: OpNode, first: int) -> tuple[list[View], list[View], dict[str, int | str]]:
+def quantized_parts(ctx: Lowering, node: OpNode, first: int) -> tuple[list[View], list[View], dict[str, int | str]]:
     """The parts of a weight, which begin at input `first`; the inputs after them; and the kernel's parameters."""
     format: QuantizedFormat = node.attrs["format"]
     views = [ctx.view(name) for name in node.inputs[first:]]
@@ -132,7 +132,7 @@ def _weight(ctx: Lowering, node: OpNode, first: int) -> tuple[list[View], list[V
 @register_op("npu.quantized_linear", tensors=("input", "codes", "scales", "offsets", "bias", "residual"))
 def lower_quantized_linear(ctx: Lowering, node: OpNode) -> None:
     """act(x · weightᵀ + bias) + residual; `attrs` are those of `npu.linear`, and the weight's format."""
-    weight, rest, params = _weight(ctx, node, 1)
+    weight, rest, params = quantized_parts(ctx, node, 1)
     rows, out = packed_rows(ctx, ctx.view(node.inputs[0])), ctx.output()
     has_residual = bool(node.attrs.get("has_residual"))
     m, n = rows.shape[0], weight[0].shape[0]
@@ -158,7 +158,7 @@ def lower_quantized_linear(ctx: Lowering, node: OpNode) -> None:
 @register_op("npu.quantized_gated_linear", tensors=("input", "codes", "scales", "offsets", "bias"))
 def lower_quantized_gated_linear(ctx: Lowering, node: OpNode) -> None:
     """One row: act(x · gateᵀ) · (x · upᵀ), where the weight [2N, K] holds the rows of gate, then those of up."""
-    weight, bias, params = _weight(ctx, node, 1)
+    weight, bias, params = quantized_parts(ctx, node, 1)
     row, out = packed_rows(ctx, ctx.view(node.inputs[0])), ctx.output()
     out_row = out.reshape((1, out.numel))
     assert out_row is not None
@@ -173,7 +173,7 @@ def lower_quantized_gated_linear(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("npu.quantized_embedding", tensors=("codes", "scales", "offsets", "indices"))
 def lower_quantized_embedding(ctx: Lowering, node: OpNode) -> None:
-    weight, (ids,), params = _weight(ctx, node, 0)
+    weight, (ids,), params = quantized_parts(ctx, node, 0)
     params |= {"rows": weight[0].shape[0], "checked": is_checked_index(ctx, node.inputs[-1])}
     out = ctx.output()
     stored = sum(distinct_bytes(part) for part in weight) // weight[0].shape[0]

@@ -82,6 +82,9 @@ class ListenSettings:
             help="API keys: a name, a space and a key on each line. One more may be in $NPU_SIM_API_KEY.",
         ),
     ] = None
+    lenient: Annotated[
+        bool, typer.Option("--lenient", help="Ignore parameters of requests that are unknown or not supported.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -222,10 +225,14 @@ def serve(
             engine, context = _local_engine(stack, checkpoint, small, device, settings)
             place = f"{device.name} ({device.backend.device})"
         served = ServedModel(called, text, context)
-        application = make_application(served, engine, keys, limits, only_loopback=loopback and not keys)
+        local = loopback and not keys
+        application = make_application(served, engine, keys, limits, only_loopback=local, lenient=listening.lenient)
         start_logging(log_level)
 
         def announce(url: str) -> None:
+            if checkpoint.sampling:
+                said = ", ".join(f"{name} {value:g}" for name, value in checkpoint.sampling.items())
+                note(f"requests that name no sampling settings get those of generation_config.json: {said}")
             note(f"{served.name} on {place} is served at {url}; Ctrl-C ends it when its requests have ended")
 
         run_server(application, limits, listener, drain_seconds=limiting.drain_timeout, ready=announce)

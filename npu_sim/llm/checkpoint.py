@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -97,6 +97,8 @@ class Checkpoint:
         eos_ids: End-of-sequence token ids from the model's config and generation config.
         repetition_penalty: Setting of the generation config: it divides the positive logits of tokens that have
             occurred, and multiplies the negative ones. 1 changes nothing.
+        sampling: Settings of sampling in the generation config, by its names: those of the server's requests that name
+            none.
         unsupported: Other settings of the generation config that change the chosen tokens, such as
             `no_repeat_ngram_size=3`.
         inv_freq_divisors: [head dim / 2], divides the rotary frequencies: Llama 3's RoPE scaling as GGUF stores it.
@@ -116,6 +118,7 @@ class Checkpoint:
     load_tokenizer: Callable[[], Any]
     eos_ids: frozenset[int] = frozenset()
     repetition_penalty: float = 1.0
+    sampling: Mapping[str, float] = field(default_factory=dict)
     unsupported: tuple[str, ...] = ()
     inv_freq_divisors: np.ndarray | None = None
     quantization: str | Mapping[str, QuantizedFormat] | None = None

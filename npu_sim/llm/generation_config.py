@@ -1,11 +1,13 @@
 """A checkpoint's generation config: what it says about choosing tokens is done or named, never dropped.
 
-The caller's own settings take the place of those for sampling (temperature, top-k, top-p and the like), of lengths and
-of how a search for tokens is sped up. `repetition_penalty` is applied. Everything else that changes which tokens are
-chosen is not supported, and a model that asks for it is refused by that name.
+`repetition_penalty` is applied. Settings of sampling are what the server does where a request names none; elsewhere,
+and for lengths and for how a search for tokens is sped up, the caller's own take their place. Everything else that
+changes which tokens are chosen is not supported, and a model that asks for it is refused by that name.
 """
 
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,37 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Settings of sampling, with a test of their values and its words.
+_SAMPLING: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < math.inf, "a number of at least 0"),
+    "top_k": (lambda value: value >= 0 and value == int(value), "a whole number"),
+    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "typical_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+}
+
+
+def _sampling(path: Path) -> dict[str, float]:
+    """The settings of sampling in a generation config; none where it says not to sample, or leaves out nothing.
+
+    Raises:
+        InputError: one is out of its range.
+    """
+    fields = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    if fields.get("do_sample") is False:
+        return {}
+    found = {}
+    for name, (fits, words) in _SAMPLING.items():
+        value = fields.get(name)
+        if value is None:
+            continue
+        if type(value) not in (int, float) or not fits(value):
+            raise InputError(f"{path} says {value!r:.40} for '{name}', which is {words}")
+        if not (name == "top_k" and value == 0 or name in ("top_p", "typical_p") and value == 1):
+            found[name] = value
+    return found
+
+
 def read_generation(folder: Path, config: Any) -> dict[str, Any]:
     """Return the fields of `Checkpoint` that a folder's generation config sets, as JSON data.
 
@@ -63,6 +96,7 @@ def read_generation(folder: Path, config: Any) -> dict[str, Any]:
         penalty = 1.0 if penalty is None else penalty
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not 0 < penalty < math.inf:
             raise InputError(f"{path} says {penalty!r:.40} for 'repetition_penalty', which is a number above 0")
+        sampling = _sampling(path)
         asked = {name: getattr(settings, name, None) for name in _NEUTRAL}
     unsupported = [
         f"{name}={value!r:.60}"
@@ -71,7 +105,12 @@ def read_generation(folder: Path, config: Any) -> dict[str, Any]:
         and not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name])
         if not (isinstance(value, float) and value in _NEUTRAL[name])
     ]
-    return {"eos_ids": sorted(eos_ids), "repetition_penalty": float(penalty), "unsupported": unsupported}
+    return {
+        "eos_ids": sorted(eos_ids),
+        "repetition_penalty": float(penalty),
+        "sampling": sampling,
+        "unsupported": unsupported,
+    }
 
 
 def check_generation(checkpoint: Checkpoint) -> None:

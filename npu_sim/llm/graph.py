@@ -16,6 +16,7 @@ from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, program_key
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
+from npu_sim.llm.expert_weights import ExpertNames, ExpertParts, Joined, expert_names
 from npu_sim.llm.families import SENSES
 from npu_sim.llm.state import FULL_ATTENTION, LayerState
 
@@ -44,6 +45,8 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
+    from npu_sim.llm.experts import join_experts
+
     if attention is not None:
         from npu_sim.llm.attention import visible
 
@@ -58,11 +61,11 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
                 config,
                 dtype=getattr(torch, checkpoint.dtype),
                 attn_implementation="eager" if attention is None else attention.__name__,
-                experts_implementation="batched_mm",
                 trust_remote_code=False,
             )
     except Exception as error:  # transformers raises errors of many types for configs that it cannot use
         raise _unsupported(checkpoint, error) from error
+    join_experts(model)
     return model.eval()
 
 
@@ -493,7 +496,11 @@ def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
     if not isinstance(formats, Mapping):
         return formats
     tied = _facts(checkpoint)["tied"]
-    named = {name: formats[stored] for name, stored in _stored_names(checkpoint).items() if stored in formats}
+    names = {
+        name: stored.first if isinstance(stored, ExpertParts) else stored
+        for name, stored in _stored_names(checkpoint).items()
+    }
+    named = {name: formats[stored] for name, stored in names.items() if stored in formats}
     return {**named, **{name: named[other] for name, other in tied.items() if other in named}}
 
 
@@ -513,24 +520,32 @@ def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
     extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
     if checkpoint.inv_freq_divisors is not None:
         extra[INV_FREQ] = extra[INV_FREQ] / checkpoint.inv_freq_divisors
-    return _WithExtras(checkpoint.state, _stored_names(checkpoint), extra, facts["tied"])
+    joined = {name: Joined(tuple(shape), transposed) for name, (shape, transposed) in facts["joined"].items()}
+    return _WithExtras(checkpoint.state, _stored_names(checkpoint), extra, facts["tied"], joined)
 
 
 # Masks of attention, which old files include.
 _MASKS = (r"\.masked_bias$",)
 
 
-def _stored_names(checkpoint: Checkpoint) -> dict[str, str]:
+def _stored_names(checkpoint: Checkpoint) -> dict[str, "str | ExpertParts"]:
     """The module's names of tensors → those in the files, which may be older or lack the module's prefix."""
     facts, state = _facts(checkpoint), checkpoint.state
     shapes, unknown = facts["shapes"], []
-    names: dict[str, str] = {}
+    rules = [ExpertNames(tuple(sources), target) for sources, target in facts["expert_names"]]
+    names: dict[str, str | ExpertParts] = {}
     for stored in state:
         name = stored
         for pattern, replacement in facts["renamings"]:
             name = re.sub(pattern, replacement, name)
+        rule, part = next(((rule, part) for rule in rules if (part := rule.find(name))), (None, None))
+        name = part[0] if part else name
         name = name if name in shapes else f"{facts['prefix']}.{name}"
-        if name in shapes:
+        if name in shapes and rule and part:
+            parts = names.setdefault(name, ExpertParts(rule))
+            assert isinstance(parts, ExpertParts)
+            parts.add(*part[1:], stored)
+        elif name in shapes:
             names[name] = stored
         elif not any(re.search(pattern, stored) for pattern in (*facts["ignored"], *_MASKS)):
             unknown.append(stored)
@@ -541,13 +556,22 @@ def _stored_names(checkpoint: Checkpoint) -> dict[str, str]:
         model = f"a model of type '{checkpoint.config.model_type}'"
         others = _and_others(unknown)
         raise InputError(f"the files of {checkpoint.name} hold '{unknown[0]:.120}'{others}, which {model} lacks")
-    shape_of: Any = getattr(state, "shape", None)
+    _check_shapes(checkpoint, names, shapes)
+    return names
+
+
+def _check_shapes(
+    checkpoint: Checkpoint, names: "Mapping[str, str | ExpertParts]", shapes: Mapping[str, list[int]]
+) -> None:
+    """Refuse a tensor that has another shape than its config says, where the files tell. Raises InputError."""
+    shape_of: Any = getattr(checkpoint.state, "shape", None)
     for name, stored in names.items() if shape_of is not None else ():
-        if list(shape := shape_of(stored)) != shapes[name]:
+        if isinstance(stored, ExpertParts):
+            stored.names(shapes[name][0])
+        elif list(shape := shape_of(stored)) != shapes[name]:
             raise InputError(
                 f"'{stored}' of {checkpoint.name} has the shape {list(shape)}, but its config says {shapes[name]}"
             )
-    return names
 
 
 def _and_others(names: list[str]) -> str:
@@ -559,7 +583,11 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
     The buffers are the non-persistent ones, as lists; tied parameters are name → the other name, both ways.
     """
+    from npu_sim.llm.experts import joined_parameters
+
     model = meta_model(checkpoint)
+    joined = joined_parameters(model)
+    names, renamings = _renamings(model)
     try:
         buffers = _buffers(model)
     except Exception as error:  # whatever a module's own initialization raises
@@ -571,10 +599,15 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "buffers": buffers,
         "tied": tied,
-        "shapes": {name: list(value.shape) for name, value in model.state_dict().items()},
+        "shapes": {
+            name: list(joined[name].shape if name in joined else value.shape)
+            for name, value in model.state_dict().items()
+        },
+        "joined": {name: [list(matrices.shape), matrices.transposed] for name, matrices in joined.items()},
+        "expert_names": [[list(rule.sources), rule.target] for rule in names],
         "prefix": model.base_model_prefix,
         "ignored": list(model._keys_to_ignore_on_load_unexpected or ()),
-        "renamings": _renamings(type(model).__name__),
+        "renamings": renamings,
         "state": _state_facts(checkpoint),
     }
 
@@ -593,14 +626,19 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         raise _unsupported(checkpoint, InputError(reason)) from error
 
 
-def _renamings(module: str) -> list[tuple[str, str]]:
-    """(pattern, replacement) of names that transformers itself changes when it loads files of a class of modules."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+def _renamings(model: Any) -> tuple[list[ExpertNames], list[tuple[str, str]]]:
+    """Rules by which transformers itself changes names in files of a model: of single experts, and of any other tensor.
 
-    rules = get_checkpoint_conversion_mapping(module) or ()
-    return [
+    The latter are pairs (pattern, replacement).
+    """
+    from transformers.conversion_mapping import extract_weight_conversions_for_model
+
+    rules = extract_weight_conversions_for_model(model) or ()
+    names = [rule for rule in map(expert_names, rules) if rule is not None]
+    return names, [
         (source, target)
         for rule in rules
+        if expert_names(rule) is None
         for source, target in zip(rule.source_patterns, rule.target_patterns, strict=False)
     ]
 
@@ -639,19 +677,31 @@ def _whole(config: Any) -> Any:
 class _WithExtras(Mapping[str, Any]):
     """A checkpoint's tensors by the module's names, with additional ones; nothing is copied.
 
-    Tied parameters are there under both of their names.
+    Tied parameters are there under both of their names, the matrices of a layer's experts as one.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], names: Mapping[str, str], extra: Mapping[str, Any], tied: Mapping[str, str]
+        self,
+        state: Mapping[str, Any],
+        names: "Mapping[str, str | ExpertParts]",
+        extra: Mapping[str, Any],
+        tied: Mapping[str, str],
+        joined: Mapping[str, Joined],
     ) -> None:
         self._state = state
         self._extra = extra
+        self._joined = joined
         alias = {name: names[other] for name, other in tied.items() if name not in names and other in names}
         self._names = {**names, **alias}
 
     def __getitem__(self, key: str) -> Any:
-        return self._extra[key] if key in self._extra else self._state[self._names[key]]
+        if key in self._extra:
+            return self._extra[key]
+        stored, joined = self._names[key], self._joined.get(key)
+        if isinstance(stored, ExpertParts):
+            return stored.matrix(self._state, self._joined[key])
+        value = self._state[stored]
+        return value if joined is None else joined.join(value)
 
     def __contains__(self, key: object) -> bool:
         return key in self._extra or key in self._names

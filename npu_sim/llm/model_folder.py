@@ -102,6 +102,7 @@ def _config(folder: Path, name: str) -> tuple[StoredConfig, dict[str, Any]]:
     settings = {
         "eos_ids": frozenset(generation["eos_ids"]),
         "repetition_penalty": generation["repetition_penalty"],
+        "sampling": generation["sampling"],
         "unsupported": tuple(generation["unsupported"]),
     }
     return StoredConfig(facts["config"], lambda: _read_config(folder)), settings

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: greedy decoding, or sampling with temperature, top-k and top-p.
+"""Choosing the next token from logits: greedy decoding, or sampling with temperature, filters, penalties and biases.
 
 `modules.drawn` is the same rule as part of a decode step on the device. top-p is nucleus sampling (Holtzman et al.,
 https://arxiv.org/abs/1904.09751).
@@ -36,8 +36,19 @@ def greedy(logits: Logits) -> int:
 class SamplingSettings:
     """The rule by which tokens are chosen: arguments of `make_sampler`.
 
+    What the device does not compute (all but temperature, top_k and top_p), the host does from the logits, in this
+    order: repetition penalty, frequency and presence penalties, bias, minimum length; then top_k, top_p, min_p and
+    typical_p, each of what the one before has left.
+
     Attributes:
         repetition_penalty: See `penalized`. Default: that of the checkpoint.
+        presence_penalty: Subtracted from the logits of new tokens that have occurred.
+        frequency_penalty: Subtracted as often as they have occurred.
+        min_p: Least probability of a token, as a share of that of the most probable one. Default: 0.
+        typical_p: Probability of the tokens that are kept, those nearest to the distribution's entropy (Meister et al.,
+            https://arxiv.org/abs/2202.00666). Default: 1.
+        logit_bias: Pairs of a token and what is added to its logit.
+        min_tokens: Number of new tokens before which the sequence does not end by itself.
     """
 
     temperature: float = 0.0
@@ -45,6 +56,23 @@ class SamplingSettings:
     top_p: float | None = None
     seed: int | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_p: float | None = None
+    typical_p: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are left out by more than top_k and top_p."""
+        return bool(self.min_p) or self.typical_p not in (None, 1)
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the host has to choose the tokens."""
+        changes = self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens
+        return bool(changes) or self.filters or self.repetition_penalty not in (None, 1)
 
 
 class Drawing:
@@ -91,6 +119,43 @@ def penalized(logits: Logits, tokens: Sequence[int], penalty: float) -> Logits:
     result, scores, factor = logits.copy(), logits[occurred], np.float32(penalty)
     result[occurred] = np.where(scores > 0, scores / factor, scores * factor)
     return result
+
+
+def adjusted(logits: Logits, sampling: SamplingSettings, tokens: Sequence[int], prompt_length: int) -> Logits:
+    """Logits [vocab] after the penalties and the bias, in this order.
+
+    Args:
+        tokens: The prompt and the new tokens so far.
+    """
+    penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
+    scores = penalized(logits, tokens, penalty)
+    scores = scores.copy() if scores is logits else scores
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        new, counts = np.unique(np.asarray(tokens[prompt_length:], np.int64), return_counts=True)
+        scores[new] -= np.float32(sampling.presence_penalty) + np.float32(sampling.frequency_penalty) * counts
+    for token, bias in sampling.logit_bias:
+        scores[token] += np.float32(bias)
+    return scores
+
+
+def check_sampling(sampling: SamplingSettings, vocab_size: int) -> None:
+    """Refuse settings out of their ranges, those of `make_sampler` aside. Raises InputError."""
+    if sampling.repetition_penalty is not None:
+        check_penalty(sampling.repetition_penalty)
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(sampling, name) <= 2:
+            raise InputError(f"{name} must be from -2 to 2, not {getattr(sampling, name)}")
+    if sampling.min_p is not None and not 0 <= sampling.min_p <= 1:
+        raise InputError(f"min_p must be from 0 to 1, not {sampling.min_p}")
+    if sampling.typical_p is not None and not 0 < sampling.typical_p <= 1:
+        raise InputError(f"typical_p must be above 0 and at most 1, not {sampling.typical_p}")
+    if sampling.min_tokens < 0:
+        raise InputError(f"min_tokens must be at least 0, not {sampling.min_tokens}")
+    for token, bias in sampling.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise InputError(f"logit_bias names token {token}, but the vocabulary is 0 to {vocab_size - 1}")
+        if not -100 <= bias <= 100:
+            raise InputError(f"the logit_bias of token {token} must be from -100 to 100, not {bias}")
 
 
 def check_penalty(penalty: float) -> None:
@@ -153,6 +218,47 @@ def choose(
             place = int(np.searchsorted(reached, goal, side="right"))
             return int(order[min(place, len(reached) - 1)])
         count *= _FIRST_SORTED
+
+
+def choose_filtered(logits: Logits, uniform: float, sampling: SamplingSettings) -> int:
+    """`choose` with min_p and typical_p too.
+
+    Each filter keeps at least the most probable token, or the most typical one. On ties, lower ids come first.
+
+    Raises:
+        NPUError: a logit is NaN or infinite.
+    """
+    ids, probabilities = kept_tokens(logits, sampling)
+    reached = np.cumsum(probabilities)
+    return int(ids[min(int(np.searchsorted(reached, uniform * reached[-1], side="right")), len(ids) - 1)])
+
+
+def kept_tokens(logits: Logits, sampling: SamplingSettings) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """The tokens that the filters keep, in descending order, and their probabilities, which sum to 1.
+
+    Raises:
+        NPUError: as in `choose_filtered`.
+    """
+    order = np.argsort(-_finite(logits), kind="stable")
+    scores = logits[order].astype(np.float64)
+    with np.errstate(over="ignore"):
+        weights = np.exp((scores - scores[0]) / sampling.temperature)
+    weights = weights[: sampling.top_k]
+    if sampling.top_p is not None:
+        reached = np.cumsum(weights)
+        weights = weights[reached - weights < sampling.top_p * reached[-1]]
+    weights = weights[: max(1, int((weights >= (sampling.min_p or 0)).sum()))]
+    probabilities = weights / weights.sum()
+    ids = order[: len(probabilities)]
+    if sampling.typical_p in (None, 1):
+        return ids, probabilities
+    with np.errstate(divide="ignore", invalid="ignore"):
+        surprise = -np.log(probabilities)
+        distance = np.abs(surprise - np.nansum(probabilities * surprise))
+    nearest = np.argsort(distance, kind="stable")
+    last = int((np.cumsum(probabilities[nearest]) < sampling.typical_p).sum())
+    typical = np.flatnonzero(distance <= distance[nearest[min(last, len(nearest) - 1)]])
+    return ids[typical], probabilities[typical] / probabilities[typical].sum()
 
 
 def choose_by(logits: Logits, settings: NDArray[np.float32], uniforms: NDArray[np.float32]) -> NDArray[np.int32]:

@@ -268,9 +268,8 @@ class LanguageModel:
             prompt,
             limit,
             self.eos_ids() if stop is None else stop,
-            sampling=SamplingSettings() if drawing is None else drawing.sampling,
+            sampling=drawing.sampling if drawing else SamplingSettings(repetition_penalty=self.repetition_penalty),
             sampler=sampler if by_host else None,
-            penalty=self.repetition_penalty,
         )
         return Generation(self, sequence, drawing)
 

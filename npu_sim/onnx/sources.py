@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import InputError, IRError, reading
+from npu_compiler.installing import install_command
 from npu_runtime.pytorch import require_torch
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from npu_sim.onnx.module import OnnxModule
 
 SUFFIX = ".onnx"
-INSTALL = "pip install 'npu-simulation[onnx]'"
 Sizes = Mapping[str, int | Sequence[int]]
 
 
@@ -59,7 +59,7 @@ def require_onnx() -> None:
     """Check that the packages that read ONNX are installed. Raises InputError if not."""
     require_torch("reading an ONNX model")
     if find_spec("onnx_ir") is None or find_spec("onnx") is None:
-        raise InputError(f"reading an ONNX model needs the packages onnx and onnx-ir: {INSTALL}")
+        raise InputError(f"reading an ONNX model needs the packages onnx and onnx-ir: {install_command('onnx')}")
 
 
 def ir_of_file(path: str | Path, sizes: Sizes | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Literal
@@ -22,7 +23,7 @@ from npu_sim.llm import Checkpoint
 from npu_sim.llm.engine.batch import BatchModel
 from npu_sim.llm.engine.core import EngineCore
 from npu_sim.llm.engine.stats import EngineStats
-from npu_sim.llm.sampling import check_penalty
+from npu_sim.llm.sampling import check_sampling
 from npu_sim.llm.speculation.lookup import Drafter, PromptLookup
 from npu_sim.serving.handle import Handle
 from npu_sim.serving.request import Request, Update
@@ -175,9 +176,14 @@ class Engine:
             raise InputError("stop strings need a tokenizer, which this engine does not have")
         if "" in request.stop:
             raise InputError("a stop string is empty")
-        penalty = request.sampling.repetition_penalty
-        penalty = self._penalty if penalty is None else penalty
-        check_penalty(penalty)
+        sampling = request.sampling
+        if sampling.repetition_penalty is None:
+            sampling = replace(sampling, repetition_penalty=self._penalty)
+        check_sampling(sampling, vocabulary)
+        stop_ids = self._stop_ids if request.stop_ids is None else request.stop_ids
+        if wrong := [token for token in request.stop_token_ids if not 0 <= token < vocabulary]:
+            raise InputError(f"stop_token_ids names token {wrong[0]}, but the vocabulary is 0 to {vocabulary - 1}")
+        stop_ids = (frozenset() if request.ignore_eos else stop_ids) | request.stop_token_ids
         # The last token needs no row of its own: nothing attends to it.
         limit = rows + 1 if request.max_new_tokens is None else min(len(prompt) + request.max_new_tokens, rows + 1)
         now, arrival = time.monotonic(), next(self._arrivals)
@@ -185,9 +191,8 @@ class Engine:
             arrival=arrival,
             tokens=[int(token) for token in prompt],
             limit=limit,
-            stop_ids=self._stop_ids if request.stop_ids is None else request.stop_ids,
-            sampling=request.sampling,
-            penalty=penalty,
+            stop_ids=stop_ids,
+            sampling=sampling,
             token_filter=request.token_filter,
             logprobs=request.logprobs,
             tenant=request.tenant,

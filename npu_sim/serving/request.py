@@ -30,6 +30,8 @@ class Request:
         max_new_tokens: Maximum number of new tokens. Default: until the context is full.
         stop_ids: Token ids that end the sequence and are not returned. Default: the model's end-of-sequence ids.
         stop: Strings that end the sequence and are not returned.
+        stop_token_ids: Further token ids that end the sequence.
+        ignore_eos: Whether `stop_ids` do not end the sequence.
         logprobs: If given, each token comes with its log probability and those of this many most probable ones.
         tenant: Blocks of the prefix cache are shared within a tenant only.
         token_filter: Restricts the tokens that may come next.
@@ -41,6 +43,8 @@ class Request:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     stop_ids: frozenset[int] | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
     logprobs: int | None = None
     tenant: str = ""
     token_filter: TokenFilter | None = None

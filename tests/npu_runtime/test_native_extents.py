@@ -105,6 +105,26 @@ def quantized_linear(o: Operands) -> NativeLaunch | None:
     return native.quantized_linear(o.floats(rows, k), weight, bias, residual, "none", o.floats(rows, n))
 
 
+def expert_linear(o: Operands) -> NativeLaunch | None:
+    count, n, k, rows = o.size(), o.size(), o.size(), o.size()
+    weight = native.pack_expert_weights(o.floats(count, n, k))
+    assert weight is not None
+    experts = o.index(count + 1, rows * o.rng.choice((1, 2, 3)))  # one of no expert among them
+    bias = o.floats(count, n) if o.rng.random() < 0.5 else None
+    return native.expert_linear(o.floats(rows, k), weight, experts, bias, o.floats(len(experts), n))
+
+
+def quantized_expert_linear(o: Operands) -> NativeLaunch | None:
+    count, rows, stored = o.size(), o.size(), quantized(o)
+    n, k = stored.shape
+    parts = [np.tile(stored.part(name), (count, 1)) for name in stored.format.parts(stored.shape)]
+    weight = native.pack_quantized_experts(QuantizedArray(stored.format, (count * n, k), *parts), count)
+    assert weight is not None
+    experts = o.index(count + 1, rows * o.rng.choice((1, 2)))
+    rounding = o.rng.choice(("none", "int8"))
+    return native.quantized_expert_linear(o.floats(rows, k), weight, experts, None, o.floats(len(experts), n), rounding)
+
+
 def quantized_embedding(o: Operands) -> NativeLaunch | None:
     weight, count = quantized(o), o.size()
     n, k = weight.shape
@@ -169,6 +189,8 @@ def paged_attention(o: Operands) -> NativeLaunch | None:
 MADE: list[Callable[[Operands], NativeLaunch | None]] = [
     gated_linear,
     quantized_linear,
+    expert_linear,
+    quantized_expert_linear,
     quantized_embedding,
     rope,
     index_copy_pair,

@@ -299,6 +299,8 @@ def test_a_penalty_is_that_of_transformers(rng: np.random.Generator) -> None:
         ({"guidance_scale": 1.5}, "asks for guidance_scale=1.5"),
         ({"repetition_penalty": 0.0}, "0.0 for 'repetition_penalty'"),
         ({"repetition_penalty": "x"}, "repetition_penalty"),
+        ({"do_sample": True, "min_p": 1.5}, "1.5 for 'min_p', which is a number from 0 to 1"),
+        ({"do_sample": True, "top_p": "x"}, "'x' for 'top_p', which is a number above 0 and at most 1"),
     ],
 )
 def test_what_a_generation_config_asks_for_is_not_dropped(
@@ -308,6 +310,14 @@ def test_what_a_generation_config_asks_for_is_not_dropped(
     for opening in (LanguageModel, PagedModel):
         with pytest.raises(InputError, match=message):
             opening(load_checkpoint(folder, "float32"), device="cpu")
+
+
+@pytest.mark.parametrize("do_sample", [True, False, ...])
+def test_sampling_settings_are_read_unless_it_says_not_to_sample(llama: Path, tmp_path: Path, do_sample: Any) -> None:
+    fields = {"temperature": 0.6, "top_k": 20, "top_p": 1.0, "do_sample": do_sample}
+    folder = changed(llama, tmp_path / "m", "generation_config.json", **fields)
+    wanted = {} if do_sample is False else {"temperature": 0.6, "top_k": 20}
+    assert load_checkpoint(folder).sampling == wanted
 
 
 def test_neutral_settings_of_generation_are_taken(llama: Path, tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,11 @@ import pytest
 from fake_engine import CONTEXT, HERMES, LLAMA, Script, Served, served, text_checkpoint
 
 from npu_sim.llm import Checkpoint
+from npu_sim.serving.http.errors import APIError
+from npu_sim.serving.http.schemas import ChatRequest, parse
+from npu_sim.serving.http.text import ModelText
 from npu_sim.serving.http.tools import CallParser, format_of
-from npu_sim.serving.request import Request
+from npu_sim.serving.request import Request, SamplingSettings
 
 HELLO = [{"role": "user", "content": "Hi"}]
 WEATHER = {
@@ -171,8 +177,22 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, "but the context holds 2048"),
     ({"top_logprobs": 2}, "'top_logprobs' is for 'logprobs': true"),
     ({"stream_options": {"include_usage": True}}, "'stream_options' is for 'stream': true"),
-    ({"frequency_penalty": 0.5}, "'frequency_penalty' is not supported; leave it out"),
-    ({"logit_bias": {"5": 1}}, "'logit_bias' is not supported"),
+    ({"frequency_penalty": 2.5}, "invalid 'frequency_penalty': input should be less than or equal to 2"),
+    ({"presence_penalty": -3}, "invalid 'presence_penalty': input should be greater than or equal to -2"),
+    ({"repetition_penalty": 0}, "invalid 'repetition_penalty': input should be greater than 0"),
+    ({"min_p": 2}, "invalid 'min_p'"),
+    ({"typical_p": 0}, "invalid 'typical_p'"),
+    ({"min_tokens": -1}, "invalid 'min_tokens'"),
+    ({"stop_token_ids": [-1]}, "invalid 'stop_token_ids.0'"),
+    ({"logit_bias": {"the": 1}}, "'logit_bias' names 'the', which is no token id"),
+    ({"logit_bias": {"5": 101}}, "invalid 'logit_bias.5': input should be less than or equal to 100"),
+    ({"best_of": 2}, "unknown parameter 'best_of'"),
+    ({"reasoning_effort": "low"}, "has no variable 'reasoning_effort'"),
+    ({"reasoning_effort": "most"}, "invalid 'reasoning_effort'"),
+    ({"guided_regex": "[a-"}, "the regular expression cannot be used"),
+    ({"guided_grammar": "start: x"}, "the grammar cannot be used"),
+    ({"guided_regex": "a", "guided_grammar": "b"}, "'guided_regex' and 'guided_grammar' exclude each other"),
+    ({"guided_regex": "a", "tools": [CLOCK]}, "exclude 'tools' and 'response_format'"),
     ({"tool_choice": "required"}, "'tool_choice' needs 'tools'"),
     ({"tools": [CLOCK, CLOCK]}, "two of 'tools' have the same name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid 'tools.0.function.name'"),
@@ -209,7 +229,8 @@ def test_a_wrong_chat_is_refused_by_name(client: Any, server: Served, wrong: dic
         ({"prompt": {"a": 1}}, "invalid 'prompt'"),
         ({"echo": True, "logprobs": 1}, "'echo' is not supported; leave out 'logprobs', or 'echo'"),
         ({"suffix": "x"}, "unknown parameter 'suffix'"),
-        ({"best_of": 3}, "'best_of' is not supported"),
+        ({"best_of": 2, "n": 3}, "'best_of' must be at least 'n'"),
+        ({"best_of": 3, "stream": True}, "'best_of' needs whole replies; leave out 'stream'"),
     ],
 )
 def test_a_wrong_completion_is_refused_by_name(client: Any, wrong: dict[str, Any], message: str) -> None:
@@ -222,6 +243,112 @@ def test_parameters_that_ask_for_nothing_are_taken(client: Any) -> None:
         model="tiny", messages=HELLO, frequency_penalty=0, presence_penalty=0.0, logit_bias={}, store=False, user="me",
         parallel_tool_calls=True, response_format={"type": "text"}, metadata={"a": "b"},
     )  # fmt: skip
+
+
+def test_settings_of_sampling_reach_the_engine(client: Any, server: Served) -> None:
+    client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        logit_bias={"7": -100, "9": 2.5},
+        extra_body={"min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.3, "min_tokens": 4,
+                    "stop_token_ids": [11], "ignore_eos": True},
+    )  # fmt: skip
+    request = server.engine.requests[-1]
+    expected = SamplingSettings(1.0, None, None, None, 1.3, 0.5, -1.0, 0.1, 0.9, ((7, -100.0), (9, 2.5)), 4)
+    assert request.sampling == expected
+    assert (request.stop_token_ids, request.ignore_eos) == (frozenset({11}), True)
+
+
+def test_settings_of_the_generation_config_hold_where_a_request_names_none(checkpoint: Checkpoint) -> None:
+    wise = replace(checkpoint, sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95})
+    with served(wise) as running:
+        client = client_of(running)
+        client.chat.completions.create(model="tiny", messages=HELLO)
+        client.chat.completions.create(model="tiny", messages=HELLO, temperature=0, top_p=1)
+        first, second = (request.sampling for request in running.engine.requests[-2:])
+        (model,) = client.models.list()
+        assert model.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert (first.temperature, first.top_k, first.top_p) == (0.6, 20, 0.95)
+    assert (second.temperature, second.top_k, second.top_p) == (0.0, 20, None)
+
+
+def test_texts_become_tokens_and_tokens_texts(server: Served, checkpoint: Checkpoint) -> None:
+    def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        sent = urllib.request.Request(
+            f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(sent) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    ids = checkpoint.tokenizer.encode("the cat")
+    whole = {"tokens": ids, "count": len(ids), "max_model_len": CONTEXT}
+    assert post("/tokenize", {"prompt": "the cat"}) == (200, whole)
+    assert post("/detokenize", {"model": "tiny", "tokens": ids}) == (200, {"prompt": "the cat"})
+    _, chat = post("/tokenize", {"messages": HELLO})
+    server.engine.requests.clear()
+    client_of(server).chat.completions.create(model="tiny", messages=HELLO)
+    assert tuple(chat["tokens"]) == server.engine.requests[-1].prompt
+    for path, body, message in (
+        ("/tokenize", {}, "give either 'prompt' or 'messages'"),
+        ("/tokenize", {"prompt": "x", "model": "huge"}, "there is no model 'huge' here"),
+        ("/detokenize", {"tokens": [999]}, "the model has no token 999; ids are 0 to 303"),
+        ("/detokenize", {"tokens": [-1]}, "invalid 'tokens.0'"),
+    ):
+        status, reply = post(path, body)
+        assert status in (400, 404)
+        assert message in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"guided_regex": "[0-9]{2}/[a-c]"}, "42/b", "4/b"),
+        ({"guided_grammar": 'root ::= "yes" | "no"'}, "no", "maybe"),
+        ({"guided_grammar": 'start: "yes" | "no"'}, "yes", "none"),
+    ],
+)
+def test_guided_replies_follow_their_grammar(
+    client: Any, server: Served, checkpoint: Checkpoint, fields: dict[str, str], right: str, wrong: str
+) -> None:
+    client.chat.completions.create(model="tiny", messages=HELLO, extra_body=fields)
+    client.completions.create(model="tiny", prompt="Hi", extra_body=fields)
+    chat, plain = (request.token_filter for request in server.engine.requests[-2:])
+    assert chat is not None
+    assert chat.rules == plain.rules
+    for text, follows in ((right, True), (wrong, False)):
+        rules = ModelText(checkpoint).grammars.filter(chat.rules)
+        allowed = True
+        for token in checkpoint.tokenizer.encode(text, add_special_tokens=False):
+            allowed = allowed and bool(rules.allowed()[token])
+            if allowed:
+                rules.advance(token)
+        assert allowed == follows, text
+
+
+def test_unknown_parameters_are_left_out_where_asked_for() -> None:
+    body = {"model": "tiny", "messages": HELLO, "foo": 1, "modalities": ["audio"], "temperature": 0.5}
+    with pytest.raises(APIError, match="unknown parameter 'foo'|not supported"):
+        parse(ChatRequest, body)
+    assert parse(ChatRequest, body, lenient=True).temperature == 0.5
+    with pytest.raises(APIError, match="invalid 'temperature'"):
+        parse(ChatRequest, {**body, "temperature": 3}, lenient=True)
+
+
+def test_reasoning_effort_is_a_variable_of_the_template() -> None:
+    body = {"model": "tiny", "messages": HELLO, "reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}
+    assert parse(ChatRequest, body).template_values == {"reasoning_effort": "low", "thinking": True}
+
+
+def test_the_most_probable_of_several_completions_is_returned(client: Any, server: Served) -> None:
+    reply = client.completions.create(model="tiny", prompt=["Hi", "the cat"], n=2, best_of=3)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert all(choice.text == "Hello, world!" and choice.logprobs is None for choice in reply.choices)
+    assert [request.logprobs for request in server.engine.requests[-6:]] == [0] * 6
 
 
 def test_an_error_of_the_engine_reaches_the_client(checkpoint: Checkpoint) -> None:

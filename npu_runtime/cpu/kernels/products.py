@@ -45,6 +45,18 @@ def gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     outputs[0][...] = activated(gate.copy(), params["activation"]) * up
 
 
+@cpu_kernel("expert_matmul_kernel")
+def expert_product(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[m] = x[m · R / M] · weight[experts[m]]ᵀ + bias[experts[m]], or 0 where there is no such expert."""
+    x, weight, experts, *bias = inputs
+    shared = len(experts) // len(x)
+    outputs[0][...] = 0
+    for expert in np.unique(experts[(experts >= 0) & (experts < len(weight))]):
+        places = np.flatnonzero(experts == expert)
+        product = as_float32(x)[places // shared] @ as_float32(weight[expert]).T
+        outputs[0][places] = product + as_float32(bias[0][expert]) if bias else product
+
+
 @cpu_kernel("batched_matmul_kernel")
 def batched_matmul(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """out[…, M, N] = scale · a[…, M, K] · b[…, K, N]; integers multiply as integers."""

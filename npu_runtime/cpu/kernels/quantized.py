@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from npu_compiler.graph.quantization import dequantize_rows, quantize_rows
 from npu_runtime.cpu.bound_call import Params
-from npu_runtime.cpu.kernels.products import attention, gated_linear, linear
+from npu_runtime.cpu.kernels.products import attention, expert_product, gated_linear, linear
 from npu_runtime.cpu.kernels.registry import Arrays, cpu_kernel, in_range
 from npu_runtime.cpu.quantized_weights import rounded_rows, stored_weight, weight_parts
 
@@ -19,6 +19,13 @@ def quantized_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 def quantized_gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     parts, (x, *rest) = weight_parts(inputs, params, 1)
     gated_linear([rounded_rows(x, params), stored_weight(parts, params).dequantize(), *rest], outputs, params)
+
+
+@cpu_kernel("quantized_expert_matmul_kernel")
+def quantized_expert_product(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    parts, (x, *rest) = weight_parts(inputs, params, 1)
+    weight = stored_weight(parts, params).dequantize().reshape(params["e"], outputs[0].shape[1], -1)
+    expert_product([rounded_rows(x, params), weight, *rest], outputs, params)
 
 
 @cpu_kernel("quantized_embedding_kernel")

@@ -4,12 +4,22 @@ from npu_runtime.cpu.native.attention.attention import RoundedCache, attention, 
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available
 from npu_runtime.cpu.native.build import failure_reason
 from npu_runtime.cpu.native.movement.movement import copy, embedding, index_copy, index_copy_pair, index_select
-from npu_runtime.cpu.native.products.linear import PackedWeight, gated_linear, linear, pack_linear_weight
+from npu_runtime.cpu.native.products.linear import (
+    PackedExperts,
+    PackedWeight,
+    expert_linear,
+    gated_linear,
+    linear,
+    pack_expert_weights,
+    pack_linear_weight,
+)
 from npu_runtime.cpu.native.products.matmul import matmul
 from npu_runtime.cpu.native.quantized.quantized import (
     PackedQuantized,
     pack_quantized,
+    pack_quantized_experts,
     quantized_embedding,
+    quantized_expert_linear,
     quantized_gated_linear,
     quantized_linear,
 )
@@ -21,6 +31,7 @@ from npu_runtime.cpu.native.rows.rope import rope
 __all__ = [
     "NativeLaunch",
     "NativeSequence",
+    "PackedExperts",
     "PackedQuantized",
     "PackedWeight",
     "RoundedCache",
@@ -33,6 +44,7 @@ __all__ = [
     "copy",
     "elementwise",
     "embedding",
+    "expert_linear",
     "failure_reason",
     "gated_linear",
     "index_copy",
@@ -42,11 +54,14 @@ __all__ = [
     "linear",
     "matmul",
     "mul",
+    "pack_expert_weights",
     "pack_linear_weight",
     "pack_quantized",
+    "pack_quantized_experts",
     "paged_attention",
     "place_of_extreme",
     "quantized_embedding",
+    "quantized_expert_linear",
     "quantized_gated_linear",
     "quantized_index_copy",
     "quantized_linear",

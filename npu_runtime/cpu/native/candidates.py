@@ -98,6 +98,36 @@ def _packed_quantized(call: ArrayCall, bias: int | None) -> native.PackedQuantiz
     return packed
 
 
+@_accelerates("expert_matmul_kernel")
+def _expert_linear(call: ArrayCall) -> NativeLaunch | None:
+    (bias,) = call.optional(("has_bias",), 3)
+    if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
+        return None
+    weight = call.prepared(1, "experts", native.pack_expert_weights)
+    if weight is None:
+        return None
+    return native.expert_linear(call.inputs[0], weight, call.inputs[2], call.at(bias), call.out)
+
+
+@_accelerates("quantized_expert_matmul_kernel")
+def _quantized_expert_linear(call: ArrayCall) -> NativeLaunch | None:
+    operands, (_, _, *bias) = weight_parts(call.operands, call.params, 1)
+    if not all(operand.is_constant for operand in (*operands, *bias)):
+        return None
+    parts, (x, experts, *biases) = weight_parts(call.inputs, call.params, 1)
+    count = call.params["e"]
+    weight = call.prepared(
+        1,
+        f"experts{count}",
+        lambda _: native.pack_quantized_experts(stored_weight(parts, call.params), count),
+        range(2, 1 + len(parts)),
+    )
+    if weight is None:
+        return None
+    activations = call.params.get("activations", "none")
+    return native.quantized_expert_linear(x, weight, experts, biases[0] if biases else None, call.out, activations)
+
+
 @_accelerates("quantized_embedding_kernel")
 def _quantized_embedding(call: ArrayCall) -> NativeLaunch | None:
     parts, (ids,) = weight_parts(call.inputs, call.params, 0)

@@ -1,20 +1,29 @@
 """Host-side choice from an output's logits: a token, for grammars and penalties, and log probabilities."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from npu_compiler.errors import NPUError
 from npu_sim.llm.engine.sequence import TokenFilter, TokenLogprobs
-from npu_sim.llm.sampling import Logits, SamplingSettings, choose, greedy
+from npu_sim.llm.sampling import Logits, SamplingSettings, choose, choose_filtered, greedy
 
 GRAMMAR_FAILED = "the output cannot follow its grammar"  # begins the error of a sequence whose grammar is to blame
 
 
-def choose_token(logits: Logits, filter: TokenFilter | None, sampling: SamplingSettings, uniform: float) -> int:
+def choose_token(
+    logits: Logits,
+    filter: TokenFilter | None,
+    sampling: SamplingSettings,
+    uniform: float,
+    banned: Collection[int] = (),
+) -> int:
     """The token that the rule of `npu_sim.llm.sampling` chooses from those that a grammar allows, or from all.
 
     Args:
         logits: [vocab].
         uniform: A random number from [0, 1).
+        banned: Tokens that are not chosen unless the grammar allows no others.
 
     Raises:
         NPUError: no token is allowed, or the logits are not finite.
@@ -22,9 +31,14 @@ def choose_token(logits: Logits, filter: TokenFilter | None, sampling: SamplingS
     allowed = np.arange(len(logits)) if filter is None else np.flatnonzero(filter.allowed())
     if not len(allowed):
         raise NPUError(f"{GRAMMAR_FAILED}: it allows no further token")
+    if len(rest := np.setdiff1d(allowed, np.fromiter(banned, np.int64))):
+        allowed = rest
+    scores = logits[allowed]
     if sampling.temperature == 0:
-        return int(allowed[greedy(logits[allowed])])
-    place = choose(logits[allowed], uniform, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+        return int(allowed[greedy(scores)])
+    if sampling.filters:
+        return int(allowed[choose_filtered(scores, uniform, sampling)])
+    place = choose(scores, uniform, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
     return int(allowed[place])
 
 

@@ -23,7 +23,7 @@ from npu_sim.llm.engine.planned_step import Choice, PlannedStep
 from npu_sim.llm.engine.scheduler import Scheduler
 from npu_sim.llm.engine.sequence import FinishReason, Sequence, TokenLogprobs
 from npu_sim.llm.engine.stats import EngineStats, Observations
-from npu_sim.llm.sampling import NOT_FINITE, Logits, penalized
+from npu_sim.llm.sampling import NOT_FINITE, Logits, adjusted
 from npu_sim.llm.speculation.lookup import Drafter
 
 
@@ -309,20 +309,21 @@ class EngineCore:
         return output
 
     def _choose(self, output: SequenceOutput, token: int, logits: Logits) -> int:
-        """The next token of a sequence, by its grammar, penalty or sampler if it has one, else the device's choice.
+        """The next token of a sequence, by its own rules if the host has to choose, else the device's choice.
 
         It follows the sequence and the output's tokens so far; its log probability is added to the output.
         """
         sequence = output.sequence
-        filter, penalty = sequence.token_filter, sequence.penalty
-        if filter is not None or penalty != 1 or sequence.sampler is not None:
+        filter, sampling = sequence.token_filter, sequence.sampling
+        if filter is not None or sampling.by_host or sequence.sampler is not None:
             tokens = sequence.tokens + output.tokens
-            scores = penalized(logits, tokens, penalty)
+            scores = adjusted(logits, sampling, tokens, sequence.prompt_length)
             if sequence.sampler is not None:
                 token = sequence.sampler(scores)
             else:
-                uniform = sequence.uniform(len(tokens) - sequence.prompt_length)
-                token = choose_token(scores, filter, sequence.sampling, uniform)
+                new = len(tokens) - sequence.prompt_length
+                banned = sequence.stop_ids if new < sampling.min_tokens else ()
+                token = choose_token(scores, filter, sampling, sequence.uniform(new), banned)
             if filter is not None and token not in sequence.stop_ids:
                 filter.advance(token)
         if sequence.logprobs is not None:

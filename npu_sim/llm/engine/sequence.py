@@ -45,7 +45,6 @@ class Sequence:
         stop_ids: Token ids that end the sequence.
         sampling: Rule by which tokens are chosen.
         sampler: Chooses each token on the host instead, from the logits.
-        penalty: Repetition penalty; see `npu_sim.llm.sampling.penalized`.
         token_filter: Grammar that the tokens follow.
         logprobs: Number of the most probable tokens whose log probabilities come with each token. None: none come.
         tenant: Blocks are shared within a tenant only.
@@ -77,7 +76,6 @@ class Sequence:
     stop_ids: frozenset[int]
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     sampler: Sampler | None = None
-    penalty: float = 1.0
     token_filter: TokenFilter | None = None
     logprobs: int | None = None
     tenant: str = ""
@@ -107,7 +105,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
         self.budget = DraftBudget(self.prompt_length)
-        by_host = self.sampler is not None or self.token_filter is not None or self.penalty != 1
+        by_host = self.sampler is not None or self.token_filter is not None or self.sampling.by_host
         self.reads_logits = by_host or self.logprobs is not None
         how = self.sampling
         sampler = make_sampler(how.temperature, top_k=how.top_k, top_p=how.top_p, seed=how.seed)

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from npu_compiler.version import __version__
@@ -23,8 +24,9 @@ from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics
 from npu_sim.serving.http.middleware import GuardMiddleware
 from npu_sim.serving.http.replies import Writer, reply
-from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
+from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from npu_sim.serving.http.service import ServedModel, Service
+from npu_sim.serving.http.tools import template_messages
 from npu_sim.serving.request import Request as EngineRequest
 
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
@@ -49,18 +51,26 @@ class Application:
 
 
 def make_application(
-    model: ServedModel, engine: EngineLike, keys: APIKeys, limits: Limits, *, only_loopback: bool = False
+    model: ServedModel,
+    engine: EngineLike,
+    keys: APIKeys,
+    limits: Limits,
+    *,
+    only_loopback: bool = False,
+    lenient: bool = False,
 ) -> Application:
     """The application that serves a model by an engine.
 
     Args:
         only_loopback: Answer only requests to a name of this machine's loopback device.
+        lenient: Ignore parameters that are unknown or not supported, instead of refusing them.
     """
     metrics = Metrics(engine)
-    service = Service(model, engine, limits, metrics)
+    service = Service(model, engine, limits, metrics, lenient)
     app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
     guard = GuardMiddleware(app, keys, limits, metrics, only_loopback=only_loopback)
     _add_generation(app, service)
+    _add_tokens(app, service)
     _add_models(app, model)
     _add_health(app, guard, service)
     _add_page(app)
@@ -74,7 +84,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest), response_model=None)
     async def chat(request: Request) -> Response:
         def prepare(data: Any, tenant: str) -> tuple[ChatRequest, list[EngineRequest], Writer]:
-            body = parse(ChatRequest, data)
+            body = parse(ChatRequest, data, service.lenient)
             service.check_model(body.model)
             return body, chat_requests(service, body, tenant), ChatWriter(service, body)
 
@@ -83,12 +93,45 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=_body(CompletionRequest), response_model=None)
     async def complete(request: Request) -> Response:
         def prepare(data: Any, tenant: str) -> tuple[CompletionRequest, list[EngineRequest], Writer]:
-            body = parse(CompletionRequest, data)
+            body = parse(CompletionRequest, data, service.lenient)
             service.check_model(body.model)
             requests = completion_requests(service, body, tenant)
             return body, requests, CompletionWriter(service, body, requests)
 
         return await _generate(request, service, prepare)
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    text, context = service.model.text, service.model.context_length
+
+    def encoded(data: Any) -> dict[str, Any]:
+        body = parse(TokenizeRequest, data, service.lenient)
+        service.check_model(body.model or service.model.name)
+        if body.messages is None:
+            service.check_text(body.prompt or "", "prompt")
+            ids = text.encode(body.prompt or "", body.add_special_tokens)
+        else:
+            messages, tools = template_messages(body.messages, [], text.tool_format)
+            ids = text.encode_chat(text.chat_text(messages, tools, {}))
+        return {"tokens": ids, "count": len(ids), "max_model_len": context}
+
+    def decoded(data: Any) -> dict[str, Any]:
+        body = parse(DetokenizeRequest, data, service.lenient)
+        service.check_model(body.model or service.model.name)
+        if wrong := [token for token in body.tokens if token >= text.vocab_size]:
+            last = text.vocab_size - 1
+            raise APIError(400, f"the model has no token {wrong[0]}; ids are 0 to {last}", param="tokens")
+        return {"prompt": text.decode(body.tokens)}
+
+    def add(path: str, kind: type[TokenizeRequest] | type[DetokenizeRequest], answer: Callable[[Any], Any]) -> None:
+        async def route(request: Request) -> JSONResponse:
+            data = await read_body(request, service.limits)
+            return JSONResponse(await service.in_thread(lambda: answer(parse_json(data))))
+
+        app.add_api_route(path, route, methods=["POST"], openapi_extra=_body(kind), response_model=None)
+
+    add("/tokenize", TokenizeRequest, encoded)
+    add("/detokenize", DetokenizeRequest, decoded)
 
 
 async def _generate(
@@ -109,7 +152,7 @@ async def _generate(
     )
 
 
-def _body(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+def _body(kind: type[BaseModel]) -> dict[str, Any]:
     """A route's body for /openapi.json, since the route reads it itself: after the limits, not before them."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
@@ -121,6 +164,7 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
         "created": model.created,
         "owned_by": "npu-simulation",
         "context_length": model.context_length,
+        "sampling": dict(model.text.sampling),
     }
 
     @app.get("/v1/models")

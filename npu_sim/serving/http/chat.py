@@ -24,7 +24,7 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str) -> list[Requ
     """
     text = service.model.text
     messages, tools = template_messages(body.messages, body.offered, text.tool_format)
-    conversation = text.chat_text(messages, tools, body.chat_template_kwargs or {})
+    conversation = text.chat_text(messages, tools, body.template_values)
     service.check_text(conversation, "messages")
     prompt = text.encode_chat(conversation)
     most = service.check_lengths(prompt, body.max_completion_tokens or body.max_tokens, "messages")
@@ -32,8 +32,8 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str) -> list[Requ
         Request(
             prompt=tuple(prompt),
             max_new_tokens=most,
-            sampling=body.sampling(choice),
-            stop=body.stops,
+            sampling=body.sampling(choice, service.model.text.sampling),
+            **body.ends,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tenant=tenant,
             token_filter=_filter(text, body),
@@ -48,6 +48,8 @@ def _filter(text: ModelText, body: ChatRequest) -> TokenFilter | None:
     if body.must_call:
         rules = text.tool_format.rules(body.offered, several=_several(body))
         return text.grammars.filter(rules)
+    if guided := text.guided(body.guided_regex, body.guided_grammar):
+        return guided
     if body.response_format is None or body.response_format.type == "text":
         return None
     wanted = body.response_format.json_schema

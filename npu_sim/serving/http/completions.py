@@ -33,13 +33,14 @@ def completion_requests(service: Service, body: CompletionRequest, tenant: str) 
             Request(
                 prompt=tuple(prompt),
                 max_new_tokens=most,
-                sampling=body.sampling(number * body.choices + choice),
-                stop=body.stops,
-                logprobs=body.logprobs,
+                sampling=body.sampling(number * body.drawn + choice, service.model.text.sampling),
+                **body.ends,
+                logprobs=0 if body.logprobs is None and body.drawn > body.choices else body.logprobs,
                 tenant=tenant,
+                token_filter=service.model.text.guided(body.guided_regex, body.guided_grammar),
                 timeout=service.limits.request_seconds,
             )
-            for choice in range(body.choices)
+            for choice in range(body.drawn)
         ]
     return requests
 
@@ -78,7 +79,9 @@ class CompletionWriter:
         self._is_stream = bool(body.stream)
         if self._wants_logprobs:
             self._text.prepare_token_bytes()
-        self.prompts: Sequence[int] = range(0, len(requests), body.choices)
+        self._likelihoods: list[list[float]] = [[] for _ in requests]  # log probabilities of tokens, for `best_of`
+        self._drawn, self._kept = body.drawn, body.choices
+        self.prompts: Sequence[int] = range(0, len(requests), body.drawn)
 
     def begin(self) -> Iterator[dict[str, Any]]:
         for choice, echo in enumerate(self._echoes):
@@ -87,7 +90,9 @@ class CompletionWriter:
 
     def chunks(self, choice: int, update: Update) -> Iterator[dict[str, Any]]:
         self._reasons[choice] = update.finish_reason
-        logprobs = self._logprobs_chunk(choice, update.logprobs) if update.logprobs else None
+        self._likelihoods[choice] += [entry.logprob for entry in update.logprobs]
+        shown = self._wants_logprobs and update.logprobs
+        logprobs = self._logprobs_chunk(choice, update.logprobs) if shown else None
         if not self._is_stream:
             self._texts[choice].append(update.text)
             self._logprobs[choice] += [] if logprobs is None else [logprobs]
@@ -129,14 +134,26 @@ class CompletionWriter:
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         choices = [
             {
-                "index": choice,
-                "text": "".join(texts),
+                "index": index,
+                "text": "".join(self._texts[choice]),
                 "logprobs": self._joined(choice) if self._wants_logprobs else None,
                 "finish_reason": self._reasons[choice],
             }
-            for choice, texts in enumerate(self._texts)
+            for index, choice in enumerate(self._best())
         ]
         return {"object": "text_completion", **self._fields, "choices": choices, "usage": usage}
+
+    def _best(self) -> list[int]:
+        """The choices that are returned: for each prompt those with the highest log probability per token."""
+
+        def likelihood(choice: int) -> float:
+            values = self._likelihoods[choice]
+            return sum(values) / len(values) if values else 0.0
+
+        groups = [range(first, first + self._drawn) for first in self.prompts]
+        if self._drawn == self._kept:
+            return [choice for group in groups for choice in group]
+        return [choice for group in groups for choice in sorted(group, key=likelihood, reverse=True)[: self._kept]]
 
     def _joined(self, choice: int) -> dict[str, Any]:
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

@@ -9,12 +9,14 @@ model may go on writing newlines.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from npu_compiler.errors import InputError, NPUError
@@ -75,25 +77,46 @@ class Grammars:
         """The bytes of a token, which need not be whole characters."""
         return bytes(self.tokenizer.decode_bytes([token]))
 
-    def filter(self, rules: str) -> GrammarFilter:
-        """The filter of a grammar, from `json_rules` or `call_rules`.
+    def filter(self, rules: str, what: str = "JSON schema") -> GrammarFilter:
+        """The filter of a grammar, from `json_rules`, `call_rules` or `guided_rules`.
+
+        Args:
+            what: What the request has given, for the error.
 
         Raises:
-            InputError: a JSON schema in it is invalid, uses what llguidance lacks, allows nothing, or is too large.
+            InputError: it is invalid, uses what llguidance lacks, allows nothing, or is too large.
         """
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(rules), log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise InputError(f"the JSON schema cannot be used: {matcher.get_error().splitlines()[0]}")
+            raise InputError(f"the {what} cannot be used: {matcher.get_error().splitlines()[0]}")
         matcher.compute_bitmask()
         if matcher.is_error():
             reason = matcher.get_error().splitlines()[0]
-            raise InputError(f"the JSON schema cannot be used: it allows no value, or is too large ({reason})")
+            raise InputError(f"the {what} cannot be used: it allows no text, or is too large ({reason})")
         return GrammarFilter(rules, matcher, self._source[1])
 
 
 def json_rules(schema: Mapping[str, Any]) -> str:
     """The grammar of a JSON text that fits a schema."""
     return f"start: {_json(schema)}\n"
+
+
+def guided_rules(regex: str | None, grammar: str | None) -> str:
+    """The grammar of a text that matches a regular expression, or the rules of a request in Lark or GBNF.
+
+    Raises:
+        InputError: the grammar in GBNF cannot be read.
+    """
+    if grammar is None:
+        escaped = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", regex or "").replace("\n", "\\n")
+        return f"start: TEXT\nTEXT: /{escaped}/\n"
+    try:
+        rules: str = any_to_lark(grammar)
+    except Exception as error:  # the converter raises errors of many types
+        raise InputError(
+            f"the grammar cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
+    return rules
 
 
 def call_rules(calls: Sequence[tuple[str, Mapping[str, Any] | None, str]], *, separator: str | None) -> str:

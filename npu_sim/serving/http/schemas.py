@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,13 +18,11 @@ Array = Annotated[list[Item], Field(fail_fast=True)]
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 # Parameters that clients send by default, and the values that ask for nothing beyond what this server does.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
@@ -48,6 +47,17 @@ class _Sampled(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    stop_token_ids: Annotated[Array[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    guided_regex: NonEmpty | None = None
+    guided_grammar: NonEmpty | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: NonEmpty | Annotated[Array[NonEmpty], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -59,6 +69,10 @@ class _Sampled(_Body):
     def _options_need_a_stream(self) -> _Sampled:
         if self.stream_options is not None and not self.stream:
             raise ValueError("'stream_options' is for 'stream': true")
+        if self.guided_regex is not None and self.guided_grammar is not None:
+            raise ValueError("'guided_regex' and 'guided_grammar' exclude each other")
+        if wrong := [token for token in self.logit_bias or () if not token.isascii() or not token.isdigit()]:
+            raise ValueError(f"'logit_bias' names {wrong[0]!r:.40}, which is no token id")
         return self
 
     @property
@@ -74,12 +88,40 @@ class _Sampled(_Body):
         """Whether a stream ends with a chunk that counts tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, choice: int) -> SamplingSettings:
-        """The settings of one choice; each has a seed of its own, so that they differ."""
-        seed = None if self.seed is None else (self.seed + choice) % 2**64
-        temperature = 1.0 if self.temperature is None else self.temperature
-        top_p = None if self.top_p == 1 else self.top_p
-        return SamplingSettings(temperature, self.top_k, top_p, seed)
+    def sampling(self, choice: int, defaults: Mapping[str, float]) -> SamplingSettings:
+        """The settings of one choice; each has a seed of its own, so that they differ.
+
+        Args:
+            defaults: Settings that the checkpoint's generation config names, where the request does not.
+        """
+
+        def chosen(name: str, otherwise: Any = None) -> Any:
+            own = getattr(self, name)
+            return defaults.get(name, otherwise) if own is None else own
+
+        top_p = chosen("top_p")
+        return SamplingSettings(
+            float(chosen("temperature", 1.0)),
+            chosen("top_k"),
+            None if top_p == 1 else top_p,
+            None if self.seed is None else (self.seed + choice) % 2**64,
+            self.repetition_penalty,
+            self.presence_penalty or 0.0,
+            self.frequency_penalty or 0.0,
+            chosen("min_p"),
+            chosen("typical_p"),
+            tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            self.min_tokens or 0,
+        )
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """Fields of a `Request` that say what ends a sequence."""
+        return {
+            "stop": self.stops,
+            "stop_token_ids": frozenset(self.stop_token_ids or ()),
+            "ignore_eos": bool(self.ignore_eos),
+        }
 
 
 class CompletionRequest(_Sampled):
@@ -88,6 +130,42 @@ class CompletionRequest(_Sampled):
     prompt: str | Array[str] | Array[int] | Array[Array[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+    @model_validator(mode="after")
+    def _best_of_fits(self) -> CompletionRequest:
+        if self.drawn < self.choices:
+            raise ValueError("'best_of' must be at least 'n'")
+        if self.drawn > self.choices and self.stream:
+            raise ValueError("'best_of' needs whole replies; leave out 'stream'")
+        return self
+
+    @property
+    def drawn(self) -> int:
+        """Replies that are generated for each prompt, of which the `choices` most probable ones are returned."""
+        return self.choices if self.best_of is None else self.best_of
+
+
+class TokenizeRequest(_Body):
+    """`/tokenize`: a plain text, or a chat by the model's own template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Array[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either 'prompt' or 'messages'")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """`/detokenize`."""
+
+    model: str | None = None
+    tokens: Array[Annotated[int, Field(ge=0)]]
 
 
 class TextPart(_Body):
@@ -190,10 +268,14 @@ class ChatRequest(_Sampled):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, bool | int | str] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     metadata: dict[str, str] | None = None
 
     @model_validator(mode="after")
     def _parameters_fit_each_other(self) -> ChatRequest:
+        asks = self.tools or (self.response_format is not None and self.response_format.type != "text")
+        if asks and (self.guided_regex or self.guided_grammar) is not None:
+            raise ValueError("'guided_regex' and 'guided_grammar' exclude 'tools' and 'response_format'")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("'top_logprobs' is for 'logprobs': true")
         if self.tool_choice not in (None, "none") and not self.tools:
@@ -203,6 +285,12 @@ class ChatRequest(_Sampled):
         if len(set(self.tool_names)) != len(self.tool_names):
             raise ValueError("two of 'tools' have the same name")
         return self
+
+    @property
+    def template_values(self) -> dict[str, bool | int | str]:
+        """Variables of the model's chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @property
     def tool_names(self) -> list[str]:
@@ -221,17 +309,22 @@ class ChatRequest(_Sampled):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
 
-Parsed = TypeVar("Parsed", bound=_Sampled)
+Parsed = TypeVar("Parsed", bound=_Body)
 
 
-def parse(kind: type[Parsed], data: Any) -> Parsed:
+def parse(kind: type[Parsed], data: Any, lenient: bool = False) -> Parsed:
     """A body's JSON as a request.
+
+    Args:
+        lenient: Leave out parameters that are unknown, or have values that this server does not support.
 
     Raises:
         APIError: 400; names the first parameter that is wrong.
     """
     if not isinstance(data, dict):
         raise APIError(400, f"the body must be a JSON object, not {_json_type(data)}")
+    if lenient:
+        data = {name: value for name, value in data.items() if name in kind.model_fields}
     data = {name: value for name, value in data.items() if not _has_no_effect(name, value)}
     try:
         return kind.model_validate(data)

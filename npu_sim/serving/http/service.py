@@ -42,12 +42,16 @@ class Service:
 
     Args:
         engine: Runs the model.
+        lenient: Ignore parameters that are unknown or not supported, instead of refusing them.
     """
 
-    def __init__(self, model: ServedModel, engine: EngineLike, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, model: ServedModel, engine: EngineLike, limits: Limits, metrics: Metrics, lenient: bool = False
+    ) -> None:
         self.model = model
         self.engine = engine
         self.limits = limits
+        self.lenient = lenient
         self.metrics = metrics
         # Reading and tokenizing a long prompt or building a grammar takes time, in which other streams should go on.
         self._workers = ThreadPoolExecutor(2, "http-worker")

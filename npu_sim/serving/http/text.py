@@ -11,7 +11,7 @@ from npu_compiler.errors import InputError
 from npu_sim.llm import Checkpoint
 from npu_sim.llm.chat import chat_text
 from npu_sim.llm.tokenizer import tokenizer_json
-from npu_sim.serving.http.grammar import Grammars
+from npu_sim.serving.http.grammar import GrammarFilter, Grammars, guided_rules
 from npu_sim.serving.http.tools import ToolFormat, format_of
 
 _TAKEN = {"messages", "tools", "documents", "add_generation_prompt"}
@@ -24,6 +24,7 @@ class ModelText:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
         self._template: str | None = getattr(self._tokenizer, "chat_template", None)
+        self.sampling: Mapping[str, float] = checkpoint.sampling
         self.vocab_size: int = checkpoint.config.vocab_size
         self.tool_format: ToolFormat = format_of(self._template)
 
@@ -37,9 +38,9 @@ class ModelText:
         """No token stands for more characters."""
         return max(map(len, self._tokenizer.get_vocab()))
 
-    def encode(self, text: str) -> list[int]:
-        """A plain text's token ids, with those that the tokenizer puts before a text."""
-        ids: list[int] = self._tokenizer.encode(text)
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """A plain text's token ids; where `special`, with those that the tokenizer puts before a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
     def encode_chat(self, text: str) -> list[int]:
@@ -68,6 +69,16 @@ class ModelText:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def guided(self, regex: str | None, grammar: str | None) -> GrammarFilter | None:
+        """The filter of a regular expression or of a grammar; None where neither is given.
+
+        Raises:
+            InputError: it cannot be used.
+        """
+        if regex is None and grammar is None:
+            return None
+        return self.grammars.filter(guided_rules(regex, grammar), "grammar" if regex is None else "regular expression")
 
     def prepare_token_bytes(self) -> None:
         """Make now what `token_bytes` needs, which takes a second; otherwise the first call does.

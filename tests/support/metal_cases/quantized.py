@@ -28,8 +28,8 @@ INT4, INT8, FLOAT8 = FORMATS[1], FORMATS[5], FORMATS[6]
 OUTSIDE = [3, -1, 0, 5, 4, -(2**31), 2**31 - 1]  # of five rows
 
 
-def _parts(
-    rows: int, k: int, group: int, format: tuple[str, str, str], gap: int, offset: int
+def weight_parts_of(
+    rows: int, k: int, group: int, format: tuple[str, str, str], gap: int = 0, offset: int = 0
 ) -> tuple[list[T], dict[str, Any]]:
     """The operands that hold a weight of any codes, and the parameters that say how.
 
@@ -78,7 +78,7 @@ def _linear(
 
     is_gated = "gated" in kernel
     rows = 2 * n if is_gated else n
-    weight, params = _parts(rows, k, group, format, gap, offset)
+    weight, params = weight_parts_of(rows, k, group, format, gap, offset)
     inputs = [matrix(k, x), *weight, *([T((rows,), bias)] if bias else [])]
     params |= {"m": m, "n": n, "has_bias": int(bias is not None), "activation": activation}
     if not is_gated:
@@ -101,7 +101,7 @@ def _embedding(
     strides: tuple[int, ...] | None = None,
     checked: bool = True,
 ) -> Case:
-    weight, params = _parts(rows, k, group, format, gap, offset)
+    weight, params = weight_parts_of(rows, k, group, format, gap, offset)
     target = T((*ids.shape, k), out, strides=strides)
     params |= {"rows": rows, "checked": checked}
     name = f"{format[0]}-{format[1]}-{name}"

@@ -1,6 +1,5 @@
 // y = act(x · wᵀ + bias) + residual with a weight that was packed once (see gemm.h for the layout).
-#include "products/linear_args.h"
-#include "rows.h"
+#include "products/experts.h"
 
 namespace npu {
 namespace {
@@ -166,6 +165,13 @@ void linear(const LinearArgs& a) {
 
 void gated_linear(const LinearArgs& a) { run_gated(a, linear); }
 
+struct ExpertArgs {
+  LinearArgs linear;
+  Routing routing;
+};
+
+void expert_linear(const ExpertArgs& a) { run_experts(a.linear, a.routing, linear); }
+
 struct PackArgs {
   View weight;
   void* packed;
@@ -192,5 +198,6 @@ void pack_weight(const PackArgs& a) {
 }  // namespace npu
 
 NPU_KERNEL(linear, npu::LinearArgs, npu::linear)
+NPU_KERNEL(expert_linear, npu::ExpertArgs, npu::expert_linear)
 NPU_KERNEL(gated_linear, npu::LinearArgs, npu::gated_linear)
 NPU_KERNEL(pack_weight, npu::PackArgs, npu::pack_weight)

@@ -76,6 +76,29 @@ class LinearArgs(ArgumentBlock):
         yield self.out.extent("out", results)
 
 
+class Routing(ctypes.Structure):
+    """The experts of a product's rows (`Routing` in experts.h)."""
+
+    _fields_ = [("experts", ctypes.c_void_p), ("count", ctypes.c_int64), ("weight_bytes", ctypes.c_int64)]
+
+    def extents(self, linear: LinearArgs, weight_bytes: int) -> Iterator[Extent]:
+        """Extents of a product's operands, of which each expert has a weight of `weight_bytes`."""
+        rows = linear.out.size[2]
+        yield linear.x.extent("x")
+        yield packed("bias", linear.bias.data, 4 * self.count * linear.n)
+        yield linear.out.extent("out", (1, 1, rows, linear.n))
+        yield packed("weight", linear.weight, (self.count - 1) * self.weight_bytes + weight_bytes)
+        yield packed("experts", self.experts, 4 * rows)
+
+
+class _ExpertArgs(ArgumentBlock):
+    _fields_ = [("linear", LinearArgs), ("routing", Routing)]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        linear = self.linear
+        yield from self.routing.extents(linear, packed_size(linear.n, linear.k, linear.x.dtype))
+
+
 def packed_size(n: int, k: int, dtype: int) -> int:
     """Bytes of a weight [n, k] in the kernels' layout; `dtype` is the number of its dtype."""
     panel, step = layout().panel, 2 if dtype == DTYPES[BFLOAT16] and layout().has_pairs else 1
@@ -90,6 +113,66 @@ def pack_linear_weight(weight: np.ndarray) -> PackedWeight | None:
     data = weight_memory(packed_size(n, k, DTYPES[weight.dtype]))
     launch("pack_weight", _PackArgs(operand(weight), address(data)), weight, data)()
     return PackedWeight(data, n, k, weight.dtype)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Weights of experts, one packed weight of the same shape after the other.
+
+    Attributes:
+        first: The first expert's weight; its data are those of all.
+        count: Number of experts.
+        bytes_each: Bytes of an expert's weight.
+    """
+
+    first: Packed
+    count: int
+    bytes_each: int
+
+
+def pack_expert_weights(weight: np.ndarray) -> PackedExperts | None:
+    """Packs weight[E, N, K], of any strides, for `expert_linear`; None when its dtype has no kernel."""
+    if not available() or weight.ndim != 3 or weight.dtype not in DTYPES or weight.size == 0:
+        return None
+    count, n, k = weight.shape
+    size = packed_size(n, k, DTYPES[weight.dtype])
+    data = weight_memory(count * size).reshape(count, size)
+    for matrix, memory in zip(weight, data, strict=True):
+        launch("pack_weight", _PackArgs(operand(matrix), address(memory)), matrix, memory)()
+    return PackedExperts(PackedWeight(data, n, k, weight.dtype), count, size)
+
+
+def expert_linear(
+    x: np.ndarray, weight: PackedExperts, experts: np.ndarray, bias: np.ndarray | None, out: np.ndarray
+) -> NativeLaunch | None:
+    """out[M, N] = x[m · R / M] · weight[experts[m]]ᵀ + bias[experts[m]], rounded once; 0 where there is no such expert.
+
+    x [R, K] has the weight's dtype, out any; experts are int32 [M]. The bias [E, N] is read now, not when the launch
+    runs.
+    """
+    if not isinstance(weight.first, PackedWeight) or x.dtype != weight.first.dtype:
+        return None
+    bias = float_vector(bias)
+    block = expert_args(x, weight, experts, bias, out)
+    return None if block is None else launch("expert_linear", _ExpertArgs(*block), x, weight, bias, experts, out)
+
+
+def expert_args(
+    x: np.ndarray, weight: PackedExperts, experts: np.ndarray, bias: np.ndarray | None, out: np.ndarray
+) -> tuple[LinearArgs, Routing] | None:
+    """The arguments of products by experts; None where there is no kernel. The bias is one of `float_vector`."""
+    first, rows = weight.first, x.shape[0]
+    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)) or rows == 0:
+        return None
+    if x.shape[1] != first.k or out.shape != (len(experts), first.n) or len(experts) == 0 or len(experts) % rows:
+        return None
+    if experts.dtype != np.int32 or not experts.flags.c_contiguous or weight.count >= 2**31:
+        return None
+    if bias is not None and bias.size != weight.count * first.n:
+        return None
+    views = operand(x), operand(bias), operand(None), operand(out)
+    routing = Routing(address(experts), weight.count, weight.bytes_each)
+    return LinearArgs(*views, address(first.data), first.n, first.k, ACTIVATIONS["none"]), routing
 
 
 def linear(

@@ -2,9 +2,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "products/linear_args.h"
+#include "products/experts.h"
 #include "quantized/quantized_bytes.h"
-#include "rows.h"
 
 namespace npu {
 namespace {
@@ -223,6 +222,16 @@ void quantized_gated_linear(const QuantizedLinearArgs& q) {
   run_gated(q.linear, [&](const LinearArgs& product) { quantized_linear({product, q.format, q.activations}); });
 }
 
+struct QuantizedExpertArgs {
+  QuantizedLinearArgs product;
+  Routing routing;
+};
+
+void quantized_expert_linear(const QuantizedExpertArgs& a) {
+  const QuantizedLinearArgs& q = a.product;
+  run_experts(q.linear, a.routing, [&](const LinearArgs& rows) { quantized_linear({rows, q.format, q.activations}); });
+}
+
 struct QuantizedPackArgs {
   QuantizedRows rows;
   QuantizedFormat format;
@@ -284,6 +293,7 @@ void quantized_embedding(const QuantizedEmbeddingArgs& a) {
 }  // namespace npu
 
 NPU_KERNEL(quantized_linear, npu::QuantizedLinearArgs, npu::quantized_linear)
+NPU_KERNEL(quantized_expert_linear, npu::QuantizedExpertArgs, npu::quantized_expert_linear)
 NPU_KERNEL(quantized_gated_linear, npu::QuantizedLinearArgs, npu::quantized_gated_linear)
 NPU_KERNEL(pack_quantized, npu::QuantizedPackArgs, npu::pack_quantized)
 NPU_KERNEL(quantized_embedding, npu::QuantizedEmbeddingArgs, npu::quantized_embedding)

@@ -15,7 +15,15 @@ from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, lay
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, packed, prefixed
 from npu_runtime.cpu.native.memory import weight_memory
 from npu_runtime.cpu.native.numbers import CODES, DTYPES, OFFSET_KINDS, ROUNDING
-from npu_runtime.cpu.native.products.linear import LinearArgs, float_vector, gated_linear_args, linear_args
+from npu_runtime.cpu.native.products.linear import (
+    LinearArgs,
+    PackedExperts,
+    Routing,
+    expert_args,
+    float_vector,
+    gated_linear_args,
+    linear_args,
+)
 
 # Elements that share a scale of x, where groups have more: a multiple of 8 (kMaxBlock in quantized.h).
 _MAX_BLOCK = 64
@@ -68,6 +76,14 @@ class _LinearArgs(ArgumentBlock):
     def extents(self, kernel: str) -> Iterator[Extent]:
         yield from self.linear.row_extents(kernel)
         yield packed("weight", self.linear.weight, _packed_size(self.format, self.linear.n))
+
+
+class _ExpertArgs(ArgumentBlock):
+    _fields_ = [("product", _LinearArgs), ("routing", Routing)]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        linear = self.product.linear
+        yield from self.routing.extents(linear, _packed_size(self.product.format, linear.n))
 
 
 class _EmbeddingArgs(ArgumentBlock):
@@ -146,6 +162,40 @@ def quantized_linear(
         return None
     block = _LinearArgs(args, weight.format, ROUNDING[activations])
     return launch("quantized_linear", block, x, weight, bias, residual, out)
+
+
+def pack_quantized_experts(weight: QuantizedArray, count: int) -> PackedExperts | None:
+    """Packs the weights of experts, one below the other, for products; None where there are no native kernels."""
+    if not available() or weight.shape[0] % count or 0 in weight.shape:
+        return None
+    n, k = weight.shape[0] // count, weight.shape[1]
+    format = _native_format(weight)
+    size = _packed_size(format, n)
+    data = weight_memory(count * size).reshape(count, size)
+    for expert, memory in enumerate(data):
+        parts = _contiguous(weight.rows((expert * n, (expert + 1) * n)))
+        launch("pack_quantized", _PackArgs(_rows(parts), format, n, address(memory)), parts, memory)()
+    return PackedExperts(PackedQuantized(data, n, k, format), count, size)
+
+
+def quantized_expert_linear(
+    x: np.ndarray,
+    weight: PackedExperts,
+    experts: np.ndarray,
+    bias: np.ndarray | None,
+    out: np.ndarray,
+    activations: str = "none",
+) -> NativeLaunch | None:
+    """`expert_linear` with weights in few bits; dtypes, bias and `activations` as for `quantized_linear`."""
+    if not isinstance(weight.first, PackedQuantized):
+        return None
+    bias = float_vector(bias)
+    block = expert_args(x, weight, experts, bias, out)
+    if block is None:
+        return None
+    linear, routing = block
+    args = _ExpertArgs(_LinearArgs(linear, weight.first.format, ROUNDING[activations]), routing)
+    return launch("quantized_expert_linear", args, x, weight, bias, experts, out)
 
 
 def quantized_gated_linear(

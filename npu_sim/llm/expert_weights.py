@@ -1,0 +1,122 @@
+"""Weights of experts as files name and divide them, and as programs take them: one matrix [E · N, K] for each layer."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from npu_compiler.errors import InputError
+from npu_compiler.graph.quantization import PARTS, QuantizedArray
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A parameter whose matrices are joined.
+
+    Attributes:
+        shape: Its shape in transformers: [E, N, K], or [E, K, N] where it is transposed.
+        transposed: Whether the matrices are transposed.
+    """
+
+    shape: tuple[int, int, int]
+    transposed: bool
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """E, N and K."""
+        count, rows, width = self.shape
+        return (count, width, rows) if self.transposed else self.shape
+
+    def join(self, value: Any) -> Any:
+        """A file's matrices as one matrix [E · N, K]; nothing but these is changed."""
+        if value.ndim != 3:
+            return value
+        matrices = value.swapaxes(1, 2) if self.transposed else value
+        return matrices.reshape(-1, matrices.shape[2])
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Rule by which files name the weights of single experts.
+
+    Attributes:
+        sources: Patterns of the names of one expert's matrices, in the order in which they stand below each other;
+            their group is the expert's number.
+        target: Name of the joined parameter, which replaces what has matched.
+    """
+
+    sources: tuple[str, ...]
+    target: str
+
+    def find(self, name: str) -> tuple[str, int, int] | None:
+        """The parameter that a file's tensor belongs to, its expert, and its place among that one's matrices."""
+        for place, pattern in enumerate(self.sources):
+            if match := re.search(pattern, name):
+                return name[: match.start()] + self.target + name[match.end() :], int(match[1]), place
+        return None
+
+
+def expert_names(rule: Any) -> ExpertNames | None:
+    """The rule of one of transformers' conversions by which experts' matrices are merged; None of any other."""
+    kinds = [(type(x).__name__, getattr(x, "dim", None)) for x in getattr(rule, "operations", ())]
+    if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+        return None
+    patterns = (source.replace("*.", r"(\d+)\.") for source in rule.source_patterns)
+    return ExpertNames(tuple(rf"{pattern}(?!\w)" for pattern in patterns), rule.target_patterns[0])
+
+
+class ExpertParts:
+    """Names of a file's tensors that are the matrices of a layer's experts."""
+
+    def __init__(self, rule: ExpertNames) -> None:
+        self._places = len(rule.sources)
+        self._names: dict[tuple[int, int], str] = {}
+
+    def add(self, expert: int, place: int, name: str) -> None:
+        self._names[expert, place] = name
+
+    @property
+    def first(self) -> str:
+        return next(iter(self._names.values()))
+
+    def names(self, count: int) -> list[str]:
+        """The names in order, for `count` experts.
+
+        Raises:
+            InputError: a tensor is missing, or one is there that the parameter has no place for.
+        """
+        wanted = [(expert, place) for expert in range(count) for place in range(self._places)]
+        if missing := [where for where in wanted if where not in self._names]:
+            raise InputError(f"the files lack a matrix of expert {missing[0][0]} beside '{self.first}'")
+        if len(self._names) > len(wanted):
+            raise InputError(
+                f"the files hold {1 + max(expert for expert, _ in self._names)} experts like '{self.first}', but the "
+                f"config says {count}"
+            )
+        return [self._names[where] for where in wanted]
+
+    def matrix(self, state: Mapping[str, Any], joined: Joined) -> Any:
+        """The joined matrix.
+
+        Raises:
+            InputError: a tensor is missing, too many, or of another shape.
+        """
+        count, rows, width = joined.matrices
+        names = self.names(count)
+        parts = [state[name] for name in names]
+        each = [rows // self._places, width]
+        for name, part in zip(names, parts, strict=True):
+            if list(part.shape) != each:
+                raise InputError(f"'{name}' has the shape {list(part.shape)}, but its config says {each}")
+        if not any(isinstance(part, QuantizedArray) for part in parts):
+            return np.concatenate([np.asarray(part) for part in parts])
+        if len({part.format if isinstance(part, QuantizedArray) else None for part in parts}) > 1:
+            raise InputError(f"the experts like '{self.first}' are stored in several formats, which is not supported")
+        merged = {
+            name: np.concatenate([part.part(name) for part in parts])
+            for name in PARTS
+            if getattr(parts[0], name) is not None
+        }
+        return QuantizedArray(parts[0].format, (count * rows, width), **merged)
