@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from npu_compiler.graph.quantization import NAMED_FORMATS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/py.typed"))
 FOLDERS = [*PACKAGES, "benchmarks", "docs", "examples", "tests"]
@@ -100,6 +102,28 @@ def test_what_says_something_is_no_fragment(text: str) -> None:
 def test_docstrings_of_all_kinds_are_found() -> None:
     source = '"m"\nx = 1\n"a"\nclass C:\n    "c"\n    y: int = 1\n    "b"\n    def f(self):\n        "f"\n'
     assert [text for _, text in docstrings(ast.parse(source))] == ["m", "a", "c", "b", "f"]
+
+
+def lists_of_formats(text: str) -> list[str]:
+    """The lists in a text that begin with `int4`, of the form "a, b or c", without quotes and line breaks."""
+    plain = " ".join(re.sub(r'"\s+"|`|\*\*', "", text).split())
+    return re.findall(r"\bint4, (?:\w+, )*\w+ or \w+", plain)
+
+
+def test_texts_list_the_formats_that_there_are() -> None:
+    *first, last = NAMED_FORMATS
+    wanted = f"{', '.join(first)} or {last}"
+    texts = {
+        path: lists_of_formats(path.read_text("utf-8")) for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+    }
+    assert sum(map(len, texts.values())) > 5, "the form of these lists has changed"
+    wrong = [f"{path.relative_to(ROOT)}: {each}" for path, found in texts.items() for each in found if each != wanted]
+    assert not wrong, f"the formats are {wanted}:\n" + "\n".join(wrong)
+
+
+def test_lists_of_formats_are_found_across_quotes_and_lines() -> None:
+    assert lists_of_formats('text="Stored as int4,"\n  " int8 or fp8."') == ["int4, int8 or fp8"]
+    assert lists_of_formats("`int4`, `int8`,\n   `fp8` or `q5`") == ["int4, int8, fp8 or q5"]
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
