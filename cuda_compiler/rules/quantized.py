@@ -43,7 +43,15 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
 
 
 def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> list[KernelCall]:
-    """A product with a weight in few bits whose `x` may be another one than the call's."""
+    """A product with a weight in few bits whose `x` may be another one than the call's.
+
+    Args:
+        inputs: The views by the names of the declaration's operands; None for one that the call lacks.
+        gated: Whether the weight holds the rows of a gate, then those of what it multiplies; for one row of x only.
+
+    Returns:
+        One kernel; or, for many rows, one that widens the weight and those of the dense product.
+    """
     x = inputs["x"]
     assert x is not None
     if _suits_tiles(make, call, x, inputs["data"]):

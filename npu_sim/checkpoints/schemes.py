@@ -48,7 +48,7 @@ class Schemes:
         return self.kept_parts and any(f".{target.strip('.')}." in f".{module}." for target in self.kept)
 
     def scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module: by the target that is most specific (a name, an expression, a class)."""
+        """The scheme of a module: by the target that is most specific (a name, an expression, a class), if any."""
         matches = [
             (_rank(target), place)
             for place, scheme in enumerate(self.schemes)

@@ -63,8 +63,8 @@ class QuantizeOptions:
                 raise InputError(f"unknown {what} '{name}'; choose one of {', '.join(names)}")
         format = NAMED_FORMATS[self.weights]
         if format.codes not in COMPRESSED_CODES:
-            names = ", ".join(name for name, row in NAMED_FORMATS.items() if row.codes in COMPRESSED_CODES)
-            raise InputError(f"a model folder cannot hold weights in {self.weights}; choose one of {names}")
+            usable = ", ".join(name for name, row in NAMED_FORMATS.items() if row.codes in COMPRESSED_CODES)
+            raise InputError(f"a model folder cannot hold weights in {self.weights}; choose one of {usable}")
         if self.zero_points and format.code_format.is_float:
             raise InputError(f"{self.weights} weights have no zero points")
         if self.samples < 1 or self.keep_worst < 0:

@@ -97,7 +97,7 @@ class PagedModel(CompiledModel):
         }
         group = {"tensor_parallel": tensor_parallel, "rank": rank}
         super().__init__(checkpoint, device, settings, **group, start_worker=start_worker)
-        self.runs_ahead = int(self.device.backend.runs_ahead > 1)
+        self.runs_ahead = int(self.device.backend.runs_in_flight > 1)
         self.shares_prefixes = all(kind.shares_prefixes for kind in layer_states(checkpoint.config))
         self.block_bytes = block_size * row_bytes(checkpoint.config, checkpoint.dtype)
         history = KEPT_STEPS * self.max_outputs

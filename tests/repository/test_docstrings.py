@@ -126,6 +126,62 @@ def test_lists_of_formats_are_found_across_quotes_and_lines() -> None:
     assert lists_of_formats("`int4`, `int8`,\n   `fp8` or `q5`") == ["int4, int8, fp8 or q5"]
 
 
+# Words that say when a function returns None; and types whose own docstring says it, once for all that return them.
+SAYS_WHEN_NONE = re.compile(r"\b(?:none|if|any|where|unless|otherwise|else|without)\b", re.IGNORECASE)
+EXPLAINED = {"NativeLaunch": "npu_runtime/cpu/native/bindings.py", "Shards": "npu_compiler/ops/registry.py"}
+# Folders that the rule does not hold for yet.
+SILENT = ("npu_sim/llm/", "npu_sim/serving/")
+
+
+def may_be_none(annotation: ast.expr | None) -> bool:
+    """Whether an annotation has the form `X | None`."""
+    if not isinstance(annotation, ast.BinOp):
+        return False
+    return any(isinstance(side, ast.Constant) and side.value is None for side in (annotation.left, annotation.right))
+
+
+def silent_about_none(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Documented public functions that may return None, but do not say when."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+            continue
+        text = ast.get_docstring(node)
+        if not text or not may_be_none(node.returns) or SAYS_WHEN_NONE.search(text):
+            continue
+        assert isinstance(node.returns, ast.BinOp)
+        if ast.unparse(node.returns.left) not in EXPLAINED:
+            yield node
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_docstrings_say_when_a_result_is_none(folder: str) -> None:
+    wrong = [
+        f"{name}:{node.lineno}: {node.name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not (name := path.relative_to(ROOT).as_posix()).startswith(SILENT)
+        for node in silent_about_none(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not wrong, "say when it returns None:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_types_that_explain_none_do(name: str) -> None:
+    tree = ast.parse((ROOT / EXPLAINED[name]).read_text("utf-8"))
+    (own,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    assert "returns None" in (ast.get_docstring(own) or "")
+
+
+def test_functions_silent_about_none_are_found() -> None:
+    source = """
+def f() -> int | None: "Return the size."
+def g() -> int | None: "Return the size, or None if it is not known."
+def h() -> int: "Return the size."
+def _f() -> int | None: "Return the size."
+def launch() -> NativeLaunch | None: "Prepare it."
+"""
+    assert [node.name for node in silent_about_none(ast.parse(source))] == ["f"]
+
+
 def public_names() -> Iterator[tuple[str, Any]]:
     """Dotted name → function, class or public member of a class, for all that packages export."""
     for module in [*PACKAGES, "npu_sim.llm", "npu_sim.verify", "npu_sim.vision"]:
