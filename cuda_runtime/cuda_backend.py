@@ -124,7 +124,7 @@ class CUDABackend(Backend):
     """
 
     config: TargetConfig = CUDA_GPU
-    runs_ahead = 4
+    runs_in_flight = 4
     first_runs = 2  # see `GraphSequence`
     joins_groups = True
 
@@ -428,7 +428,10 @@ class CUDABackend(Backend):
             raise DeviceError(f"the caller's stream cannot be used: {error}") from error
 
     def adopt(self, parts: Sequence[Any], spec: TensorSpec) -> DeviceBuffer | None:
-        """A buffer over tensors that are on this GPU: one tensor's own memory, or a copy that joins several."""
+        """A buffer over tensors that are on this GPU: one tensor's own memory, or a copy that joins several.
+
+        None if their shapes or dtypes are not those of `spec`, or one is on another device.
+        """
         stored = spec.storage or spec.dtype
         whole = (sum(len(part) for part in parts), *parts[0].shape[1:]) if parts[0].ndim else ()
         if whole != (spec.alloc_shape or spec.shape) or any(not self._device.holds(part, stored) for part in parts):
@@ -445,7 +448,10 @@ class CUDABackend(Backend):
         return buffer
 
     def from_dlpack(self, value: Any) -> DeviceBuffer | None:
-        """A copy of an array that is on this GPU, made on this device's stream after what its library enqueued."""
+        """A copy of an array that is on this GPU, made on this device's stream after what its library enqueued.
+
+        None if it is elsewhere, or cannot be exported.
+        """
         if not self._device.holds_exported(value):
             return None
         cupy = self._device.cupy

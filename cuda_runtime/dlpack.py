@@ -16,7 +16,7 @@ _CODE_OFFSETS = {b"dltensor": 20, b"dltensor_versioned": 52}
 
 
 def carrier(dtype: str) -> np.dtype:
-    """The dtype with which to export memory of a storage dtype."""
+    """The NumPy dtype with which to export memory of a storage dtype: for bool and bfloat16 an integer of its size."""
     stand_in = _CARRIERS.get(dtype)
     return np.dtype(dtype) if stand_in is None else stand_in
 

@@ -76,7 +76,7 @@ class References:
 
 
 class MTLCommandBuffer(Labelled):
-    """Commands, encoded once, committed once."""
+    """Commands, encoded once, committed once. They run at commit; if the emulator is deferred, when something waits."""
 
     __slots__ = (
         "_bytes",

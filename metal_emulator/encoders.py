@@ -226,7 +226,7 @@ class MTLComputeCommandEncoder(CommandEncoder):
 
 
 class MTLBlitCommandEncoder(CommandEncoder):
-    """Copies between buffers, and fills them."""
+    """An encoder of commands that copy from buffer to buffer, or fill one."""
 
     __slots__ = ()
 

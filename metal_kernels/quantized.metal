@@ -13,7 +13,7 @@ constant bool x_vectorized [[function_constant(13)]];
 constant bool data_vectorized [[function_constant(14)]];
 constant bool out_vectorized [[function_constant(15)]];
 
-// In the order in which the declarations name them.
+// In the order in which the declarations name them (`KERNEL_CODES` in npu_compiler/target_config.py).
 enum Codes : uint { INT4, INT8, FLOAT8_E4M3 };
 enum Offsets : uint { NO_OFFSETS, MINIMUM, ZERO_POINT };
 
@@ -84,8 +84,9 @@ inline float4 numbers(uint bits) {
     switch (codes) {
         case INT4: return float4((uint4(bits) >> uint4(0, 4, 8, 12)) & 15u);
         case INT8: return float4(as_type<char4>(bits));
-        default: return from_float8((uint4(bits) >> uint4(0, 8, 16, 24)) & 255u);
+        case FLOAT8_E4M3: return from_float8((uint4(bits) >> uint4(0, 8, 16, 24)) & 255u);
     }
+    return float4(NAN);
 }
 
 // Four codes of 4 bits where they lie, 1, 16, 256 and 4096 times their values, which spares the shifts; what they are

@@ -21,6 +21,7 @@ class TargetConfig:
         programs_are_code: A program brings what the device executes, as source text and launches, so only programs that
             the user trusts are run. Otherwise a program only names kernels that the device has.
         integer_kernels: Whether convolutions and products of quantized tensors are computed in integers.
+        weight_codes: Names of the code formats (`CODE_FORMATS`) that the kernels of weights in few bits know.
         rounds_activations: Whether products with weights in few bits can round the rows of their other operand.
         rounds_caches: Whether KV caches can be stored in a byte an element.
     """
@@ -37,17 +38,23 @@ class TargetConfig:
     buffer_alignment: int = 256
     programs_are_code: bool = False
     integer_kernels: bool = False
+    weight_codes: tuple[str, ...] = ()
     rounds_activations: bool = False
     rounds_caches: bool = False
 
 
+# Codes that the op-level kernels know, in the order of the enums `Codes` in quantized.h and quantized.metal.
+KERNEL_CODES = ("int4", "int8", "float8_e4m3")
 # The kernels of the op table, for any device that has them.
-OP_LEVEL = TargetConfig(name="op_level", integer_kernels=True, rounds_activations=True, rounds_caches=True)
-METAL_GPU = TargetConfig(name="metal_gpu")
+OP_LEVEL = TargetConfig(
+    name="op_level", integer_kernels=True, weight_codes=KERNEL_CODES, rounds_activations=True, rounds_caches=True
+)
+METAL_GPU = TargetConfig(name="metal_gpu", weight_codes=KERNEL_CODES)
 CUDA_GPU = TargetConfig(  # layouts are not padded: a kernel is specialized for its shapes anyway
     name="cuda_gpu",
     channel_alignment_bytes=1,
     programs_are_code=True,
     integer_kernels=True,
+    weight_codes=KERNEL_CODES,
     rounds_activations=True,
 )

@@ -104,7 +104,7 @@ class Hardware(DeviceMemory, ABC):
         return self
 
     config: TargetConfig
-    runs_ahead = 1
+    runs_in_flight = 1
     """Number of runs to launch before reading the first one's result; 1 where launching a run also completes it."""
 
     first_runs = 0

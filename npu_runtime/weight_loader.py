@@ -152,7 +152,7 @@ def _made_of(
 
 
 def find_misfit(array: np.ndarray, dtype: str) -> float | None:
-    """`dtypes.misfit`, by several threads."""
+    """A finite value that a float dtype cannot hold, or None, as `dtypes.misfit` finds it; by several threads."""
     flat = array.reshape(-1)
     misfits = in_pieces(lambda piece: misfit(flat[piece], dtype), flat.size, _PIECE)
     return next((value for value in misfits if value is not None), None)

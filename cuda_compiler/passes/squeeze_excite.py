@@ -58,7 +58,7 @@ class _Chain:
     def at(
         calls: Sequence[KernelCall], index: int, readers: Mapping[str, Sequence[int]], kept: Iterable[str]
     ) -> _Chain | None:
-        """The chain that begins with the pooling at `index`."""
+        """The chain that begins with the pooling at `index`, or None if none does."""
         x, pooled = calls[index].inputs[0], calls[index].outputs[0]
         if x.shape[1] != pooled.shape[1] or pooled.shape[2:] != (1, 1) or not _suits(x):
             return None

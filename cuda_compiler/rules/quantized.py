@@ -43,7 +43,15 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
 
 
 def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> list[KernelCall]:
-    """A product with a weight in few bits whose `x` may be another one than the call's."""
+    """A product with a weight in few bits whose `x` may be another one than the call's.
+
+    Args:
+        inputs: The views by the names of the declaration's operands; None for one that the call lacks.
+        gated: Whether the weight holds the rows of a gate, then those of what it multiplies; for one row of x only.
+
+    Returns:
+        One kernel; or, for many rows, one that widens the weight and those of the dense product.
+    """
     x = inputs["x"]
     assert x is not None
     if _suits_tiles(make, call, x, inputs["data"]):
@@ -101,7 +109,7 @@ def _suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None
 def _tiles(make: Specializer, call: KernelCall, inputs: dict[str, View | None]) -> KernelCall:
     """A product by tiles of rows and columns, whose terms the blocks of a cluster share where there are few tiles."""
     m, n, k = (call.params[name] for name in "mnk")
-    step = 8 // CODE_FORMATS[call.params["codes"]].bits * _STEP_BYTES
+    step = CODE_FORMATS[call.params["codes"]].per_byte * _STEP_BYTES
     tile_m = next(rows for rows in (16, 32, 64) if m <= rows or rows == 64)
     tiles, steps = groups(m, tile_m) * groups(n, _TILE_COLUMNS), groups(k, step)
     splits = 1
@@ -160,7 +168,7 @@ def _embedding(make: Specializer, call: KernelCall) -> list[KernelCall]:
 def code_pack(call: KernelCall) -> int:
     """Elements that a lane takes at a time: up to 16 bytes of codes, and within a group where those of a byte are."""
     data = next(view for view in call.inputs if view.dtype == "uint8")
-    codes_per_byte = 8 // CODE_FORMATS[call.params["codes"]].bits
+    codes_per_byte = CODE_FORMATS[call.params["codes"]].per_byte
     pack = vector_width(data) * codes_per_byte
     while pack > codes_per_byte and call.params["k"] // call.params["groups"] % pack:
         pack //= 2

@@ -171,7 +171,7 @@ def round_rows(
 
 
 def keep_rounded(make: Specializer, subject: View, form: RoundedForm, rounded: RoundedRows) -> None:
-    """Keep the floats that rows were rounded to for later calls, until the rows are written."""
+    """Keep rounded rows, without scales, until `subject` is written: `_linear` finds them where they are floats."""
     make.cache((subject, form), rounded.rows)
 
 

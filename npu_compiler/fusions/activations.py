@@ -37,6 +37,8 @@ def _gelu_tanh_patterns() -> tuple[P, ...]:
 
 
 def rewrite_unary(op_type: str, **attrs: object) -> Callable[[Match, Rewriter], OpNode | None]:
+    """Return a rewrite that puts one op with these attributes, of the tensor bound to `x`, in place of a match."""
+
     def rewrite(match: Match, rewriter: Rewriter) -> OpNode | None:
         return fused(op_type, match, (match.tensors["x"],), **attrs)
 

@@ -108,7 +108,10 @@ class Matcher:
         self.outputs = set(graph.outputs)
 
     def match(self, pattern: P, root: OpNode) -> Match | None:
-        """Match a pattern ending in `root`, such that nothing inside is read from outside or bound as an operand."""
+        """Match a pattern ending in `root`, such that nothing inside is read from outside or bound as an operand.
+
+        Returns None if the pattern does not match so.
+        """
         for match in self._node(pattern, root, Match(root)):
             if self._is_closed(match):
                 return match

@@ -34,7 +34,7 @@ _NO_RESULT = {"out_scale": 1.0, "out_zero_point": 0, "low": 0, "high": 0}
 
 
 def fuse_integers(graph: IRGraph) -> IRGraph:
-    """Integer kernels wherever quantized tensors allow them; without any, the graph as it is."""
+    """Replace ops on quantized tensors by integer kernels; where there is none, return the graph as it is."""
     named = _name_parameters(graph)
     if not any(node.op_type == _DEQUANTIZE for node in named.nodes):
         return graph

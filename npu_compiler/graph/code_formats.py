@@ -1,4 +1,8 @@
-"""Formats of single codes in few bits, a row each: what a code stands for, its range, and how codes lie in bytes."""
+"""Formats of single codes in few bits, a row each: what a code stands for, its range, and how codes lie in bytes.
+
+A row alone lets a `QuantizedFormat` name the codes, and NumPy quantize and dequantize with them. Targets refuse weights
+in codes that their `TargetConfig.weight_codes` does not name. docs/quantization.md lists what a new format needs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from npu_compiler.errors import InputError
+
 
 @dataclass(frozen=True)
 class CodeFormat:
@@ -15,8 +21,8 @@ class CodeFormat:
 
     Attributes:
         name: The name by which formats and programs choose it.
-        bits: Bits of a code; those of a byte lie one after the other, the first in the low bits.
-        dtype: The NumPy dtype that holds one code by itself.
+        bits: Bits of a code, 1, 2, 4 or 8; those of a byte lie one after the other, the first in the low bits.
+        dtype: The NumPy dtype of a byte that holds one code by itself: uint8 for less than 8 bits.
         low, high: The smallest and the largest number of a code.
         zero: The code that stands for 0 without offsets.
         largest: The distance from `zero` to which a group's largest magnitude is scaled without offsets. Codes that lie
@@ -33,6 +39,17 @@ class CodeFormat:
     largest: float
     is_float: bool = False
 
+    def __post_init__(self) -> None:
+        if self.bits not in (1, 2, 4, 8):
+            raise InputError(f"codes of {self.bits} bits, as {self.name} has, cross bytes; use 1, 2, 4 or 8 bits")
+        if self.dtype.itemsize != 1 or (self.bits < 8 and self.dtype != np.uint8):
+            raise InputError(f"codes of {self.bits} bits, as {self.name} has, cannot be {self.dtype}; use uint8")
+
+    @property
+    def per_byte(self) -> int:
+        """Number of codes in a byte."""
+        return 8 // self.bits
+
     def range(self, has_offsets: bool) -> tuple[float, float]:
         """The smallest and the largest number to which elements are rounded."""
         return (self.low if has_offsets else int(self.zero - self.largest)), self.high
@@ -41,8 +58,8 @@ class CodeFormat:
         """Bytes uint8 [n, bytes] as codes one by one: `dtype` [n, bytes · 8 / bits]."""
         if self.bits == 8:
             return stored.view(self.dtype)
-        unpacked = np.empty((*stored.shape, 8 // self.bits), np.uint8)
-        for place in range(8 // self.bits):
+        unpacked = np.empty((*stored.shape, self.per_byte), np.uint8)
+        for place in range(self.per_byte):
             np.right_shift(stored, place * self.bits, out=unpacked[..., place])
         unpacked &= np.uint8(2**self.bits - 1)
         return unpacked.reshape(len(stored), -1)
@@ -52,9 +69,9 @@ class CodeFormat:
         single = np.ascontiguousarray(codes.astype(self.dtype, copy=False)).view(np.uint8)
         if self.bits == 8:
             return single
-        places = single.reshape(len(single), -1, 8 // self.bits)
+        places = single.reshape(len(single), -1, self.per_byte)
         stored: np.ndarray = places[..., 0]
-        for place in range(1, 8 // self.bits):
+        for place in range(1, self.per_byte):
             stored = stored | places[..., place] << place * self.bits
         return np.ascontiguousarray(stored)
 

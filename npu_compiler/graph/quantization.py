@@ -35,7 +35,7 @@ class QuantizedFormat:
     """The format of a matrix in few bits.
 
     Attributes:
-        codes: `int4`, `int8` or `float8_e4m3`.
+        codes: Name of a row of `CODE_FORMATS`.
         group: Number of consecutive elements of a row that share a scale; 0 stands for the whole row.
         scales: Dtype of the scales, and of minimums.
         offsets: `none`, `minimum` or `zero_point`.
@@ -125,7 +125,7 @@ NAMED_ROW_FORMATS = {"int8": "int8", "fp8": "float8_e4m3"}
 
 
 def named_format(name: str) -> QuantizedFormat:
-    """A format by its name, `int4`, `int8` or `fp8`; or with rounded activations, as in `int4+int8`.
+    """A format by its name in `NAMED_FORMATS`; or with rounded activations, as in `int4+int8`.
 
     Raises:
         InputError: there is no such name.

@@ -56,7 +56,7 @@ def lower_view(ctx: Lowering, node: OpNode) -> None:
 
 
 def write_whole(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack | None:
-    """The inverse of a view that shows every element once, in the same order."""
+    """The inverse of a view that shows every element once, in the same order; None for one that does not."""
     if out.numel != base.numel:
         return None
     return WriteBack("aten.reshape.default", {"shape": list(base.shape)}, keeps_rest=False)

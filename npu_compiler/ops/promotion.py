@@ -69,7 +69,10 @@ def holds(dtype: str, other: str) -> bool:
 
 
 def as_dtype(value: Scalar, dtype: str) -> Scalar:
-    """A number as PyTorch converts it to the dtype of an operation: integers wrap, floats are rounded to 16 bits."""
+    """A number as PyTorch converts it to the dtype of an operation: integers wrap.
+
+    Numbers for an operation in 16-bit floats are rounded to those, but for ones that would become infinite.
+    """
     if isinstance(value, str):
         return value
     if is_int(dtype) and math.isfinite(value):

@@ -16,11 +16,12 @@ from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, KernelCall, declare_kernel, distinct_bytes
 from npu_compiler.program.products import Product
 from npu_compiler.program.views import View
+from npu_compiler.target_config import KERNEL_CODES
 
 QUANTIZED_FIELDS: dict[str, Any] = {
     "k": "I",
     "groups": "I",
-    "codes": f"s {' '.join(CODE_FORMATS)}",
+    "codes": f"s {' '.join(KERNEL_CODES)}",
     "offsets": f"s {' '.join(OFFSETS)}",
 }
 QUANTIZED_WEIGHT = "data:u[{rows},.bytes] scales:f[{rows},.groups] offset?:fu[{rows},.groups]"

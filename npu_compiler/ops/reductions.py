@@ -169,6 +169,7 @@ def lower_var_mean(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.max.dim aten.min.dim", unsupported=_extreme_unsupported, integer_range=_value_and_index_range)
 def lower_max_with_index(ctx: Lowering, node: OpNode) -> None:
+    """values, indices = the greatest elements along `dim` (of `min`: the least), and their places."""
     view, op = ctx.view(node.inputs[0]), node.base.removeprefix("aten.")
     reduce(ctx, op, view, node.attrs["dim"], ctx.output(0))
     reduce(ctx, f"arg{op}", view, node.attrs["dim"], ctx.output(1))

@@ -80,7 +80,10 @@ class ViewRule:
 class Shards:
     """The division of a node's tensors among ranks; those that are not named are whole.
 
+    A sharding rule returns None instead where the ranks could not each compute a part by themselves.
+
     Attributes:
+        splits: Tensor → (dimension, number of parts) for each of its dimensions that is divided.
         is_sum: Whether the output is a sum of which each rank has a summand.
         once: Inputs that only the first rank may add to that sum.
     """
@@ -175,7 +178,7 @@ OPS: dict[str, Op] = {}
 
 
 def supported(node: OpNode, graph: IRGraph) -> str | None:
-    """The default of `Op.unsupported`: the device runs every node of the op."""
+    """Return None, as the default of `Op.unsupported`: the device runs every node of the op."""
     return None
 
 

@@ -20,7 +20,10 @@ OPAQUE_OP = "wrap_with_set_grad_enabled"
 
 
 def expand_rotary_regions(graph: IRGraph) -> IRGraph:
-    """Replace each opaque region that has the signature of a rotary embedding by its meaning."""
+    """Replace each opaque region that has the signature of a rotary embedding by a standard one, with a warning.
+
+    Attention scaling is left out, and other regions stay as they are.
+    """
     if not any(node.op_type == OPAQUE_OP for node in graph.nodes):
         return graph
     tensors = dict(graph.tensors)

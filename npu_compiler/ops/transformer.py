@@ -171,6 +171,7 @@ def _layer_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     one_dtype=True,
 )
 def lower_layer_norm(ctx: Lowering, node: OpNode) -> None:
+    """out = (x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions, those of `normalized_shape`."""
     x, *affine = (ctx.view(name) for name in node.inputs)
     width = numel(node.attrs.get("normalized_shape") or [x.shape[-1]])
     out, rows = ctx.output(), _rows(ctx, x, width)

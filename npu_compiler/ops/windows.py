@@ -22,7 +22,7 @@ def fits_convolution(call: SimpleNamespace) -> bool:
 
 
 def convolution_products(call: SimpleNamespace) -> tuple[Product, ...]:
-    """The product of each group: its windows, a row for each pixel of the output, with its part of the weight."""
+    """One product, done once for each group: windows, a row for each pixel of the output, with a part of the weight."""
     taps = call.kh * call.kw
     window = Window(taps, call.stride[1], call.q)
     return (Product(call.n * call.p * call.q, call.o // call.groups, call.i * taps, call.groups, window),)

@@ -67,7 +67,8 @@ def mark_quantized_weights(graph: IRGraph, quantization: Quantization | None, co
     A weight that other nodes read too is there twice: for them it is dequantized when it is loaded.
 
     Raises:
-        InputError: a format does not fit its weight, or rounds activations, which the target does not.
+        InputError: a format does not fit its weight, has codes that the target's kernels do not know, or rounds
+            activations, which the target does not.
     """
     if not quantization:
         return graph
@@ -85,6 +86,12 @@ def mark_quantized_weights(graph: IRGraph, quantization: Quantization | None, co
         format = formats.get(recipe.params["key"]) if recipe.op == "key" else None
         if format is None or not roles & {"linear", "table"}:
             continue
+        if format.codes not in config.weight_codes:
+            raise InputError(
+                f"the target {config.name} has no kernels for weights in {format.codes}, the codes of "
+                f"'{recipe.params['key']}'; it knows {', '.join(config.weight_codes) or 'none'}: store the weight in "
+                "one of these, or leave it in the compute dtype"
+            )
         tensors[name] = replace(tensors[name], quantized=format)
         if "other" in roles:
             dense = unique_name(f"{name}.dequantized", tensors)

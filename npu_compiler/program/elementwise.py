@@ -163,7 +163,10 @@ def elementwise_kernel_name(op: str, *, has_scalars: bool, is_strided: bool) -> 
 
 
 def elementwise_kernel(call: KernelCall) -> ElementwiseKernel | None:
-    """The declaration of a call whose output elements each depend on the inputs' elements at the same place only."""
+    """The declaration of a call whose output elements each depend on the inputs' elements at the same place only.
+
+    None for any other call.
+    """
     return ELEMENTWISE_KERNELS.get(call.kernel)
 
 

@@ -120,7 +120,10 @@ class KernelDecl:
         return None
 
     def checked_index(self, call: KernelCall) -> tuple[View, int] | None:
-        """The index that a call, which fits this declaration, takes for checked, and the limit of its values."""
+        """The index that a call, which fits this declaration, takes for checked, and the limit of its values.
+
+        None if it takes no index so.
+        """
         if self.index_limit is None or not call.params["checked"]:
             return None
         index = next(operand.name for operand in self.inputs if operand.dtypes == {"int32"})

@@ -58,7 +58,7 @@ class CodegenTarget(ABC):
         return True
 
     def refusal(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> str | None:
-        """The reason why the hardware cannot run a node for its shapes, dtypes or attributes; by default, it can.
+        """The reason why the hardware cannot run a node for its shapes, dtypes or attributes; by default None: it can.
 
         Nodes are asked about before they are fused, in the graph as `normalize` leaves it.
         """

@@ -136,6 +136,7 @@ def _begin(depths: Sequence[int]) -> str:
 
 
 def dense_strides(sizes: Sequence[int], dtype: str) -> tuple[int, ...]:
+    """Strides in bytes of elements that lie one after the other, the last dimension innermost."""
     return tuple(stride * itemsize(dtype) for stride in contiguous_strides(sizes))
 
 

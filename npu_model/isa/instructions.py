@@ -214,7 +214,7 @@ class Transfer(Instruction):
 
     @property
     def chosen(self) -> Tile | None:
-        """The operand that the index chooses places of."""
+        """The operand that the index chooses places of; None without an index."""
         return None if self.index is None else self.target if self.scatters else self.source
 
     @property

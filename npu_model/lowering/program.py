@@ -38,7 +38,7 @@ ARENA = "arena"  # the buffer in DRAM that holds intermediate values
 
 
 def chip_digest(chip: Chip) -> str:
-    """Hash of all numbers of a chip."""
+    """Hash of all that a chip's programs depend on: not of its host and the link to it, which `repr` leaves out."""
     return hashlib.sha256(repr(chip).encode()).hexdigest()[:16]
 
 

@@ -34,6 +34,7 @@ def _multiplies_codes(o: Operands, chip: Chip) -> bool:
 def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     on_codes = _multiplies_codes(o, chip)
     need_matrix(chip, "int8" if on_codes else o.x.dtype)
+    _need_whole_bytes(o)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     columns = chip.matrix.columns
@@ -48,12 +49,18 @@ def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
     return in_tiers(tiles)
 
 
+def _need_whole_bytes(o: Operands) -> None:
+    """Refuse groups that share a byte: the vector engine takes the bytes of a group with the group's scale."""
+    if o.groups > 1 and o.k // o.groups % CODE_FORMATS[o.codes].per_byte:
+        raise CannotLower(f"groups of {o.k // o.groups} codes in {o.codes} are not a whole number of bytes")
+
+
 def _depths(o: Operands, divisor: int) -> list[int]:
     """Numbers of elements of k to try: whole groups, or, where all are one group, whole bytes."""
     if o.groups > 1:
         return [count * (o.k // o.groups) for count in divided(halvings(o.groups, 1)[:8], divisor)]
     whole = [o.k] if divisor == 1 else divided(halvings(o.k, 64, 64), divisor, 64)
-    return [size for size in whole if size % (8 // CODE_FORMATS[o.codes].bits) == 0]
+    return [size for size in whole if size % CODE_FORMATS[o.codes].per_byte == 0]
 
 
 _KERNELS = ("quantized_matmul_kernel", "quantized_matmul_vec_kernel", "dynamic_quantized_matmul_kernel")
@@ -163,7 +170,7 @@ def _sums(e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: A
 
 def byte_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affine, tk: int) -> Piece:
     """A tile [columns, tk] of the weight's codes as int8, counted from their zero points."""
-    count, per_byte = columns.size, 8 // CODE_FORMATS[o.codes].bits
+    count, per_byte = columns.size, CODE_FORMATS[o.codes].per_byte
     box = [(first, count), (part * (tk // per_byte), tk // per_byte)]
     if per_byte == 1:
         return e.load(replace(o.data, dtype="int8"), box, queue=1)
@@ -177,7 +184,7 @@ def byte_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affin
 
 def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affine, tk: int) -> Piece:
     """A tile [columns, tk] of the weight in x's dtype: scale · (code − zero point), or scale · code + minimum."""
-    per_byte = 8 // CODE_FORMATS[o.codes].bits
+    per_byte = CODE_FORMATS[o.codes].per_byte
     group = o.k // o.groups
     groups = max(1, tk // group)
     each = tk // groups // per_byte
@@ -204,7 +211,7 @@ def _store_numbers(
     Without scales, a number is the code's distance from its zero point.
     """
     codes, scales, offset = parts
-    per_byte = 8 // CODE_FORMATS[o.codes].bits
+    per_byte = CODE_FORMATS[o.codes].per_byte
     each = axes[2].size
     program = VectorProgram(axes)
     row, element = codes.strides
@@ -225,6 +232,7 @@ def _store_numbers(
 
 
 def _embedding_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
+    _need_whole_bytes(o)
     rows = o.ids.numel
     if o.ids.reshape((rows,)) is None or o.out.reshape((rows, o.k)) is None:
         raise CannotLower("its DMA engines take ids and rows that follow each other")
@@ -255,14 +263,16 @@ def quantized_embedding(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 def _number(program: VectorProgram, o: Operands, code: int, place: int, zero: int | None) -> int:
     """A code as a float, counted from its zero point."""
-    if CODE_FORMATS[o.codes].is_float:
+    kind = CODE_FORMATS[o.codes]
+    if kind.is_float:
         return program.op("from_float8", code)
-    is_packed = CODE_FORMATS[o.codes].bits < 8
-    value = program.op("bits", code, attrs=(4 * place, 15)) if is_packed else program.op("signed_byte", code)
+    is_packed = kind.bits < 8
+    bits = (kind.bits * place, 2**kind.bits - 1)
+    value = program.op("bits", code, attrs=bits) if is_packed else program.op("signed_byte", code)
     if zero is not None and o.offsets == "zero_point":
         value = program.op("sub", value, zero if is_packed else program.op("signed_byte", zero))
-    elif zero is None and CODE_FORMATS[o.codes].zero:
-        value = program.op("sub", value, float(CODE_FORMATS[o.codes].zero))
+    elif zero is None and kind.zero:
+        value = program.op("sub", value, float(kind.zero))
     return program.op("to_float", value)
 
 

@@ -50,7 +50,10 @@ _LIMIT = _Limit()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let NumPy's products be computed by one thread; the machines of several threads of Python may do so at once."""
+    """Let all NumPy products of the process be computed by one thread each.
+
+    Machines on several threads of Python may do so at once.
+    """
     _LIMIT.enter()
     try:
         yield

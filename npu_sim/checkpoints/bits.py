@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_runtime.pieces import in_pieces
 
 SIGN = np.uint8(0x80)  # flips between unsigned 8-bit codes and those with 128 subtracted, as two's complement
+COMPRESSED_CODES = ("int4", "int8", "float8_e4m3")  # that compressed-tensors folders are read with, and written
+COMPRESSED_BITS = tuple(CODE_FORMATS[name].bits for name in COMPRESSED_CODES if not CODE_FORMATS[name].is_float)
 _PIECE = 2**20  # bytes
 # AWQ's kernels read the eight outputs of a word in this order of its 4-bit fields.
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_compiler.errors import InputError
+from npu_sim.checkpoints.bits import COMPRESSED_BITS
 from npu_sim.checkpoints.layouts import AWQ, GPTQ, Layout, Packed, Plain
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
@@ -47,7 +48,7 @@ class Schemes:
         return self.kept_parts and any(f".{target.strip('.')}." in f".{module}." for target in self.kept)
 
     def scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module: by the target that is most specific (a name, an expression, a class)."""
+        """The scheme of a module: by the target that is most specific (a name, an expression, a class), if any."""
         matches = [
             (_rank(target), place)
             for place, scheme in enumerate(self.schemes)
@@ -139,9 +140,9 @@ def _compressed_layout(format: Any, weights: Mapping[str, Any]) -> Layout:
     if weights.get("actorder") in ("group", "dynamic", True):
         raise InputError("its columns were quantized in another order (actorder), which is not supported")
     if format == "pack-quantized" and kind == "int" and strategy != "block":
-        return Packed(_one_of(weights, "num_bits", (4, 8), 8), group, symmetric)
+        return Packed(_one_of(weights, "num_bits", COMPRESSED_BITS, 8), group, symmetric)
     if format in _PLAIN_FORMATS:
-        _one_of(weights, "num_bits", (4, 8) if kind == "int" else (8,), 8)
+        _one_of(weights, "num_bits", COMPRESSED_BITS if kind == "int" else (8,), 8)
         block = {"block": weights.get("block_structure"), "group": (1, group)}.get(strategy, (1, 0))
         return Plain("weight_scale", _block(block), symmetric)
     supported = ", ".join(("pack-quantized", *_PLAIN_FORMATS))

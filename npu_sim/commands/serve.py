@@ -1,4 +1,7 @@
-"""`serve`: a language model for many users at once, behind OpenAI's HTTP API."""
+"""`serve`: a language model for many users at once, behind OpenAI's HTTP API.
+
+docs/engine.md, "Where everything is", names the file of each part.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class ContiguousModel(CompiledModel):
         self.context_length = self.block_size = self.max_tokens = length
         settings = {"cache_length": length, "chunk": chunk}
         super().__init__(checkpoint, device, settings, tensor_parallel=tensor_parallel, rank=rank)
-        self.runs_ahead = self.device.backend.runs_ahead - 1
+        self.runs_ahead = self.device.backend.runs_in_flight - 1
         self.chunks = tuple(size for size in CHUNKS if size <= length) if chunk is None else (self._fixed_chunk,)
         self._has_fixed_chunk = chunk is not None
         self._last: _TokenResult | None = None

@@ -30,5 +30,5 @@ def device_name(device: torch.device) -> str:
 
 
 def dtype_name(dtype: str | torch.dtype | None) -> str | None:
-    """A dtype's name without PyTorch's prefix."""
+    """A dtype's name without PyTorch's prefix; None for None."""
     return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -128,7 +128,8 @@ class Programs:
     def shared(self, inputs: Values) -> str | None:
         """Name in messages of an input that the graph changes and whose memory another input or a weight has too.
 
-        The graph knows nothing of that: what it computes of the other would be of the values before.
+        None if there is none. The graph knows nothing of that: what it computes of the other would be of the values
+        before.
         """
         written = [name for _, name in self._updated if name in inputs]
         name = _overlapping(inputs, written)

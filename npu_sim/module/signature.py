@@ -22,7 +22,7 @@ class _OtherDefault:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter.
+    """A parameter of a function, not a weight.
 
     Attributes:
         default: Whether it has one, and whether that is `value`, or one that is no plain data.

@@ -18,7 +18,7 @@ from npu_compiler.files import working_folder
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor
-from npu_sim.checkpoints.bits import SIGN
+from npu_sim.checkpoints.bits import COMPRESSED_CODES, SIGN
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import meta_model
 from npu_sim.llm.tokenizer import FILES
@@ -129,10 +129,8 @@ def stored_parts(weight: QuantizedArray) -> dict[str, torch.Tensor]:
     if format.code_format.is_float:
         codes = torch.from_numpy(weight.codes).view(getattr(torch, format.code_format.dtype.name))
         return {"weight": codes, "weight_scale": scales}
-    assert format.bits == 8 or format.code_format.zero == 2 ** (format.bits - 1), (
-        "compressed-tensors adds half the range to codes"
-    )
-    unsigned = weight.codes if format.bits == 4 else weight.codes ^ SIGN
+    assert format.codes in COMPRESSED_CODES, "QuantizeOptions.check refuses others"
+    unsigned = weight.codes if format.bits < 8 else weight.codes ^ SIGN
     row = -(-unsigned.shape[1] // 4) * 4
     words = np.zeros((n, row), np.uint8)
     words[:, : unsigned.shape[1]] = unsigned
@@ -142,7 +140,7 @@ def stored_parts(weight: QuantizedArray) -> dict[str, torch.Tensor]:
         "weight_shape": torch.tensor([n, k]),
     }
     if weight.offsets is not None:
-        zeros = weight.offsets if format.bits == 4 else weight.offsets ^ SIGN
+        zeros = weight.offsets if format.bits < 8 else weight.offsets ^ SIGN
         parts["weight_zero_point"] = torch.from_numpy(_packed_columns(zeros, format.bits))
     return parts
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import COMPUTE_DTYPES
 from npu_compiler.graph.quantization import METHODS, NAMED_FORMATS
+from npu_sim.checkpoints.bits import COMPRESSED_CODES
 
 SAMPLES = 64
 
@@ -60,8 +61,12 @@ class QuantizeOptions:
         ):
             if name is not None and name not in names:
                 raise InputError(f"unknown {what} '{name}'; choose one of {', '.join(names)}")
-        if self.zero_points and self.weights == "fp8":
-            raise InputError("fp8 weights have no zero points")
+        format = NAMED_FORMATS[self.weights]
+        if format.codes not in COMPRESSED_CODES:
+            usable = ", ".join(name for name, row in NAMED_FORMATS.items() if row.codes in COMPRESSED_CODES)
+            raise InputError(f"a model folder cannot hold weights in {self.weights}; choose one of {usable}")
+        if self.zero_points and format.code_format.is_float:
+            raise InputError(f"{self.weights} weights have no zero points")
         if self.samples < 1 or self.keep_worst < 0:
             raise InputError("the number of samples must be at least 1, and that of layers to keep at least 0")
         if self.written < 0 or self.tune < 0:

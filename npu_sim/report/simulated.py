@@ -16,15 +16,16 @@ MOST_SPANS = 20_000  # in a page; with more, neighbours on an engine are drawn a
 
 
 def simulated_facts(program: CompiledProgram, chip: Chip) -> dict[str, Any]:
-    """Simulate a program on a chip; the run as JSON data, in seconds, bytes and joules but where a key says cycles.
+    """Simulate a program on a chip; the run as JSON data, with the units below.
 
     Returns:
-        `chip`, `clock_hz`, `cycles`, `run`; `least`, the least that the program can take. `utilization` of the matrix
-        engine, `bandwidth_utilization` of DRAM. `roof`: bandwidth, and FLOP/s by dtype. `busy`: engine → time.
-        `computing` and `stalls` (cause → time), which add up to the run. `energy`: part → joules, or None if the chip
-        has no energies. `traffic`: level → bytes. `compulsory` and `kept` bytes. `calls`: see `_call`. `tracks`: engine
-        → `[call, start, cycles]` of what it did, of which neighbours closer than `gap` are one. `scratchpad`: its size,
-        and `[first byte, last, start, end, call, content]` of what is in it, in cycles.
+        `chip`, `clock_hz`, `cycles`; `run`, seconds, and `least`, the least that the program can take. `utilization` of
+        the matrix engine, `bandwidth_utilization` of DRAM. `roof`: bandwidth in bytes/s, and FLOP/s by dtype. `busy`:
+        engine → seconds. `computing` and `stalls` (cause → seconds), which add up to the run. `energy`: part → joules,
+        or None if the chip has no energies. `traffic`: level → bytes. `compulsory` and `kept` bytes. `calls`: see
+        `_call`. `tracks`: engine → `[call, start, cycles]` of what it did, in cycles; neighbours closer than `gap`, in
+        seconds, are one. `scratchpad`: its bytes, and areas `[first byte, last, start, end, call, content]`, where
+        start and end are cycles.
 
     Raises as `npu_model.simulate`.
     """
@@ -118,8 +119,9 @@ def _facts(result: Result, taken: Sequence[Resident]) -> dict[str, Any]:
 def _call(call: CallResult, chip: Chip) -> dict[str, Any]:
     """A call as JSON data.
 
-    `own` is the part of the run that it adds, of which `computing` and `stalls` are parts; `start` and `end` are when
-    its first instruction starts and its last one ends. `engine` is the one that works longest for it.
+    `own` is the seconds of the run that it adds, of which `computing` and `stalls` are parts; `start` and `end` are the
+    cycles at which its first instruction starts and its last one ends. `busy` is in seconds, `traffic` and `used` (of
+    the scratchpad) in bytes, `energy` in joules. `engine` is the one that works longest for it.
     """
     counts, seconds = call.counts, chip.seconds
     return {

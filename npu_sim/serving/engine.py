@@ -3,6 +3,8 @@
 One thread drives the device: it does what others have asked for (`_inbox`), then lets `EngineCore` advance by a step.
 Another thread makes text (`text_thread`).
 
+docs/engine.md, "Where everything is", names the file of each part.
+
 Invariants:
 1. The core is used by the engine's thread only; other threads put functions into `_inbox`. Its `stats` only reads.
 2. Every sequence that `submit` puts there ends with exactly one last update. `_accepting` and `_closed` change under

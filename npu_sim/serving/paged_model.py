@@ -100,7 +100,7 @@ class PagedModel(CompiledModel):
         }
         group = {"tensor_parallel": tensor_parallel, "rank": rank}
         super().__init__(checkpoint, device, settings, **group, start_worker=start_worker)
-        self.runs_ahead = int(self.device.backend.runs_ahead > 1)
+        self.runs_ahead = int(self.device.backend.runs_in_flight > 1)
         states = layer_states(checkpoint)
         self.shares_prefixes = all(state.kind.shares_prefixes for state in states)
         self.read_window = read_window(states)

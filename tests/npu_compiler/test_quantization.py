@@ -23,7 +23,7 @@ from npu_compiler import (
     trace_stages,
 )
 from npu_compiler.errors import InputError, ProgramFormatError, WeightError
-from npu_compiler.graph.code_formats import CODE_FORMATS
+from npu_compiler.graph.code_formats import CODE_FORMATS, CodeFormat
 from npu_runtime import CPUBackend, Device, Executor, NPUBuffer, load_weights
 
 FORMATS = [
@@ -57,14 +57,34 @@ def test_rounding_errs_by_half_a_step_at_most(format: QuantizedFormat, seed: int
     assert (error <= step / 2 * (1 + 2 * (format.offsets != "none")) + largest).all()
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_packing_and_unpacking_are_inverse(kind: str) -> None:
-    low, high = (0, 16) if kind == "int4" else (-128, 128)
-    values = np.random.default_rng(0).integers(low, high, (5, 14))
-    row = CODE_FORMATS[kind]
+def integers(bits: int) -> CodeFormat:
+    """A format of unsigned integers around the middle of their range."""
+    middle = 2 ** (bits - 1)
+    return CodeFormat(f"uint{bits}", bits, np.dtype(np.uint8), 0, 2 * middle - 1, zero=middle, largest=middle - 0.5)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*(row for row in CODE_FORMATS.values() if not row.is_float), *map(integers, (1, 2, 4, 8))],
+    ids=lambda row: row.name,
+)
+def test_packing_and_unpacking_are_inverse(row: CodeFormat) -> None:
+    values = np.random.default_rng(0).integers(int(row.low), int(row.high) + 1, (5, 16))
     packed = row.pack(values)
-    assert packed.shape == (5, 14 * row.bits // 8)
+    assert packed.shape == (5, 16 * row.bits // 8)
     np.testing.assert_array_equal(row.unpack(packed), values)
+
+
+@pytest.mark.parametrize("bits", [0, 3, 5, 6, 7, 16])
+def test_codes_that_cross_bytes_are_refused(bits: int) -> None:
+    with pytest.raises(InputError, match=f"codes of {bits} bits, as odd has, cross bytes; use 1, 2, 4 or 8 bits"):
+        CodeFormat("odd", bits, np.dtype(np.uint8), 0, 1, zero=0, largest=1)
+
+
+@pytest.mark.parametrize("bits, dtype", [(4, np.int8), (8, np.int16)])
+def test_codes_that_their_dtype_does_not_hold_are_refused(bits: int, dtype: type) -> None:
+    with pytest.raises(InputError, match=f"codes of {bits} bits, as odd has, cannot be {np.dtype(dtype)}; use uint8"):
+        CodeFormat("odd", bits, np.dtype(dtype), 0, 1, zero=0, largest=1)
 
 
 def test_of_two_4_bit_codes_the_low_half_of_the_byte_is_first() -> None:

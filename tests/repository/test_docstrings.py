@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from npu_compiler.graph.quantization import NAMED_FORMATS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/py.typed"))
 FOLDERS = [*PACKAGES, "benchmarks", "docs", "examples", "tests"]
@@ -100,6 +102,84 @@ def test_what_says_something_is_no_fragment(text: str) -> None:
 def test_docstrings_of_all_kinds_are_found() -> None:
     source = '"m"\nx = 1\n"a"\nclass C:\n    "c"\n    y: int = 1\n    "b"\n    def f(self):\n        "f"\n'
     assert [text for _, text in docstrings(ast.parse(source))] == ["m", "a", "c", "b", "f"]
+
+
+def lists_of_formats(text: str) -> list[str]:
+    """The lists in a text that begin with `int4`, of the form "a, b or c", without quotes and line breaks."""
+    plain = " ".join(re.sub(r'"\s+"|`|\*\*', "", text).split())
+    return re.findall(r"\bint4, (?:\w+, )*\w+ or \w+", plain)
+
+
+def test_texts_list_the_formats_that_there_are() -> None:
+    *first, last = NAMED_FORMATS
+    wanted = f"{', '.join(first)} or {last}"
+    texts = {
+        path: lists_of_formats(path.read_text("utf-8")) for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+    }
+    assert sum(map(len, texts.values())) > 5, "the form of these lists has changed"
+    wrong = [f"{path.relative_to(ROOT)}: {each}" for path, found in texts.items() for each in found if each != wanted]
+    assert not wrong, f"the formats are {wanted}:\n" + "\n".join(wrong)
+
+
+def test_lists_of_formats_are_found_across_quotes_and_lines() -> None:
+    assert lists_of_formats('text="Stored as int4,"\n  " int8 or fp8."') == ["int4, int8 or fp8"]
+    assert lists_of_formats("`int4`, `int8`,\n   `fp8` or `q5`") == ["int4, int8, fp8 or q5"]
+
+
+# Words that say when a function returns None; and types whose own docstring says it, once for all that return them.
+SAYS_WHEN_NONE = re.compile(r"\b(?:none|if|any|where|unless|otherwise|else|without)\b", re.IGNORECASE)
+EXPLAINED = {"NativeLaunch": "npu_runtime/cpu/native/bindings.py", "Shards": "npu_compiler/ops/registry.py"}
+# Folders that the rule does not hold for yet.
+SILENT = ("npu_sim/llm/", "npu_sim/serving/")
+
+
+def may_be_none(annotation: ast.expr | None) -> bool:
+    """Whether an annotation has the form `X | None`."""
+    if not isinstance(annotation, ast.BinOp):
+        return False
+    return any(isinstance(side, ast.Constant) and side.value is None for side in (annotation.left, annotation.right))
+
+
+def silent_about_none(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Documented public functions that may return None, but do not say when."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+            continue
+        text = ast.get_docstring(node)
+        if not text or not may_be_none(node.returns) or SAYS_WHEN_NONE.search(text):
+            continue
+        assert isinstance(node.returns, ast.BinOp)
+        if ast.unparse(node.returns.left) not in EXPLAINED:
+            yield node
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_docstrings_say_when_a_result_is_none(folder: str) -> None:
+    wrong = [
+        f"{name}:{node.lineno}: {node.name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not (name := path.relative_to(ROOT).as_posix()).startswith(SILENT)
+        for node in silent_about_none(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not wrong, "say when it returns None:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_types_that_explain_none_do(name: str) -> None:
+    tree = ast.parse((ROOT / EXPLAINED[name]).read_text("utf-8"))
+    (own,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    assert "returns None" in (ast.get_docstring(own) or "")
+
+
+def test_functions_silent_about_none_are_found() -> None:
+    source = """
+def f() -> int | None: "Return the size."
+def g() -> int | None: "Return the size, or None if it is not known."
+def h() -> int: "Return the size."
+def _f() -> int | None: "Return the size."
+def launch() -> NativeLaunch | None: "Prepare it."
+"""
+    assert [node.name for node in silent_about_none(ast.parse(source))] == ["f"]
 
 
 def public_names() -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 
 constexpr bool is_int4 = param::codes == param::CodesKind::int4_;
 constexpr bool is_int8 = param::codes == param::CodesKind::int8_;
+static_assert(is_int4 || is_int8 || param::codes == param::CodesKind::float8_e4m3_);
 constexpr bool has_minimum = param::offsets == param::OffsetsKind::minimum_;
 constexpr bool has_zero_point = param::offsets == param::OffsetsKind::zero_point_;
 constexpr int symmetric_zero = is_int4 && param::offsets == param::OffsetsKind::none_ ? 8 : 0;

@@ -125,6 +125,9 @@ def operand(array: np.ndarray | None) -> View:
 class NativeLaunch:
     """A kernel with its argument block; calling it runs the kernel on whatever the operands hold by then.
 
+    A function that prepares one runs nothing, and returns None instead where there are no native kernels, or none for
+    such dtypes, strides or numbers of dimensions.
+
     The block points into the arrays' storage, so the launch keeps them alive. Calling it raises `DeviceError` where
     there is no memory for the kernel's own work.
 

@@ -115,7 +115,7 @@ def failure_reason() -> str | None:
 
 
 def compiled_library() -> Library | None:
-    """The library of `library_path`, and how it was made.
+    """The library of `library_path`, and how it was made; None if there is none, and `failure_reason` says why.
 
     Raises:
         InputError: `NPU_SIM_CPU_LEVEL` names no level.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.quantization import OFFSETS, ROW_FORMATS
 from npu_compiler.program import elementwise
+from npu_compiler.target_config import KERNEL_CODES
 from npu_runtime.cpu.arrays import BFLOAT16
 
 # `Dtype` in kernel.h, those with bytes, `Stored` in integer_args.h, and those that element-wise kernels compute in or
@@ -21,7 +21,7 @@ def _numbered(*names: str) -> dict[str, int]:
 
 
 ACTIVATIONS = _numbered("none", *elementwise.ACTIVATIONS)  # `Activation` in activation.h
-CODES = _numbered(*CODE_FORMATS)  # `Codes` in quantized.h
+CODES = _numbered(*KERNEL_CODES)  # `Codes` in quantized.h
 OFFSET_KINDS = _numbered(*OFFSETS)  # `Offsets` in quantized.h
 ELEMENTWISE = _numbered(*"copy add sub mul abs neg eq ne lt le gt ge where cos sin".split())  # `Op` in elementwise.cpp
 ROUNDING = _numbered("none", *ROW_FORMATS)  # `RowFormat` in row_rounding.h

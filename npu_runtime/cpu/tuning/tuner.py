@@ -83,7 +83,7 @@ def _switching_seconds() -> float:
 
 
 def default_launch(call: ArrayCall, candidates: Sequence[Candidate]) -> Launch | None:
-    """The call prepared on the first candidate that handles it."""
+    """The call prepared on the first candidate that handles it, or None if none does."""
     for candidate in candidates:
         launch = candidate.make(call)
         if launch is not None:

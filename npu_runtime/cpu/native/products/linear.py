@@ -210,7 +210,7 @@ def gated_linear(
 
 
 def float_vector(bias: np.ndarray | None) -> np.ndarray | None:
-    """The bias as the products read it."""
+    """The bias as the products read it: float32, contiguous; None without one."""
     return None if bias is None else bias.reshape(-1).astype(np.float32)
 
 

@@ -20,6 +20,16 @@ namespace npu {
 enum class Codes : int64_t { int4 = 0, int8 = 1, float8_e4m3 = 2 };
 enum class Offsets : int64_t { none = 0, minimum = 1, zero_point = 2 };
 
+// Bits of a code.
+constexpr int64_t code_bits(Codes codes) {
+  switch (codes) {
+    case Codes::int4: return 4;
+    case Codes::int8:
+    case Codes::float8_e4m3: return 8;
+  }
+  throw std::invalid_argument("unknown codes");
+}
+
 // Rows that are multiplied at once as integers: besides two accumulators a row, registers hold the panel's two vectors, the
 // broadcast of x and a product.
 inline constexpr int kMaxIntegerRows = kRegisters == 32 ? 12 : 6;
@@ -38,7 +48,7 @@ struct QuantizedFormat {
   int64_t group, groups;  // elements of a group, and groups of a row
   int64_t block;
 
-  int64_t bits() const { return codes == Codes::int4 ? 4 : 8; }
+  int64_t bits() const { return code_bits(codes); }
   int64_t unit() const { return 32 / bits(); }
   int64_t group_blocks() const { return divide_up(group, block); }
   int64_t blocks() const { return groups * group_blocks(); }

@@ -10,6 +10,7 @@ import numpy as np
 
 from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
+from npu_compiler.target_config import KERNEL_CODES
 from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, layout
 from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, floats, item_size, packed, prefixed
@@ -35,8 +36,7 @@ class _Format(ctypes.Structure):
 
     @property
     def bits(self) -> int:
-        bits: int = tuple(CODE_FORMATS.values())[self.codes].bits
-        return bits
+        return CODE_FORMATS[KERNEL_CODES[self.codes]].bits
 
     @property
     def offset_size(self) -> int:
@@ -128,7 +128,7 @@ class PackedQuantized:
 
 
 def pack_quantized(weight: QuantizedArray) -> PackedQuantized | None:
-    """Packs a weight for products; None where there are no native kernels."""
+    """Pack a weight for products; None where there are no native kernels."""
     if not available():
         return None
     n, k = weight.shape

@@ -39,14 +39,17 @@ void with_format(const QuantizedFormat& f, const F& body) {
       case Offsets::zero_point: return body(codes, std::integral_constant<Offsets, Offsets::zero_point>());
     }
   };
-  if (f.codes == Codes::int4) return with_offsets(std::integral_constant<Codes, Codes::int4>());
-  if (f.codes == Codes::int8) return with_offsets(std::integral_constant<Codes, Codes::int8>());
-  body(std::integral_constant<Codes, Codes::float8_e4m3>(), std::integral_constant<Offsets, Offsets::none>());
+  switch (f.codes) {
+    case Codes::int4: return with_offsets(std::integral_constant<Codes, Codes::int4>());
+    case Codes::int8: return with_offsets(std::integral_constant<Codes, Codes::int8>());
+    case Codes::float8_e4m3:
+      return body(std::integral_constant<Codes, Codes::float8_e4m3>(), std::integral_constant<Offsets, Offsets::none>());
+  }
 }
 
 constexpr int64_t kUnitBytes = 4 * kPanel;
 
 template <Codes kCodes>
-constexpr int kUnit = kCodes == Codes::int4 ? 8 : 4;
+constexpr int kUnit = 32 / code_bits(kCodes);
 
 }  // namespace npu
