@@ -2,7 +2,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNEL_TESTS := $(addprefix tests/npu_runtime/test_,native.py native_conv.py native_quantized.py integer_kernels.py)
-FUZZED := program run tiles ir onnx gguf safetensors module chip sweep generation cache
+FUZZED := program run tiles ir onnx gguf safetensors module chip sweep trace generation cache
 FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
 # torch-transformers: the oldest pair that pyproject.toml takes, one between, and the newest that was tried.
