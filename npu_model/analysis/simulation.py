@@ -9,7 +9,7 @@ from npu_model.analysis.result import Result, make_result
 from npu_model.chip import Chip
 from npu_model.isa.instructions import TileProgram
 from npu_model.loading import load_tiles
-from npu_model.lowering.cascades import arrange, lower_arranged
+from npu_model.lowering.cores import arranged, lower_arranged
 from npu_model.lowering.mapper import Mapper, Sketches
 from npu_model.machine.machine import Machine, Run
 
@@ -61,7 +61,7 @@ def simulate_for(program: CompiledProgram, chip: Chip, sketches: Sketches) -> Re
     """
     if program.target.startswith("npu:"):
         return simulate(program, chip)
-    tiles = arrange(checked_plan(program), chip, Mapper(chip, sketches)).program
+    tiles = arranged(checked_plan(program), chip, Mapper(chip, sketches)).program
     return result_of(program, chip, tiles, Machine(chip, tiles).run())
 
 

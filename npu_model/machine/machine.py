@@ -6,10 +6,13 @@ Engines work side by side, each on one instruction at a time and in the order of
    been reached. Instructions start in the order in which they become ready.
 2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine
    is free for the next transfer meanwhile. All engines share DRAM.
-3. Any other instruction keeps its engine for its cycles. A product ends the depth of the array later where folds
+3. A transfer from one core's scratchpad to another's begins when the one's link out and the other's link in are free,
+   occupies both for its bytes, and ends some hops later.
+4. Any other instruction keeps its engine for its cycles. A product ends the depth of the array later where folds
    overlap; the engine begins the next one meanwhile.
-4. At its end an instruction raises its tokens; an engine's instructions end in their order.
-5. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
+5. At its end an instruction raises its tokens, which other cores see some hops later; an engine's instructions end in
+   their order.
+6. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
    the chip overlaps them; otherwise a launch begins when the section before has ended.
 
 Times are whole cycles. If data are computed, an instruction does all its work when it starts; since what it needs has
@@ -28,7 +31,18 @@ from heapq import heappop, heappush
 import numpy as np
 
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Engine, Instruction, Loop, Node, Section, Space, Tile, TileProgram, Token
+from npu_model.isa.instructions import (
+    Instruction,
+    Loop,
+    Node,
+    Section,
+    Space,
+    Tile,
+    TileProgram,
+    Token,
+    core_name,
+    is_transfer,
+)
 from npu_model.machine.blas import one_thread
 from npu_model.machine.costs import Cost, Costs
 from npu_model.machine.execution import Executed, Execution, execute, located
@@ -68,6 +82,7 @@ class Counts:
     dram_read: int = 0
     dram_written: int = 0
     sram_bytes: int = 0
+    network_bytes: int = 0
     operations: int = 0
     macs: dict[str, int] = field(default_factory=dict)
     busy: dict[str, int] = field(default_factory=dict)
@@ -80,6 +95,7 @@ class Counts:
         self.dram_read += times * cost.dram_read
         self.dram_written += times * cost.dram_written
         self.sram_bytes += times * cost.sram_bytes
+        self.network_bytes += times * cost.network
         self.operations += times * cost.operations
         self.busy[engine] = self.busy.get(engine, 0) + times * cost.cycles
         if cost.macs:
@@ -127,10 +143,13 @@ class Machine:
         self.costs = Costs(chip)
         self._executions: dict[tuple[int, ...], Execution] = {}
         self._first: tuple[Run, list[Executed]] | None = None
+        self._own: dict[tuple[Space, str], Memory] = {}
         if memory is not None:
-            matrix = chip.matrix
-            self._scratchpad = Memory("the scratchpad", chip.sram.size, checked)
-            self._accumulators = Memory("the accumulators", matrix.accumulator_bytes if matrix else 0, checked)
+            sums = chip.matrix.accumulator_bytes if chip.matrix else 0
+            for core in [""] if chip.cores is None else map(core_name, range(chip.cores.count)):
+                of_core = f" of {core}" if core else ""
+                self._own[Space.SCRATCHPAD, core] = Memory(f"the scratchpad{of_core}", chip.sram.size, checked)
+                self._own[Space.ACCUMULATORS, core] = Memory(f"the accumulators{of_core}", sums, checked)
 
     def preload(self) -> Run:
         """Bring weights that stay into the scratchpad; once, and again when weights change."""
@@ -161,10 +180,8 @@ class Machine:
 
     def memories(self, tile: Tile) -> Memory:
         """The memory that an operand is in."""
-        if tile.space is Space.SCRATCHPAD:
-            return self._scratchpad
-        if tile.space is Space.ACCUMULATORS:
-            return self._accumulators
+        if tile.space is not Space.DRAM:
+            return self._own[tile.space, tile.buffer]
         assert self.memory is not None
         return self.memory[tile.buffer]
 
@@ -266,11 +283,13 @@ class _Scheduler:
         engines = [self.streams.engines(number) for number in range(len(sections))]
         names = sorted(set().union(*engines))
         self.queues = [_Queue(name) for name in names]
-        computing = {name for name in names if not name.startswith(Engine.DMA)}
+        computing = {name for name in names if not is_transfer(name)}
         self.moves_only = [not each & computing for each in engines]
         self.launched = [0] * len(sections)
         self.last = self.frontier = self.exposed = 0
         self.dram_free = 0
+        self.out_free: dict[str, int] = {}  # core → when its link out of it is free; and into it
+        self.in_free: dict[str, int] = {}
         self.latency = round(machine.chip.dram_latency_cycles)
         self.races = Races(names) if machine.checked else None
 
@@ -313,6 +332,10 @@ class _Scheduler:
                 self.dram_free = queue.free = start + cycles
                 end = queue.free + latency
             else:
+                if prepared.path is not None:
+                    sender, receiver = prepared.path
+                    start = max(start, self.out_free.get(sender, 0), self.in_free.get(receiver, 0))
+                    self.out_free[sender] = self.in_free[receiver] = start + cycles
                 queue.free = start + cycles
                 end = queue.free + cost.latency
             if end < queue.ended:
@@ -329,7 +352,7 @@ class _Scheduler:
             if looks_closer:
                 self._look_closer(queue, number, start)
             for raised in prepared.signals:
-                raised.times.append(end)
+                raised.times.append(end + raised.delay)
                 if raised.waiting:
                     self._wake(raised)
             self._next(number, queue)
