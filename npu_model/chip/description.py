@@ -216,7 +216,7 @@ class Network:
     topology: str = _one_of("crossbar", "ring", "mesh", default="crossbar")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cores:
     """Several cores over one DRAM, each with engines, accumulators and a scratchpad of its own, as the chip has them.
 

@@ -34,7 +34,7 @@ from npu_model.lowering.program import (
     shapes,
     trimmed,
 )
-from npu_model.lowering.relocation import program_on, to_core
+from npu_model.lowering.relocation import to_core
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.spreading import Spread, Step, copy_name, shared_values, spread
 from npu_model.machine.machine import Machine, token_totals
@@ -52,7 +52,8 @@ def arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     if chip.cores.split != "auto":
         return _fastest(_ways(plan, chip, mapper, [chip.cores.split]), chip)
     alone = arrange(plan, replace(chip, cores=None), mapper)
-    one = Arrangement(alone.plan, program_on(alone.program, core_name(0), chip_digest(chip)))
+    moved = to_core(core_name(0)).program(alone.program)
+    one = Arrangement(alone.plan, replace(moved, digest=chip_digest(chip)))
     return _fastest([one, *_ways(plan, chip, mapper, [*Way, "layers"])], chip)
 
 
@@ -153,10 +154,9 @@ class _Linking:
         own, chip = self._own, self._chip
         outside = self._outside()
         preload = [
-            replace(section, body=to_core(section.body, name))
+            to_core(name).section(preloaded(weight, outside[weight], residency.addresses[weight], chip))
             for name, residency in zip(self._names, self._residencies, strict=True)
             for weight in residency.weights
-            for section in [preloaded(weight, outside[weight], residency.addresses[weight], chip)]
         ]
         inside = self._inside(outside)
         linker = Linker(chip, outside, token_totals(preload), own_places=inside)

@@ -153,8 +153,8 @@ class _NamedCut:
         inputs = [_sliced(view, operand.sizes, ranges) for operand, view in bound if view is not None]
         outputs = [_sliced(call.outputs[0], kernel.outputs[0].sizes, ranges)]
         part = with_views(call, inputs, outputs, self._params(first, stop))
-        dense = ([compact(view, view.buffer)[0] for view in views] for views in (inputs, outputs))
-        packed = with_views(part, *dense, {})  # the NPU reads operands with any strides
+        dense_inputs, dense_outputs = ([compact(v, v.buffer)[0] for v in views] for views in (inputs, outputs))
+        packed = with_views(part, dense_inputs, dense_outputs, {})  # the NPU reads operands with any strides
         return part if kernel.problem(packed) is None else None
 
     def _params(self, first: int, stop: int) -> dict[str, object]:

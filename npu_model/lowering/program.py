@@ -33,7 +33,7 @@ from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
 from npu_model.lowering.families import CannotLower, Tiling
 from npu_model.lowering.implied_waits import without_implied_waits
 from npu_model.lowering.mapper import Mapper, emit_call, in_sequence, new_emitter
-from npu_model.lowering.relocation import draft_on
+from npu_model.lowering.relocation import to_core
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
 from npu_model.machine.machine import engines_of, token_totals
@@ -183,7 +183,7 @@ class Linker:
         touches: list[Touch] = []
         for part in parts:
             draft = self._emitted(part)
-            draft = draft_on(draft, part.core) if part.core else draft
+            draft = to_core(part.core).draft(draft) if part.core else draft
             self._append(part.call, draft)
             touches += draft.touches
         self._enter(touches)
@@ -198,7 +198,7 @@ class Linker:
             axes = tuple(map(Axis, sizes))
             views = (replace(source, strides=tuple(read)), replace(target, strides=tuple(written)))
             emitter.transfer(axes, *(emitter.whole(view, axes) for view in views), queue=_SENDING)
-            draft = draft_on(emitter.finish(), core)
+            draft = to_core(core).draft(emitter.finish())
             self._append(copy, draft)
             touches += draft.touches
         self._enter(touches)

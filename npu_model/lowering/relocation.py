@@ -1,11 +1,12 @@
-"""`to_core`: instructions that were written for a chip of one core, on a core of a chip of several."""
+"""`Relocation`: instructions as they were written for a chip by themselves, at another place of a larger one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from npu_model.isa.instructions import (
+    Buffer,
     Compute,
     Instruction,
     Loop,
@@ -18,66 +19,99 @@ from npu_model.isa.instructions import (
     Token,
     Transfer,
     Wait,
+    core_of,
+    kind_of,
 )
 from npu_model.lowering.emitter import Draft
 
 
-def draft_on(draft: Draft, core: str) -> Draft:
-    """A section on a core: its engines and tokens are the core's, as are places in memories that name no core."""
-    touches = tuple(
-        replace(
-            touch,
-            engine=f"{core}.{touch.engine}",
-            name=touch.name if touch.space is Space.DRAM else touch.name or core,
+@dataclass(frozen=True)
+class Relocation:
+    """Another place for instructions.
+
+    Attributes:
+        cores: Core → core. Those that are not there stay.
+        shifts: Memory of a core → bytes that are added to addresses.
+        tokens: Number that is added to the numbers of tokens.
+        buffers: Text that names of buffers in DRAM get in front.
+    """
+
+    cores: Mapping[str, str] = field(default_factory=dict)
+    shifts: Mapping[Space, int] = field(default_factory=dict)
+    tokens: int = 0
+    buffers: str = ""
+
+    def draft(self, draft: Draft) -> Draft:
+        """A section whose parts of the scratchpad have addresses of the whole already."""
+        touches = tuple(
+            replace(
+                touch,
+                engine=self._engine(touch.engine),
+                name=touch.name if touch.space is Space.DRAM else self._core(touch.name),
+            )
+            for touch in draft.touches
         )
-        for touch in draft.touches
-    )
-    raised = {_token(token, core): count for token, count in draft.raised.items()}
-    return replace(draft, body=to_core(draft.body, core), touches=touches, raised=raised)
+        raised = {self._token(token): count for token, count in draft.raised.items()}
+        return replace(draft, body=self.nodes(draft.body), touches=touches, raised=raised)
+
+    def program(self, program: TileProgram) -> TileProgram:
+        """A whole program."""
+        return replace(
+            program,
+            buffers=tuple(Buffer(self.buffers + buffer.name, buffer.size) for buffer in program.buffers),
+            preload=tuple(map(self.section, program.preload)),
+            sections=tuple(map(self.section, program.sections)),
+        )
+
+    def section(self, section: Section) -> Section:
+        """A section."""
+        return replace(section, body=self.nodes(section.body))
+
+    def nodes(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """Instructions and loops."""
+        return tuple(
+            Loop(node.count, self.nodes(node.body)) if isinstance(node, Loop) else self._instruction(node)
+            for node in nodes
+        )
+
+    def _instruction(self, instruction: Instruction) -> Instruction:
+        moved = replace(
+            instruction,
+            engine=self._engine(instruction.engine),
+            waits=tuple(Wait(self._token(wait.token), wait.count) for wait in instruction.waits),
+            signals=tuple(self._token(token) for token in instruction.signals),
+        )
+        if isinstance(moved, Transfer):
+            index = None if moved.index is None else self._tile(moved.index)
+            return replace(moved, source=self._tile(moved.source), target=self._tile(moved.target), index=index)
+        if isinstance(moved, Multiply):
+            zeros = None if moved.right_zeros is None else self._tile(moved.right_zeros)
+            left, right, sums = (self._tile(tile) for tile in (moved.left, moved.right, moved.sums))
+            return replace(moved, left=left, right=right, sums=sums, right_zeros=zeros)
+        if isinstance(moved, Compute):
+            inputs = tuple(self._tile(tile) for tile in moved.inputs)
+            return replace(moved, inputs=inputs, stores=tuple((r, self._tile(tile)) for r, tile in moved.stores))
+        return moved
+
+    def _core(self, core: str) -> str:
+        return self.cores.get(core, core)
+
+    def _engine(self, engine: str) -> str:
+        core = self._core(core_of(engine))
+        return f"{core}.{kind_of(engine)}" if core else engine
+
+    def _token(self, token: Token) -> Token:
+        return Token(self._engine(token.engine), token.number + self.tokens)
+
+    def _tile(self, tile: Tile) -> Tile:
+        if tile.space is Space.DRAM:
+            return replace(tile, buffer=self.buffers + tile.buffer) if self.buffers else tile
+        return replace(tile, buffer=self._core(tile.buffer), address=tile.address + self.shifts.get(tile.space, 0))
 
 
-def program_on(program: TileProgram, core: str, digest: str) -> TileProgram:
-    """A whole program on a core of a chip of that digest."""
-
-    def moved(sections: Sequence[Section]) -> tuple[Section, ...]:
-        return tuple(replace(section, body=to_core(section.body, core)) for section in sections)
-
-    return replace(program, digest=digest, preload=moved(program.preload), sections=moved(program.sections))
+def to_core(core: str) -> Relocation:
+    """The relocation of what was written for a chip of one core to a core."""
+    return Relocation({"": core})
 
 
-def to_core(nodes: Sequence[Node], core: str) -> tuple[Node, ...]:
-    """The instructions on a core."""
-    return tuple(
-        Loop(node.count, to_core(node.body, core)) if isinstance(node, Loop) else _moved(node, core) for node in nodes
-    )
-
-
-def _moved(instruction: Instruction, core: str) -> Instruction:
-    moved = replace(
-        instruction,
-        engine=f"{core}.{instruction.engine}",
-        waits=tuple(Wait(_token(wait.token, core), wait.count) for wait in instruction.waits),
-        signals=tuple(_token(token, core) for token in instruction.signals),
-    )
-    if isinstance(moved, Transfer):
-        index = None if moved.index is None else _tile(moved.index, core)
-        return replace(moved, source=_tile(moved.source, core), target=_tile(moved.target, core), index=index)
-    if isinstance(moved, Multiply):
-        zeros = None if moved.right_zeros is None else _tile(moved.right_zeros, core)
-        left, right, sums = (_tile(tile, core) for tile in (moved.left, moved.right, moved.sums))
-        return replace(moved, left=left, right=right, sums=sums, right_zeros=zeros)
-    if isinstance(moved, Compute):
-        inputs = tuple(_tile(tile, core) for tile in moved.inputs)
-        return replace(moved, inputs=inputs, stores=tuple((r, _tile(tile, core)) for r, tile in moved.stores))
-    return moved
-
-
-def _token(token: Token, core: str) -> Token:
-    return Token(f"{core}.{token.engine}", token.number)
-
-
-def _tile(tile: Tile, core: str) -> Tile:
-    return tile if tile.space is Space.DRAM or tile.buffer else replace(tile, buffer=core)
-
-
-__all__ = ["draft_on", "program_on", "to_core"]
+__all__ = ["Relocation", "to_core"]

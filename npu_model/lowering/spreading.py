@@ -246,13 +246,11 @@ class _Spreading:
                     continue
                 shown = region_of(view).view(view.buffer)
                 for reader, reads in sorted(self._accesses[view.buffer].read.items()):
-                    parts = {common(shown, region_of(read).view(view.buffer)) for read in reads} - {None}
-                    for part in sorted((part for part in parts if part is not None), key=repr):
-                        if reader != step.core:
-                            source, target = (
-                                replace(part, buffer=self._copy(view.buffer, c)) for c in (step.core, reader)
-                            )
-                            sends.append(Send(copy_call(source, target, step.call.node), step.core, reader))
+                    parts = {common(shown, region_of(read).view(view.buffer)) for read in reads}
+                    for part in sorted(filter(None, parts), key=repr) if reader != step.core else ():
+                        ends = step.core, reader
+                        source, target = (replace(part, buffer=self._copy(part.buffer, core)) for core in ends)
+                        sends.append(Send(copy_call(source, target, step.call.node), *ends))
         return sends
 
 

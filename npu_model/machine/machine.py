@@ -155,8 +155,12 @@ class Machine:
         """Bring weights that stay into the scratchpad; once, and again when weights change."""
         return self._run(self.program.preload, {})
 
-    def run(self, *, spans: bool = False) -> Run:
+    def run(self, *, spans: bool = False, lanes: Sequence[Sequence[int]] | None = None) -> Run:
         """Run the program once.
+
+        Args:
+            lanes: Numbers of sections that are launched one after the other, beside those of other lanes, which use
+                other engines. Default: all in one lane.
 
         Raises:
             MachineError: an instruction does what no correct program does; names the instruction, node and address.
@@ -168,7 +172,7 @@ class Machine:
                     execute(*executed)
             return run
         first: list[Executed] | None = [] if self.memory is not None and not self.checked else None
-        run = self._run(self.program.sections, token_totals(self.program.preload), spans, first)
+        run = self._run(self.program.sections, token_totals(self.program.preload), spans, first, lanes)
         if first is not None and len(first) <= _MOST_KEPT:
             self._first = run, first
         return run
@@ -203,8 +207,9 @@ class Machine:
         raised: Mapping[Token, int],
         spans: bool = False,
         order: list[Executed] | None = None,
+        lanes: Sequence[Sequence[int]] | None = None,
     ) -> Run:
-        scheduler = _Scheduler(self, sections, raised, spans, order)
+        scheduler = _Scheduler(self, sections, raised, spans, order, lanes or [range(len(sections))])
         with _computing() if self.memory is not None else nullcontext():
             return scheduler.run()
 
@@ -250,6 +255,7 @@ class _Queue:
         free: When the engine is free for it.
         ended: When all before it have ended.
         ready, missing: When it can start, as far as is known, and for how many tokens it still waits.
+        lane: The sections that it executes.
     """
 
     name: str
@@ -259,6 +265,24 @@ class _Queue:
     ended: int = 0
     missing: int = 0
     ready: int = 0
+    lane: _Lane | None = None
+
+
+@dataclass(eq=False)
+class _Lane:
+    """Sections that are launched one after the other.
+
+    Attributes:
+        batches: Those that are not launched yet; those of a batch together.
+        launched: Those of the last batch that was.
+        ended: When all before these had ended.
+        queues: Numbers of the queues that execute them.
+    """
+
+    batches: list[Sequence[int]]
+    queues: list[int] = field(default_factory=list)
+    launched: Sequence[int] = ()
+    ended: int = 0
 
 
 class _Scheduler:
@@ -271,6 +295,7 @@ class _Scheduler:
         raised: Mapping[Token, int],
         spans: bool,
         order: list[Executed] | None,
+        lanes: Sequence[Sequence[int]],
     ) -> None:
         self.machine = machine
         self.order = order
@@ -286,6 +311,13 @@ class _Scheduler:
         computing = {name for name in names if not is_transfer(name)}
         self.moves_only = [not each & computing for each in engines]
         self.launched = [0] * len(sections)
+        overlapped = machine.chip.launch.overlapped
+        self.lanes = [_Lane([lane] if overlapped else [[number] for number in lane]) for lane in lanes]
+        for lane, numbers in zip(self.lanes, lanes, strict=True):
+            own = set().union(*(engines[number] for number in numbers))
+            lane.queues = [number for number, name in enumerate(names) if name in own]
+            for number in lane.queues:
+                self.queues[number].lane = lane
         self.last = self.frontier = self.exposed = 0
         self.dram_free = 0
         self.out_free: dict[str, int] = {}  # core → when its link out of it is free; and into it
@@ -294,18 +326,10 @@ class _Scheduler:
         self.races = Races(names) if machine.checked else None
 
     def run(self) -> Run:
-        launch, clock = self.machine.chip.launch, self.machine.chip.clock_ghz
-        cost = round(1e3 * clock * launch.cost_us)
-        numbers = range(len(self.sections))
-        together = [numbers] if launch.overlapped else [numbers[number : number + 1] for number in numbers]
-        for sections in together:
-            for index in sections:
-                self.launched[index] = (index + 1) * cost if launch.overlapped else self.last + cost
-            for number, queue in enumerate(self.queues):
-                queue.stream = self.streams.stream(sections, queue.name)
-                self._next(number, queue)
-            self._run_all()
-            self._check_finished()
+        for lane in self.lanes:
+            self._launch(lane)
+        self._run_all()
+        self._check_finished()
         for counts, work in zip(self.counts, self.streams.work, strict=True):
             for (engine, each), times in work.items():
                 counts.add(each, engine, times)
@@ -316,6 +340,23 @@ class _Scheduler:
             final.stall(Cause.DRAM_LATENCY, latency)
             final.stall(Cause.DRAM_BANDWIDTH, tail - latency)
         return Run(self.last, self.counts, self.spans)
+
+    def _launch(self, lane: _Lane) -> None:
+        """Launch a lane's next sections, when all before them have ended, until there is something to execute."""
+        launch = self.machine.chip.launch
+        cost = round(1e3 * self.machine.chip.clock_ghz * launch.cost_us)
+        while lane.batches:
+            batch = lane.batches.pop(0)
+            lane.ended = max([lane.ended, *(self.counts[number].end for number in lane.launched)])
+            lane.launched = batch
+            for place, index in enumerate(batch, 1):
+                self.launched[index] = lane.ended + place * cost
+            for number in lane.queues:
+                queue = self.queues[number]
+                queue.stream = self.streams.stream(batch, queue.name)
+                self._next(number, queue)
+            if any(self.queues[number].current is not None for number in lane.queues):
+                return
 
     def _run_all(self) -> None:
         heap, queues, latency = self.heap, self.queues, self.latency
@@ -355,13 +396,20 @@ class _Scheduler:
                 raised.times.append(end + raised.delay)
                 if raised.waiting:
                     self._wake(raised)
-            self._next(number, queue)
+            if not self._next(number, queue):
+                self._finish(queue)
 
-    def _next(self, number: int, queue: _Queue) -> None:
-        """Take the queue's next instruction, and have it started when it is ready."""
+    def _finish(self, queue: _Queue) -> None:
+        """Launch the next sections of a queue's lane if they can begin."""
+        lane = queue.lane
+        if lane is not None and lane.batches and all(self.queues[each].current is None for each in lane.queues):
+            self._launch(lane)
+
+    def _next(self, number: int, queue: _Queue) -> bool:
+        """Take the queue's next instruction, if there is one, and have it started when it is ready."""
         queue.current = entry = next(queue.stream, None)
         if entry is None:
-            return
+            return False
         ready, missing = self.launched[entry[0].section], 0
         if queue.free > ready:
             ready = queue.free
@@ -376,6 +424,7 @@ class _Scheduler:
             queue.ready, queue.missing = ready, missing
         else:
             heappush(self.heap, (ready, number))
+        return True
 
     def _wake(self, raised: Raised) -> None:
         """Start those that waited for what has just been raised."""
