@@ -15,6 +15,7 @@ from typing import Any
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import ConstraintError, InputError
+from npu_compiler.program.describe import format_bytes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.analysis.result import Result
 from npu_model.analysis.simulation import checked_plan, result_of
@@ -74,14 +75,14 @@ class SharedRun:
 
     Attributes:
         cycles: Cycles until all have ended.
-        spans: What each engine did when, with its tenant's number, if they were asked for.
+        spans: Number of the tenant and node of what each engine did when, if they were asked for.
     """
 
     chip: Chip
     sharing: Sharing
     cycles: int
     tenants: tuple[Tenant, ...]
-    spans: tuple[tuple[int, Span], ...] = ()
+    spans: tuple[tuple[int, str, Span], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -160,7 +161,8 @@ def share(programs: Sequence[CompiledProgram], chip: Chip, sharing: Sharing, *, 
         part = Run(max(each.end for each in counts), counts, [])
         result = result_of(programs[number], joined.shares[number].chip, joined.tiles[number], part)
         tenants.append(Tenant(joined.shares[number].text, alone[number], result))
-    marked = tuple((owners[span.section], span) for span in run.spans)
+    nodes = [section.node for section in joined.program.sections]
+    marked = tuple((owners[span.section], nodes[span.section], span) for span in run.spans)
     return SharedRun(chip, sharing, run.cycles, tuple(tenants), marked)
 
 
@@ -254,7 +256,7 @@ def _by_time(chip: Chip, count: int) -> list[Share]:
         matrix=None if chip.matrix is None else replace(chip.matrix, accumulator_bytes=sums),
     )
     places = [{Space.SCRATCHPAD: number * size, Space.ACCUMULATORS: number * sums} for number in range(count)]
-    return [Share(own, Relocation(shifts=place), f"{size} bytes of scratchpad") for place in places]
+    return [Share(own, Relocation(shifts=place), f"{format_bytes(size)} of scratchpad") for place in places]
 
 
 def _in_turn(programs: Sequence[Sequence[Section]]) -> tuple[tuple[Section, ...], tuple[tuple[int, ...], ...]]:

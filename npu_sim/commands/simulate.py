@@ -14,6 +14,7 @@ from npu_sim.commands.completion import chips, models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.options import AsJSON, Dtype, WeightFormat
 from npu_sim.commands.serve_simulated import SimulatedModel, serve_on_chip
+from npu_sim.commands.simulate_shared import Neighbours, simulate_shared
 from npu_sim.commands.simulation_text import as_json, result_lines, slow_dtype
 from npu_sim.commands.units import format_time
 
@@ -83,10 +84,14 @@ class Outputs:
         """The file for a trace of the run, if it is wanted."""
         return None if self.requests is not None else self.trace
 
-    def check(self, inputs: list[Path]) -> None:
+    def check(self, inputs: list[Path], is_shared: bool) -> None:
         """Raises `InputError` where the options do not go together, or a file to write is one to read."""
         from npu_compiler.errors import InputError
 
+        if is_shared and (self.requests or self.picture or self.sweep or self.full):
+            raise InputError(
+                "--with is for one run of each model; leave out --sweep, --picture, --full and .csv traces"
+            )
         if self.csv is not None and self.sweep is None and self.requests is None:
             raise InputError("--csv is for --sweep, or for a --trace of requests")
         if self.sweep is not None and (self.trace is not None or self.full):
@@ -115,6 +120,7 @@ def simulate(
         ),
     ],
     outputs: Outputs,
+    neighbours: Neighbours,
     dtype: Dtype = None,
     quantization: WeightFormat = None,
     tokens: Annotated[
@@ -139,10 +145,13 @@ def simulate(
 
     Of a language model, the prefill of a prompt and a decode step are simulated; --trace, --picture and --sweep are of
     the decode step. With a --trace of requests (.csv), a server with the model on the chip is simulated instead.
+
+    Models --with which the chip is shared begin at the same time; of each, the latency is shown, and that alone.
     """
     from npu_model import load_chip
 
-    outputs.check([Path(model), Path(npu)])
+    others = neighbours.others or []
+    outputs.check([Path(model), Path(npu), *map(Path, others)], is_shared=bool(others))
     kind = _check_model(model, dtype, quantization, tokens, cache_length)
     if outputs.requests is not None:
         described = SimulatedModel(model, dtype, quantization or "checkpoint")
@@ -151,7 +160,9 @@ def simulate(
     with concerning("--npu"):
         chip = load_chip(npu)
     wanted = (kind, model, dtype, quantization, tokens, cache_length)
-    if outputs.sweep is not None:
+    if others:
+        _share(wanted, chip, neighbours, outputs)
+    elif outputs.sweep is not None:
         _sweep(wanted, chip, outputs.sweep, outputs)
     else:
         _run(wanted, chip, outputs)
@@ -199,6 +210,25 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
             f"time to first token: {format_time(prefill.seconds)} for a prompt of {count} tokens; "
             f"then {1 / decode.seconds:.1f} tokens per second"
         )
+
+
+def _share(wanted: _Wanted, chip: Chip, neighbours: Neighbours, outputs: Outputs) -> None:
+    """Simulate models that share a chip; of a language model, the decode step."""
+    from npu_model import ChipOpsTarget
+
+    target = ChipOpsTarget(chip)
+    _, model, dtype, quantization, tokens, cache_length = wanted
+
+    def compiled(name: str) -> CompiledProgram:
+        if name == model:
+            return _programs(target, *wanted)[0][-1]
+        kind = _check_model(name, None, None, None, None)
+        own = None if kind == "program" else dtype, None if kind == "program" else quantization
+        lengths = (tokens, cache_length) if kind == "language" else (None, None)
+        return _programs(target, kind, name, *own, *lengths)[0][-1]
+
+    names = [model, *(neighbours.others or [])]
+    simulate_shared(names, compiled, chip, neighbours.share, trace=outputs.timeline, as_json=outputs.json)
 
 
 def _save(result: Result, outputs: Outputs) -> None:

@@ -27,7 +27,7 @@ from npu_model.machine.machine import Machine, engines_of
 from npu_model.machine.memory import Memory
 from npu_runtime import Executor, load_weights
 
-LAWS = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LAWS = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TOML = """
 [chip]
 name = "two"
