@@ -169,7 +169,7 @@ def share(programs: Sequence[CompiledProgram], chip: Chip, sharing: Sharing, *, 
 def join(programs: Sequence[CompiledProgram], chip: Chip, sharing: Sharing) -> Joined:
     """One tile program of several programs. Raises as `share`."""
     plans = [_plan_for_any_chip(program) for program in programs]
-    shares = _by_cores(chip, len(plans)) if sharing is Sharing.CORES else _by_time(chip, len(plans))
+    shares = shares_of(chip, len(plans), sharing)
     tiles: list[TileProgram] = []
     for model, plan, own in zip(programs, plans, shares, strict=True):
         try:
@@ -224,6 +224,11 @@ def _tokens(tiles: TileProgram) -> int:
     )
 
 
+def shares_of(chip: Chip, count: int, sharing: Sharing) -> list[Share]:
+    """The parts of a chip for so many programs. Raises `InputError` where it has too little of what is shared."""
+    return _by_cores(chip, count) if sharing is Sharing.CORES else _by_time(chip, count)
+
+
 def _by_cores(chip: Chip, count: int) -> list[Share]:
     """The cores in order, as many for each tenant as for any other; the first ones have what is over."""
     if chip.core_count < count:
@@ -271,4 +276,4 @@ def _in_turn(programs: Sequence[Sequence[Section]]) -> tuple[tuple[Section, ...]
     return tuple(sections), tuple(map(tuple, numbers))
 
 
-__all__ = ["Joined", "Share", "SharedRun", "Sharing", "Tenant", "join", "share"]
+__all__ = ["Joined", "Share", "SharedRun", "Sharing", "Tenant", "join", "share", "shares_of"]

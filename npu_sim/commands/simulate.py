@@ -216,19 +216,16 @@ def _share(wanted: _Wanted, chip: Chip, neighbours: Neighbours, outputs: Outputs
     """Simulate models that share a chip; of a language model, the decode step."""
     from npu_model import ChipOpsTarget
 
-    target = ChipOpsTarget(chip)
-    _, model, dtype, quantization, tokens, cache_length = wanted
+    kind, model, dtype, quantization, tokens, cache_length = wanted
+    kinds = {name: _check_model(name, None, None, None, None) for name in neighbours.others or []} | {model: kind}
+    names = [model, *(neighbours.others or [])]
+    sharing = neighbours.sharing(chip, len(names))
 
     def compiled(name: str) -> CompiledProgram:
-        if name == model:
-            return _programs(target, *wanted)[0][-1]
-        kind = _check_model(name, None, None, None, None)
-        own = None if kind == "program" else dtype, None if kind == "program" else quantization
-        lengths = (tokens, cache_length) if kind == "language" else (None, None)
-        return _programs(target, kind, name, *own, *lengths)[0][-1]
+        lengths = (tokens, cache_length) if kinds[name] == "language" else (None, None)
+        return _programs(ChipOpsTarget(chip), kinds[name], name, dtype, quantization, *lengths)[0][-1]
 
-    names = [model, *(neighbours.others or [])]
-    simulate_shared(names, compiled, chip, neighbours.share, trace=outputs.timeline, as_json=outputs.json)
+    simulate_shared(names, compiled, chip, sharing, trace=outputs.timeline, as_json=outputs.json)
 
 
 def _save(result: Result, outputs: Outputs) -> None:

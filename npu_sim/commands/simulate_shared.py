@@ -16,7 +16,7 @@ from npu_sim.commands.units import format_time
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
     from npu_model import Chip
-    from npu_model.analysis.tenants import SharedRun
+    from npu_model.analysis.tenants import SharedRun, Sharing
 
 _WAYS = ("time", "cores")
 
@@ -52,12 +52,20 @@ class Neighbours:
         if self.share is not None and not self.others:
             raise InputError("--share is for models that share a chip; name the other one by --with")
 
+    def sharing(self, chip: Chip, count: int) -> Sharing:
+        """The way in which so many models share a chip; it raises `InputError` if the chip has too little for them."""
+        from npu_model.analysis.tenants import Sharing, shares_of
+
+        way = Sharing(self.share or ("cores" if chip.core_count >= count else "time"))
+        shares_of(chip, count, way)
+        return way
+
 
 def simulate_shared(
     names: list[str],
     compiled: Callable[[str], CompiledProgram],
     chip: Chip,
-    share: str | None,
+    sharing: Sharing,
     *,
     trace: Path | None,
     as_json: bool,
@@ -67,15 +75,13 @@ def simulate_shared(
     Args:
         compiled: The op-level program of a model.
     """
-    from npu_model.analysis.tenants import Sharing
-    from npu_model.analysis.tenants import share as share_chip
+    from npu_model.analysis.tenants import share
     from npu_model.analysis.trace import shared_timeline
 
     with step(f"preparing {', '.join(names)}"):
         programs = [compiled(name) for name in names]
-    way = share or ("cores" if chip.core_count >= len(programs) else "time")
     with progress("simulating"):
-        run = share_chip(programs, chip, Sharing(way), spans=trace is not None)
+        run = share(programs, chip, sharing, spans=trace is not None)
     if trace is not None:
         shared_timeline(run).save(trace)
     if as_json:
