@@ -223,7 +223,10 @@ class _Reader:
         name = raw["name"]
         inputs = tuple(self._resolve(meta, f"node '{name}' input {i}") for i, meta in enumerate(raw["inputs"]))
         attrs = {key: normalize_attr(value) for key, value in (raw.get("attrs") or {}).items()}
-        return OpNode(name, raw["op_type"], inputs, outputs, attrs)
+        node = OpNode(name, raw["op_type"], inputs, outputs, attrs)
+        if node.base == "getitem":
+            _check_choice(node)
+        return node
 
     def _resolve(self, meta: Any, where: str) -> str:
         spec = self._spec(meta, where)
@@ -255,6 +258,16 @@ class _Reader:
         if spec.name not in self.tensors:
             raise IRError(f"graph output '{spec.name}' is made by no node")
         return spec.name
+
+
+def _check_choice(node: OpNode) -> None:
+    """Raise an `IRError` unless the node makes one output: that of its inputs which its attribute `index` numbers."""
+    index, count = node.attrs.get("index"), len(node.inputs)
+    if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count or len(node.outputs) != 1:
+        raise IRError(
+            f"node '{node.name}' ({node.op_type}): it has {len(node.outputs)} outputs, {count} inputs and index "
+            f"{index!r:.40}; needed are one output and the index of an input"
+        )
 
 
 def normalize_attr(value: Any) -> Any:

@@ -40,7 +40,8 @@ def limits(node: OpNode) -> Range:
         ValueError: there is none, or one that the integers' dtype does not hold.
     """
     args = Args(node)
-    dtype = next(args.attr(name) for name in ("dtype", "output_dtype", "input_dtype") if args.attr(name) is not None)
+    given = (args.attr(name) for name in ("dtype", "output_dtype", "input_dtype"))
+    dtype = next((x for x in given if x is not None), None)
     if dtype not in INT_DTYPES:
         raise ValueError(f"it quantizes to {dtype}, which is no integer dtype")
     least, most = _held_by(dtype)

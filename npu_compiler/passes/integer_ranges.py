@@ -232,4 +232,4 @@ def _results(node: OpNode, graph: IRGraph, ranges: dict[str, Range]) -> tuple[Ra
         return tuple(_range_of_dtype(graph.tensors[out]) for out in node.outputs)
     with well_formed(node):
         limits = rule(node, graph, ranges)
-    return limits if isinstance(limits[0], tuple) else (limits,) * len(node.outputs)
+        return limits if isinstance(limits[0], tuple) else (limits,) * len(node.outputs)

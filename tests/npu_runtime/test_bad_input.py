@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ir_builder import IRBuilder, Tensor
 from safetensors.torch import save_file
 
@@ -28,6 +31,7 @@ from npu_compiler import (
     read_ir,
 )
 from npu_compiler.graph.quantization import QuantizedFormat, quantize
+from npu_compiler.ops.registry import OPS
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Executor, NPUBuffer, load_weights
 from npu_runtime.cpu import native
 
@@ -127,6 +131,12 @@ DANGLING = {"name": "ghost", "shape": [3, 4], "dtype": "float32", "producer_node
         (edited(nodes__1__outputs="add"), "node 'add': field 'outputs' is missing or not a list"),
         (edited(nodes__1__attrs=[1]), "node 'add': field 'attrs' is not an object"),
         (edited(nodes__1=7), "node 1: expected an object, got int"),
+        (
+            edited(nodes__1__op_type="<built-in function getitem>", nodes__1__inputs=[], nodes__1__attrs={"index": 0}),
+            "node 'add' .*: it has 1 outputs, 0 inputs and index 0; needed are one output and the index of an input",
+        ),
+        (edited(nodes__1__op_type="getitem", nodes__1__attrs={"index": 2}), "2 inputs and index 2; needed are"),
+        (edited(nodes__1__op_type="getitem"), "2 inputs and index None; needed are"),
         (edited(nodes=None), "IR field 'nodes' is missing or not a list"),
         (edited(graph_inputs=None), "IR field 'graph_inputs' is missing or not a list"),
         (edited(graph_outputs={}), "IR field 'graph_outputs' is missing or not a list"),
@@ -163,6 +173,44 @@ def leaves(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
     for key in item if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ():
         yield from leaves(item[key], (*path, key))
+
+
+KINDS = [
+    ("float32", (3, 4)),
+    ("int64", (5,)),
+    ("bool", (3, 4)),
+    ("float32", (2, 3, 4, 4)),
+    ("int64", ()),
+    ("float32", (0, 4)),
+]
+NAMES = "dim index size start end dims keepdim other value dtype kernel_size stride padding indices".split()
+VALUES = [0, 1, -1, 7, [], [0], [1, -1], None, True, "float32", 2.5, [[1]], "x"]
+
+
+def drawn_node(op_type: str, rng: Random) -> dict[str, Any]:
+    """IR of a single node with any number of inputs, outputs and attributes of any kind."""
+    kinds = [rng.choice(KINDS) for _ in range(7)]
+    tensors = [{"name": f"t{i}", "shape": list(shape), "dtype": dtype} for i, (dtype, shape) in enumerate(kinds)]
+    inputs, outputs = tensors[:4], tensors[4 : rng.randint(4, 7)]
+    attrs = {name: rng.choice(VALUES) for name in rng.sample(NAMES, rng.randrange(4))}
+    read = rng.choices(inputs, k=rng.randrange(5))
+    node = {"name": "n", "op_type": op_type, "inputs": read, "outputs": outputs, "attrs": attrs}
+    return {"graph_inputs": inputs, "graph_outputs": outputs or inputs[:1], "weights": [], "nodes": [node]}
+
+
+@pytest.mark.parametrize("use", [partition, compile], ids=["partition", "compile"])
+@settings(max_examples=200)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_node_of_any_op_with_any_operands_is_right_or_refused(use: Callable[[Any], Any], seed: int) -> None:
+    rng = Random(seed)
+    for op_type in (rng.choice(sorted(OPS)), "<built-in function getitem>"):
+        ir = drawn_node(op_type, rng)
+        try:
+            use(ir)
+        except NPUError:
+            pass
+        except Exception as error:
+            pytest.fail(f"{json.dumps(ir)}: {type(error).__name__}: {error}")
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, 2**70, 1.5, [], {}, [[]], {"x": "y"}, True], ids=repr)

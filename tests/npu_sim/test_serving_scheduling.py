@@ -104,6 +104,20 @@ requests = st.builds(
 )
 
 
+@pytest.mark.parametrize(("ahead", "first"), [(0, 1), (1, 3), (3, 4)])
+def test_tokens_are_told_as_soon_as_the_device_has_enough_to_do(ahead: int, first: int) -> None:
+    bench = Bench(ToyModel(runs_ahead=ahead))
+    arrival = bench.submit(greedy(1, 3, new=6))
+    told = []
+    while bench.core.busy:
+        bench.core.advance()
+        told.append((bench.model.steps, len(bench.tokens[arrival])))
+    assert next(steps for steps, tokens in told if tokens) == first
+    assert len(bench.tokens[arrival]) == 6
+    if ahead != 1:
+        assert all(after - before <= 1 for (_, before), (_, after) in zip(told, told[1:], strict=False))
+
+
 class Serving(RuleBasedStateMachine):
     """Requests come, are cancelled and meet failing steps in any order; every answer is that of the request alone."""
 

@@ -80,7 +80,7 @@ class ToyModel:
         context_length: int = 48,
         max_tokens: int = 16,
         max_sequences: int = 8,
-        runs_ahead: bool = False,
+        runs_ahead: int = False,
         max_outputs: int | None = None,
     ) -> None:
         self.blocks, self.block_size, self.context_length = blocks, block_size, context_length

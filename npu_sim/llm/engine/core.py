@@ -6,8 +6,8 @@ tokens are taken on the device.
 Invariants:
 1. After step k + 1 has been launched, only the tokens of step k are read, never its logits.
 2. A sequence that was added ends once, with one last output: by a token, `end`, its deadline, or a device error.
-3. Outputs are delivered in the order of the steps. Where the device runs ahead, those of a step are kept until the next
-   one has been launched: their receiver competes with this thread, which then waits for the device.
+3. Outputs are delivered in the order of the steps. While a single step is under way, those of the one before are kept
+   until the next has been launched: their receiver competes with this thread, and the device would soon be idle.
 """
 
 import heapq
@@ -164,7 +164,10 @@ class EngineCore:
         self.sequences.clear()
 
     def advance(self) -> None:
-        """End sequences whose time is over, launch the next step, and read all steps but those that may run ahead."""
+        """End sequences whose time is over, launch the next step, and read all steps but those that may run ahead.
+
+        Where there is no next step, one of those under way is read.
+        """
         self._expire()
         stops = bool(self._launched) and (self._launched[-1].result.on_host or self.scheduler.must_know())
         if stops:
@@ -176,8 +179,8 @@ class EngineCore:
         elif not self._launched and self.sequences:
             raise NPUError("no request can go on")
         self._deliver_outputs()
-        self._read(int(self._model.runs_ahead) if step is not None else 0)
-        if not self._launched:
+        self._read(int(self._model.runs_ahead) if step is not None else max(len(self._launched) - 1, 0))
+        if step is None or len(self._launched) != 1:
             self._deliver_outputs()
 
     def _deliver_outputs(self) -> None:
