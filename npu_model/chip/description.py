@@ -107,13 +107,19 @@ class Output:
 
 @dataclass(frozen=True)
 class Sram:
-    """The memory on the chip: `banks` × `ports` × `bytes_per_cycle` is the most that it moves in a cycle."""
+    """The memory on the chip: `banks` × `ports` × `bytes_per_cycle` is the most that it moves in a cycle.
+
+    Attributes:
+        bank_bytes: Consecutive bytes that lie in one bank (`npu_model/machine/sram_banks.py`). Default: banks are in
+            nobody's way.
+    """
 
     size: int = _from(1024, 2**40)
     banks: int = _from(1, 65536)
     ports: int = _from(1, 1024)
     bytes_per_cycle: int = _from(1, 2**20)
     alignment: int = _from(4, 4096, default=64)
+    bank_bytes: int | None = _from(4, 2**40, default=None)
 
     @property
     def bandwidth(self) -> int:

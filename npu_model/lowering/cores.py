@@ -79,7 +79,7 @@ def _ways(plan: ExecutionPlan, chip: Chip, mapper: Mapper, splits: Sequence[str]
 
 
 def _divided(plan: ExecutionPlan, way: Way, chip: Chip, mapper: Mapper) -> list[list[Step]]:
-    """For each call, its parts on the cores."""
+    """The parts of each call, on the cores."""
 
     def parts(call: KernelCall) -> list[KernelCall]:
         if any(view.buffer in plan.donations for view in call.outputs):
@@ -96,7 +96,7 @@ def _divided(plan: ExecutionPlan, way: Way, chip: Chip, mapper: Mapper) -> list[
 
 
 def _layers(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[list[Step]]:
-    """Each call whole: the first ones on the first core, and so on, of about equal estimates."""
+    """Whole calls: the first ones on the first core, and so on, of about equal estimates."""
     estimates = [mapper.choices(call).estimate(frozenset(), chip.sram.size) for call in plan.calls]
     total, done, steps = sum(estimates), 0.0, []
     for call, cycles in zip(plan.calls, estimates, strict=True):
@@ -185,7 +185,7 @@ class _Linking:
         return places
 
     def _inside(self, outside: dict[str, Place]) -> dict[str, dict[str, Place]]:
-        """For each core, buffer → its place in a scratchpad: in the core's own, or in that of a value's owner."""
+        """Core → buffer → place in a scratchpad: in the core's own, or in that of a value's owner."""
         values: dict[str, Place] = {}
         weights: dict[str, dict[str, Place]] = {}
         for name, residency in zip(self._names, self._residencies, strict=True):

@@ -50,7 +50,7 @@ _SIZES: Mapping[Family, Mapping[Way, Sequence[str]]] = {
 
 
 def divided(call: KernelCall, way: Way, count: int) -> list[KernelCall]:
-    """At most `count` parts of a call, in the order of its result; the call itself where it cannot be divided.
+    """Parts of a call, `count` or fewer, in the order of its result; the call itself where it cannot be divided.
 
     A call that cannot be divided this way is divided in another one.
     """

@@ -224,7 +224,7 @@ class Linker:
         return ChainMap(dict(own), dict(self.places)) if own else self.places
 
     def _raised_in(self, core: str) -> Mapping[Token, int]:
-        """How often a core's tokens have been raised, by their names within it."""
+        """A core's tokens, by their names within it → how often they have been raised."""
         if not core:
             return self.raised
         own = ((token, times) for token, times in self.raised.items() if core_of(token.engine) == core)

@@ -45,7 +45,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Group:
-    """What is done for a call of the plan: its parts, side by side, and then what is sent."""
+    """The work for a call of the plan: its parts, side by side, and then what is sent."""
 
     steps: tuple[Step, ...]
     sends: tuple[Send, ...] = ()

@@ -10,9 +10,10 @@ Engines work side by side, each on one instruction at a time and in the order of
    occupies both for its bytes, and ends some hops later.
 4. Any other instruction keeps its engine for its cycles. A product ends the depth of the array later where folds
    overlap; the engine begins the next one meanwhile.
-5. At its end an instruction raises its tokens, which other cores see some hops later; an engine's instructions end in
+5. Where the chip's file says how the scratchpad's banks lie, what touches it also waits for them (`sram_banks.py`).
+6. At its end an instruction raises its tokens, which other cores see some hops later; an engine's instructions end in
    their order.
-6. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
+7. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
    the chip overlaps them; otherwise a launch begins when the section before has ended.
 
 Times are whole cycles. If data are computed, an instruction does all its work when it starts; since what it needs has
@@ -48,6 +49,7 @@ from npu_model.machine.costs import Cost, Costs
 from npu_model.machine.execution import Executed, Execution, execute, located
 from npu_model.machine.memory import MachineError, Memory
 from npu_model.machine.races import Races
+from npu_model.machine.sram_banks import SramBanks
 from npu_model.machine.streams import Entry, Prepared, Raised, Streams
 
 _MOST_KEPT = 2**18  # executions whose order is kept for the next run
@@ -322,6 +324,7 @@ class _Scheduler:
         self.dram_free = 0
         self.out_free: dict[str, int] = {}  # core → when its link out of it is free; and into it
         self.in_free: dict[str, int] = {}
+        self.banks = SramBanks(machine.chip) if machine.chip.sram.bank_bytes is not None else None
         self.latency = round(machine.chip.dram_latency_cycles)
         self.races = Races(names) if machine.checked else None
 
@@ -365,20 +368,20 @@ class _Scheduler:
             start, number = heappop(heap)
             queue = queues[number]
             assert queue.current is not None
-            prepared, _, cost, waits = queue.current
-            index, cycles = prepared.section, cost.cycles
+            prepared, counters, cost, waits = queue.current
+            index, cycles, conflicts = prepared.section, cost.cycles, 0
             if prepared.moves and (cost.dram_read or cost.dram_written):
                 self.exposed = min(latency, max(0, start - self.dram_free))
                 start = max(start, self.dram_free)
                 self.dram_free = queue.free = start + cycles
                 end = queue.free + latency
             else:
-                if prepared.path is not None:
-                    sender, receiver = prepared.path
-                    start = max(start, self.out_free.get(sender, 0), self.in_free.get(receiver, 0))
-                    self.out_free[sender] = self.in_free[receiver] = start + cycles
+                start = start if prepared.path is None else self._on_network(prepared.path, start, cycles)
                 queue.free = start + cycles
                 end = queue.free + cost.latency
+            if self.banks is not None:
+                conflicts = self.banks.delay(prepared.instruction, counters, start, cost)
+                queue.free, end, cycles = queue.free + conflicts, end + conflicts, cycles + conflicts
             if end < queue.ended:
                 end = queue.ended
             queue.ended = end
@@ -389,7 +392,7 @@ class _Scheduler:
             if start < counts.start or counts.start < 0:
                 counts.start = start
             if cycles and start + cycles > self.frontier and (not prepared.moves or self.moves_only[index]):
-                self._advance(counts, prepared, waits, start, cost)
+                self._advance(counts, prepared, waits, start, cost, conflicts)
             if looks_closer:
                 self._look_closer(queue, number, start)
             for raised in prepared.signals:
@@ -398,6 +401,13 @@ class _Scheduler:
                     self._wake(raised)
             if not self._next(number, queue):
                 self._finish(queue)
+
+    def _on_network(self, path: tuple[str, str], start: int, cycles: int) -> int:
+        """When a transfer between cores begins that is ready at `start` and occupies their links for its cycles."""
+        sender, receiver = path
+        begin = max(start, self.out_free.get(sender, 0), self.in_free.get(receiver, 0))
+        self.out_free[sender] = self.in_free[receiver] = begin + cycles
+        return begin
 
     def _finish(self, queue: _Queue) -> None:
         """Launch the next sections of a queue's lane if they can begin."""
@@ -438,9 +448,15 @@ class _Scheduler:
                 if not queue.missing:
                     heappush(self.heap, (queue.ready, number))
 
-    def _advance(self, counts: Counts, prepared: Prepared, waits: Sequence[int], start: int, cost: Cost) -> None:
-        """Enter the time from the end of all computing so far to an instruction's: what it waited for, and its work."""
-        at, end = self.frontier, start + cost.cycles
+    def _advance(
+        self, counts: Counts, prepared: Prepared, waits: Sequence[int], start: int, cost: Cost, conflicts: int
+    ) -> None:
+        """Enter the time from the end of all computing so far to an instruction's: what it waited for, and its work.
+
+        Args:
+            conflicts: Cycles that it waits for banks of the scratchpad while it works.
+        """
+        at, end = self.frontier, start + cost.cycles + conflicts
         self.frontier = end
         if start > at:
             launched = min(start, max(at, self.launched[prepared.section]))
@@ -455,7 +471,7 @@ class _Scheduler:
                 else:
                     counts.stall(Cause.DEPENDENCY, start - launched)
             at = start
-        ports = min(end - at, cost.port_cycles)
+        ports = min(end - at, cost.port_cycles + conflicts)
         counts.stall(Cause.SRAM_PORTS, ports)
         counts.progress += end - at - ports
 
