@@ -403,7 +403,7 @@ class _Scheduler:
                 self._finish(queue)
 
     def _on_network(self, path: tuple[str, str], start: int, cycles: int) -> int:
-        """When a transfer between cores begins that is ready at `start` and occupies their links for its cycles."""
+        """The begin of a transfer between cores that is ready at `start`; it occupies their links for its cycles."""
         sender, receiver = path
         begin = max(start, self.out_free.get(sender, 0), self.in_free.get(receiver, 0))
         self.out_free[sender] = self.in_free[receiver] = begin + cycles

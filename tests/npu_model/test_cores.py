@@ -273,7 +273,7 @@ def test_programs_that_reach_into_other_cores_are_refused(line: str, problem: st
 
 def test_an_engine_computes_with_its_own_memory_only() -> None:
     chip = parse_chip(TOML, "two")
-    compute = "core0.vector compute [4]\n r0 = core1.sram[0] float32\n core0.sram[0] float32 <- r0"
+    compute = "core0.vector compute [4]\n    r0 = core1.sram[0] float32\n    core0.sram[0] float32 <- r0"
     program = assemble(f'chip two "{chip_digest(chip)}"\nsection a move ""\n  {compute}\n')
     with pytest.raises(ProgramFormatError, match="an engine of core0 computes with the memory of core1"):
         verify(program, chip)
