@@ -20,14 +20,16 @@ from npu_model.chip.description import Cores, Network
 from npu_model.machine.machine import Machine
 from npu_model.machine.memory import Memory
 
-LAWS = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LAWS = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def chip_of(cores: int, name: str = "edge", **dram: Any) -> Chip:
     chip = load_chip(name)
     chip = dataclasses.replace(chip, dram=dataclasses.replace(chip.dram, **dram))
-    own = Cores(count=cores, network=Network(bandwidth_gb_s=32.0, latency_ns=5.0)) if cores > 1 else None
-    return dataclasses.replace(chip, cores=own)
+    if cores == 1:
+        return chip
+    network = Network(bandwidth_gb_s=32.0, latency_ns=5.0)
+    return dataclasses.replace(chip, cores=Cores(count=cores, network=network, split="columns"))
 
 
 def chain(name: str, rows: int, *widths: int) -> CompiledProgram:

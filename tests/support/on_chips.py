@@ -103,8 +103,8 @@ def chip(name: str) -> Chip:
     """A chip that ships, or one of odd sizes.
 
     `odd` has a 7 × 13 array, 100 KB, one DMA engine and no output stage; `uneven` three arrays of 24 × 10 in which the
-    inputs stay, 60 KB, and launches that are not hidden. `rows`, `columns`, `heads` and `layers` have several cores like
-    one of these, and divide programs so.
+    inputs stay, 60 KB, and launches that are not hidden. `rows`, `columns`, `heads` and `layers` have several cores,
+    each like one of these, and divide programs so.
     """
     return parse_chip(OWN[name], name) if name in OWN else load_chip(name)
 
