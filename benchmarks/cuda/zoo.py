@@ -1,4 +1,4 @@
-"""The models of `benchmarks.cuda.models`: real configurations of transformers, and a block of a diffusion UNet."""
+"""The models of `benchmarks.cuda.models`: configurations of transformers and timm, and a block of a diffusion UNet."""
 
 from __future__ import annotations
 
@@ -131,6 +131,16 @@ def _whisper() -> nn.Module:
     return Only(WhisperEncoder(config), "last_hidden_state", "input_features")
 
 
+def _timm(name: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import timm
+
+        model: nn.Module = timm.create_model(name)
+        return model
+
+    return make
+
+
 _IMAGES = {"output": "logits", "argument": "pixel_values"}
 _HIDDEN = {"output": "last_hidden_state", "argument": "input_ids"}
 _UNET = ((320, 64, 64), (1280,), (77, 768))
@@ -155,6 +165,8 @@ ENTRIES = {
     "mobilenet": Entry(
         "MobileNetV2", _transformers("MobileNetV2ForImageClassification", "MobileNetV2Config", **_IMAGES), (IMAGE,)
     ),
+    "resnext": Entry("ResNeXt-50, 32 groups of 4 and more", _timm("resnext50_32x4d"), (IMAGE,), 16),
+    "regnety": Entry("RegNetY-16GF, groups of 112", _timm("regnety_160"), (IMAGE,), 16),
     "swin": Entry("Swin-T", _transformers("SwinForImageClassification", "SwinConfig", **_IMAGES), (IMAGE,)),
     "segformer": Entry(
         "SegFormer-B0, 512 × 512",

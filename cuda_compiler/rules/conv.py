@@ -30,6 +30,8 @@ _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
 _DEPTHWISE_FORMS = ((4, 2, 4), (4, 1, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _DEPTHWISE_WIDE_FORMS = ((2, 2, 7), (2, 2, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _FEW_TAPS = 25
+# Convolutions in narrow groups: most channels of a group; input channels and pixels of a block, its threads.
+_NARROW, _GROUP_FORMS, _GROUP_THREADS = 64, ((64, 112), (32, 112), (64, 224), (128, 64)), 128
 _CLUSTER = 8  # blocks that share an image
 _FORMS, _WARPGROUP_FORMS = 5, 3  # tile shapes that the runtime shall try
 ROW_BYTES = 128  # of a row of terms in a step of a tile
@@ -72,15 +74,18 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     images, channels, rows, columns = out.shape
     aligned = all(is_packed(view) for view in (out, residual) if view is not None)
     aligned = aligned and (bias is None or vector_width(bias) >= PACK)
-    in_groups, halves = call.params["groups"], x.dtype == weight.dtype in HALF_DTYPES
+    in_groups = call.params["groups"]
     if in_groups == channels == x.shape[1] and aligned and is_packed(x) and is_packed(weight.transpose(0, 1)):
         yield depthwise(make, call, "conv_depthwise")
-    elif in_groups == 1 and halves and is_packed(x) and _has_terms_in_order(weight):
-        row_bytes = itemsize(weight.dtype) * weight.numel // channels
-        for tile in tiles(make, images * rows * columns, channels, row_bytes, lambda tile: tile.shared_bytes):
-            constants = {"aligned": aligned, CONSTANT_WEIGHT: bool(call.params.get(CONSTANT_WEIGHT))}
-            yield tile.kernel(make, call, "conv/tiled.cu", ("conv_tiled", "conv_wgmma"), tile.shared_bytes, constants)
-    elif call.params["direct"]:
+        return
+    by_tensor_cores = False
+    if x.dtype == weight.dtype in HALF_DTYPES and is_packed(x) and channels_last(weight).is_contiguous:
+        for form in (*_narrow_groups(make, call), *_tiled(make, call, aligned)):
+            by_tensor_cores = True
+            yield form
+    if by_tensor_cores:
+        return
+    if call.params["direct"]:
         block = min(_BLOCK, WARP * groups(rows * columns, WARP))
         grid = (groups(rows * columns, block), channels, images)
         yield make.kernel(call, "conv/conv.cu", function="direct_conv2d_kernel", grid=grid, block=(block, 1, 1))
@@ -93,9 +98,72 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         yield make.kernel(call, "conv/conv.cu", grid=grid, block=(_BLOCK, 1, 1))
 
 
-def _has_terms_in_order(weight: View) -> bool:
-    """Whether each output channel's weights are contiguous, ordered by tap, then by input channel."""
-    return is_packed(weight) and channels_last(weight).is_contiguous
+def _tiled(make: Specializer, call: KernelCall, aligned: bool) -> Iterator[KernelCall]:
+    """Tilings of a convolution as a matrix product for each group, if its input channels are whole packs.
+
+    Args:
+        aligned: Whether bias, residual and output channels can be accessed as packs.
+    """
+    images, channels, rows, columns = call.outputs[0].shape
+    weight, parts = call.inputs[1], call.params["groups"]
+    if not is_packed(weight):
+        return
+    row_bytes = itemsize(weight.dtype) * weight.numel // channels
+    pixels = images * rows * columns
+    constants = {
+        "aligned": aligned and channels // parts % PACK == 0,
+        CONSTANT_WEIGHT: bool(call.params.get(CONSTANT_WEIGHT)),
+    }
+    for tile in tiles(make, pixels, channels, row_bytes, lambda tile: tile.shared_bytes, parts):
+        yield tile.kernel(make, call, "conv/tiled.cu", ("conv_tiled", "conv_wgmma"), tile.shared_bytes, constants)
+
+
+def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
+    """Kernels for groups of few channels: a block makes a square of pixels of several groups."""
+    images, channels, rows, columns = call.outputs[0].shape
+    _, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
+    assert weight is not None and out is not None
+    parts = call.params["groups"]
+    inner, outer = weight.shape[1], channels // parts
+    fits = parts > 1 and max(inner, outer) <= _NARROW and inner % 2 == outer % 2 == 0
+    if not (fits and all(is_packed(view, 2) for view in (out, residual) if view is not None)):
+        return
+    if bias is not None and vector_width(bias) < 2:
+        return
+    made = set()
+    for width, pixels in _GROUP_FORMS:
+        packed = next((p for p in range(max(width // inner, 1), 0, -1) if parts % p == 0 and p * inner % PACK == 0), 0)
+        across = groups(columns, groups(columns, 16))
+        down = groups(rows, groups(rows, max(pixels // across, 1)))
+        shared = _group_bytes(call, packed, down, across)
+        if not packed or shared > make.gpu.shared_memory or (packed, down) in made:
+            continue
+        made.add((packed, down))
+        yield make.kernel(
+            call,
+            "conv/grouped.cu",
+            function="conv_grouped",
+            grid=(images * groups(rows, down) * groups(columns, across), parts // packed, 1),
+            block=(_GROUP_THREADS, 1, 1),
+            shared=shared,
+            constants={
+                "packed": packed,
+                "down": down,
+                "across": across,
+                CONSTANT_WEIGHT: bool(call.params.get(CONSTANT_WEIGHT)),
+            },
+        )
+
+
+def _group_bytes(call: KernelCall, packed: int, down: int, across: int) -> int:
+    """Shared memory of `conv_grouped`: the window of a block's pixels, and the factors of its groups."""
+    weight = call.inputs[1]
+    (stride, step), (reach, span) = call.params["stride"], call.params["dilation"]
+    height = (down - 1) * stride + (weight.shape[2] - 1) * reach + 1
+    width = (across - 1) * step + (weight.shape[3] - 1) * span + 1
+    pixel = 16 * (packed * weight.shape[1] // PACK | 1)
+    factors = 32 * groups(weight.numel // weight.shape[0], 16) + 16
+    return int(height * width * pixel) + packed * (weight.shape[0] // call.params["groups"]) * factors
 
 
 def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
@@ -174,18 +242,18 @@ class Tile:
         """The tile with no more stages than a sum of `steps` steps can use."""
         return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
-    def blocks(self, pixels: int, channels: int) -> int:
-        """Number of tiles."""
-        return groups(pixels, self.m) * groups(channels, self.n)
+    def blocks(self, pixels: int, channels: int, parts: int = 1) -> int:
+        """Number of tiles, whose channels are of one of `parts` groups each."""
+        return groups(pixels, self.m) * groups(channels // parts, self.n) * parts
 
-    def cost(self, pixels: int, channels: int, steps: int, shared: int) -> float:
+    def cost(self, pixels: int, channels: int, steps: int, shared: int, parts: int = 1) -> float:
         """A rough estimate of clock cycles on a large GPU, to rank the candidates.
 
         Args:
             steps: Number of steps of a sum.
             shared: Bytes of shared memory of a block.
         """
-        blocks = self.blocks(pixels, channels) * self.splits
+        blocks = self.blocks(pixels, channels, parts) * self.splits
         resident = max(1, min(200 * 1024 // shared, 2048 // (WARP * self.warps_m * self.warps_n)))
         together = min(resident, groups(blocks, MULTIPROCESSORS))
         copied = self.stage_bytes / 64
@@ -218,7 +286,7 @@ class Tile:
             file,
             function=functions[self.by_warpgroups],
             inputs=inputs,
-            grid=(self.blocks(images * rows * columns, channels), 1, self.splits),
+            grid=(self.blocks(images * rows * columns, channels, call.params["groups"]), 1, self.splits),
             block=(WARP * self.warps_m * self.warps_n, 1, 1),
             shared=shared,
             constants={"tile_m": self.m, "tile_n": self.n, **shape, **constants},
@@ -249,13 +317,19 @@ _SHAPES = (
 
 
 def tiles(
-    make: Specializer, pixels: int, channels: int, row_bytes: int, shared_bytes: Callable[[Tile], int]
+    make: Specializer,
+    pixels: int,
+    channels: int,
+    row_bytes: int,
+    shared_bytes: Callable[[Tile], int],
+    parts: int = 1,
 ) -> list[Tile]:
-    """The most promising tiles for [pixels, terms] times [terms, channels] on the target GPU.
+    """The most promising tiles for [pixels, terms] times [terms, channels], in groups, on the target GPU.
 
     Args:
         row_bytes: Bytes of all terms of a row.
         shared_bytes: Function of a tile: bytes of shared memory that a kernel with it takes.
+        parts: Number of groups of channels.
     """
     steps = groups(row_bytes, ROW_BYTES)
     shared_out = [
@@ -264,11 +338,10 @@ def tiles(
         if (shared := shared_bytes(tile)) <= make.gpu.shared_memory
         and (make.gpu.has_warpgroups or not tile.by_warpgroups)
         for splits in (1, 2, 4, 8)
-        if splits == 1 or splits <= steps and tile.blocks(pixels, channels) < 2 * MULTIPROCESSORS
+        if splits == 1 or splits <= steps and tile.blocks(pixels, channels, parts) < 2 * MULTIPROCESSORS
     ]
-    ranked = [
-        tile for tile, _ in sorted(shared_out, key=lambda shares: shares[0].cost(pixels, channels, steps, shares[1]))
-    ]
+    by_cost = sorted(shared_out, key=lambda shares: shares[0].cost(pixels, channels, steps, shares[1], parts))
+    ranked = [tile for tile, _ in by_cost]
     by_warps = [tile for tile in ranked if not tile.by_warpgroups][:_FORMS]
     by_warpgroups = [tile for tile in ranked if tile.by_warpgroups][:_WARPGROUP_FORMS]
     return [tile for tile in ranked if tile in by_warps or tile in by_warpgroups]

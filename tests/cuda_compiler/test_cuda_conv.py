@@ -75,7 +75,10 @@ def convolution(case: Case, dtype: str = "float16") -> KernelCall:
         ("stem", "conv_tiled"),
         ("odd-channels", "conv_tiled"),
         ("depthwise", "conv_depthwise"),
-        ("grouped", "conv2d_kernel"),
+        ("grouped", "conv_grouped"),
+        ("groups-of-four", "conv_grouped"),
+        ("wide-groups", "conv_wgmma"),
+        ("odd-groups", "direct_conv2d_kernel"),
         ("float", "conv2d_kernel"),
     ],
 )
@@ -87,7 +90,7 @@ def test_forms(name: str, wanted: str) -> None:
     # cuDNN does not know how the weights of depthwise convolutions lie.
     assert isinstance(launch, ConvolutionLaunch) == (name != "depthwise")
     if isinstance(launch, ConvolutionLaunch):
-        assert {form.kernel for form in launch.alternatives} <= {wanted, "conv_wgmma"}
+        assert {form.kernel for form in launch.alternatives} <= {wanted, "conv_wgmma", "conv_tiled"}
 
 
 def forms(call: KernelCall) -> list[KernelLaunch]:

@@ -34,7 +34,7 @@ __device__ __forceinline__ void sum_products(
 #pragma unroll
         for (int pass = 0; pass < tile_n / PASS; pass++) {
             const unsigned channel = tile.first_channel + row + pass * PASS;
-            const bool inside = channel < CHANNELS && term < DEPTH;
+            const bool inside = channel < tile.end_channel && term < DEPTH;
             const Weight::type *from = weight + (inside ? index_t(channel) * (DEPTH * UNIT) + term * UNIT : 0);
             copy_words<UNIT_BYTES>(
                 target + staged(row + pass * PASS, unit * UNIT_BYTES), reinterpret_cast<const unsigned char *>(from),
@@ -59,7 +59,7 @@ __device__ __forceinline__ void sum_products(
         rows[pass] = first_row(pixel);
         columns[pass] = first_column(pixel);
         corners[pass] = Offset(number / PIXELS * X::stride(0)) + rows[pass] * Offset(X::stride(2)) +
-            columns[pass] * Offset(X::stride(3));
+            columns[pass] * Offset(X::stride(3)) + Offset(tile.first_input);
         if (number >= ROWS) {
             rows[pass] = -(1 << 30);  // far outside of the image
         }

@@ -53,7 +53,7 @@ WAITING_KERNEL(TILED) {
         const int tile_column = i % (tile_n / FINISHED) * FINISHED;
         const unsigned number = tile.first_pixel + tile_row;
         const unsigned channel = tile.first_channel + tile_column;
-        if (number >= ROWS || channel >= CHANNELS) {
+        if (number >= ROWS || channel >= tile.end_channel) {
             continue;
         }
         float values[FINISHED];

@@ -1,5 +1,6 @@
 // How convolutions over channels-last images are cut into tiles: as a matrix product of patches[pixels, DEPTH] and
-// weight[channels, DEPTH], whose terms are ordered by tap, then by input channel, side by side in both.
+// weight[channels, DEPTH], for each group of channels, whose terms are ordered by tap, then by input channel, side by side in
+// both.
 //
 // A block makes tile_m pixels × tile_n channels from its share of the terms, 128 bytes of a row at a time, `stages` copies
 // on their way. The `splits` blocks of a cluster share the terms of a tile, and each of them finishes some of its rows from
@@ -12,7 +13,9 @@
 constexpr unsigned ROWS = unsigned(Out::size(0)) * PIXELS;
 constexpr unsigned CHANNELS = unsigned(Out::size(1));
 constexpr unsigned TILES_M = (ROWS + tile_m - 1) / tile_m;
-constexpr unsigned TILES_N = (CHANNELS + tile_n - 1) / tile_n;
+constexpr unsigned GROUP_CHANNELS = CHANNELS / param::groups;
+constexpr unsigned GROUP_TILES = (GROUP_CHANNELS + tile_n - 1) / tile_n;  // a tile's channels are of one group
+constexpr unsigned TILES_N = GROUP_TILES * param::groups;
 constexpr unsigned BAND = 16;  // tiles of pixels whose tiles run at about the same time, so that they share the cache
 constexpr int ROW_BYTES = 128;  // of a staged row
 constexpr unsigned UNIT = UNIT_BYTES / sizeof(Weight::type);
@@ -59,6 +62,8 @@ struct Tile {
     unsigned sharer;
     unsigned first_pixel;
     unsigned first_channel;
+    unsigned end_channel;  // of its group
+    unsigned first_input;  // channel of x
     unsigned first_step;
     unsigned end_step;
 };
@@ -67,8 +72,10 @@ __device__ __forceinline__ Tile own_tile() {
     const unsigned band = blockIdx.x / (BAND * TILES_N);
     const unsigned in_band = blockIdx.x % (BAND * TILES_N);
     const unsigned band_tiles = min(BAND, TILES_M - band * BAND);
+    const unsigned group = in_band / band_tiles / GROUP_TILES;
     return {
-        blockIdx.z, (band * BAND + in_band % band_tiles) * tile_m, in_band / band_tiles * tile_n,
-        blockIdx.z * STEPS / SHARERS, (blockIdx.z + 1) * STEPS / SHARERS
+        blockIdx.z, (band * BAND + in_band % band_tiles) * tile_m,
+        group * GROUP_CHANNELS + in_band / band_tiles % GROUP_TILES * tile_n, (group + 1) * GROUP_CHANNELS,
+        group * unsigned(Weight::size(1)), blockIdx.z * STEPS / SHARERS, (blockIdx.z + 1) * STEPS / SHARERS
     };
 }
