@@ -16,6 +16,7 @@ from npu_compiler.target_config import OP_LEVEL
 from npu_model.capabilities import Capabilities
 from npu_model.chip import Chip
 from npu_model.isa.encoding import encode
+from npu_model.kept_code import kept_code
 from npu_model.lowering.cores import lower_arranged
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import chip_digest
@@ -68,8 +69,12 @@ class NPUTarget(ChipOpsTarget):
 
     def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
         """The plan with its tile program. Raises `ConstraintError`, with the nodes of all calls that the chip lacks."""
-        arranged, tiles = lower_arranged(plan, self.chip, self._mapper)
-        return replace(arranged, machine_code=encode(tiles))
+
+        def lower() -> ExecutionPlan:
+            arranged, tiles = lower_arranged(plan, self.chip, self._mapper)
+            return replace(arranged, machine_code=encode(tiles))
+
+        return kept_code(plan, self.chip, lower)
 
 
 @prices_of.register

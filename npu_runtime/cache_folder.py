@@ -7,10 +7,12 @@ Each entry carries its checksum, which is verified before the entry is used, and
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import tempfile
 import warnings
+from importlib.resources import files
 from pathlib import Path
 
 from npu_compiler.files import remove_leftovers, seal, unseal, write_atomically
@@ -87,3 +89,18 @@ def users_temporary_folder() -> Path:
     if owner.st_uid != os.getuid() or owner.st_mode & 0o022 or folder.is_symlink():
         raise PermissionError(f"'{folder}' is another user's, or others can write there")
     return folder
+
+
+@functools.cache
+def source_digest(*packages: str) -> str:
+    """The SHA-256 of packages' sources, as hexadecimal digits; a package that is not installed counts as empty."""
+    digest = hashlib.sha256()
+    for package in packages:
+        try:
+            root = Path(str(files(package)))
+        except ModuleNotFoundError:
+            continue
+        for source in sorted(root.rglob("*")):
+            if source.suffix in (".py", ".metal", ".h", ".cu", ".cuh"):
+                digest.update(source.read_bytes())
+    return digest.hexdigest()

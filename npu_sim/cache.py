@@ -8,13 +8,11 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import NPUError
-from npu_runtime.cache_folder import cache_folder, keep_entry, keep_file, read_entry
+from npu_runtime.cache_folder import cache_folder, keep_entry, keep_file, read_entry, source_digest
 
 if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram, CompileOptions
@@ -113,18 +111,3 @@ def _compiler_digest(target: "CodegenTarget") -> str:
     if own not in packages and hasattr(sys.modules[own], "__path__"):
         packages.append(own)
     return source_digest(*packages)
-
-
-@cache
-def source_digest(*packages: str) -> str:
-    """The SHA-256 of packages' sources, as hexadecimal digits; a package that is not installed counts as empty."""
-    digest = hashlib.sha256()
-    for package in packages:
-        try:
-            root = Path(str(files(package)))
-        except ModuleNotFoundError:
-            continue
-        for source in sorted(root.rglob("*")):
-            if source.suffix in (".py", ".metal", ".h", ".cu", ".cuh"):
-                digest.update(source.read_bytes())
-    return digest.hexdigest()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import DeviceError
 from npu_runtime import Backend
 
 if TYPE_CHECKING:
+    from npu_compiler.compiled_program import CompiledProgram
+    from npu_compiler.partitioner import PartitionPlan
     from npu_model import NPUBackend
     from npu_runtime import Device
 
@@ -66,6 +68,25 @@ def simulated(device: Device) -> NPUBackend | None:
     from npu_model import NPUBackend
 
     return device.backend if isinstance(device.backend, NPUBackend) else None
+
+
+def simulated_run(device: Device, ran: CompiledProgram | PartitionPlan) -> dict[str, Any] | None:
+    """The facts of `simulate --json` on what a device ran, None where it simulates no chip.
+
+    Of a plan without prices, only the time of the chip is known.
+    """
+    from npu_compiler.compiled_program import CompiledProgram
+    from npu_model import simulate_plan
+
+    chip = simulated(device)
+    if chip is None:
+        return None
+    if isinstance(ran, CompiledProgram):
+        if ran.kernels:
+            return chip.result(ran).to_dict()
+    elif ran.price is not None:
+        return simulate_plan(ran, chip.chip).to_dict()
+    return {"chip": chip.chip.name, "latency_us": 1e6 * chip.simulated_seconds}
 
 
 def cuda(device_id: int = 0) -> Backend:

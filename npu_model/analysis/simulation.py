@@ -10,7 +10,8 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import TileProgram
 from npu_model.loading import load_tiles
 from npu_model.lowering.cores import arranged, lower_arranged
-from npu_model.lowering.mapper import Mapper, Sketches
+from npu_model.lowering.mapper import Mapper
+from npu_model.lowering.shared import Shared
 from npu_model.machine.machine import Machine, Run
 
 # More memory, bandwidth or arrays make no program slower by more than this share of its time and, for each call, one
@@ -53,16 +54,17 @@ def lowered(program: CompiledProgram, chip: Chip) -> TileProgram:
     return tiles
 
 
-def simulate_for(program: CompiledProgram, chip: Chip, sketches: Sketches) -> Result:
+def simulate_for(program: CompiledProgram, chip: Chip, shared: Shared) -> Result:
     """One run of a program on one of many chips, with the cycles, traffic and energy that `simulate` tells.
 
     Args:
-        sketches: What was emitted for the other chips, which is not emitted again.
+        shared: Results of lowering for the other chips.
     """
     if program.target.startswith("npu:"):
         return simulate(program, chip)
-    tiles = arranged(checked_plan(program), chip, Mapper(chip, sketches)).program
-    return result_of(program, chip, tiles, Machine(chip, tiles).run())
+    arrangement = arranged(checked_plan(program), chip, Mapper(chip, shared))
+    run = arrangement.run or Machine(chip, arrangement.program).run()
+    return result_of(program, chip, arrangement.program, run)
 
 
 def checked_plan(program: CompiledProgram) -> ExecutionPlan:

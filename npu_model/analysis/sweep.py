@@ -25,9 +25,10 @@ from npu_compiler.files import write_atomically
 from npu_model.analysis.simulation import simulate_for
 from npu_model.chip import Chip
 from npu_model.chip.description import check_number
-from npu_model.lowering.mapper import Sketches
+from npu_model.lowering.shared import Shared
 
 MOST_CHIPS = 4096
+_NEIGHBOURS = 4  # chips that a process takes at a time: those next to each other have the most in common
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)")
 # What can be swept: name → table of the chip file and key.
@@ -200,12 +201,13 @@ def _simulated(
     program: CompiledProgram, chips: Sequence[tuple[dict[str, float], Chip]], workers: int
 ) -> Iterator[Point]:
     if workers < 2:
-        sketches: Sketches = {}
-        yield from (_point(program, *chip, sketches) for chip in chips)
+        shared = Shared()
+        yield from (_point(program, *chip, shared) for chip in chips)
         return
     spawn = get_context("spawn")  # a fork would copy the locks of threads that run here
     with ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(program.to_bytes(),)) as pool:
-        yield from pool.map(_point_of_process, chips)
+        share = max(1, min(_NEIGHBOURS, len(chips) // (4 * workers)))
+        yield from pool.map(_point_of_process, chips, chunksize=share)
 
 
 _packed: list[bytes] = []  # the program of a worker process
@@ -222,18 +224,18 @@ def _program() -> CompiledProgram:
 
 
 @cache
-def _sketches() -> Sketches:
-    """The worker's store of sketches, filled as it goes."""
-    return {}
+def _shared() -> Shared:
+    """The worker's results that chips share, filled as it goes."""
+    return Shared()
 
 
 def _point_of_process(chip: tuple[dict[str, float], Chip]) -> Point:
-    return _point(_program(), *chip, _sketches())
+    return _point(_program(), *chip, _shared())
 
 
-def _point(program: CompiledProgram, values: dict[str, float], chip: Chip, sketches: Sketches) -> Point:
+def _point(program: CompiledProgram, values: dict[str, float], chip: Chip, shared: Shared) -> Point:
     try:
-        result = simulate_for(program, chip, sketches)
+        result = simulate_for(program, chip, shared)
     except ConstraintError as error:
         return Point(values, 0.0, 0.0, 0, 0.0, area(chip), problem=error.violations[0])
     return Point(values, result.seconds, result.energy.total, result.dram_bytes, result.utilization, area(chip))

@@ -117,6 +117,13 @@ class Axis:
         if not self.total:
             object.__setattr__(self, "total", self.size)
 
+    def is_clipped(self, counts: Sequence[int]) -> bool:
+        """Whether some element does not exist in some round of loops of these counts."""
+        if not self.start.steps:
+            return self.start.base < 0 or self.start.base + self.size > self.total
+        low, high = self.start.bounds(counts)
+        return low < 0 or high + self.size > self.total
+
     def inside(self, counters: Sequence[int]) -> tuple[int, int]:
         """The first existing element and the one behind the last."""
         start = self.start.at(counters)

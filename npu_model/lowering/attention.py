@@ -7,15 +7,17 @@ later tile has a larger one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from npu_compiler.graph.code_formats import CODE_FORMATS
+from npu_compiler.program.views import View
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.families import Operands, Tiling, divided, halvings, in_tiers, lowering, parts
+from npu_model.lowering.indexing import pick_box
 from npu_model.lowering.products import need_matrix
 from npu_model.lowering.vector_program import VectorProgram
 
@@ -109,10 +111,7 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
             own = (Axis(groups, group * groups, shared), Axis(together), Axis(tq, i * tq, queries))
             box = [(b, 1), (head, groups * together), (i * tq, tq)]
             q = e.load(o.q, [*box, (ZERO, width)], queue=0)
-            tiles = [
-                _Part(axes, at, together, [e.room((*axes, last), "float32") for last in (1, 1, value_width)])
-                for axes, at in _parts(own)
-            ]
+            tiles = _tiles(e, own, together, value_width)
             with e.loop(parts(keys, tk)) as part:
                 of_keys = [(b, 1), (group * groups, groups), (part * tk, tk)]
                 k = _rows(e, o, "k", [*of_keys, (ZERO, width)])
@@ -120,23 +119,141 @@ def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
                 mask = None if o.mask is None else e.load(o.mask, [*box, (part * tk, tk)], queue=3)
                 axis = Axis(tk, part * tk, keys)
                 begins = () if parts(keys, tk) == 1 else (e.depth - 1,)
-                scores = [_scores(e, tile, q, k, axis) for tile in tiles]
-                weights = [
-                    _softmax(e, o, tile, each, mask, axis, begins) for tile, each in zip(tiles, scores, strict=True)
-                ]
-                products = [_values(e, tile, each[0], v, axis) for tile, each in zip(tiles, weights, strict=True)]
-                for tile, (_, scaling), added in zip(tiles, weights, products, strict=True):
-                    _add(e, tile, scaling, added, begins)
+                _attend(e, o, tiles, (q, k, v, mask), axis, begins)
             out_box = [*box, (ZERO, value_width)]
             out, is_stored = e.result(o.out, out_box)
-            for tile in tiles:
-                program = VectorProgram([*tile.own, Axis(value_width)])
-                value, sums = program.input(tile.state[2], 0, 1, 2, 3), program.input(tile.state[1], 0, 1, 2, None)
-                value = program.op("true_divide", value, sums)
-                value = program.op("where", program.op("eq", sums, 0.0), 0.0, value)  # no key was seen
-                program.emit_tiles(e, [(value, out, tile.by_heads(out))])
+            _divide(e, tiles, out)
             if is_stored:
                 e.store(out, o.out, out_box)
+
+
+def _paged_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
+    need_matrix(chip, o.q.dtype)
+    assert chip.matrix is not None
+    sums = chip.matrix.accumulator_bytes // 4
+    heads, blocks = o.q.shape[1], o.tables.shape[1]
+    _, shared, width = o.v.shape
+
+    def tiles(divisor: int) -> Iterator[Tiling]:
+        for groups in divided(halvings(shared, 1), divisor):
+            for together in divided(halvings(blocks, 1)[:8], divisor):
+                if groups * heads // shared * (together * o.block_size + width) <= sums:
+                    yield {"groups": groups, "blocks": together}
+
+    return in_tiers(tiles)
+
+
+@lowering("paged_attention_kernel", tilings=_paged_tilings)
+def paged_attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
+    """Attention of each token to its sequence's rows of a pool, in the blocks that the sequence's table names.
+
+    DMA engines gather the table of the token's sequence, then the rows of keys and values; the vector engine makes the
+    list of rows, and the mask of those up to the token's position. What is out of range counts as the nearest.
+    """
+    tokens, heads, width = o.q.shape
+    rows, shared, value_width = o.v.shape
+    (sequences, blocks), block = o.tables.shape, o.block_size
+    groups, together = tiling["groups"], tiling["blocks"]
+    members, keys = heads // shared, blocks * block
+    with e.loop(tokens) as n:
+        sequence, position = _within(e, o.sequences, n, sequences), _within(e, o.positions, n, keys)
+        with e.loop(parts(shared, groups)) as group:
+            of_groups = Axis(groups, group * groups, shared)
+            box = [(n, 1), (group * (groups * members), groups * members)]
+            q = _with_queries(e.load(o.q, [*box, (ZERO, width)], queue=0))
+            tiles = _tiles(e, (of_groups, Axis(members), Axis(1)), members, value_width)
+            with e.loop(parts(blocks, together)) as part:
+                own = Axis(together, part * together, blocks)
+                axis = Axis(together * block, part * (together * block), keys)
+                places = _block_rows(e, o, pick_box(e, o.tables, (Axis(1), own), sequence, sequences), own, axis)
+                k, v = (pick_box(e, view, (axis, of_groups, Axis(view.shape[2])), places, rows) for view in (o.k, o.v))
+                mask = _up_to(e, position, axis)
+                operands = q, _by_group(k), _by_group(v), mask.reshaped((Axis(1), Axis(1), Axis(1), axis), (0, 0, 0, 1))
+                _attend(e, o, tiles, operands, axis, () if parts(blocks, together) == 1 else (e.depth - 1,))
+            out_box = [*box, (ZERO, value_width)]
+            out, is_stored = e.result(o.out, out_box)
+            _divide(e, tiles, _with_queries(out))
+            if is_stored:
+                e.store(out, o.out, out_box)
+
+
+def _within(e: Emitter, view: View, at: Affine, count: int) -> Piece:
+    """An element of a list of numbers, as the nearest of 0 … count − 1."""
+    axes = (Axis(1, at, view.shape[0]),)
+    piece, nearest = e.load(view, [(at, 1)], queue=3), e.room(axes, "int32")
+    program = VectorProgram(axes)
+    program.emit(e, [(_clamped(program, program.input(piece, 0), count), nearest, (0,))])
+    return nearest.reshaped((Axis(1),), nearest.strides)
+
+
+def _clamped(program: VectorProgram, value: int, count: int) -> int:
+    return program.op("minimum", program.op("maximum", value, 0.0), float(count - 1))
+
+
+def _block_rows(e: Emitter, o: Operands, table: Piece, blocks: Axis, keys: Axis) -> Piece:
+    """The numbers of the pool's rows in a tile of a table's blocks."""
+    block = o.block_size
+    places = e.room((blocks, Axis(block)), "int32")
+    program = VectorProgram((blocks, Axis(block)))
+    first = program.op("mul", _clamped(program, program.input(table, 1, None), o.k.shape[0] // block), float(block))
+    program.emit(e, [(program.op("add", first, program.op("coordinate", attrs=(1,))), places, (0, 1))])
+    return places.reshaped((keys,), places.strides[1:])
+
+
+def _up_to(e: Emitter, position: Piece, keys: Axis) -> Piece:
+    """Whether a tile's keys are at most as far as a position."""
+    mask = e.room((keys,), "bool")
+    program = VectorProgram((keys,))
+    last = program.input(position, None)
+    program.emit(e, [(program.op("le", program.op("coordinate", attrs=(0,)), last), mask, (0,))])
+    return mask
+
+
+def _with_queries(piece: Piece) -> Piece:
+    """A piece [1, heads, width] of one token as [1, heads, 1, width]."""
+    (token, heads, width), (first, second, last) = piece.axes, piece.strides
+    return piece.reshaped((token, heads, Axis(1), width), (first, second, 0, last))
+
+
+def _by_group(piece: Piece) -> Piece:
+    """A piece [keys, heads, width] as [1, heads, keys, width]."""
+    (keys, heads, width), (first, second, last) = piece.axes, piece.strides
+    return piece.reshaped((Axis(1), heads, keys, width), (0, second, first, last))
+
+
+def _tiles(e: Emitter, own: Own, members: int, width: int) -> list[_Part]:
+    """The parts of a tile, with room for what they have seen."""
+    return [
+        _Part(axes, at, members, [e.room((*axes, last), "float32") for last in (1, 1, width)])
+        for axes, at in _parts(own)
+    ]
+
+
+def _attend(
+    e: Emitter,
+    o: Operands,
+    tiles: Sequence[_Part],
+    operands: tuple[Piece, Piece, Piece, Piece | None],
+    keys: Axis,
+    begins: tuple[int, ...],
+) -> None:
+    """Add a tile of keys and values to what the parts have seen."""
+    q, k, v, mask = operands
+    scores = [_scores(e, tile, q, k, keys) for tile in tiles]
+    weights = [_softmax(e, o, tile, each, mask, keys, begins) for tile, each in zip(tiles, scores, strict=True)]
+    products = [_values(e, tile, each[0], v, keys) for tile, each in zip(tiles, weights, strict=True)]
+    for tile, (_, scaling), added in zip(tiles, weights, products, strict=True):
+        _add(e, tile, scaling, added, begins)
+
+
+def _divide(e: Emitter, tiles: Sequence[_Part], out: Piece) -> None:
+    """Store the sums of values by the sums of their weights."""
+    for tile in tiles:
+        program = VectorProgram([*tile.own, out.axes[3]])
+        value, sums = program.input(tile.state[2], 0, 1, 2, 3), program.input(tile.state[1], 0, 1, 2, None)
+        value = program.op("true_divide", value, sums)
+        value = program.op("where", program.op("eq", sums, 0.0), 0.0, value)  # no key was seen
+        program.emit_tiles(e, [(value, out, tile.by_heads(out))])
 
 
 def _rows(e: Emitter, o: Operands, name: str, box: list[tuple[Affine, int]]) -> Piece:
@@ -214,7 +331,7 @@ def _softmax(
             value = program.op("where", allowed, value, _LOWEST)
         else:
             value = program.op("add", value, allowed)
-    if o.causal:
+    if getattr(o.names, "causal", False):
         row = program.op("coordinate", attrs=(2,))
         column = program.op("coordinate", attrs=(3,))
         value = program.op("where", program.op("le", column, row), value, _LOWEST)

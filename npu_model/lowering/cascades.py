@@ -9,7 +9,8 @@ the others are empty. The rows of c that two stripes need, the halo, are compute
 copied from the stripe before. Weights may be brought into a buffer once for all stripes.
 
 A cascade is taken if its price is less: first by the estimates of the stripes' tilings, which choose among numbers of
-stripes; then the whole program is simulated, which must take fewer cycles and move no more bytes of DRAM.
+stripes; then the whole program is simulated, which must take fewer cycles and move no more bytes of DRAM than the calls
+by themselves, between which values are stored and loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from npu_model.isa.instructions import Section, TileProgram
 from npu_model.lowering.families import CannotLower, operands_of
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import check_calls, link_program, shapes
-from npu_model.lowering.residency import choose_residency, positions
+from npu_model.lowering.residency import Residency, choose_residency, positions
+from npu_model.lowering.shared import Shared
 from npu_model.machine.machine import Machine, Run
 
 MOST_CALLS = 4  # of a chain
@@ -40,6 +42,7 @@ _MOST_STRIPES = 64
 _COARSE = 8  # tilings of a stripe that are looked at before its chain is chosen
 _NOTABLE = 0.01  # part of a program's cycles that DRAM is busy with a value which is worth a cascade
 _WORTH = 0.005  # part of a program's cycles that a cascade saves at least
+_SIMULATED = 2  # numbers of stripes that are simulated
 _STAGED = 1024  # bytes of a weight that is worth a buffer
 
 Rows: TypeAlias = tuple[int, int]
@@ -224,6 +227,11 @@ def stripes_of(plan: ExecutionPlan, cascade: Cascade, most: int | None = None) -
     return writer.stripes()
 
 
+def _stripes(plan: ExecutionPlan, cascade: Cascade, shared: Shared, most: int | None = None) -> Stripes | None:
+    """The result of `stripes_of`, which chips share."""
+    return shared.stripes.get(plan, (cascade, most), lambda: stripes_of(plan, cascade, most))
+
+
 class _Writer:
     """Writes the calls of a cascade, stripe by stripe.
 
@@ -316,21 +324,37 @@ class Arrangement:
     Attributes:
         plan: The plan, with memory for what its steps touch.
         program: Its tile program as it is linked, with a section for each of its calls.
+        run: Its simulation, where cascades were compared.
     """
 
     plan: ExecutionPlan
     program: TileProgram
+    run: Run | None = None
 
 
-def _linked(
-    plan: ExecutionPlan, steps: ExecutionPlan, counts: Sequence[int], chip: Chip, mapper: Mapper
-) -> Arrangement:
-    """An arrangement of a plan whose calls are done in these numbers of steps."""
-    program = link_program(steps, chip, mapper, steps.buffers.keys() - plan.buffers.keys())
-    sections = iter(program.sections)
-    own = [tuple(islice(sections, count)) for count in counts]
-    merged = tuple(_section(call, each) for call, each in zip(plan.calls, own, strict=True))
-    return Arrangement(plan, replace(program, sections=merged))
+@dataclass(frozen=True)
+class _Way:
+    """A plan whose chains are done in steps, before its instructions are written.
+
+    Attributes:
+        plan: The plan, with memory for what its steps touch.
+        steps: The plan with the calls of all steps.
+        counts: Numbers of steps of the plan's calls.
+        residency: The values that stay in the scratchpad.
+    """
+
+    plan: ExecutionPlan
+    steps: ExecutionPlan
+    counts: Sequence[int]
+    residency: Residency
+
+    def linked(self, chip: Chip, mapper: Mapper) -> Arrangement:
+        """The way with its instructions. Raises `ConstraintError` where some step does not fit."""
+        program = link_program(self.steps, chip, mapper, self.residency)
+        sections = iter(program.sections)
+        own = [tuple(islice(sections, count)) for count in self.counts]
+        merged = tuple(_section(call, each) for call, each in zip(self.plan.calls, own, strict=True))
+        return Arrangement(self.plan, replace(program, sections=merged))
 
 
 def _section(call: KernelCall, steps: Sequence[Section]) -> Section:
@@ -347,21 +371,51 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
         ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
     check_calls(plan.calls, chip, mapper)
-    plain = _linked(plan, plan, [1] * len(plan.calls), chip, mapper)
-    chosen = _chosen(plan, chip, mapper)
+    residency = choose_residency(plan, chip, mapper)
+    plain = Arrangement(plan, link_program(plan, chip, mapper, residency))
+    chosen = _chosen(plan, chip, mapper, residency)
     if not chosen:
         return plain
+    ways = _ways_to_stripe(plan, chosen, chip, mapper, residency.cycles * (1 - _WORTH / 2))
+    if not ways:
+        return plain
     before = Machine(chip, plain.program).run()
-    best, cycles = plain, before.cycles * (1 - _WORTH)
-    for factor in (0.5, 1, 4, 16):
-        ways = [replace(cascade, stripes=max(2, round(cascade.stripes * factor))) for cascade in chosen]
-        changed = with_cascades(plan, ways, chip, mapper)
-        if changed is None:
+    best, cycles = replace(plain, run=before), before.cycles * (1 - _WORTH)
+    most = _moved(before) + _kept_between(plan, chosen, residency)
+    for way in ways:
+        try:
+            changed = way.linked(chip, mapper)
+        except ConstraintError:
             continue
         run = Machine(chip, changed.program).run()
-        if run.cycles < cycles and _moved(run) <= _moved(before):
-            best, cycles = changed, run.cycles
+        if run.cycles < cycles and _moved(run) <= most:
+            best, cycles = replace(changed, run=run), run.cycles
     return best
+
+
+def _ways_to_stripe(
+    plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper, most: float
+) -> list[_Way]:
+    """The numbers of stripes with the least estimates, all of which are below `most` cycles; the best first."""
+    striped = {tuple(_with_stripes(plan, cascade, factor) for cascade in cascades) for factor in (0.5, 1, 4, 16)}
+    ways = [way for each in striped if (way := _way(plan, each, chip, mapper)) is not None]
+    ways = sorted(ways, key=lambda way: (way.residency.cycles, len(way.steps.calls)))
+    least = min((way.residency.cycles for way in ways), default=0.0)
+    return [way for way in ways[:_SIMULATED] if way.residency.cycles < min(most, least * (1 + _WORTH))]
+
+
+def _kept_between(plan: ExecutionPlan, cascades: Sequence[Cascade], residency: Residency) -> int:
+    """Bytes that the parts of cascades by themselves move besides: of what lies between and stays without a cascade."""
+    passing = (call.outputs[0].buffer for each in cascades for call in plan.calls[each.first : each.stop - 1])
+    return sum(2 * plan.buffers[name].size_bytes for name in passing if name in residency.addresses)
+
+
+def _with_stripes(plan: ExecutionPlan, cascade: Cascade, factor: float) -> Cascade:
+    """A cascade with so many times the stripes, as far as its result has rows."""
+    last = plan.calls[cascade.stop - 1]
+    rows = last.outputs[0].shape[_RULES[last.kernel].dim]
+    each = -(-rows // max(2, round(cascade.stripes * factor)))
+    return replace(cascade, stripes=-(-rows // each))
 
 
 def _moved(run: Run) -> int:
@@ -370,14 +424,23 @@ def _moved(run: Run) -> int:
 
 
 def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> Arrangement | None:
-    """The plan with these cascades, which have no call in common; None where some stripe has no call or does not fit.
+    """The plan with cascades that have no call in common; None where some stripe has no call or does not fit."""
+    way = _way(plan, cascades, chip, mapper)
+    try:
+        return None if way is None else way.linked(chip, mapper)
+    except ConstraintError:
+        return None
+
+
+def _way(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> _Way | None:
+    """The steps of a plan with cascades; None where some stripe has no call or does not fit.
 
     Its memory is planned anew: what a chain reads lives until its last stripe.
     """
     calls, buffers = list(plan.calls), dict(plan.buffers)
     counts = [1] * len(calls)
     for cascade in sorted(cascades, key=lambda each: -each.first):
-        stripes = stripes_of(plan, cascade)
+        stripes = _stripes(plan, cascade, mapper.shared)
         if stripes is None:
             return None
         for call in plan.calls[cascade.first : cascade.stop - 1]:
@@ -393,21 +456,22 @@ def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, 
     ends = [buffer.offset + buffer.size_bytes for buffer in own.values() if buffer.kind == "arena"]
     steps = replace(steps, arena_bytes=max([steps.arena_bytes, *ends]))
     try:
-        return _linked(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, chip, mapper)
+        check_calls(steps.calls, chip, mapper)
     except ConstraintError:
         return None
+    residency = choose_residency(steps, chip, mapper, buffers.keys() - plan.buffers.keys())
+    return _Way(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, residency)
 
 
-def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[Cascade]:
+def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> list[Cascade]:
     """Cascades that overlap in no call and are estimated to save the most cycles together; the best first."""
-    residency = choose_residency(plan, chip, mapper)
     own = [positions(call, residency.addresses) for call in plan.calls]
     parts = [
         mapper.choices(call).estimate(names, room)
         for call, names, room in zip(plan.calls, own, residency.rooms, strict=True)
     ]
     least = _NOTABLE * sum(parts) * chip.dram_bytes_per_cycle
-    coarse = Mapper(chip, mapper.sketches, _COARSE)
+    coarse = Mapper(chip, mapper.shared, _COARSE)
     passes = _passing(plan)
     best: list[tuple[float, tuple[tuple[float, Cascade], ...]]] = [(0.0, ())]  # gain and cascades of the first calls
     for stop in range(1, len(plan.calls) + 1):
@@ -483,7 +547,7 @@ def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper:
 
     A stripe's loads go on while the one before computes, more so than those of calls that are estimated by themselves.
     """
-    stripes = stripes_of(plan, cascade, 2)
+    stripes = _stripes(plan, cascade, mapper.shared, 2)
     if stripes is None or len(stripes.stripes) < 2 or (cascade.stages_weights and not stripes.staging):
         return math.inf
     names = {buffer.name for buffer in stripes.buffers}

@@ -10,7 +10,7 @@ others send over the network what they compute; only values stay so whose copies
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from npu_compiler.errors import ConstraintError
@@ -63,8 +63,11 @@ def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[Exe
     return arrangement.plan, trimmed(arrangement.program, chip)
 
 
-def _fastest(ways: Iterator[Arrangement] | Sequence[Arrangement], chip: Chip) -> Arrangement:
-    return min(ways, key=lambda each: Machine(chip, each.program).run().cycles)
+def _fastest(ways: Iterable[Arrangement], chip: Chip) -> Arrangement:
+    """The first of those that take the fewest cycles, with its simulation."""
+    runs = ((way, Machine(chip, way.program).run()) for way in ways)
+    fastest, run = min(runs, key=lambda each: each[1].cycles)
+    return replace(fastest, run=run)
 
 
 def _ways(plan: ExecutionPlan, chip: Chip, mapper: Mapper, splits: Sequence[str]) -> Iterator[Arrangement]:
@@ -159,7 +162,7 @@ class _Linking:
             for weight in residency.weights
         ]
         inside = self._inside(outside)
-        linker = Linker(chip, outside, token_totals(preload), own_places=inside)
+        linker = Linker(self._mapper, outside, token_totals(preload), own_places=inside)
         parts = [iter(self._parts(core)) for core in range(chip.core_count)]
         sections = []
         for group, call in zip(own.groups, own.plan.calls, strict=True):

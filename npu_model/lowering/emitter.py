@@ -169,11 +169,17 @@ class Draft:
         scratchpad, accumulators: Bytes of its own that it uses.
     """
 
-    body: tuple[Node, ...]
     touches: tuple[Touch, ...]
     raised: Mapping[Token, int]
     scratchpad: int
     accumulators: int
+    _items: Sequence[_Item | _LoopItem]
+    _waits: Mapping[_Item, Mapping[Token, Affine]]
+    _signals: Mapping[_Item, Sequence[Token]]
+
+    def body(self, raised: Mapping[Token, int] | None = None) -> tuple[Node, ...]:
+        """The section's instructions behind others that have raised tokens so often."""
+        return tuple(_built(item, self._waits, self._signals, raised or {}) for item in self._items)
 
 
 class Emitter:
@@ -186,7 +192,6 @@ class Emitter:
         accumulators: Allocator of the accumulators, like `scratchpad`.
         alignment: Every piece begins at a multiple of so many bytes.
         has_output: Whether the chip has an output stage; otherwise the vector engine does its work.
-        raised: Token → how often earlier sections raise it.
     """
 
     def __init__(
@@ -197,7 +202,6 @@ class Emitter:
         accumulators: tuple[int, int],
         alignment: int,
         has_output: bool = False,
-        raised: Mapping[Token, int] | None = None,
     ) -> None:
         self.places = places
         self.output_engine = Engine.OUTPUT if has_output else Engine.VECTOR
@@ -205,7 +209,6 @@ class Emitter:
         self._room = {Space.SCRATCHPAD: scratchpad, Space.ACCUMULATORS: accumulators}
         self._used = {Space.SCRATCHPAD: 0, Space.ACCUMULATORS: 0}
         self._alignment = alignment
-        self._raised = raised or {}
         self._root = _LoopItem(1)
         self._path: list[_LoopItem] = []
         self._items: list[_Item] = []
@@ -328,8 +331,7 @@ class Emitter:
     def _leaves(self, axes: Sequence[Axis]) -> bool:
         """Whether elements of a box do not exist in some round."""
         counts = [loop.count for loop in self._path]
-        bounds = [(axis.start.bounds(counts), axis) for axis in axes]
-        return any(low < 0 or high + axis.size > axis.total for (low, high), axis in bounds)
+        return any(axis.is_clipped(counts) for axis in axes)
 
     def transfer(
         self,
@@ -514,7 +516,7 @@ class Emitter:
                 for item in raising:
                     signals.setdefault(item, []).append(token)
                 for item, needed in counts.items():
-                    waits.setdefault(item, {})[token] = needed + self._raised.get(token, 0)
+                    waits.setdefault(item, {})[token] = needed
         outside = tuple(
             {
                 Touch(item.instruction.engine, place.space, place.name, first, end, is_written)
@@ -529,8 +531,7 @@ class Emitter:
                 for writes in {item.touches[memory][1] for item in touching}
             }
         )
-        body = tuple(_built(item, waits, signals) for item in self._root.items)
-        return Draft(body, outside, raised, self._used[Space.SCRATCHPAD], self._used[Space.ACCUMULATORS])
+        return Draft(outside, raised, self.used, self.used_accumulators, self._root.items, waits, signals)
 
 
 def _owners(memory: Memory, items: Sequence[_Item]) -> set[str]:
@@ -589,11 +590,14 @@ def _before(others: Sequence[_Item], item: _Item) -> Affine:
 
 
 def _built(
-    item: _Item | _LoopItem, waits: Mapping[_Item, Mapping[Token, Affine]], signals: Mapping[_Item, Sequence[Token]]
+    item: _Item | _LoopItem,
+    waits: Mapping[_Item, Mapping[Token, Affine]],
+    signals: Mapping[_Item, Sequence[Token]],
+    raised: Mapping[Token, int],
 ) -> Node:
     if isinstance(item, _LoopItem):
-        return Loop(item.count, tuple(_built(inner, waits, signals) for inner in item.items))
-    conditions = tuple(Wait(token, count) for token, count in waits.get(item, {}).items())
+        return Loop(item.count, tuple(_built(inner, waits, signals, raised) for inner in item.items))
+    conditions = tuple(Wait(token, count + raised.get(token, 0)) for token, count in waits.get(item, {}).items())
     return replace(item.instruction, waits=conditions, signals=tuple(signals.get(item, ())))
 
 

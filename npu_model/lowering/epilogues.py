@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from npu_model.lowering.families import Operands
 from npu_model.lowering.vector_program import VectorProgram
 
 Box = Sequence[tuple[Affine, int]]
+Factors: TypeAlias = Sequence[tuple[Piece, Sequence[int | None]]]
+"""Pieces, and the dimension of each that lies along each axis of a tile of results."""
 
 
 def float_epilogue(
@@ -24,12 +27,19 @@ def float_epilogue(
     out: tuple[Piece, Sequence[int | None]],
     *,
     residual_first: bool,
+    factors: Factors = (),
 ) -> None:
-    """out = act(sums + bias) + residual; or act(sums + bias + residual) where the residual comes first."""
+    """out = act(sums + bias) + residual; or act(sums + bias + residual) where the residual comes first.
+
+    Args:
+        factors: Scales by which sums of integers are multiplied first, one after the other.
+    """
     program = VectorProgram(axes)
     value = program.input(sums[0], *sums[1])
+    scales = [program.input(piece, *dims) for piece, dims in factors]
     added = None if bias is None else program.input(bias[0], *bias[1])
     other = None if residual is None else program.input(residual[0], *residual[1])
+    value = scaled(program, value, scales)
     if added is not None:
         value = program.op("add", value, added)
     if other is not None and residual_first:
@@ -38,6 +48,14 @@ def float_epilogue(
     if other is not None and not residual_first:
         value = program.op("add", value, other)
     program.emit(e, [(value, out[0], out[1])], e.output_engine)
+
+
+def scaled(program: VectorProgram, value: int, scales: Sequence[int]) -> int:
+    """Sums of integers times their scales, in float32; floats, which have none, as they are."""
+    value = program.op("to_float", value) if scales else value
+    for scale in scales:
+        value = program.op("mul", value, program.op("to_float", scale))
+    return value
 
 
 def integer_epilogue(
@@ -99,14 +117,18 @@ def quantized(program: VectorProgram, value: int, o: Operands) -> int:
     return program.op("minimum", program.op("maximum", codes, float(o.low)), float(o.high))
 
 
-def gated_epilogue(e: Emitter, o: Operands, columns: Axis, halves: list[Piece]) -> None:
-    """out = act(gate + bias) · (up + bias), of the sums of both halves."""
+def gated_epilogue(
+    e: Emitter, o: Operands, columns: Axis, halves: list[Piece], factors: Sequence[Factors] = ((), ())
+) -> None:
+    """out = act(gate + bias) · (up + bias), of the sums of both halves, each times its factors first."""
     biases = []
     if o.bias is not None:
         biases = [e.load(o.bias, [(columns.start + first, columns.size)], queue=1) for first in (0, o.n)]
     program = VectorProgram([Axis(1), columns])
     gate, up = (program.input(half, 0, 1) for half in halves)
+    scales = [[program.input(piece, *dims) for piece, dims in own] for own in factors]
     added = [program.input(bias, None, 0) for bias in biases]
+    gate, up = scaled(program, gate, scales[0]), scaled(program, up, scales[1])
     if added:
         gate, up = program.op("add", gate, added[0]), program.op("add", up, added[1])
     value = program.op("mul", program.activation(gate, o.activation), up)

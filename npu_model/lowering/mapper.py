@@ -13,16 +13,17 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from npu_compiler.program.kernels import KernelCall
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Engine, Space, Token
-from npu_model.lowering.emitter import DOUBLE, DoesNotFit, Emitter, Place
+from npu_model.isa.instructions import Engine, Space
+from npu_model.lowering.emitter import DOUBLE, DoesNotFit, Draft, Emitter, Place
 from npu_model.lowering.families import LOWERINGS, CannotLower, Operands, Tiling, operands_of
+from npu_model.lowering.shared import Shared
 from npu_model.machine.costs import Costs, Work, work_of
 
 MOST_CANDIDATES = 40
@@ -85,10 +86,6 @@ class Sketch:
     scratchpad: int
     accumulators: int
     executions: int
-
-
-Sketches: TypeAlias = dict[object, Sketch | DoesNotFit]
-"""Sketches of any number of chips, by what they depend on; where a tiling did not fit, the bytes that it needs."""
 
 
 class _Estimates(NamedTuple):
@@ -259,13 +256,13 @@ class Mapper:
     """Searches tilings for the calls of programs on one chip.
 
     Args:
-        sketches: What was emitted for other chips.
+        shared: Results for other chips.
         most: Tilings of a call that are compared.
     """
 
-    def __init__(self, chip: Chip, sketches: Sketches | None = None, most: int = MOST_CANDIDATES) -> None:
+    def __init__(self, chip: Chip, shared: Shared | None = None, most: int = MOST_CANDIDATES) -> None:
         self.chip, self.most = chip, most
-        self.sketches = {} if sketches is None else sketches
+        self.shared = shared or Shared()
         self._costs = Costs(chip)
         self._searched: dict[object, Choices | CannotLower] = {}
 
@@ -291,6 +288,27 @@ class Mapper:
     def ranked(self, call: KernelCall, resident: Collection[int], room: int) -> list[Candidate]:
         """The tilings that fit into `room` bytes with these operands in the scratchpad, the best first."""
         return self.choices(call).ranked(resident, room)
+
+    def draft(self, call: KernelCall, tiling: Tiling, places: Mapping[str, Place], room: tuple[int, int]) -> Draft:
+        """A call's section in a tiling, with pieces in `room` (first byte, size) of the scratchpad.
+
+        Raises:
+            DoesNotFit: the room or the accumulators are too small.
+        """
+        chip, first = self.chip, room[0]
+        own = tuple(places[view.buffer] for view in (*call.inputs, *call.outputs))
+        key = tuple(tiling.items()), own, first, chip.dma.channels, chip.sram.alignment, chip.output is not None
+
+        def emit() -> Draft:
+            emitter = new_emitter(chip, places, room)
+            LOWERINGS[call.kernel].emit(emitter, operands_of(call), tiling)
+            return emitter.finish()
+
+        draft = self.shared.drafts.get(call, key, emit)
+        sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
+        if draft.scratchpad > room[1] or draft.accumulators > sums:
+            raise DoesNotFit(Space.SCRATCHPAD, draft.scratchpad)
+        return draft
 
     def _search(self, operands: Operands, signature: object) -> list[Candidate]:
         call = operands.call
@@ -322,13 +340,13 @@ class Mapper:
         key = signature, chip.sram.alignment, chip.output is not None, tuple(tiling.items())
         sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
         room = {Space.SCRATCHPAD: chip.sram.size, Space.ACCUMULATORS: sums}
-        found = self.sketches.get(key)
+        found = self.shared.sketches.get(key)
         if found is None or (isinstance(found, DoesNotFit) and found.size <= room[found.space]):
             try:
                 found = _sketch(operands, tiling, chip)
             except DoesNotFit as error:
                 found = DoesNotFit(error.space, error.size)  # without the frames that it passed
-            self.sketches[key] = found
+            self.shared.sketches[key] = found
         if isinstance(found, DoesNotFit) or found.scratchpad > chip.sram.size or found.accumulators > sums:
             return None
         return found
@@ -377,17 +395,10 @@ def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
     return Sketch(tiling, tuple(moves), tuple(computes), room, emitter.used, emitter.used_accumulators, executions)
 
 
-def new_emitter(
-    chip: Chip, places: Mapping[str, Place], room: tuple[int, int], raised: Mapping[Token, int] | None = None
-) -> Emitter:
+def new_emitter(chip: Chip, places: Mapping[str, Place], room: tuple[int, int]) -> Emitter:
     """An emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad."""
     sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
-    return Emitter(places, chip.dma.channels, room, (0, sums), chip.sram.alignment, chip.output is not None, raised)
-
-
-def emit_call(call: KernelCall, tiling: Tiling, emitter: Emitter) -> None:
-    """Write a call's section in a tiling. Raises `DoesNotFit` where the emitter has less room than it needs."""
-    LOWERINGS[call.kernel].emit(emitter, operands_of(call), tiling)
+    return Emitter(places, chip.dma.channels, room, (0, sums), chip.sram.alignment, chip.output is not None)
 
 
 def _signature(call: KernelCall) -> object:
@@ -400,4 +411,4 @@ def _signature(call: KernelCall) -> object:
     return call.kernel, views, len(call.inputs), repr(sorted(call.params.items()))
 
 
-__all__ = ["Candidate", "Choices", "Mapper", "Sketches", "emit_call", "in_sequence", "new_emitter"]
+__all__ = ["Candidate", "Choices", "Mapper", "in_sequence", "new_emitter"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from npu_compiler.constraint_checker import ADVICE
@@ -32,7 +32,7 @@ from npu_model.isa.instructions import (
 from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
 from npu_model.lowering.families import CannotLower, Tiling
 from npu_model.lowering.implied_waits import without_implied_waits
-from npu_model.lowering.mapper import Mapper, emit_call, in_sequence, new_emitter
+from npu_model.lowering.mapper import Mapper, in_sequence, new_emitter
 from npu_model.lowering.relocation import to_core
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
@@ -53,18 +53,18 @@ def trimmed(program: TileProgram, chip: Chip) -> TileProgram:
     return without_idle_tokens(without_implied_waits(program, chip))
 
 
-def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: Collection[str] = ()) -> TileProgram:
+def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency | None = None) -> TileProgram:
     """The tile program of a plan whose memory has been planned; `trimmed` makes it shorter at the same cycles.
 
     Args:
-        passing: Intermediate values that stay in the scratchpad wherever they fit.
+        residency: The values that stay in the scratchpad. Default: those that pay.
 
     Raises:
         ConstraintError: the chip cannot run calls; all of them are named with the reason.
     """
     check_calls(plan.calls, chip, mapper)
     try:
-        return _linked(plan, chip, mapper, choose_residency(plan, chip, mapper, passing))
+        return _linked(plan, chip, mapper, residency or choose_residency(plan, chip, mapper))
     except ConstraintError:  # values that stay leave too little room for some call
         return _linked(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
 
@@ -78,7 +78,7 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
     ]
     for name, address in residency.addresses.items():
         places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
-    linker = Linker(chip, places, token_totals(preload))
+    linker = Linker(mapper, places, token_totals(preload))
     own = [positions(call, residency.addresses) for call in plan.calls]
     calls = list(zip(map(mapper.choices, plan.calls), own, residency.rooms, strict=True))
     for call, candidate, (_, resident, room) in zip(plan.calls, in_sequence(calls), calls, strict=True):
@@ -165,7 +165,7 @@ class Linker:
     they read, and write different elements.
     """
 
-    chip: Chip
+    mapper: Mapper
     places: Mapping[str, Place]
     raised: dict[Token, int]
     sections: list[Section] = field(default_factory=list)
@@ -180,43 +180,33 @@ class Linker:
         Pieces lie where those of the core's sections before do not, as far as that goes, so that loads of one may go on
         while the other computes.
         """
-        touches: list[Touch] = []
-        for part in parts:
-            draft = self._emitted(part)
-            draft = to_core(part.core).draft(draft) if part.core else draft
-            self._append(part.call, draft)
-            touches += draft.touches
-        self._enter(touches)
+        self._enter([touch for part in parts for touch in self._append(part.call, self._drafted(part), part.core)])
 
     def send(self, *copies: tuple[KernelCall, str]) -> None:
         """Append copies between cores that are done side by side, each by the core that sends."""
         touches: list[Touch] = []
         for copy, core in copies:
             (source,), (target,) = copy.inputs, copy.outputs
-            emitter = new_emitter(self.chip, self._places(core), (0, 0), self._raised_in(core))
+            emitter = new_emitter(self.mapper.chip, self._places(core), (0, 0))
             sizes, (read, written) = collapse(source.shape, source.strides, target.strides)
             axes = tuple(map(Axis, sizes))
             views = (replace(source, strides=tuple(read)), replace(target, strides=tuple(written)))
             emitter.transfer(axes, *(emitter.whole(view, axes) for view in views), queue=_SENDING)
-            draft = to_core(core).draft(emitter.finish())
-            self._append(copy, draft)
-            touches += draft.touches
+            touches += self._append(copy, emitter.finish(), core)
         self._enter(touches)
 
-    def _emitted(self, part: Part) -> Draft:
+    def _drafted(self, part: Part) -> Draft:
         call, room = part.call, part.room
-        recent = self._recent.setdefault(part.core, [])
+        recent, places = self._recent.setdefault(part.core, []), self._places(part.core)
         for first in (self._start(recent, room, part.size), 0):
-            places = self._places(part.core)
-            emitter = new_emitter(self.chip, places, (first, room - first), self._raised_in(part.core))
             try:
-                emit_call(call, part.tiling, emitter)
+                draft = self.mapper.draft(call, part.tiling, places, (first, room - first))
             except DoesNotFit:  # some lowerings need pieces of their own only for operands in the scratchpad
                 continue
-            if emitter.used:
-                recent[:] = [(first, first + emitter.used), *recent[: _RECENT - 1]]
-            return emitter.finish()
-        reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.chip.name}'"
+            if draft.scratchpad:
+                recent[:] = [(first, first + draft.scratchpad), *recent[: _RECENT - 1]]
+            return draft
+        reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.mapper.chip.name}'"
         raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
 
     def _places(self, core: str) -> Mapping[str, Place]:
@@ -232,7 +222,8 @@ class Linker:
 
     def _start(self, recent: Sequence[tuple[int, int]], room: int, size: int) -> int:
         """The first byte of pieces: of places at an end of the room or beside other pieces, the longest free one."""
-        top = (room - size) // self.chip.sram.alignment * self.chip.sram.alignment
+        alignment = self.mapper.chip.sram.alignment
+        top = (room - size) // alignment * alignment
         beside = [start for first, end in recent for start in (end, first - size)]
         starts = [start for start in (0, top, *beside) if 0 <= start <= top]
 
@@ -242,16 +233,21 @@ class Linker:
 
         return max(starts, key=sections_before, default=0)
 
-    def _append(self, call: KernelCall, draft: Draft) -> None:
+    def _append(self, call: KernelCall, draft: Draft, core: str) -> Sequence[Touch]:
+        """Append a section as a core computes it; return what it touches."""
+        body, touches, raised = draft.body(self._raised_in(core)), draft.touches, draft.raised
+        if core:
+            own = to_core(core)
+            body, touches, raised = own.nodes(body), own.touches(touches), own.raised(raised)
         fences: dict[str, dict[str, int]] = {}
-        for touch in draft.touches:
+        for touch in touches:
             for access in self._accesses.get((touch.space, touch.name), ()):
                 other = access.touch
                 overlaps = other.first < touch.end and touch.first < other.end
                 if overlaps and (other.writes or touch.writes) and other.engine != touch.engine:
                     needs = fences.setdefault(touch.engine, {})
                     needs[other.engine] = max(needs.get(other.engine, 0), access.mark)
-        engines = sorted(engines_of(draft.body))
+        engines = sorted(engines_of(body))
         before = []
         for engine, needs in sorted(fences.items()):
             waited = self._waited.setdefault(engine, {})
@@ -261,11 +257,12 @@ class Linker:
                 waits = tuple(Wait(Token(other, 0), Affine(count)) for other, count in sorted(new.items()))
                 before.append(Fence(engine=engine, waits=waits))
         marks = [Fence(engine=engine, signals=(Token(engine, 0),)) for engine in engines]
-        for token, count in draft.raised.items():
+        for token, count in raised.items():
             self.raised[token] = self.raised.get(token, 0) + count
         for engine in engines:
             self.raised[Token(engine, 0)] = self.raised.get(Token(engine, 0), 0) + 1
-        self.sections.append(Section(call.node, call.kernel, shapes(call), (*before, *draft.body, *marks)))
+        self.sections.append(Section(call.node, call.kernel, shapes(call), (*before, *body, *marks)))
+        return touches
 
     def _enter(self, touches: Sequence[Touch]) -> None:
         """Make later sections wait for these accesses."""

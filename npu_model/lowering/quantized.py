@@ -1,14 +1,20 @@
-"""Products with weights in few bits: the vector engine makes numbers of each tile of codes, which are multiplied."""
+"""Products with weights in few bits.
+
+Where rows are rounded to bytes too, and the weight has a scale for each of its rows, codes are multiplied with codes:
+the sums of integers are exact, and scaled behind the product. Otherwise the vector engine makes numbers of each tile of
+codes, which are multiplied.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.epilogues import float_epilogue, gated_epilogue
+from npu_model.lowering.epilogues import Factors, float_epilogue, gated_epilogue
 from npu_model.lowering.families import CannotLower, Operands, Tiling, divided, halvings, in_tiers, lowering, parts
 from npu_model.lowering.indexing import picked_rows
 from npu_model.lowering.products import need_matrix
@@ -17,8 +23,17 @@ from npu_model.lowering.vector_program import VectorProgram
 _TINY = 1.1754943508222875e-38  # the least normal float32
 
 
+def _multiplies_codes(o: Operands, chip: Chip) -> bool:
+    """Whether a product is one of integers: of bytes, on a chip that multiplies them."""
+    codes = CODE_FORMATS[o.codes]
+    is_byte = not codes.is_float and (o.offsets == "none" or (o.offsets == "zero_point" and codes.bits < 8))
+    has_bytes = chip.matrix is not None and "int8" in chip.matrix.rates
+    return has_bytes and is_byte and o.groups == 1 and getattr(o.names, "activations", "none") == "int8"
+
+
 def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
-    need_matrix(chip, o.x.dtype)
+    on_codes = _multiplies_codes(o, chip)
+    need_matrix(chip, "int8" if on_codes else o.x.dtype)
     assert chip.matrix is not None
     sums = chip.matrix.accumulator_bytes // 4
     columns = chip.matrix.columns
@@ -28,7 +43,7 @@ def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
             for tm in divided(halvings(o.m, 8, 8)[:4], divisor):
                 for tn in divided(halvings(o.n, 8, columns)[:10], divisor, columns):
                     if tm * tn <= sums:
-                        yield {"m": tm, "n": tn, "k": tk}
+                        yield {"m": tm, "n": tn, "k": tk, "codes": on_codes}
 
     return in_tiers(tiles)
 
@@ -50,15 +65,19 @@ def quantized_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out = act(x · weightᵀ + bias) + residual, with a weight of codes."""
     tm, tn, tk = tiling["m"], tiling["n"], tiling["k"]
     with e.loop(parts(o.m, tm)) as i:
-        x = rows_of(e, o, i * tm, tm)
+        x, scales = _multiplied(e, o, i * tm, tm, tiling)
         with e.loop(parts(o.n, tn)) as j:
             rows, columns = Axis(tm, i * tm, o.m), Axis(tn, j * tn, o.n)
-            sums = _sums(e, o, x, rows, columns, j * tn, o.n, tk)
+            sums = _sums(e, o, x, rows, columns, j * tn, tk)
+            factors = _factors(e, o, j * tn, tn, scales)
             box = [(rows.start, tm), (columns.start, tn)]
             bias = None if o.bias is None else (e.load(o.bias, box[1:], queue=1), (None, 0))
             residual = None if o.residual is None else (e.load(o.residual, box, queue=3), (0, 1))
             out, is_stored = e.result(o.out, box)
-            float_epilogue(e, o, (rows, columns), (sums, (0, 1)), bias, residual, (out, (0, 1)), residual_first=False)
+            float_epilogue(
+                e, o, (rows, columns), (sums, (0, 1)), bias, residual, (out, (0, 1)),
+                residual_first=False, factors=factors,
+            )  # fmt: skip
             if is_stored:
                 e.store(out, o.out, box)
 
@@ -67,11 +86,34 @@ def quantized_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
 def quantized_gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out[1, n] = act(gate) · up, where [gate, up] = x · weightᵀ + bias, with a weight of codes."""
     tn, tk = tiling["n"], tiling["k"]
-    x = rows_of(e, o, ZERO, 1)
+    x, scales = _multiplied(e, o, ZERO, 1, tiling)
     with e.loop(parts(o.n, tn)) as j:
         columns = Axis(tn, j * tn, o.n)
-        halves = [_sums(e, o, x, Axis(1), columns, j * tn + first, 2 * o.n, tk) for first in (0, o.n)]
-        gated_epilogue(e, o, columns, halves)
+        firsts = [j * tn + first for first in (0, o.n)]
+        halves = [_sums(e, o, x, Axis(1), columns, first, tk) for first in firsts]
+        factors = [_factors(e, o, first, tn, scales) for first in firsts]
+        gated_epilogue(e, o, columns, halves, factors)
+
+
+def _multiplied(e: Emitter, o: Operands, first: Affine, count: int, tiling: Tiling) -> tuple[Piece, Piece | None]:
+    """Rows of x as they are multiplied, and their scales where these are codes."""
+    if not tiling["codes"]:
+        return rows_of(e, o, first, count), None
+    x = e.load(o.x, [(first, count), (ZERO, o.k)], queue=0)
+    axes = (Axis(count, first, o.m), Axis(o.k))
+    codes, scales = e.room(axes, "int8"), e.room(axes[:1], "float32")
+    program = VectorProgram(axes)
+    code, scale = _rounded(program, x, "int8")
+    program.emit(e, [(code, codes, (0, 1)), (scale, scales, (0, None))])
+    return codes, scales
+
+
+def _factors(e: Emitter, o: Operands, first: Affine, count: int, scales: Piece | None) -> Factors:
+    """The scales of a tile of sums of integers: of the weight's rows, which are its columns, and of its rows."""
+    if scales is None:
+        return ()
+    columns = e.load(o.scales, [(first, count), (ZERO, 1)], queue=1)
+    return [(columns, (None, 0)), (scales, (0, None))]
 
 
 def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
@@ -83,23 +125,30 @@ def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
     axes = (Axis(count, first, o.m), Axis(o.k))
     rounded = x if x.memory is not None else e.room(axes, o.x.dtype)
     program = VectorProgram(axes)
+    codes, scale = _rounded(program, x, kind)
+    program.emit(e, [(program.op("mul", codes, scale), rounded, (0, 1))])
+    return rounded
+
+
+def _rounded(program: VectorProgram, x: Piece, kind: str) -> tuple[int, int]:
+    """The codes of 8 bits of rows, and the scale of each row, as on every device."""
     value = program.input(x, 0, 1)
     most = float(CODE_FORMATS[kind].largest)
     scale = program.op("true_divide", program.op("max", program.op("abs", value), attrs=(1,)), most)
     scale = program.op("where", program.op("lt", scale, _TINY), 0.0, scale)
     inverse = program.op("where", program.op("gt", scale, 0.0), program.op("true_divide", 1.0, scale), 0.0)
     codes = program.op("mul", value, inverse)
-    codes = program.op("round", codes) if kind == "int8" else program.op("to_float8", codes)
-    program.emit(e, [(program.op("mul", codes, scale), rounded, (0, 1))])
-    return rounded
+    return program.op("round", codes) if kind == "int8" else program.op("to_float8", codes), scale
 
 
-def _sums(e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: Affine, total: int, tk: int) -> Piece:
-    """The sums of a tile of results; `first` is the first of the weight's rows that it needs, of `total`."""
-    sums = e.room((rows, columns), "float32", Space.ACCUMULATORS)
+def _sums(e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: Affine, tk: int) -> Piece:
+    """The sums of a tile of results; `first` is the first of the weight's rows that it needs."""
+    on_codes = x.dtype == "int8"
+    sums = e.room((rows, columns), "int32" if on_codes else "float32", Space.ACCUMULATORS)
     with e.loop(parts(o.k, tk)) as part:
         begins = None if tk == o.k else (e.depth - 1,)
-        weight = dequantized_tile(e, o, first, columns, part, tk)
+        tile = byte_tile if on_codes else dequantized_tile
+        weight = tile(e, o, first, columns, part, tk)
         summed = Axis(tk, part * tk, o.k)
         left = x.reshaped(x.axes, x.strides, part * (tk * x.strides[1]))
         e.multiply(
@@ -110,6 +159,20 @@ def _sums(e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: A
             begins=begins,
         )
     return sums
+
+
+def byte_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affine, tk: int) -> Piece:
+    """A tile [columns, tk] of the weight's codes as int8, counted from their zero points."""
+    count, per_byte = columns.size, 8 // CODE_FORMATS[o.codes].bits
+    box = [(first, count), (part * (tk // per_byte), tk // per_byte)]
+    if per_byte == 1:
+        return e.load(replace(o.data, dtype="int8"), box, queue=1)
+    codes = e.load(o.data, box, queue=1)
+    zeros = None if o.offset is None else e.load(o.offset, [(first, count), (ZERO, 1)], queue=1)
+    weight = e.room((columns, Axis(tk)), "int8")
+    axes = columns, Axis(1), Axis(tk // per_byte, box[1][0], o.k // per_byte)
+    _store_numbers(e, o, (codes, None, zeros), axes, weight)
+    return weight
 
 
 def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affine, tk: int) -> Piece:
@@ -132,23 +195,27 @@ def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part
 def _store_numbers(
     e: Emitter,
     o: Operands,
-    parts: tuple[Piece, Piece, Piece | None],
+    parts: tuple[Piece, Piece | None, Piece | None],
     axes: tuple[Axis, Axis, Axis],
     weight: Piece,
 ) -> None:
-    """Turn a tile of codes, scales and offsets (rows, groups, bytes of a group) into numbers [rows, elements]."""
+    """Turn a tile of codes, scales and offsets (rows, groups, bytes of a group) into numbers [rows, elements].
+
+    Without scales, a number is the code's distance from its zero point.
+    """
     codes, scales, offset = parts
     per_byte = 8 // CODE_FORMATS[o.codes].bits
     each = axes[2].size
     program = VectorProgram(axes)
     row, element = codes.strides
     code = program.input_tile(codes, codes.with_strides((row, element * each, element)))
-    scale = program.input(scales, 0, 1, None)
+    scale = None if scales is None else program.input(scales, 0, 1, None)
     zero = None if offset is None else program.input(offset, 0, 1, None)
     stores = []
     for place in range(per_byte):
         value = _number(program, o, code, place, zero)
-        value = program.op("mul", value, program.op("to_float", scale))
+        if scale is not None:
+            value = program.op("mul", value, program.op("to_float", scale))
         if zero is not None and o.offsets == "minimum":
             value = program.op("add", value, zero)
         row, element = weight.strides

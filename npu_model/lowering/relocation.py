@@ -22,7 +22,7 @@ from npu_model.isa.instructions import (
     core_of,
     kind_of,
 )
-from npu_model.lowering.emitter import Draft
+from npu_model.lowering.emitter import Touch
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,20 @@ class Relocation:
     tokens: int = 0
     buffers: str = ""
 
-    def draft(self, draft: Draft) -> Draft:
-        """A section whose parts of the scratchpad have addresses of the whole already."""
-        touches = tuple(
+    def touches(self, touches: Sequence[Touch]) -> tuple[Touch, ...]:
+        """What a section touches, whose parts of the scratchpad have addresses of the whole already."""
+        return tuple(
             replace(
                 touch,
                 engine=self._engine(touch.engine),
                 name=touch.name if touch.space is Space.DRAM else self._core(touch.name),
             )
-            for touch in draft.touches
+            for touch in touches
         )
-        raised = {self._token(token): count for token, count in draft.raised.items()}
-        return replace(draft, body=self.nodes(draft.body), touches=touches, raised=raised)
+
+    def raised(self, raised: Mapping[Token, int]) -> dict[Token, int]:
+        """How often a section raises tokens."""
+        return {self._token(token): count for token, count in raised.items()}
 
     def program(self, program: TileProgram) -> TileProgram:
         """A whole program."""

@@ -13,6 +13,7 @@ take what no call uses. The share with the least estimate is taken.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -32,11 +33,13 @@ class Residency:
         addresses: Buffer → address in the scratchpad.
         rooms: Bytes from 0 on that the pieces of each call may use.
         weights: The buffers that stay from run to run.
+        cycles: The sum of all calls' estimates.
     """
 
     addresses: dict[str, int]
     rooms: list[int]
     weights: list[str] = field(default_factory=list)
+    cycles: float = math.inf
 
 
 @dataclass
@@ -62,10 +65,10 @@ def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: C
     values, weights = _values(plan, alignment)
     weights = _by_gain(weights, calls, size)
     best = _Stay(calls, size)
-    tried: set[tuple[str, ...]] = set()
+    tried: set[frozenset[str]] = set()
     for share in range(_SHARES):
         pinned = _first_that_fit(weights, size * share // _SHARES)
-        if (names := tuple(weight.name for weight in pinned)) in tried:
+        if (names := frozenset(weight.name for weight in pinned)) in tried:
             continue
         tried.add(names)
         stay = _Stay(calls, size)
@@ -76,10 +79,10 @@ def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: C
         for value in values:
             if value.name not in passing:
                 stay.keep(value, 0.0)
-        stay.pin(_first_that_fit([weight for weight in weights if weight not in pinned], stay.spare()))
+        stay.pin(_first_that_fit([weight for weight in weights if weight.name not in names], stay.spare()))
         if stay.cycles < best.cycles or len(tried) == 1:
             best = stay
-    return Residency(best.addresses, best.rooms, best.weights)
+    return Residency(best.addresses, best.rooms, best.weights, best.cycles)
 
 
 class _Stay:
@@ -92,7 +95,7 @@ class _Stay:
         self.weights: list[str] = []
         self._resident: list[frozenset[int]] = [frozenset()] * len(calls)
         self._estimates = [choices.estimate(frozenset(), size) for _, choices in calls]
-        self._placed: list[tuple[_Value, int]] = []
+        self._placed: list[tuple[int, int, _Value]] = []  # address and end, the highest first
 
     @property
     def cycles(self) -> float:
@@ -116,7 +119,7 @@ class _Stay:
             end -= weight.size
             self.addresses[weight.name] = end
             self.weights.append(weight.name)
-            self._placed.append((weight, end))
+            self._place(weight, end)
             for index in weight.users:
                 self._resident[index] |= positions(self._calls[index][0], (weight.name,))
         self.rooms = [min(room, end) for room in self.rooms]
@@ -124,6 +127,9 @@ class _Stay:
             choices.estimate(resident, room)
             for (_, choices), resident, room in zip(self._calls, self._resident, self.rooms, strict=True)
         ]
+
+    def _place(self, value: _Value, address: int) -> None:
+        insort(self._placed, (address, address + value.size, value), key=lambda each: (-each[0], -each[1]))
 
     def keep(self, value: _Value, least: float) -> None:
         """Keep an intermediate value where it lives, if there is a place and the estimates gain more than the least."""
@@ -143,19 +149,16 @@ class _Stay:
         if not math.isfinite(gain) or gain <= least:
             return
         self.addresses[value.name] = address
-        self._placed.append((value, address))
+        self._place(value, address)
         for index, room, resident, estimate in changes:
             self.rooms[index], self._resident[index], self._estimates[index] = room, resident, estimate
 
     def _highest_free(self, value: _Value) -> int | None:
         """The highest address where a value overlaps none that lives at the same time."""
-        others = sorted(
-            ((address, address + other.size) for other, address in self._placed
-             if other.first <= value.last and value.first <= other.last),
-            reverse=True,
-        )  # fmt: skip
         end = self._size
-        for first, behind in others:
+        for first, behind, other in self._placed:
+            if other.first > value.last or value.first > other.last:
+                continue
             if end - value.size >= behind:
                 return end - value.size
             end = min(end, first)

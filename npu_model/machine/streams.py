@@ -145,11 +145,10 @@ class Streams:
         return result
 
     def _prepared(self, instruction: Instruction, counts: tuple[int, ...], section: int) -> Prepared:
-        bounds = [(axis.start.bounds(counts), axis) for axis in instruction.axes]
-        clipped = [low < 0 or high + axis.size > axis.total for (low, high), axis in bounds]
+        axes = instruction.axes
+        varying = [position for position, axis in enumerate(axes) if axis.is_clipped(counts)]
         outside = self._outside(instruction)
-        sizes = [axis.size for axis in instruction.axes]
-        fixed = None if any(clipped) or outside else self._costs.cost(instruction, sizes)
+        fixed = None if varying or outside else self._costs.cost(instruction, [axis.size for axis in axes])
         core = core_of(instruction.engine)
         prepared = Prepared(
             instruction,
@@ -159,7 +158,7 @@ class Streams:
             [self._token(wait.token, core) for wait in instruction.waits],
             [wait.count for wait in instruction.waits],
             [],
-            [position for position, is_clipped in enumerate(clipped) if is_clipped],
+            varying,
             outside,
             fixed,
             {},
@@ -189,6 +188,14 @@ class Streams:
     def _stream(self, nodes: Sequence[_Rounds | Prepared], engine: str, counters: Counters) -> Iterator[Entry]:
         for node in nodes:
             size = node.sizes.get(engine, 0)
+            if not size:
+                continue
+            if isinstance(node, Prepared) and node.fixed is not None:
+                self.work[node.section][engine, node.fixed] += 1
+                tokens = zip(node.waits, node.counts, strict=True)
+                waits = tuple([max(0, count.at(counters) - raised.before) for raised, count in tokens])
+                yield node, counters, node.fixed, waits
+                continue
             if isinstance(node, Prepared) or size <= _AHEAD:
                 yield from self._unrolled([node], engine, [counters])
                 continue

@@ -12,6 +12,7 @@ from npu_sim.commands.console import note, print_json, step
 if TYPE_CHECKING:
     import numpy as np
 
+    from npu_compiler import CompiledProgram, PartitionPlan
     from npu_runtime import Device
     from npu_sim.module.saved_file import SavedModule
 
@@ -63,7 +64,7 @@ def _sizes(shape: tuple[Any, ...], content: SavedModule) -> list[Any]:
 
 def run_module(
     file: Path, device: Device, inputs: list[str] | None, allow_code: bool, seed: int | None
-) -> tuple[dict[str, np.ndarray], int | None]:
+) -> tuple[dict[str, np.ndarray], int | None, CompiledProgram | PartitionPlan]:
     """Run a saved module once.
 
     Args:
@@ -71,7 +72,7 @@ def run_module(
             sizes allowed.
 
     Returns:
-        The arrays of the result by their place in it, and the seed of random inputs.
+        The arrays of the result by their place in it, the seed of random inputs, and what the device ran.
     """
     import numpy as np
 
@@ -91,4 +92,4 @@ def run_module(
         result = module.call_leaves([arrays[x.name] if x.name is not None else x.value for x in content.inputs])
     leaves = content.result.leaves(result) or []
     named = zip(content.result.paths(), leaves, strict=True)
-    return {path: x for path, x in named if isinstance(x, np.ndarray)}, used
+    return {path: x for path, x in named if isinstance(x, np.ndarray)}, used, module.ran

@@ -254,17 +254,15 @@ def run(
     from npu_runtime import Executor
     from npu_runtime.numerics import doubtful_values
     from npu_sim.arrays import assigned_files
-    from npu_sim.devices import simulated
+    from npu_sim.devices import simulated_run
 
     check_not_overwritten(output, [program_file, weights, *assigned_files(inputs)])
     if program_file.suffix == MODULE:
         if weights is not None:
             raise InputError(f"'{program_file}' has its weights inside; leave out --weights")
         chosen = device_settings.open()
-        values, used_seed = run_module(program_file, chosen, inputs, allow_code, seed)
-        chip = simulated(chosen)
-        time = None if chip is None else {"chip": chip.chip.name, "latency_us": 1e6 * chip.simulated_seconds}
-        _report(chosen.name, used_seed, values, output, json, time)
+        values, used_seed, ran = run_module(program_file, chosen, inputs, allow_code, seed)
+        _report(chosen.name, used_seed, values, output, json, simulated_run(chosen, ran))
         return
     program = CompiledProgram.load(program_file, allow_code)
     state = weights_for(program, weights)
@@ -276,8 +274,7 @@ def run(
     values = {spec.name: results[spec.name].to_numpy(spec=spec) for spec in program.output_specs}
     for problem in doubtful_values(values, program.output_specs):
         note(f"warning: {problem}")
-    chip = simulated(chosen)
-    _report(chosen.name, used_seed, values, output, json, None if chip is None else chip.result(program).to_dict())
+    _report(chosen.name, used_seed, values, output, json, simulated_run(chosen, program))
 
 
 def _report(

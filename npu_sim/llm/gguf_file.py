@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray
+from npu_runtime.cache_folder import source_digest
 from npu_runtime.pieces import in_pieces
-from npu_sim.cache import cached_facts, source_digest
+from npu_sim.cache import cached_facts
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, stored_fields
 from npu_sim.llm.families import GGUF_ARCHITECTURES
 from npu_sim.llm.gguf_blocks import quantized_format, quantized_rows

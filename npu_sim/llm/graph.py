@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.errors import ConstraintError, InputError, IRError, NPUError
+from npu_runtime.cache_folder import source_digest
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
-from npu_sim.cache import cached_facts, cached_program, has_program, program_key, source_digest
+from npu_sim.cache import cached_facts, cached_program, has_program, program_key
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
 from npu_sim.llm.families import SUPPORTED
 from npu_sim.llm.state import StateKind, key_value_row, layer_states

@@ -12,7 +12,8 @@ import numpy as np
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.quantization import QuantizedArray
-from npu_sim.cache import cached_facts, source_digest
+from npu_runtime.cache_folder import source_digest
+from npu_sim.cache import cached_facts
 from npu_sim.checkpoints import QuantizedTensors
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_input_error, stored_fields
 from npu_sim.llm.families import HEADS, TABLES, check_fields, check_tensors, read_config

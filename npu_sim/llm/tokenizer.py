@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from npu_compiler.errors import InputError
-from npu_sim.cache import cached_facts, source_digest
+from npu_runtime.cache_folder import source_digest
+from npu_sim.cache import cached_facts
 
 FILES = (
     "config.json",

@@ -54,6 +54,7 @@ class DeviceProgram:
         updated: The inputs whose memory the program may change.
 
     Attributes:
+        made: The compiled program.
         specs: Shapes and dtypes of the graph's outputs.
         unknown: Outputs that the caller has to give as inputs which the program does not read.
     """
@@ -66,7 +67,7 @@ class DeviceProgram:
         memory: Memory,
         updated: Collection[str],
     ) -> None:
-        self._program, self._names, self._others, self._memory = program, outputs, others, memory
+        self.made, self._names, self._others, self._memory = program, outputs, others, memory
         specs = {spec.name: spec for spec in (*program.input_specs, *program.output_specs)}
         self.input_specs = program.input_specs
         self.unknown = set(outputs) - specs.keys() - others.keys()
@@ -77,12 +78,12 @@ class DeviceProgram:
 
     def reads(self, keys: Collection[str]) -> list[DeviceBuffer]:
         """The weights on the device that are made of these keys."""
-        specs = self._program.weight_specs
+        specs = self.made.weight_specs
         return [self._weights[name] for name, spec in specs.items() if not set(keys).isdisjoint(spec.recipe.keys())]
 
     def refresh(self) -> None:
         """Load the weights again, as far as `Memory` has forgotten them."""
-        self._weights = self._memory.load(self._program)
+        self._weights = self._memory.load(self.made)
 
     def __call__(self, inputs: Mapping[str, Value]) -> list[Value]:
         """The graph's outputs; buffers hold until the next call."""
@@ -102,12 +103,17 @@ class DeviceProgram:
 
 
 class MixedPlan:
-    """A plan of which PyTorch runs a part, on the CPU; otherwise like `DeviceProgram`."""
+    """A plan of which PyTorch runs a part, on the CPU; otherwise like `DeviceProgram`.
+
+    Attributes:
+        made: The plan.
+    """
 
     def __init__(self, plan: PartitionPlan, memory: Memory) -> None:
         from npu_runtime.dag_executor import DAGExecutor
 
         graph = plan.graph
+        self.made = plan
         self.unknown: set[str] = set()
         self._memory, self._executor = memory, DAGExecutor(plan, memory.backend)
         self.input_specs = [graph.tensors[name] for name in graph.inputs]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from npu_sim.module.plans import PROGRAMS, plan_for
 from npu_sim.module.saved_file import SavedProgram, read_module, stored_weight
 from npu_sim.module.shapes import InputShapes, Key, same_layout
 from npu_sim.module.signature import signature_of
+
+if TYPE_CHECKING:
+    from npu_compiler.partitioner import PartitionPlan
 
 _ON_HOST = (1, 3)  # DLPack's numbers for the CPU, and for its memory that GPUs reach
 _AnyProgram = TypeVar("_AnyProgram", DeviceProgram, MixedPlan)
@@ -157,6 +160,13 @@ class LoadedModule:
             DeviceError: the device failed.
         """
         return self._call(self._arguments.tensors(args, kwargs))
+
+    @property
+    def ran(self) -> CompiledProgram | PartitionPlan:
+        """The program of the last call, or its plan where PyTorch runs a part. Raises `InputError` before the first."""
+        if not self._programs:
+            raise InputError(f"'{self._path}' has not been called")
+        return next(reversed(self._programs.values())).made
 
     def call_leaves(self, leaves: Sequence[Any]) -> Any:
         """The result for the leaves of all arguments, in the order of `content.inputs`."""

@@ -22,7 +22,8 @@ from npu_compiler import OP_LEVEL, ConstraintError, InputError, OpLevelTarget, P
 from npu_compiler.graph.model import base_op
 from npu_compiler.program.target import load_plugin_target, plugin_targets
 from npu_runtime import CPUBackend, DAGExecutor
-from npu_sim.cache import compile_cached, has_program, source_digest
+from npu_runtime.cache_folder import source_digest
+from npu_sim.cache import compile_cached, has_program
 from npu_sim.commands.targets import find_target
 
 

@@ -21,8 +21,10 @@ from npu_model import NPUBackend, NPUTarget, load_chip, simulate
 from npu_model.loading import load_tiles
 from npu_runtime import DAGExecutor, Device, Executor, load_weights
 from npu_runtime.device import find_device
+from npu_sim import compile as compile_module
 from npu_sim.cli import app
 from npu_sim.devices import npu, npu_model
+from npu_sim.module.saved_file import read_module
 
 ROOT = Path(__file__).parents[2]
 EDGE = load_chip("edge")
@@ -152,6 +154,15 @@ def test_what_a_chip_cannot_run_goes_to_the_host() -> None:
     expected = np.cumsum(X @ A.T, 1) @ B.T
     np.testing.assert_allclose(out, expected, atol=0.01 * np.abs(expected).max())
     assert device.simulated_seconds > 0
+
+
+def test_a_saved_module_says_of_its_run_what_simulate_says(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32)).eval()
+    compile_module(module, (torch.zeros(5, 64),), device="npu:edge").save(tmp_path / "net.npumod")
+    (saved,) = read_module(tmp_path / "net.npumod")[0].programs
+    ran = json.loads(npu_sim("run", tmp_path / "net.npumod", "--device", "npu:edge", "--json").stdout)
+    assert ran["simulated"] == simulate(CompiledProgram.from_bytes(saved.content), EDGE).to_dict()
 
 
 def test_the_command_line_compiles_runs_and_times(tmp_path: Path) -> None:

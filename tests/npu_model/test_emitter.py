@@ -109,7 +109,7 @@ def sections(draw: st.DrawFn, name: str) -> tuple[Node, ...]:
         Writer(draw, emitter).block(0, [], Affine())
     except DoesNotFit:
         reject()
-    return emitter.finish().body
+    return emitter.finish().body()
 
 
 def in_sequence(nodes: Sequence[Node], machine: Machine, counters: tuple[int, ...] = ()) -> None:
@@ -157,7 +157,7 @@ def test_a_read_of_what_was_never_written_is_found() -> None:
     hardware = chip("edge")
     e = Emitter({"y": Place(Space.DRAM, "y", 0, 4096)}, 1, (0, 4096), (0, 0), 64)
     e.store(e.room([SIZE], "float32"), View("y", (SIZE,), (1,), 0, "float32"), [(Affine(), SIZE)])
-    machine, _ = machine_for("edge", e.finish().body, checked=True)
+    machine, _ = machine_for("edge", e.finish().body(), checked=True)
     assert machine.chip is hardware
     with pytest.raises(MachineError, match="byte 0 of the scratchpad is read and was never written"):
         machine.run()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
-from on_chips import assert_close, run_on
+from on_chips import assert_close, chip, run_on
 from quantized_networks import Network
+from tile_calls import assert_same, tensor
 
-from npu_compiler.graph.quantization import named_format
+from npu_compiler import CompileOptions, ConstraintError
+from npu_compiler import compile as compile_ir
+from npu_compiler.graph.quantization import QuantizedFormat, named_format
+from npu_model import NPUTarget
 
 CHIPS = ("edge", "odd")
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -161,6 +168,44 @@ def test_weights_in_few_bits(name: str, format: str) -> None:
         assert_close(outcome, 4e-3)
 
 
+BYTES = [QuantizedFormat("int8", activations="int8"), QuantizedFormat("int4", activations="int8"),
+         QuantizedFormat("int4", scales="float16", offsets="zero_point", activations="int8")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", (*CHIPS, "uneven"))
+@DRAWS
+@given(
+    m=st.integers(1, 20), n=st.integers(1, 90), k=st.integers(1, 150), seed=st.integers(0, 2**32),
+    format=st.sampled_from(BYTES), act=st.sampled_from(["", "silu"]), gated=st.booleans(),
+)  # fmt: skip
+def test_rounded_rows_are_multiplied_with_a_weights_codes_as_integers(
+    name: str, m: int, n: int, k: int, seed: int, format: QuantizedFormat, act: str, gated: bool
+) -> None:
+    rng, k = np.random.default_rng(seed), 2 * k
+    g = IRBuilder()
+    m = 1 if gated else m
+    x = g.input("x", m, k)
+    weights = {key: normal(rng, n, k) / k**0.5 for key in (("w", "up") if gated else ("w",))}
+    y, *up = (g("aten.linear.default", x, g.weight(key, n, k)) for key in weights)
+    y = g(f"aten.{act}.default", y) if act else y
+    g.output(g("aten.mul.Tensor", y, *up) if gated else y)
+    outcome = run_on(name, g, {"x": normal(rng, m, k)}, weights, "float32", quantization=format)
+    assert_close(outcome, 2e-6)
+    assert {dtype for counts in outcome.run.sections for dtype in counts.macs} == {"int8"}
+
+
+def test_codes_are_multiplied_on_a_chip_that_has_nothing_but_bytes() -> None:
+    g = IRBuilder()
+    g.output(g("aten.linear.default", g.input("x", 4, 64), g.weight("w", 32, 64)))
+    edge = chip("edge")
+    assert edge.matrix is not None
+    narrow = dataclasses.replace(edge, matrix=dataclasses.replace(edge.matrix, rates={"int8": 1.0}))
+    for quantization, refusal in (("int8+int8", ""), ("int8", "multiplies int8, not float16")):
+        options = CompileOptions(compute_dtype="float16", quantization=quantization)
+        with pytest.raises(ConstraintError, match=refusal) if refusal else nullcontext():
+            compile_ir(g.ir(), NPUTarget(narrow), options)
+
+
 @pytest.mark.parametrize("format", ["", "int4", "int8", "fp8", "int8+int8"])
 def test_layers_of_which_no_usual_tile_fits_are_computed_in_smaller_ones(format: str) -> None:
     rng = np.random.default_rng(8)
@@ -170,6 +215,31 @@ def test_layers_of_which_no_usual_tile_fits_are_computed_in_smaller_ones(format:
     weights = {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}
     outcome = run_on("uneven", g, {"x": normal(rng, 5, k)}, weights, "float16", quantization=format or None)
     assert_close(outcome, 4e-3)
+
+
+@pytest.mark.parametrize("name", ["edge", "tiny"])
+@DRAWS
+@given(
+    n=st.integers(1, 5), shared=st.integers(1, 3), rep=st.integers(1, 3), d=st.integers(1, 16), e=st.integers(1, 24),
+    block=st.integers(1, 8), pool=st.integers(1, 6), s=st.integers(1, 3), t=st.integers(1, 9),
+    dtype=st.sampled_from(["float32", "float16"]), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_attention_over_a_pool_of_blocks(
+    name: str, n: int, shared: int, rep: int, d: int, e: int, block: int, pool: int, s: int, t: int, dtype: str,
+    seed: int,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    lists = {  # some are out of range, and count as the nearest
+        "tables": rng.integers(-1, pool + 1, (s, t)),
+        "sequences": rng.integers(-1, s + 1, n),
+        "positions": rng.integers(-1, t * block + 1, n),
+    }
+    shapes = {"q": (n, shared * rep, d), "k": (pool * block, shared, d), "v": (pool * block, shared, e)}
+    operands = [tensor(rng, key, shape, dtype, packed=1) for key, shape in shapes.items()]
+    operands += [tensor(rng, key, x.shape, "int32", packed=1, data=x) for key, x in lists.items()]
+    out = tensor(rng, "out", (n, shared * rep, e), dtype, packed=1)
+    params = {"scale": d**-0.5, "block_size": block}
+    assert_same(name, "paged_attention_kernel", operands, [out], params, tolerance=4.0)
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8"])

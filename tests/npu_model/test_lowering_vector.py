@@ -156,7 +156,7 @@ def test_a_copy_into_the_scratchpad_is_one_transfer() -> None:
     places = {"x": Place(Space.DRAM, "x", 0, 64), "out": Place(Space.SCRATCHPAD, "", 0, 64)}
     emitter = new_emitter(CHIPS["edge"], places, (64, 1024))
     copy(emitter, View("x", (16,), (1,), 0, "float32"), View("out", (16,), (1,), 0, "float32"), 16)
-    ((instruction, _),) = instructions(emitter.finish().body)
+    ((instruction, _),) = instructions(emitter.finish().body())
     assert isinstance(instruction, Transfer) and instruction.source.buffer == "x"
 
 

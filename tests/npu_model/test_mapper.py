@@ -11,8 +11,9 @@ from npu_compiler import CompiledProgram, CompileOptions
 from npu_compiler import compile as compile_ir
 from npu_model import Chip, load_chip, simulate
 from npu_model.analysis.simulation import simulate_for
-from npu_model.lowering.mapper import Mapper, Sketches
+from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import link_program, trimmed
+from npu_model.lowering.shared import Shared
 from npu_model.machine.machine import Machine
 
 
@@ -40,10 +41,10 @@ def test_a_larger_scratchpad_keeps_more_weights_little_by_little() -> None:
     assert cycles == sorted(set(cycles), reverse=True)
 
 
-def test_chips_that_share_sketches_take_the_cycles_that_each_takes_alone() -> None:
-    program, sketches = layers(3), Sketches()
+def test_chips_that_share_what_they_can_take_the_cycles_that_each_takes_alone() -> None:
+    program, store = layers(3), Shared()
     for chip in [*map(with_scratchpad, (2048, 128, 512)), load_chip("phone"), load_chip("datacenter")]:
-        shared, alone = simulate_for(program, chip, sketches), simulate(program, chip)
+        shared, alone = simulate_for(program, chip, store), simulate(program, chip)
         assert (shared.cycles, shared.dram_bytes, shared.energy) == (alone.cycles, alone.dram_bytes, alone.energy)
 
 

@@ -11,10 +11,10 @@ import pytest
 from ir_builder import IRBuilder
 from quantized_networks import byte_network
 
-from npu_compiler import CompiledProgram
+from npu_compiler import CompiledProgram, CompileOptions
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import InputError, ProgramFormatError
-from npu_model import load_chip
+from npu_model import load_chip, simulate
 from npu_model.analysis.sweep import area, as_csv, parse_sweep, sweep, write_csv
 
 EDGE = load_chip("edge")
@@ -76,6 +76,22 @@ def test_processes_find_what_one_finds(program: CompiledProgram) -> None:
     points = sweep(program, chips, lambda done, total: seen.append((done, total)), workers=2)
     assert points == sweep(program, chips, workers=1)
     assert seen == [(done, 9) for done in range(1, 10)]
+
+
+def test_a_row_is_what_a_simulation_of_its_chip_alone_says() -> None:
+    g = IRBuilder("images")
+    x = g.input("x", 1, 4, 96, 96)
+    for name in ("a", "b"):
+        x = g("aten.conv2d.default", x, g.weight(name, 24, g.shape(x)[1], 3, 3), None, [1, 1], [1, 1])
+    g.output(x)
+    program = compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16"))
+    chips = parse_sweep("sram=96K..192K,bandwidth=1.6..3.2", EDGE)
+    striped = 0
+    for point, (_, chip) in zip(sweep(program, chips, workers=1), chips, strict=True):
+        alone = simulate(program, chip)
+        assert (point.seconds, point.joules, point.dram_bytes) == (alone.seconds, alone.energy.total, alone.dram_bytes)
+        striped += not alone.calls[0].cycles  # the last call of a cascade has the work of all
+    assert striped
 
 
 def test_processes_simulate_a_network_of_bytes() -> None:

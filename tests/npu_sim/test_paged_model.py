@@ -141,6 +141,17 @@ PROMPTS = st.lists(
 )
 
 
+def test_a_simulated_chip_says_the_tokens_of_the_cpu(checkpoint: Checkpoint, alone: LanguageModel) -> None:
+    sizes = {"block_size": BLOCK, "blocks": BLOCKS, "context_length": CONTEXT, "max_tokens": 8}
+    model = PagedModel(checkpoint, device="npu:edge", **sizes)
+    sequences = [PagedSequence(prompt, blocks) for prompt, blocks in (([3, 1, 4, 1, 5], [9, 2, 6]), ([2, 7], [5, 3]))]
+    prompts = [list(sequence.tokens) for sequence in sequences]
+    run_all(model, sequences, 2, np.random.default_rng(1))
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.tokens[len(prompt) :] == list(alone.generate(prompt, 2, greedy, frozenset()))
+    assert model.device.backend.simulated_seconds > 0
+
+
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompts=PROMPTS, new=st.integers(1, 12), seed=st.integers(0, 2**32))
 def test_greedy_tokens_are_those_of_a_sequence_alone(

@@ -141,6 +141,17 @@ def test_a_profile_of_a_divided_model_is_in_the_time_of_chip_and_host(folder: Pa
     assert "aten.gelu gelu" in {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
 
 
+def test_a_saved_module_that_is_divided_is_in_the_time_of_chip_and_host(folder: Path) -> None:
+    module = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).eval()
+    device = f"npu:{folder / 'chip.toml'}"
+    npu_sim.compile(module, (torch.zeros(256, 256),), device=device).save(folder / "net.npumod")
+    ran = facts("run", folder / "net.npumod", "--device", device)["simulated"]
+    assert [stage["device"] for stage in ran["stages"]] == ["npu", "cpu", "npu"]
+    parts = ("device_us", "host_us", "transfers_us", "launches_us")
+    assert ran["latency_us"] == pytest.approx(sum(ran[part] for part in parts)) and min(ran[part] for part in parts) > 0
+    assert all(stage["simulated"]["cycles"] > 0 for stage in ran["stages"] if stage["device"] == "npu")
+
+
 def test_the_page_of_ops_is_written_to_a_file(folder: Path) -> None:
     path = folder / "ops.md"
     result = run("ops", "--npu", folder / "chip.toml", "-o", path)

@@ -159,7 +159,7 @@ def run_on_chip(
     plan = ExecutionPlan([], [call], buffers, [], [], {}, {}, {}, {})
     program = trimmed(link_program(plan, chip, Mapper(chip)), chip)
     if mapper is not None:
-        linker = Linker(chip, dram_places(plan), {})
+        linker = Linker(mapper, dram_places(plan), {})
         candidate = mapper.ranked(call, (), chip.sram.size)[0]
         linker.add(Part(call, candidate.tiling, chip.sram.size, candidate.scratchpad))
         program = replace(program, sections=tuple(linker.sections))
@@ -186,7 +186,8 @@ def run_in_scratchpad(
         used += -(-t.data.nbytes // alignment) * alignment
     if used > room:
         return False
-    linker, mapper = Linker(chip, places, {}), Mapper(chip)
+    mapper = Mapper(chip)
+    linker = Linker(mapper, places, {})
     whole = {name: View(name, t.data.shape, (1,), 0, t.view.dtype) for name, t in tensors.items()}
     home = {name: replace(view, buffer=f"{name} in dram") for name, view in whole.items()}
 

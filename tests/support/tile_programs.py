@@ -64,7 +64,7 @@ def emitted_program(seed: int) -> TileProgram:
             draw.body(0)
         except DoesNotFit:
             continue
-        section = isa.Section("drawn", "drawn_kernel", "", draw.emitter.finish().body)
+        section = isa.Section("drawn", "drawn_kernel", "", draw.emitter.finish().body())
         marks = tuple(Fence(engine=f"dma{queue}") for queue in range(2))
         buffers = tuple(isa.Buffer(name, view.shape[0] * view.shape[1] * 4) for name, view in draw.views.items())
         return TileProgram("edge", chip_digest(chip()), buffers, (), (section, isa.Section("end", "", "", marks)))

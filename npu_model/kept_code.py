@@ -1,0 +1,44 @@
+"""The instructions of plans in the cache folder: a plan is lowered for a chip once on a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+
+from npu_compiler.program.plan import ExecutionPlan
+from npu_model.chip import Chip
+from npu_runtime.cache_folder import cache_folder, keep_entry, read_entry, source_digest
+
+WORTH_KEEPING = 0.1  # seconds of lowering: small plans are lowered sooner than read
+
+
+def kept_code(plan: ExecutionPlan, chip: Chip, lower: Callable[[], ExecutionPlan]) -> ExecutionPlan:
+    """A plan with its machine code, from the cache folder if it holds this plan for this chip, else from `lower()`.
+
+    An entry has what lowering changes of a plan: the places of intermediate values, and the code.
+    """
+    essence = (plan.calls, plan.buffers, plan.output_views, plan.donations, plan.arena_bytes, chip)
+    key = hashlib.sha256(repr((source_digest("npu_compiler", "npu_model"), *essence)).encode()).hexdigest()[:20]
+    path = cache_folder() / f"{chip.name}-{key}.tiles"
+    entry = read_entry(path) if path.is_file() else None
+    if entry is not None:
+        header, _, code = entry.partition(b"\n")
+        places = json.loads(header)
+        buffers = {
+            name: replace(buffer, offset=places["offsets"].get(name, buffer.offset))
+            for name, buffer in plan.buffers.items()
+        }
+        return replace(plan, buffers=buffers, arena_bytes=places["arena_bytes"], machine_code=code)
+    start = perf_counter()
+    lowered = lower()
+    if perf_counter() - start >= WORTH_KEEPING:
+        offsets = {name: buffer.offset for name, buffer in lowered.buffers.items() if buffer.kind == "arena"}
+        header = json.dumps({"arena_bytes": lowered.arena_bytes, "offsets": offsets}).encode()
+        keep_entry(path, header + b"\n" + lowered.machine_code)
+    return lowered
+
+
+__all__ = ["WORTH_KEEPING", "kept_code"]
