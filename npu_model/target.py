@@ -17,7 +17,7 @@ from npu_model.capabilities import Capabilities
 from npu_model.chip import Chip
 from npu_model.isa.encoding import encode
 from npu_model.kept_code import kept_code
-from npu_model.lowering.cascades import lower_arranged
+from npu_model.lowering.cores import lower_arranged
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import chip_digest
 from npu_model.prices import ChipPrices

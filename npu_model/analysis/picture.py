@@ -10,8 +10,9 @@ from typing import Any
 from npu_compiler.errors import InputError
 from npu_compiler.files import write_atomically
 from npu_compiler.installing import install_command
-from npu_model.analysis.result import Result, is_transfer
+from npu_model.analysis.result import Result
 from npu_model.analysis.sweep import Point
+from npu_model.isa.instructions import is_transfer
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _STEPS = 200  # intervals of the picture over time

@@ -14,7 +14,6 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
 from npu_model.isa.instructions import (
     Compute,
-    Engine,
     Instruction,
     Multiply,
     Section,
@@ -36,11 +35,12 @@ class Energy:
     sram: float
     dram: float
     static: float
+    network: float = 0.0
 
     @property
     def total(self) -> float:
         """Joules of all parts."""
-        return self.macs + self.vector + self.sram + self.dram + self.static
+        return self.macs + self.vector + self.sram + self.dram + self.static + self.network
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,11 @@ class Result:
         return sum(call.counts.sram_bytes for call in self.calls)
 
     @property
+    def network_bytes(self) -> int:
+        """Bytes moved between cores."""
+        return sum(call.counts.network_bytes for call in self.calls)
+
+    @property
     def sram_used(self) -> int:
         """The most bytes of the scratchpad that a call touches."""
         return max((call.sram_used for call in self.calls), default=0)
@@ -194,6 +199,7 @@ class Result:
             "compulsory_dram_bytes": self.compulsory_bytes,
             "kept_weight_bytes": self.kept_weight_bytes,
             "sram_bytes": self.sram_bytes,
+            **({"network_bytes": self.network_bytes} if chip.cores else {}),
             "tile_sram_bytes": self.sram_used,
             "energy_uj": {
                 "total": 1e6 * self.energy.total,
@@ -269,6 +275,7 @@ def _energy(chip: Chip, every: Sequence[Counts], cycles: int) -> Energy:
         sram=pico * costs.pj_per_sram_byte * sum(counts.sram_bytes for counts in every),
         dram=pico * costs.pj_per_dram_byte * sum(counts.dram_read + counts.dram_written for counts in every),
         static=costs.static_watts * chip.seconds(cycles),
+        network=pico * costs.pj_per_network_byte * sum(counts.network_bytes for counts in every),
     )
 
 
@@ -332,18 +339,12 @@ def area_of(tile: Tile, instruction: Instruction, counts: tuple[int, ...]) -> tu
     return max(0, first), last
 
 
-def is_transfer(engine: str) -> bool:
-    """Whether an engine is one of DMA."""
-    return engine.startswith(Engine.DMA)
-
-
 __all__ = [
     "CallResult",
     "Energy",
     "Result",
     "area_of",
     "compulsory_bytes",
-    "is_transfer",
     "least_cycles",
     "make_result",
 ]

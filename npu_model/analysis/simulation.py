@@ -9,7 +9,7 @@ from npu_model.analysis.result import Result, make_result
 from npu_model.chip import Chip
 from npu_model.isa.instructions import TileProgram
 from npu_model.loading import load_tiles
-from npu_model.lowering.cascades import arrange, lower_arranged
+from npu_model.lowering.cores import arranged, lower_arranged
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.shared import Shared
 from npu_model.machine.machine import Machine, Run
@@ -62,9 +62,9 @@ def simulate_for(program: CompiledProgram, chip: Chip, shared: Shared) -> Result
     """
     if program.target.startswith("npu:"):
         return simulate(program, chip)
-    arranged = arrange(checked_plan(program), chip, Mapper(chip, shared))
-    run = arranged.run or Machine(chip, arranged.program).run()
-    return result_of(program, chip, arranged.program, run)
+    arrangement = arranged(checked_plan(program), chip, Mapper(chip, shared))
+    run = arrangement.run or Machine(chip, arrangement.program).run()
+    return result_of(program, chip, arrangement.program, run)
 
 
 def checked_plan(program: CompiledProgram) -> ExecutionPlan:

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from npu_compiler.timeline import Timeline
 from npu_model.analysis.result import CallResult, Result
+from npu_model.analysis.tenants import SharedRun
 from npu_model.machine.machine import Span
 
 MOST_SLICES = 50_000  # with more instructions than this, a call is one slice on an engine
@@ -45,6 +46,19 @@ def add_run(trace: Timeline, result: Result, begin: float) -> None:
             trace.counter(process, "GB/s from and to DRAM", end, 0.0)
 
 
+def shared_timeline(run: SharedRun) -> Timeline:
+    """A track for each engine of a chip that programs share, a slice for each instruction, with its program."""
+    chip, process = run.chip, f"chip {run.chip.name}"
+    names = [tenant.alone.program for tenant in run.tenants]
+    trace = Timeline({"program": ", ".join(names), "chip": chip.name, "latency_us": 1e6 * run.seconds})
+    tracks = {name: trace.track(process, name) for name in sorted({span.engine for _, _, span in run.spans})}
+    for number, node, span in run.spans:
+        start, length = (1e6 * chip.seconds(cycles) for cycles in (span.start, span.end - span.start))
+        facts = {"program": names[number], "tenant": number}
+        trace.slice(tracks[span.engine], f"{span.name} {node}", start, length, facts)
+    return trace
+
+
 def _slices(spans: Sequence[Span]) -> Iterable[Span]:
     """The spans; if there are very many, those of a call on an engine as one."""
     if len(spans) <= MOST_SLICES:
@@ -70,4 +84,4 @@ def _facts(call: CallResult, result: Result) -> dict[str, object]:
     }
 
 
-__all__ = ["add_run", "timeline"]
+__all__ = ["add_run", "shared_timeline", "timeline"]

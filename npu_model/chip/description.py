@@ -107,13 +107,19 @@ class Output:
 
 @dataclass(frozen=True)
 class Sram:
-    """The memory on the chip: `banks` × `ports` × `bytes_per_cycle` is the most that it moves in a cycle."""
+    """The memory on the chip: `banks` × `ports` × `bytes_per_cycle` is the most that it moves in a cycle.
+
+    Attributes:
+        bank_bytes: Consecutive bytes that lie in one bank (`npu_model/machine/sram_banks.py`). Default: banks are in
+            nobody's way.
+    """
 
     size: int = _from(1024, 2**40)
     banks: int = _from(1, 65536)
     ports: int = _from(1, 1024)
     bytes_per_cycle: int = _from(1, 2**20)
     alignment: int = _from(4, 4096, default=64)
+    bank_bytes: int | None = _from(4, 2**40, default=None)
 
     @property
     def bandwidth(self) -> int:
@@ -197,6 +203,57 @@ class Dma:
     staged_bytes: int = _from(0, 2**40, default=0)
 
 
+SPLITS = ("auto", "rows", "columns", "heads", "layers")
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between cores.
+
+    Attributes:
+        bandwidth_gb_s: 10^9 bytes per second of each core's link, out of the core and into it at once.
+        latency_ns: Nanoseconds of a hop, for data and for tokens.
+        topology: Way in which cores are joined: `crossbar`, one hop between any two; `ring`; or `mesh`, as square as
+            the number of cores allows.
+    """
+
+    bandwidth_gb_s: float = _above(0, 1e9)
+    latency_ns: float = _from(0, 1e6, default=0.0)
+    topology: str = _one_of("crossbar", "ring", "mesh", default="crossbar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cores:
+    """Several cores over one DRAM, each with engines, accumulators and a scratchpad of its own, as the chip has them.
+
+    Attributes:
+        count: Number of cores.
+        network: Way between their scratchpads.
+        split: Division of a program among them: of each call's result by `rows`, `columns` or `heads`; calls by
+            `layers`; or `auto`, the fastest of these and of one core.
+    """
+
+    count: int = _from(2, 64)
+    network: Network
+    split: str = _one_of(*SPLITS, default="auto")
+
+    def hops(self, first: int, second: int) -> int:
+        """Hops between two cores."""
+        apart = abs(first - second)
+        if self.network.topology == "ring":
+            return min(apart, self.count - apart)
+        if self.network.topology == "mesh":
+            (row, column), (other_row, other_column) = divmod(first, self._width), divmod(second, self._width)
+            return abs(row - other_row) + abs(column - other_column)
+        return min(1, apart)
+
+    @property
+    def _width(self) -> int:
+        """Cores in a row of a mesh."""
+        rows = next(rows for rows in range(math.isqrt(self.count), 0, -1) if self.count % rows == 0)
+        return self.count // rows
+
+
 @dataclass(frozen=True)
 class Control:
     """Ordering of the engines.
@@ -234,6 +291,7 @@ class Energy:
     pj_per_sram_byte: float = _from(0, 1e9)
     pj_per_dram_byte: float = _from(0, 1e9)
     pj_per_vector_operation: float = _from(0, 1e9, default=0.0)
+    pj_per_network_byte: float = _from(0, 1e9, default=0.0)
     static_watts: float = _from(0, 1e6, default=0.0)
 
 
@@ -316,6 +374,7 @@ class Chip:
 
     Attributes:
         clock_ghz: The clock of all its parts.
+        cores: None for a chip of one core.
         matrix: None for a chip that has a vector unit only.
         energy: All zeros where the file says nothing of it.
         host, link: None where the file says nothing of them; then a model is not divided by prices.
@@ -330,6 +389,7 @@ class Chip:
     matrix: Matrix | None = None
     output: Output | None = None
     control: Control = Control()
+    cores: Cores | None = None
     launch: Launch = Launch()
     energy: Energy = _NO_ENERGY
     ops: Ops = Ops()
@@ -352,10 +412,17 @@ class Chip:
         """Time of a number of cycles, in seconds."""
         return cycles / (self.clock_ghz * 1e9)
 
+    @property
+    def core_count(self) -> int:
+        """Number of cores."""
+        return 1 if self.cores is None else self.cores.count
+
     def peak_macs(self, dtype: str) -> float:
-        """The most multiply-accumulates of the matrix engine per cycle; 0 where it does not multiply that dtype."""
+        """The most multiply-accumulates of all cores per cycle; 0 where they do not multiply that dtype."""
         matrix = self.matrix
-        return 0.0 if matrix is None else matrix.rates.get(dtype, 0.0) * matrix.arrays * matrix.rows * matrix.columns
+        if matrix is None:
+            return 0.0
+        return matrix.rates.get(dtype, 0.0) * matrix.arrays * matrix.rows * matrix.columns * self.core_count
 
     def mac_energy(self, dtype: str) -> float:
         """Picojoules of a multiply-accumulate; of a dtype that the file lacks, those of the costliest."""

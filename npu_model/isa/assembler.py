@@ -10,7 +10,7 @@ from typing import NoReturn, TypeAlias
 
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import KNOWN_DTYPES
-from npu_model.isa.assembly import NAME, SPACES, dense_strides
+from npu_model.isa.assembly import IN_A_CORE, NAME, dense_strides
 from npu_model.isa.instructions import (
     MAX_LOOPS,
     ZERO,
@@ -207,8 +207,8 @@ class _Line:
             self.at -= 1
             self.fail(f"one of {', '.join(sorted(KNOWN_DTYPES))}")
         strides = tuple(self.integer() for _ in self.listed(")")) if self.accepts("(") else None
-        space = Space(name) if is_name and name in SPACES else Space.DRAM
-        buffer = name if space is Space.DRAM else ""
+        inside = IN_A_CORE.fullmatch(name) if is_name else None
+        space, buffer = (Space.DRAM, name) if inside is None else (Space(inside[2]), inside[1] or "")
 
         def operand(sizes: Sequence[int]) -> Tile:
             steps = dense_strides(sizes, dtype) if strides is None else strides

@@ -36,7 +36,7 @@ from npu_model.isa.traffic import dram_traffic
 _MARGIN = 80  # column at which waits and signals begin, in lines of at most so many:
 _WIDTH = 150
 NAME = r"[A-Za-z_]\w*(?:\.\w+)*"
-SPACES = {space.value for space in Space} - {Space.DRAM.value}
+IN_A_CORE = re.compile(rf"(?:(core\d+)\.)?({Space.SCRATCHPAD.value}|{Space.ACCUMULATORS.value})", re.ASCII)
 
 
 def disassemble(program: TileProgram) -> str:
@@ -141,9 +141,9 @@ def dense_strides(sizes: Sequence[int], dtype: str) -> tuple[int, ...]:
 
 
 def _tile(tile: Tile, sizes: Sequence[int]) -> str:
-    name = tile.space.value
+    name = f"{tile.buffer}.{tile.space.value}" if tile.buffer else tile.space.value
     if tile.space is Space.DRAM:
-        name = json.dumps(tile.buffer) if tile.buffer in SPACES else _word(tile.buffer)
+        name = json.dumps(tile.buffer) if IN_A_CORE.fullmatch(tile.buffer) else _word(tile.buffer)
     place = _affine(tile.address)
     if (tile.slots, tile.slot_bytes, tile.turn) != (1, 0, ZERO):
         turn = _affine(tile.turn)

@@ -21,12 +21,37 @@ MAX_LOOPS = 8  # loops within each other
 
 
 class Engine(StrEnum):
-    """Engine that executes instructions; a chip has several DMA engines, numbered from 0, and one of each other."""
+    """Engine that executes instructions; a core has several DMA engines, numbered from 0, and one of each other."""
 
     MATRIX = "matrix"
     OUTPUT = "output"
     VECTOR = "vector"
     DMA = "dma"
+
+
+def core_of(engine: str) -> str:
+    """The core of an engine, such as `core1` of `core1.dma0`; empty on a chip of one core."""
+    return engine.rpartition(".")[0]
+
+
+def kind_of(engine: str) -> str:
+    """The name of an engine within its core, such as `dma0` of `core1.dma0`."""
+    return engine.rpartition(".")[2]
+
+
+def core_name(number: int) -> str:
+    """The name of a core."""
+    return f"core{number}"
+
+
+def core_number(name: str) -> int:
+    """The number of a core."""
+    return int(name.removeprefix("core"))
+
+
+def is_transfer(engine: str) -> bool:
+    """Whether an engine is one of DMA."""
+    return kind_of(engine).startswith(Engine.DMA)
 
 
 class Space(StrEnum):
@@ -113,7 +138,7 @@ class Tile:
         space: The memory.
         address: Bytes from the beginning of the memory or, in DRAM, of the buffer.
         strides: Bytes, one for each axis of the instruction; 0 where the operand does not have the axis.
-        buffer: Name of the buffer in DRAM.
+        buffer: Name of the buffer in DRAM; in another memory the core that it belongs to, empty on a chip of one core.
         slots, slot_bytes, turn: A tile that changes places from round to round lies `slot_bytes` × (`turn` mod `slots`)
             behind `address`.
     """
@@ -138,7 +163,8 @@ class Token:
     """A counter that one engine raises and others wait for.
 
     Attributes:
-        engine: Name of the engine that raises it: `matrix`, `output`, `vector`, `dma0`, ….
+        engine: Name of the engine that raises it: `matrix`, `output`, `vector`, `dma0`, …; on a chip of several cores
+            behind the core's, as in `core1.matrix`.
     """
 
     engine: str
@@ -211,6 +237,13 @@ class Transfer(Instruction):
     @property
     def axes(self) -> tuple[Axis, ...]:
         return self.box
+
+    @property
+    def path(self) -> tuple[str, str] | None:
+        """The cores between whose scratchpads it moves; None where it crosses no network."""
+        source, target = self.source, self.target
+        crosses = Space.DRAM not in (source.space, target.space) and source.buffer != target.buffer
+        return (source.buffer, target.buffer) if crosses else None
 
     @property
     def chosen(self) -> Tile | None:

@@ -41,6 +41,10 @@ from npu_model.isa.instructions import (
     TileProgram,
     Token,
     Transfer,
+    core_name,
+    core_of,
+    is_transfer,
+    kind_of,
 )
 from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, OPERATIONS, REDUCTIONS
 
@@ -79,9 +83,11 @@ class _Place:
 class _Verifier:
     def __init__(self, program: TileProgram, chip: Chip) -> None:
         self.program, self.chip = program, chip
-        self.engines = {Engine.VECTOR.value, *(f"{Engine.DMA}{queue}" for queue in range(chip.dma.channels))}
-        self.engines |= {Engine.MATRIX.value} if chip.matrix is not None else set()
-        self.engines |= {Engine.OUTPUT.value} if chip.output is not None else set()
+        kinds = {Engine.VECTOR.value, *(f"{Engine.DMA}{queue}" for queue in range(chip.dma.channels))}
+        kinds |= {Engine.MATRIX.value} if chip.matrix is not None else set()
+        kinds |= {Engine.OUTPUT.value} if chip.output is not None else set()
+        self.cores = [""] if chip.cores is None else [core_name(number) for number in range(chip.cores.count)]
+        self.engines = {f"{core}.{kind}" if core else kind for core in self.cores for kind in kinds}
         self.buffers: dict[str, int] = {}
         self.executions = 0
         self.raised: Counter[Token] = Counter()
@@ -196,7 +202,10 @@ class _Verifier:
         if tile.space is Space.DRAM:
             self.need(tile.buffer in self.buffers, f"there is no buffer '{tile.buffer:.60}'")
         else:
-            self.need(not tile.buffer, f"'{tile.buffer:.60}' is a buffer in DRAM")
+            self.need(tile.buffer in self.cores, f"the chip has no core '{tile.buffer:.60}' with such a memory")
+            own = core_of(instruction.engine)
+            reaches = tile.buffer == own or isinstance(instruction, Transfer)
+            self.need(reaches, f"an engine of {own} computes with the memory of {tile.buffer}")
 
     def _room(self, tile: Tile) -> tuple[int, str]:
         """Bytes of the memory that an operand is in, and its name."""
@@ -222,11 +231,14 @@ class _Verifier:
 
     def _transfer(self, instruction: Transfer, counts: Sequence[int]) -> None:
         source, target, box = instruction.source, instruction.target, instruction.box
-        self.need(instruction.engine.startswith(Engine.DMA), "only DMA engines transfer")
+        self.need(is_transfer(instruction.engine), "only DMA engines transfer")
         self.need(len(box) <= MOST_TRANSFER_AXES, f"a transfer has {len(box)} axes, more than {MOST_TRANSFER_AXES}")
         self.need(source.dtype == target.dtype, f"it transfers {source.dtype} to {target.dtype}")
         for axis, stride in zip(box, target.strides, strict=True):
             self.need(stride != 0 or axis.size == 1, "several elements go to one place")
+        own = core_of(instruction.engine)
+        inside = [tile for tile in (source, target) if tile.space is not Space.DRAM]
+        self.need(not inside or own in {tile.buffer for tile in inside}, f"it moves nothing from or to {own}")
         for tile in (source, target):
             self.need(tile.space is not Space.ACCUMULATORS, "DMA engines do not reach the accumulators")
         self._fill(instruction.fill, target.dtype)
@@ -239,6 +251,7 @@ class _Verifier:
         else:
             self.need(len(box) >= 1 and 1 <= limit <= _MOST, "an index has no axis or no limit")
             self.need(index.space is Space.SCRATCHPAD and index.dtype == "int32", "an index is int32 in the scratchpad")
+            self.need(index.buffer == own, "an index is in another core's scratchpad")
             self._inside(index, box, counts)
             rows = (Axis(limit), *box[1:])
             self._written(target, rows if instruction.scatters else box)
@@ -260,7 +273,9 @@ class _Verifier:
     def _multiply(self, instruction: Multiply, counts: Sequence[int]) -> None:
         left, right, sums, box = instruction.left, instruction.right, instruction.sums, instruction.box
         matrix, roles = self.chip.matrix, instruction.roles
-        self.need(instruction.engine == Engine.MATRIX and matrix is not None, "only the matrix engine multiplies")
+        self.need(
+            kind_of(instruction.engine) == Engine.MATRIX and matrix is not None, "only the matrix engine multiplies"
+        )
         assert matrix is not None
         self.need(len(roles) == len(box) <= MOST_AXES, f"a product has {len(box)} axes and {len(roles)} roles")
         is_integer = left.dtype in ("int8", "uint8")
@@ -297,7 +312,9 @@ class _Verifier:
 
     def _compute(self, instruction: Compute, counts: Sequence[int]) -> None:
         box, inputs = instruction.box, instruction.inputs
-        self.need(instruction.engine in (Engine.VECTOR, Engine.OUTPUT), "only vector and output engines compute")
+        self.need(
+            kind_of(instruction.engine) in (Engine.VECTOR, Engine.OUTPUT), "only vector and output engines compute"
+        )
         self.need(len(box) <= MOST_AXES, f"a vector program has {len(box)} axes, more than {MOST_AXES}")
         most = self.chip.sram.size + (self.chip.matrix.accumulator_bytes if self.chip.matrix else 0)
         most = max(most, min(_REUSE * most, _MOST_ELEMENTS))  # windows overlap

@@ -32,7 +32,7 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import Section, TileProgram
 from npu_model.lowering.families import CannotLower, operands_of
 from npu_model.lowering.mapper import Mapper
-from npu_model.lowering.program import check_calls, link_program, shapes, trimmed
+from npu_model.lowering.program import check_calls, link_program, shapes
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.shared import Shared
 from npu_model.machine.machine import Machine, Run
@@ -138,14 +138,14 @@ def part_of(call: KernelCall, dim: int, rows: Rows) -> Part | None:
         view if read is None else view.slice(dim, *read) for view, read in zip(call.inputs, reads, strict=True)
     )
     outputs = tuple(view.slice(dim, *rows) for view in call.outputs)
-    dense_inputs, dense_outputs = ([_compact(view, view.buffer)[0] for view in views] for views in (inputs, outputs))
-    dense = _with(call, dense_inputs, dense_outputs, changed)
+    dense_inputs, dense_outputs = ([compact(view, view.buffer)[0] for view in views] for views in (inputs, outputs))
+    dense = with_views(call, dense_inputs, dense_outputs, changed)
     if declaration(call).problem(dense) is not None:  # the NPU reads operands with any strides
         return None
-    return Part(_with(call, inputs, outputs, changed), tuple(reads))
+    return Part(with_views(call, inputs, outputs, changed), tuple(reads))
 
 
-def _with(
+def with_views(
     call: KernelCall, inputs: Sequence[View], outputs: Sequence[View], changed: Mapping[str, object]
 ) -> KernelCall:
     """A call with other views, and the work that is theirs."""
@@ -202,12 +202,12 @@ class Stripes:
         return (*self.staging, *chain(*self.stripes))
 
 
-def _copy(source: View, target: View, node: str) -> KernelCall:
+def copy_call(source: View, target: View, node: str) -> KernelCall:
     moved = distinct_bytes(source) + distinct_bytes(target)
     return KernelCall("copy_kernel", "", (source,), (target,), {"scalars": [None]}, node, bytes_moved=moved)
 
 
-def _compact(view: View, name: str) -> tuple[View, BufferAllocation]:
+def compact(view: View, name: str) -> tuple[View, BufferAllocation]:
     """A buffer of its own for a view's elements, with its dimensions in the same order in memory."""
     order = sorted(range(view.rank), key=lambda d: -abs(view.strides[d]))
     strides = dict(zip(order, contiguous_strides([view.shape[d] for d in order]), strict=True))
@@ -276,7 +276,7 @@ class _Writer:
                 rows, copies = self._missing(position - 1, read, before.get(position - 1))
                 if rows[0] >= rows[1]:
                     return False
-            stripe = [*copies, _with(part.call, inputs, outputs, {}), *stripe]
+            stripe = [*copies, with_views(part.call, inputs, outputs, {}), *stripe]
         self._stripes.append(tuple(stripe))
         self._passing = max(self._passing, passing)
         return True
@@ -284,7 +284,7 @@ class _Writer:
     def _buffer(self, position: int, rows: Rows) -> View:
         """A buffer for rows of the value behind a call."""
         value = self._chain[position].outputs[0]
-        view, buffer = _compact(value.slice(self._dim, *rows), f"{value.buffer}.{len(self._stripes)}")
+        view, buffer = compact(value.slice(self._dim, *rows), f"{value.buffer}.{len(self._stripes)}")
         self._buffers.append(buffer)
         self._passed[position] = rows, view
         return view
@@ -296,7 +296,7 @@ class _Writer:
         (first, stop), source = before
         halo = source.slice(self._dim, rows[0] - first, stop - first)
         target = self._passed[position][1].slice(self._dim, 0, stop - rows[0])
-        return (stop, rows[1]), [_copy(halo, target, self._chain[position].node)]
+        return (stop, rows[1]), [copy_call(halo, target, self._chain[position].node)]
 
     def _stage(self, part: Part, inputs: list[View]) -> None:
         """Make a call read its weights from buffers, to which they are copied before the first stripe."""
@@ -306,9 +306,9 @@ class _Writer:
             if not is_weight or distinct_bytes(view) < _STAGED:
                 continue
             if view not in self._staged:
-                self._staged[view], buffer = _compact(view, f"{view.buffer}.at{self._cascade.first}")
+                self._staged[view], buffer = compact(view, f"{view.buffer}.at{self._cascade.first}")
                 self._buffers.append(buffer)
-                self._staging.append(_copy(view, self._staged[view], part.call.node))
+                self._staging.append(copy_call(view, self._staged[view], part.call.node))
             inputs[at] = self._staged[view]
 
     def stripes(self) -> Stripes:
@@ -421,12 +421,6 @@ def _with_stripes(plan: ExecutionPlan, cascade: Cascade, factor: float) -> Casca
 def _moved(run: Run) -> int:
     """Bytes of DRAM that a run moves."""
     return sum(counts.dram_read + counts.dram_written for counts in run.sections)
-
-
-def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[ExecutionPlan, TileProgram]:
-    """A plan with memory for its cascades, and its tile program. Raises as `arrange`."""
-    arrangement = arrange(plan, chip, mapper)
-    return arrangement.plan, trimmed(arrangement.program, chip)
 
 
 def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> Arrangement | None:
@@ -570,4 +564,14 @@ def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper:
         return math.inf
 
 
-__all__ = ["Arrangement", "Cascade", "arrange", "lower_arranged", "part_of", "stripes_of", "with_cascades"]
+__all__ = [
+    "Arrangement",
+    "Cascade",
+    "arrange",
+    "compact",
+    "copy_call",
+    "part_of",
+    "stripes_of",
+    "with_cascades",
+    "with_views",
+]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from npu_compiler.constraint_checker import ADVICE
 from npu_compiler.errors import ConstraintError
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.views import collapse
 from npu_model.chip import Chip
 from npu_model.isa.instructions import (
     Affine,
@@ -24,16 +26,20 @@ from npu_model.isa.instructions import (
     Token,
     Transfer,
     Wait,
+    core_of,
+    kind_of,
 )
 from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
 from npu_model.lowering.families import CannotLower, Tiling
 from npu_model.lowering.implied_waits import without_implied_waits
-from npu_model.lowering.mapper import Mapper, in_sequence
+from npu_model.lowering.mapper import Mapper, in_sequence, new_emitter
+from npu_model.lowering.relocation import to_core
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
 from npu_model.machine.machine import engines_of, token_totals
 
 _RECENT = 8  # sections whose pieces others avoid
+_SENDING = 3  # DMA engine of transfers between cores
 ARENA = "arena"  # the buffer in DRAM that holds intermediate values
 
 
@@ -66,7 +72,7 @@ def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Res
 def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
     places = dram_places(plan)
     preload = [
-        _preloaded(name, places[name], address, chip)
+        preloaded(name, places[name], address, chip)
         for name in residency.weights
         for address in [residency.addresses[name]]
     ]
@@ -76,7 +82,7 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
     own = [positions(call, residency.addresses) for call in plan.calls]
     calls = list(zip(map(mapper.choices, plan.calls), own, residency.rooms, strict=True))
     for call, candidate, (_, resident, room) in zip(plan.calls, in_sequence(calls), calls, strict=True):
-        linker.add(call, candidate.tiling, room, candidate.needs(resident))
+        linker.add(Part(call, candidate.tiling, room, candidate.needs(resident)))
     sections = tuple(linker.sections)
     return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
 
@@ -96,7 +102,7 @@ def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None
         raise ConstraintError(list(dict.fromkeys(problems)), refused)
 
 
-def _preloaded(name: str, place: Place, address: int, chip: Chip) -> Section:
+def preloaded(name: str, place: Place, address: int, chip: Chip) -> Section:
     """The section that brings a weight into the scratchpad, where it stays."""
     axes = (Axis(place.size),)
     engine = f"{Engine.DMA}{1 % chip.dma.channels}"
@@ -133,63 +139,114 @@ class _Access:
     mark: int
 
 
+@dataclass(frozen=True)
+class Part:
+    """A call, or a part of it, in a tiling.
+
+    Attributes:
+        room: Bytes from 0 on of the scratchpad for its pieces.
+        size: Bytes that they take.
+        core: Name of the core that computes it; empty on a chip of one core.
+    """
+
+    call: KernelCall
+    tiling: Tiling
+    room: int
+    size: int
+    core: str = ""
+
+
 @dataclass
 class Linker:
     """Puts sections one behind the other: places their pieces, and orders what they share by fences and marks.
 
     Every engine of a section ends it by raising its token 0, its mark. A later section's engine that touches the same
-    bytes waits for that mark first.
+    bytes waits for that mark first. Parts that are added together do not wait for each other: they share only what
+    they read, and write different elements.
     """
 
     mapper: Mapper
     places: Mapping[str, Place]
     raised: dict[Token, int]
     sections: list[Section] = field(default_factory=list)
+    own_places: Mapping[str, Mapping[str, Place]] = field(default_factory=dict)  # core → those that differ for it
     _accesses: dict[tuple[Space, str], list[_Access]] = field(default_factory=dict)
     _waited: dict[str, dict[str, int]] = field(default_factory=dict)
-    _recent: list[tuple[int, int]] = field(default_factory=list)  # where pieces lie, of the last sections first
+    _recent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # core → where its last pieces lie
 
-    def add(self, call: KernelCall, tiling: Tiling, room: int, size: int) -> None:
-        """Append a call's section, whose pieces take `size` bytes of the first `room` bytes of the scratchpad.
+    def add(self, *parts: Part) -> None:
+        """Append the sections of parts that are computed side by side.
 
-        Pieces lie where those of the sections before do not, as far as that goes, so that loads of one may go on while
-        the other computes.
+        Pieces lie where those of the core's sections before do not, as far as that goes, so that loads of one may go on
+        while the other computes.
         """
-        for first in (self._start(room, size), 0):
+        self._enter([touch for part in parts for touch in self._append(part.call, self._drafted(part), part.core)])
+
+    def send(self, *copies: tuple[KernelCall, str]) -> None:
+        """Append copies between cores that are done side by side, each by the core that sends."""
+        touches: list[Touch] = []
+        for copy, core in copies:
+            (source,), (target,) = copy.inputs, copy.outputs
+            emitter = new_emitter(self.mapper.chip, self._places(core), (0, 0))
+            sizes, (read, written) = collapse(source.shape, source.strides, target.strides)
+            axes = tuple(map(Axis, sizes))
+            views = (replace(source, strides=tuple(read)), replace(target, strides=tuple(written)))
+            emitter.transfer(axes, *(emitter.whole(view, axes) for view in views), queue=_SENDING)
+            touches += self._append(copy, emitter.finish(), core)
+        self._enter(touches)
+
+    def _drafted(self, part: Part) -> Draft:
+        call, room = part.call, part.room
+        recent, places = self._recent.setdefault(part.core, []), self._places(part.core)
+        for first in (self._start(recent, room, part.size), 0):
             try:
-                draft = self.mapper.draft(call, tiling, self.places, (first, room - first))
+                draft = self.mapper.draft(call, part.tiling, places, (first, room - first))
             except DoesNotFit:  # some lowerings need pieces of their own only for operands in the scratchpad
                 continue
             if draft.scratchpad:
-                self._recent = [(first, first + draft.scratchpad), *self._recent[: _RECENT - 1]]
-            self._append(call, draft)
-            return
+                recent[:] = [(first, first + draft.scratchpad), *recent[: _RECENT - 1]]
+            return draft
         reason = f"kernel '{call.kernel}' does not fit the scratchpad of chip '{self.mapper.chip.name}'"
         raise ConstraintError([f"node '{call.node}': {reason}; {ADVICE}"], {call.node: reason})
 
-    def _start(self, room: int, size: int) -> int:
+    def _places(self, core: str) -> Mapping[str, Place]:
+        own = self.own_places.get(core)
+        return ChainMap(dict(own), dict(self.places)) if own else self.places
+
+    def _raised_in(self, core: str) -> Mapping[Token, int]:
+        """A core's tokens, by their names within it → how often they have been raised."""
+        if not core:
+            return self.raised
+        own = ((token, times) for token, times in self.raised.items() if core_of(token.engine) == core)
+        return {Token(kind_of(token.engine), token.number): times for token, times in own}
+
+    def _start(self, recent: Sequence[tuple[int, int]], room: int, size: int) -> int:
         """The first byte of pieces: of places at an end of the room or beside other pieces, the longest free one."""
         alignment = self.mapper.chip.sram.alignment
         top = (room - size) // alignment * alignment
-        beside = [start for first, end in self._recent for start in (end, first - size)]
+        beside = [start for first, end in recent for start in (end, first - size)]
         starts = [start for start in (0, top, *beside) if 0 <= start <= top]
 
         def sections_before(start: int) -> int:
-            taken = [first < start + size and start < end for first, end in self._recent]
+            taken = [first < start + size and start < end for first, end in recent]
             return taken.index(True) if True in taken else len(taken)
 
         return max(starts, key=sections_before, default=0)
 
-    def _append(self, call: KernelCall, draft: Draft) -> None:
+    def _append(self, call: KernelCall, draft: Draft, core: str) -> Sequence[Touch]:
+        """Append a section as a core computes it; return what it touches."""
+        body, touches, raised = draft.body(self._raised_in(core)), draft.touches, draft.raised
+        if core:
+            own = to_core(core)
+            body, touches, raised = own.nodes(body), own.touches(touches), own.raised(raised)
         fences: dict[str, dict[str, int]] = {}
-        for touch in draft.touches:
+        for touch in touches:
             for access in self._accesses.get((touch.space, touch.name), ()):
                 other = access.touch
                 overlaps = other.first < touch.end and touch.first < other.end
                 if overlaps and (other.writes or touch.writes) and other.engine != touch.engine:
                     needs = fences.setdefault(touch.engine, {})
                     needs[other.engine] = max(needs.get(other.engine, 0), access.mark)
-        body = draft.body(self.raised)
         engines = sorted(engines_of(body))
         before = []
         for engine, needs in sorted(fences.items()):
@@ -200,18 +257,22 @@ class Linker:
                 waits = tuple(Wait(Token(other, 0), Affine(count)) for other, count in sorted(new.items()))
                 before.append(Fence(engine=engine, waits=waits))
         marks = [Fence(engine=engine, signals=(Token(engine, 0),)) for engine in engines]
-        for token, count in draft.raised.items():
+        for token, count in raised.items():
             self.raised[token] = self.raised.get(token, 0) + count
         for engine in engines:
             self.raised[Token(engine, 0)] = self.raised.get(Token(engine, 0), 0) + 1
-        for touch in draft.touches:
+        self.sections.append(Section(call.node, call.kernel, shapes(call), (*before, *body, *marks)))
+        return touches
+
+    def _enter(self, touches: Sequence[Touch]) -> None:
+        """Make later sections wait for these accesses."""
+        for touch in touches:
             if touch.writes:  # whoever waits for this one waits for those before it
                 known = self._accesses.get((touch.space, touch.name), [])
                 known[:] = [a for a in known if not (touch.first <= a.touch.first and a.touch.end <= touch.end)]
-        for touch in draft.touches:
+        for touch in touches:
             mark = self.raised[Token(touch.engine, 0)]
             self._accesses.setdefault((touch.space, touch.name), []).append(_Access(touch, mark))
-        self.sections.append(Section(call.node, call.kernel, shapes(call), (*before, *body, *marks)))
 
 
 def shapes(call: KernelCall) -> str:
@@ -223,4 +284,4 @@ def shapes(call: KernelCall) -> str:
     return f"{' * '.join(map(text, call.inputs))} -> {', '.join(map(text, call.outputs))}"
 
 
-__all__ = ["ARENA", "Linker", "check_calls", "chip_digest", "link_program", "trimmed"]
+__all__ = ["ARENA", "Linker", "Part", "check_calls", "chip_digest", "link_program", "preloaded", "trimmed"]

@@ -14,7 +14,19 @@ from npu_compiler.program.elementwise import ELEMENTWISE
 from npu_compiler.program.products import Product
 from npu_model.chip import Chip, Dataflow, Matrix
 from npu_model.chip.systolic import mapping, sram_accesses
-from npu_model.isa.instructions import Compute, Engine, Fence, Instruction, Multiply, Role, Space, Tile, Transfer
+from npu_model.isa.instructions import (
+    Compute,
+    Engine,
+    Fence,
+    Instruction,
+    Multiply,
+    Role,
+    Space,
+    Tile,
+    Transfer,
+    core_number,
+    kind_of,
+)
 from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, REDUCTIONS, RUNNING_SUM
 from npu_model.machine.dram import Banks
 
@@ -29,6 +41,7 @@ class Cost:
         port_cycles: Cycles of these in which it waits for the scratchpad's ports.
         dram_read, dram_written: Bytes moved from and to DRAM.
         sram_bytes: Bytes read from and written to the scratchpad.
+        network: Bytes moved between cores.
         macs, operations: Multiply-accumulates; operations of vector lanes or of the output stage.
         dtype: Dtype that is multiplied.
     """
@@ -42,6 +55,7 @@ class Cost:
     dtype: str = ""
     port_cycles: int = 0
     latency: int = 0
+    network: int = 0
 
 
 _NOTHING = Cost()
@@ -56,6 +70,7 @@ class Moves(NamedTuple):
         inside: Bytes read from and written to the scratchpad.
         run, runs: Bytes of a run of consecutive bytes of DRAM, and number of runs.
         strides, extents, item: The walk of DRAM: byte strides, number of elements along each, and bytes of an element.
+        path: The cores between which it moves, over the network.
     """
 
     filled: int
@@ -67,6 +82,7 @@ class Moves(NamedTuple):
     strides: tuple[int, ...]
     extents: tuple[int, ...]
     item: int
+    path: tuple[str, str] | None = None
 
 
 class Multiplies(NamedTuple):
@@ -122,6 +138,14 @@ class Costs:
         """The banks of DRAM; None where the chip's file has none."""
         return None if self.chip.dram.banks is None else Banks(self.chip)
 
+    def delay(self, core: str, other: str) -> int:
+        """Cycles until one core sees what another one has raised or sent."""
+        cores = self.chip.cores
+        if core == other or cores is None:
+            return 0
+        hops = cores.hops(core_number(core), core_number(other))
+        return math.ceil(hops * cores.network.latency_ns * self.chip.clock_ghz)
+
     def cost(self, instruction: Instruction, extents: Sequence[int], address: int = 0) -> Cost:
         """The cost of an execution in which `extents` elements exist along each axis.
 
@@ -147,6 +171,11 @@ class Costs:
             cycles = max(cycles, work.runs * -(-work.run // burst) * burst / self.bytes_per_cycle)
             if self.banks is not None:
                 cycles = max(cycles, self.banks.cycles(address, work.strides, work.extents, work.item))
+        if work.path is not None:
+            assert self.chip.cores is not None
+            cycles = max(cycles, work.filled * self.chip.clock_ghz / self.chip.cores.network.bandwidth_gb_s)
+            latency = self.delay(*work.path)
+            return Cost(math.ceil(cycles), 0, 0, work.inside, latency=latency, network=work.filled)
         return Cost(math.ceil(cycles), work.read, work.written, work.inside)
 
     def _multiplies(self, work: Multiplies) -> Cost:
@@ -211,7 +240,7 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     if index is not None:
         inside += _distinct(index, extents) * itemsize(index.dtype)
     if not read and not written:
-        return Moves(filled, read, written, inside, 0, 0, (), (), size)
+        return Moves(filled, read, written, inside, 0, 0, (), (), size, instruction.path)
     outside = source if source.space is Space.DRAM else target
     run, runs = _walk(outside, extents, size, index if outside is instruction.chosen else None)
     return Moves(filled, read, written, inside, run, runs, outside.strides, tuple(extents), size)
@@ -251,7 +280,7 @@ def _computes(instruction: Compute, extents: Sequence[int]) -> Computes:
     moved = sum(_distinct(tile, extents) * itemsize(tile.dtype) for tile in tiles if tile.space is Space.SCRATCHPAD)
     dtypes = {"int8" if t.dtype in ("uint8", "bool") else "float32" if t.dtype == "int32" else t.dtype for t in tiles}
     operations = max(elements, _lane_operations(instruction, extents))
-    return Computes(elements, operations, moved, frozenset(dtypes), instruction.engine == Engine.OUTPUT)
+    return Computes(elements, operations, moved, frozenset(dtypes), kind_of(instruction.engine) == Engine.OUTPUT)
 
 
 def step_operations(op: str) -> int:

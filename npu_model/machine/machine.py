@@ -6,10 +6,14 @@ Engines work side by side, each on one instruction at a time and in the order of
    been reached. Instructions start in the order in which they become ready.
 2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine
    is free for the next transfer meanwhile. All engines share DRAM.
-3. Any other instruction keeps its engine for its cycles. A product ends the depth of the array later where folds
+3. A transfer from one core's scratchpad to another's begins when the one's link out and the other's link in are free,
+   occupies both for its bytes, and ends some hops later.
+4. Any other instruction keeps its engine for its cycles. A product ends the depth of the array later where folds
    overlap; the engine begins the next one meanwhile.
-4. At its end an instruction raises its tokens; an engine's instructions end in their order.
-5. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
+5. Where the chip's file says how the scratchpad's banks lie, what touches it also waits for them (`sram_banks.py`).
+6. At its end an instruction raises its tokens, which other cores see some hops later; an engine's instructions end in
+   their order.
+7. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
    the chip overlaps them; otherwise a launch begins when the section before has ended.
 
 Times are whole cycles. If data are computed, an instruction does all its work when it starts; since what it needs has
@@ -28,12 +32,24 @@ from heapq import heappop, heappush
 import numpy as np
 
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Engine, Instruction, Loop, Node, Section, Space, Tile, TileProgram, Token
+from npu_model.isa.instructions import (
+    Instruction,
+    Loop,
+    Node,
+    Section,
+    Space,
+    Tile,
+    TileProgram,
+    Token,
+    core_name,
+    is_transfer,
+)
 from npu_model.machine.blas import one_thread
 from npu_model.machine.costs import Cost, Costs
 from npu_model.machine.execution import Executed, Execution, execute, located
 from npu_model.machine.memory import MachineError, Memory
 from npu_model.machine.races import Races
+from npu_model.machine.sram_banks import SramBanks
 from npu_model.machine.streams import Entry, Prepared, Raised, Streams
 
 _MOST_KEPT = 2**18  # executions whose order is kept for the next run
@@ -68,6 +84,7 @@ class Counts:
     dram_read: int = 0
     dram_written: int = 0
     sram_bytes: int = 0
+    network_bytes: int = 0
     operations: int = 0
     macs: dict[str, int] = field(default_factory=dict)
     busy: dict[str, int] = field(default_factory=dict)
@@ -80,6 +97,7 @@ class Counts:
         self.dram_read += times * cost.dram_read
         self.dram_written += times * cost.dram_written
         self.sram_bytes += times * cost.sram_bytes
+        self.network_bytes += times * cost.network
         self.operations += times * cost.operations
         self.busy[engine] = self.busy.get(engine, 0) + times * cost.cycles
         if cost.macs:
@@ -127,17 +145,24 @@ class Machine:
         self.costs = Costs(chip)
         self._executions: dict[tuple[int, ...], Execution] = {}
         self._first: tuple[Run, list[Executed]] | None = None
+        self._own: dict[tuple[Space, str], Memory] = {}
         if memory is not None:
-            matrix = chip.matrix
-            self._scratchpad = Memory("the scratchpad", chip.sram.size, checked)
-            self._accumulators = Memory("the accumulators", matrix.accumulator_bytes if matrix else 0, checked)
+            sums = chip.matrix.accumulator_bytes if chip.matrix else 0
+            for core in [""] if chip.cores is None else map(core_name, range(chip.cores.count)):
+                of_core = f" of {core}" if core else ""
+                self._own[Space.SCRATCHPAD, core] = Memory(f"the scratchpad{of_core}", chip.sram.size, checked)
+                self._own[Space.ACCUMULATORS, core] = Memory(f"the accumulators{of_core}", sums, checked)
 
     def preload(self) -> Run:
         """Bring weights that stay into the scratchpad; once, and again when weights change."""
         return self._run(self.program.preload, {})
 
-    def run(self, *, spans: bool = False) -> Run:
+    def run(self, *, spans: bool = False, lanes: Sequence[Sequence[int]] | None = None) -> Run:
         """Run the program once.
+
+        Args:
+            lanes: Numbers of sections that are launched one after the other, beside those of other lanes, which use
+                other engines. Default: all in one lane.
 
         Raises:
             MachineError: an instruction does what no correct program does; names the instruction, node and address.
@@ -149,7 +174,7 @@ class Machine:
                     execute(*executed)
             return run
         first: list[Executed] | None = [] if self.memory is not None and not self.checked else None
-        run = self._run(self.program.sections, token_totals(self.program.preload), spans, first)
+        run = self._run(self.program.sections, token_totals(self.program.preload), spans, first, lanes)
         if first is not None and len(first) <= _MOST_KEPT:
             self._first = run, first
         return run
@@ -161,10 +186,8 @@ class Machine:
 
     def memories(self, tile: Tile) -> Memory:
         """The memory that an operand is in."""
-        if tile.space is Space.SCRATCHPAD:
-            return self._scratchpad
-        if tile.space is Space.ACCUMULATORS:
-            return self._accumulators
+        if tile.space is not Space.DRAM:
+            return self._own[tile.space, tile.buffer]
         assert self.memory is not None
         return self.memory[tile.buffer]
 
@@ -186,8 +209,9 @@ class Machine:
         raised: Mapping[Token, int],
         spans: bool = False,
         order: list[Executed] | None = None,
+        lanes: Sequence[Sequence[int]] | None = None,
     ) -> Run:
-        scheduler = _Scheduler(self, sections, raised, spans, order)
+        scheduler = _Scheduler(self, sections, raised, spans, order, lanes or [range(len(sections))])
         with _computing() if self.memory is not None else nullcontext():
             return scheduler.run()
 
@@ -233,6 +257,7 @@ class _Queue:
         free: When the engine is free for it.
         ended: When all before it have ended.
         ready, missing: When it can start, as far as is known, and for how many tokens it still waits.
+        lane: The sections that it executes.
     """
 
     name: str
@@ -242,6 +267,24 @@ class _Queue:
     ended: int = 0
     missing: int = 0
     ready: int = 0
+    lane: _Lane | None = None
+
+
+@dataclass(eq=False)
+class _Lane:
+    """Sections that are launched one after the other.
+
+    Attributes:
+        batches: Those that are not launched yet; those of a batch together.
+        launched: Those of the last batch that was.
+        ended: When all before these had ended.
+        queues: Numbers of the queues that execute them.
+    """
+
+    batches: list[Sequence[int]]
+    queues: list[int] = field(default_factory=list)
+    launched: Sequence[int] = ()
+    ended: int = 0
 
 
 class _Scheduler:
@@ -254,6 +297,7 @@ class _Scheduler:
         raised: Mapping[Token, int],
         spans: bool,
         order: list[Executed] | None,
+        lanes: Sequence[Sequence[int]],
     ) -> None:
         self.machine = machine
         self.order = order
@@ -266,27 +310,29 @@ class _Scheduler:
         engines = [self.streams.engines(number) for number in range(len(sections))]
         names = sorted(set().union(*engines))
         self.queues = [_Queue(name) for name in names]
-        computing = {name for name in names if not name.startswith(Engine.DMA)}
+        computing = {name for name in names if not is_transfer(name)}
         self.moves_only = [not each & computing for each in engines]
         self.launched = [0] * len(sections)
+        overlapped = machine.chip.launch.overlapped
+        self.lanes = [_Lane([lane] if overlapped else [[number] for number in lane]) for lane in lanes]
+        for lane, numbers in zip(self.lanes, lanes, strict=True):
+            own = set().union(*(engines[number] for number in numbers))
+            lane.queues = [number for number, name in enumerate(names) if name in own]
+            for number in lane.queues:
+                self.queues[number].lane = lane
         self.last = self.frontier = self.exposed = 0
         self.dram_free = 0
+        self.out_free: dict[str, int] = {}  # core → when its link out of it is free; and into it
+        self.in_free: dict[str, int] = {}
+        self.banks = SramBanks(machine.chip) if machine.chip.sram.bank_bytes is not None else None
         self.latency = round(machine.chip.dram_latency_cycles)
         self.races = Races(names) if machine.checked else None
 
     def run(self) -> Run:
-        launch, clock = self.machine.chip.launch, self.machine.chip.clock_ghz
-        cost = round(1e3 * clock * launch.cost_us)
-        numbers = range(len(self.sections))
-        together = [numbers] if launch.overlapped else [numbers[number : number + 1] for number in numbers]
-        for sections in together:
-            for index in sections:
-                self.launched[index] = (index + 1) * cost if launch.overlapped else self.last + cost
-            for number, queue in enumerate(self.queues):
-                queue.stream = self.streams.stream(sections, queue.name)
-                self._next(number, queue)
-            self._run_all()
-            self._check_finished()
+        for lane in self.lanes:
+            self._launch(lane)
+        self._run_all()
+        self._check_finished()
         for counts, work in zip(self.counts, self.streams.work, strict=True):
             for (engine, each), times in work.items():
                 counts.add(each, engine, times)
@@ -298,6 +344,23 @@ class _Scheduler:
             final.stall(Cause.DRAM_BANDWIDTH, tail - latency)
         return Run(self.last, self.counts, self.spans)
 
+    def _launch(self, lane: _Lane) -> None:
+        """Launch a lane's next sections, when all before them have ended, until there is something to execute."""
+        launch = self.machine.chip.launch
+        cost = round(1e3 * self.machine.chip.clock_ghz * launch.cost_us)
+        while lane.batches:
+            batch = lane.batches.pop(0)
+            lane.ended = max([lane.ended, *(self.counts[number].end for number in lane.launched)])
+            lane.launched = batch
+            for place, index in enumerate(batch, 1):
+                self.launched[index] = lane.ended + place * cost
+            for number in lane.queues:
+                queue = self.queues[number]
+                queue.stream = self.streams.stream(batch, queue.name)
+                self._next(number, queue)
+            if any(self.queues[number].current is not None for number in lane.queues):
+                return
+
     def _run_all(self) -> None:
         heap, queues, latency = self.heap, self.queues, self.latency
         looks_closer = self.machine.memory is not None or self.races is not None or self.keeps_spans
@@ -305,16 +368,20 @@ class _Scheduler:
             start, number = heappop(heap)
             queue = queues[number]
             assert queue.current is not None
-            prepared, _, cost, waits = queue.current
-            index, cycles = prepared.section, cost.cycles
+            prepared, counters, cost, waits = queue.current
+            index, cycles, conflicts = prepared.section, cost.cycles, 0
             if prepared.moves and (cost.dram_read or cost.dram_written):
                 self.exposed = min(latency, max(0, start - self.dram_free))
                 start = max(start, self.dram_free)
                 self.dram_free = queue.free = start + cycles
                 end = queue.free + latency
             else:
+                start = start if prepared.path is None else self._on_network(prepared.path, start, cycles)
                 queue.free = start + cycles
                 end = queue.free + cost.latency
+            if self.banks is not None:
+                conflicts = self.banks.delay(prepared.instruction, counters, start, cost)
+                queue.free, end, cycles = queue.free + conflicts, end + conflicts, cycles + conflicts
             if end < queue.ended:
                 end = queue.ended
             queue.ended = end
@@ -325,20 +392,34 @@ class _Scheduler:
             if start < counts.start or counts.start < 0:
                 counts.start = start
             if cycles and start + cycles > self.frontier and (not prepared.moves or self.moves_only[index]):
-                self._advance(counts, prepared, waits, start, cost)
+                self._advance(counts, prepared, waits, start, cost, conflicts)
             if looks_closer:
                 self._look_closer(queue, number, start)
             for raised in prepared.signals:
-                raised.times.append(end)
+                raised.times.append(end + raised.delay)
                 if raised.waiting:
                     self._wake(raised)
-            self._next(number, queue)
+            if not self._next(number, queue):
+                self._finish(queue)
 
-    def _next(self, number: int, queue: _Queue) -> None:
-        """Take the queue's next instruction, and have it started when it is ready."""
+    def _on_network(self, path: tuple[str, str], start: int, cycles: int) -> int:
+        """The begin of a transfer between cores that is ready at `start`; it occupies their links for its cycles."""
+        sender, receiver = path
+        begin = max(start, self.out_free.get(sender, 0), self.in_free.get(receiver, 0))
+        self.out_free[sender] = self.in_free[receiver] = begin + cycles
+        return begin
+
+    def _finish(self, queue: _Queue) -> None:
+        """Launch the next sections of a queue's lane if they can begin."""
+        lane = queue.lane
+        if lane is not None and lane.batches and all(self.queues[each].current is None for each in lane.queues):
+            self._launch(lane)
+
+    def _next(self, number: int, queue: _Queue) -> bool:
+        """Take the queue's next instruction, if there is one, and have it started when it is ready."""
         queue.current = entry = next(queue.stream, None)
         if entry is None:
-            return
+            return False
         ready, missing = self.launched[entry[0].section], 0
         if queue.free > ready:
             ready = queue.free
@@ -353,6 +434,7 @@ class _Scheduler:
             queue.ready, queue.missing = ready, missing
         else:
             heappush(self.heap, (ready, number))
+        return True
 
     def _wake(self, raised: Raised) -> None:
         """Start those that waited for what has just been raised."""
@@ -366,9 +448,15 @@ class _Scheduler:
                 if not queue.missing:
                     heappush(self.heap, (queue.ready, number))
 
-    def _advance(self, counts: Counts, prepared: Prepared, waits: Sequence[int], start: int, cost: Cost) -> None:
-        """Enter the time from the end of all computing so far to an instruction's: what it waited for, and its work."""
-        at, end = self.frontier, start + cost.cycles
+    def _advance(
+        self, counts: Counts, prepared: Prepared, waits: Sequence[int], start: int, cost: Cost, conflicts: int
+    ) -> None:
+        """Enter the time from the end of all computing so far to an instruction's: what it waited for, and its work.
+
+        Args:
+            conflicts: Cycles that it waits for banks of the scratchpad while it works.
+        """
+        at, end = self.frontier, start + cost.cycles + conflicts
         self.frontier = end
         if start > at:
             launched = min(start, max(at, self.launched[prepared.section]))
@@ -383,7 +471,7 @@ class _Scheduler:
                 else:
                     counts.stall(Cause.DEPENDENCY, start - launched)
             at = start
-        ports = min(end - at, cost.port_cycles)
+        ports = min(end - at, cost.port_cycles + conflicts)
         counts.stall(Cause.SRAM_PORTS, ports)
         counts.progress += end - at - ports
 

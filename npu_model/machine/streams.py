@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import TypeAlias
 
-from npu_model.isa.instructions import Affine, Engine, Instruction, Loop, Node, Section, Space, Token, Transfer
+from npu_model.isa.instructions import (
+    Affine,
+    Instruction,
+    Loop,
+    Node,
+    Section,
+    Space,
+    Token,
+    Transfer,
+    core_of,
+    is_transfer,
+)
 from npu_model.machine.costs import Cost, Costs
 
 _AHEAD = 256  # instructions, about: each is a few objects, and the garbage collector visits those that live long
@@ -22,10 +33,11 @@ Counters: TypeAlias = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Raised:
-    """The times at which a token was raised in this run.
+    """The times at which a token was raised in this run, as the engines of one core see them.
 
     Attributes:
         times: The cycle in which it was raised for the nth time; for n = 0, the run's begin.
+        delay: Cycles from the end of what raises it until the core sees that.
         before: How often it was raised before this run.
         waiting: (count, number of the queue) of those that wait for it.
         is_data: Whether a DMA engine raises it.
@@ -35,6 +47,7 @@ class Raised:
     token: Token
     before: int
     is_data: bool
+    delay: int = 0
     times: list[int] = field(default_factory=lambda: [0])
     waiting: list[tuple[int, int]] = field(default_factory=list)
     clocks: list[tuple[int, ...]] = field(default_factory=list)
@@ -47,7 +60,9 @@ class Prepared:
     Attributes:
         section: Number of its section.
         waits, counts: The tokens that it waits for, and how often each must have been raised since the program's begin.
+        signals: The tokens that it raises, once for each core that waits for it.
         moves: Whether it is a transfer.
+        path: The cores between which a transfer over the network moves.
         sizes: Engine → number of instructions that it executes in a round of the loops around.
         varying: Axes of which some elements do not exist in some rounds.
         outside: Address of what a transfer moves in a DRAM of banks, where that varies.
@@ -66,6 +81,7 @@ class Prepared:
     outside: Affine | None
     fixed: Cost | None
     by_extents: dict[tuple[int, ...], Cost]
+    path: tuple[str, str] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -87,16 +103,19 @@ class Streams:
         raised: Token → how often it was raised before.
 
     Attributes:
-        tokens: Those that are raised or waited for.
         work: By section, the cost of what has been streamed, and how often.
     """
 
     def __init__(self, sections: Sequence[Section], costs: Costs, raised: Mapping[Token, int]) -> None:
-        self.tokens: dict[Token, Raised] = {}
+        self._tokens: dict[Token, list[Raised]] = {}
         self.work: list[Counter[tuple[str, Cost]]] = [Counter() for _ in sections]
         self._costs = costs
         self._raised = raised
+        self._signalled: list[Prepared] = []
         self._sections = [self._nodes(section.body, (), number) for number, section in enumerate(sections)]
+        for prepared in self._signalled:
+            tokens = prepared.instruction.signals
+            prepared.signals = [raised for token in tokens for raised in self._tokens.get(token, ())]
 
     @property
     def executions(self) -> int:
@@ -130,19 +149,24 @@ class Streams:
         varying = [position for position, axis in enumerate(axes) if axis.is_clipped(counts)]
         outside = self._outside(instruction)
         fixed = None if varying or outside else self._costs.cost(instruction, [axis.size for axis in axes])
-        return Prepared(
+        core = core_of(instruction.engine)
+        prepared = Prepared(
             instruction,
             section,
             isinstance(instruction, Transfer),
             {instruction.engine: 1},
-            [self._token(wait.token) for wait in instruction.waits],
+            [self._token(wait.token, core) for wait in instruction.waits],
             [wait.count for wait in instruction.waits],
-            [self._token(token) for token in instruction.signals],
+            [],
             varying,
             outside,
             fixed,
             {},
+            instruction.path if isinstance(instruction, Transfer) else None,
         )
+        if instruction.signals:
+            self._signalled.append(prepared)
+        return prepared
 
     def _outside(self, instruction: Instruction) -> Affine | None:
         """The address in DRAM of a transfer whose time depends on it."""
@@ -151,11 +175,15 @@ class Streams:
         tiles = (instruction.source, instruction.target)
         return next((tile.address for tile in tiles if tile.space is Space.DRAM), None)
 
-    def _token(self, token: Token) -> Raised:
-        if token not in self.tokens:
-            is_data = token.engine.startswith(Engine.DMA)
-            self.tokens[token] = Raised(token, self._raised.get(token, 0), is_data)
-        return self.tokens[token]
+    def _token(self, token: Token, core: str) -> Raised:
+        """A token as the engines of a core see it."""
+        delay = self._costs.delay(core_of(token.engine), core)
+        known = self._tokens.setdefault(token, [])
+        for raised in known:
+            if raised.delay == delay:
+                return raised
+        known.append(Raised(token, self._raised.get(token, 0), is_transfer(token.engine), delay))
+        return known[-1]
 
     def _stream(self, nodes: Sequence[_Rounds | Prepared], engine: str, counters: Counters) -> Iterator[Entry]:
         for node in nodes:

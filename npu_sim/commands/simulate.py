@@ -15,6 +15,7 @@ from npu_sim.commands.console import concerning, note, print_json, progress, ste
 from npu_sim.commands.int8 import INT8, for_timing
 from npu_sim.commands.options import AsJSON, SimulatedDtype, WeightFormat
 from npu_sim.commands.serve_simulated import SimulatedModel, serve_on_chip
+from npu_sim.commands.simulate_shared import Neighbours, simulate_shared
 from npu_sim.commands.simulation_text import as_json, result_lines, slow_dtype
 from npu_sim.commands.units import format_time
 
@@ -84,10 +85,14 @@ class Outputs:
         """The file for a trace of the run, if it is wanted."""
         return None if self.requests is not None else self.trace
 
-    def check(self, inputs: list[Path]) -> None:
+    def check(self, inputs: list[Path], is_shared: bool) -> None:
         """Raises `InputError` where the options do not go together, or a file to write is one to read."""
         from npu_compiler.errors import InputError
 
+        if is_shared and (self.requests or self.picture or self.sweep or self.full):
+            raise InputError(
+                "--with is for one run of each model; leave out --sweep, --picture, --full and .csv traces"
+            )
         if self.csv is not None and self.sweep is None and self.requests is None:
             raise InputError("--csv is for --sweep, or for a --trace of requests")
         if self.sweep is not None and (self.trace is not None or self.full):
@@ -116,6 +121,7 @@ def simulate(
         ),
     ],
     outputs: Outputs,
+    neighbours: Neighbours,
     dtype: SimulatedDtype = None,
     quantization: WeightFormat = None,
     tokens: Annotated[
@@ -140,10 +146,13 @@ def simulate(
 
     Of a language model, the prefill of a prompt and a decode step are simulated; --trace, --picture and --sweep are of
     the decode step. With a --trace of requests (.csv), a server with the model on the chip is simulated instead.
+
+    Models --with which the chip is shared begin at the same time; of each, the latency is shown, and that alone.
     """
     from npu_model import load_chip
 
-    outputs.check([Path(model), Path(npu)])
+    others = neighbours.others or []
+    outputs.check([Path(model), Path(npu), *map(Path, others)], is_shared=bool(others))
     kind = _check_model(model, dtype, quantization, tokens, cache_length)
     if outputs.requests is not None:
         described = SimulatedModel(model, dtype, quantization or "checkpoint")
@@ -152,7 +161,9 @@ def simulate(
     with concerning("--npu"):
         chip = load_chip(npu)
     wanted = (kind, model, dtype, quantization, tokens, cache_length)
-    if outputs.sweep is not None:
+    if others:
+        _share(wanted, chip, neighbours, outputs)
+    elif outputs.sweep is not None:
         _sweep(wanted, chip, outputs.sweep, outputs)
     else:
         _run(wanted, chip, outputs)
@@ -200,6 +211,22 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
             f"time to first token: {format_time(prefill.seconds)} for a prompt of {count} tokens; "
             f"then {1 / decode.seconds:.1f} tokens per second"
         )
+
+
+def _share(wanted: _Wanted, chip: Chip, neighbours: Neighbours, outputs: Outputs) -> None:
+    """Simulate models that share a chip; of a language model, the decode step."""
+    from npu_model import ChipOpsTarget
+
+    kind, model, dtype, quantization, tokens, cache_length = wanted
+    kinds = {name: _check_model(name, None, None, None, None) for name in neighbours.others or []} | {model: kind}
+    names = [model, *(neighbours.others or [])]
+    sharing = neighbours.sharing(chip, len(names))
+
+    def compiled(name: str) -> CompiledProgram:
+        lengths = (tokens, cache_length) if kinds[name] == "language" else (None, None)
+        return _programs(ChipOpsTarget(chip), kinds[name], name, dtype, quantization, *lengths)[0][-1]
+
+    simulate_shared(names, compiled, chip, sharing, trace=outputs.timeline, as_json=outputs.json)
 
 
 def _save(result: Result, outputs: Outputs) -> None:

@@ -38,7 +38,7 @@ def result_lines(result: Result, full: bool) -> list[str]:
     stalls = ", ".join(f"{cause} {cycles / result.cycles:.1%}" for cause, cycles in result.stalls.items())
     busy = ", ".join(f"{engine} {cycles / result.cycles:.1%}" for engine, cycles in result.busy.items())
     kept = f", {format_bytes(result.kept_weight_bytes)} of weights kept in SRAM" if result.kept_weight_bytes else ""
-    parts = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in vars(energy).items())
+    parts = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in vars(energy).items() if value)
     products = ", ".join(f"{dtype} {count / result.macs:.1%}" for dtype, count in _macs([result]).items())
     lines = [
         f"{result.program} on {chip.name}: {format_time(result.seconds)}, {result.cycles:.0f} cycles "
@@ -50,6 +50,7 @@ def result_lines(result: Result, full: bool) -> list[str]:
         f"  DRAM     {format_bytes(result.dram_bytes)}, at least {format_bytes(result.compulsory_bytes)}{kept}",
         f"  SRAM     {format_bytes(result.sram_bytes)} read and written; a call uses up to "
         f"{format_bytes(result.sram_used)}",
+        *([f"  network  {format_bytes(result.network_bytes)} moved between cores"] if chip.cores else []),
         *([f"  energy   {1e3 * energy.total:.3g} mJ: {parts}"] if energy.total else []),
         f"  {'time':>10} {'share':>6}  {'calls':>5} {'tiles':>7}  {'tile':20} {'DRAM':>10}  {'engine':8}kernel, node",
     ]
@@ -59,7 +60,7 @@ def result_lines(result: Result, full: bool) -> list[str]:
         lines.append(
             f"  {format_time(seconds(cycles)):>10} {cycles / result.cycles:6.1%}  {len(calls):5} {first.tiles:7}  "
             f"{first.tile:20.20} {format_bytes(first.dram_bytes):>10}  "
-            f"{_busiest(first):8}{first.kernel}, {first.node}"
+            f"{_busiest(first):7} {first.kernel}, {first.node}"
         )
     if not full and len(groups) > _ROWS:
         rest = sum(len(calls) for calls in groups[_ROWS:])

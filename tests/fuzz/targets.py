@@ -323,7 +323,7 @@ def _chips() -> list[Any]:
     from npu_model import shipped_chips
 
     shipped = [files("npu_model.chip") / "chips" / f"{name}.toml" for name in shipped_chips()]
-    return [*shipped, CORPUS / "chips" / "banks.toml"]
+    return [*shipped, *sorted((CORPUS / "chips").glob("*.toml"))]
 
 
 def _program_to_simulate() -> CompiledProgram:

@@ -13,7 +13,7 @@ from npu_compiler import CompiledProgram, CompileOptions
 from npu_compiler import compile as compile_ir
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model import Chip, NPUTarget, kept_code, load_chip, target
-from npu_model.lowering.cascades import lower_arranged
+from npu_model.lowering.cores import lower_arranged
 from npu_model.lowering.mapper import Mapper
 
 

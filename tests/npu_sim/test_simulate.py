@@ -127,3 +127,37 @@ def test_a_program_for_another_target_is_refused(ir: dict[str, Any], tmp_path: P
     compile_ir(ir, CUDACodegenTarget()).save(tmp_path / "gpu.npubin")
     done = CliRunner().invoke(app, ["simulate", str(tmp_path / "gpu.npubin"), "--npu", "edge"], prog_name="npu-sim")
     assert done.exit_code == 2 and "--target op_level" in done.stderr
+
+
+def two_cores(tmp_path: Path) -> Path:
+    """A chip file: edge with two cores."""
+    from importlib.resources import files
+
+    text = (files("npu_model.chip") / "chips" / "edge.toml").read_text("utf-8")
+    path = tmp_path / "two.toml"
+    path.write_text(text + "\n[cores]\ncount = 2\n\n[cores.network]\nbandwidth_gb_s = 32\nlatency_ns = 5\n")
+    return path
+
+
+def test_engines_of_cores_and_their_network_are_shown(program: Path, tmp_path: Path) -> None:
+    text = npu_sim("simulate", program, "--npu", two_cores(tmp_path))
+    assert "core0.matrix" in text and "core1.matrix" in text and "  network  " in text
+    data = json.loads(npu_sim("simulate", program, "--npu", two_cores(tmp_path), "--json"))
+    assert data["network_bytes"] >= 0 and data["busy_us"]["core1.matrix"] > 0
+
+
+@pytest.mark.parametrize("share", ["time", "cores", None])
+def test_models_that_share_a_chip_are_held_against_their_runs_alone(
+    program: Path, ir: dict[str, Any], tmp_path: Path, share: str | None
+) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({**ir, "model_name": "other"}))
+    trace = tmp_path / "trace.json"
+    options = ["--with", tmp_path / "other.json", *(["--share", share] if share else [])]
+    command = ["simulate", program, "--npu", two_cores(tmp_path), *options]
+    text = npu_sim(*command, "--trace", trace)
+    assert text.startswith(f"2 programs share edge by {share or 'cores'}: all have ended after ")
+    data = json.loads(npu_sim(*command, "--json"))
+    assert [tenant["program"] for tenant in data["tenants"]] == ["net", "other"]
+    assert data["latency_us"] == max(tenant["latency_us"] for tenant in data["tenants"])
+    assert all(tenant["slowdown"] >= 1 for tenant in data["tenants"])
+    assert "core1.matrix" in trace.read_text()

@@ -79,7 +79,23 @@ tokens = 17
 cost_us = 0.3
 overlapped = false
 """
-OWN = {"odd": ODD, "uneven": UNEVEN}
+CORES = """
+[cores]
+count = {count}
+split = "{split}"
+[cores.network]
+bandwidth_gb_s = 3.1
+latency_ns = 9.3
+topology = "ring"
+"""
+OWN = {
+    "odd": ODD,
+    "uneven": UNEVEN,
+    "rows": UNEVEN + CORES.format(count=3, split="rows"),
+    "columns": ODD + CORES.format(count=3, split="columns"),
+    "heads": ODD + CORES.format(count=2, split="heads"),
+    "layers": UNEVEN + CORES.format(count=2, split="layers"),
+}
 
 
 @cache
@@ -87,7 +103,8 @@ def chip(name: str) -> Chip:
     """A chip that ships, or one of odd sizes.
 
     `odd` has a 7 × 13 array, 100 KB, one DMA engine and no output stage; `uneven` three arrays of 24 × 10 in which the
-    inputs stay, 60 KB, and launches that are not hidden.
+    inputs stay, 60 KB, and launches that are not hidden. `rows`, `columns`, `heads` and `layers` have several cores,
+    each like one of these, and divide programs so.
     """
     return parse_chip(OWN[name], name) if name in OWN else load_chip(name)
 

@@ -18,7 +18,7 @@ from npu_model.isa.encoding import decode, encode
 from npu_model.isa.instructions import Buffer, Space, TileProgram
 from npu_model.lowering.emitter import Place
 from npu_model.lowering.mapper import Candidate, Mapper
-from npu_model.lowering.program import Linker, chip_digest, dram_places, link_program, trimmed
+from npu_model.lowering.program import Linker, Part, chip_digest, dram_places, link_program, trimmed
 from npu_model.lowering.residency import positions
 from npu_model.machine.machine import Machine, Run
 from npu_model.machine.memory import Memory
@@ -161,7 +161,7 @@ def run_on_chip(
     if mapper is not None:
         linker = Linker(mapper, dram_places(plan), {})
         candidate = mapper.ranked(call, (), chip.sram.size)[0]
-        linker.add(call, candidate.tiling, chip.sram.size, candidate.scratchpad)
+        linker.add(Part(call, candidate.tiling, chip.sram.size, candidate.scratchpad))
         program = replace(program, sections=tuple(linker.sections))
     program = decode(encode(program))
     memory = {name: Memory(name, t.data.view(np.uint8), False) for name, t in tensors.items()}
@@ -194,7 +194,7 @@ def run_in_scratchpad(
     def add(call: KernelCall) -> None:
         own = positions(call, tensors)
         candidate = mapper.ranked(call, own, room)[0]
-        linker.add(call, candidate.tiling, room, candidate.needs(own))
+        linker.add(Part(call, candidate.tiling, room, candidate.needs(own)))
 
     def copy(source: View, target: View) -> KernelCall:
         return KernelCall("copy_kernel", "", (source,), (target,), {"scalars": [None]}, "copy")

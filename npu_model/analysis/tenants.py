@@ -1,0 +1,279 @@
+"""`share`: two or more programs that begin at once on one chip, each against its run alone.
+
+By cores, each program has some of the cores, with all that is theirs; DRAM and the network are shared. By time, the
+programs have all engines: they are called in turn, a call of each, and each has its part of the scratchpads and
+accumulators. Either way the programs become one tile program, which the machine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import zip_longest
+from typing import Any
+
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.errors import ConstraintError, InputError
+from npu_compiler.program.describe import format_bytes
+from npu_compiler.program.plan import ExecutionPlan
+from npu_model.analysis.result import Result
+from npu_model.analysis.simulation import checked_plan, result_of
+from npu_model.chip import Chip
+from npu_model.isa.instructions import Section, Space, TileProgram, core_name, instructions
+from npu_model.isa.verifier import verify
+from npu_model.lowering.cores import lower_arranged
+from npu_model.lowering.mapper import Mapper
+from npu_model.lowering.program import chip_digest
+from npu_model.lowering.relocation import Relocation
+from npu_model.machine.machine import Machine, Run, Span
+
+
+class Sharing(StrEnum):
+    """The way in which programs share a chip."""
+
+    TIME = "time"
+    CORES = "cores"
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A program on a chip that it shares.
+
+    Attributes:
+        share: The numbers of the chip that it has for itself.
+        alone: Its run with the whole chip for itself.
+        shared: Its run beside the others: cycles until it has ended, and its own work.
+    """
+
+    share: str
+    alone: Result
+    shared: Result
+
+    @property
+    def slowdown(self) -> float:
+        """Latency beside the others, in latencies alone."""
+        return self.shared.cycles / self.alone.cycles
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tenant as JSON data."""
+        return {
+            "program": self.alone.program,
+            "share": self.share,
+            "alone_us": 1e6 * self.alone.seconds,
+            "latency_us": 1e6 * self.shared.seconds,
+            "slowdown": self.slowdown,
+            "dram_bytes": self.shared.dram_bytes,
+            "alone_dram_bytes": self.alone.dram_bytes,
+            "busy_us": self.shared.to_dict(calls=False)["busy_us"],
+        }
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """Several programs on one chip.
+
+    Attributes:
+        cycles: Cycles until all have ended.
+        spans: Number of the tenant and node of what each engine did when, if they were asked for.
+    """
+
+    chip: Chip
+    sharing: Sharing
+    cycles: int
+    tenants: tuple[Tenant, ...]
+    spans: tuple[tuple[int, str, Span], ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Time until all have ended."""
+        return self.chip.seconds(self.cycles)
+
+    @property
+    def joules(self) -> float:
+        """Energy of all, static energy until the last one has ended."""
+        moving = sum(tenant.shared.energy.total - tenant.shared.energy.static for tenant in self.tenants)
+        return moving + self.chip.energy.static_watts * self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run as JSON data; times in microseconds, energy in microjoules."""
+        one_by_one = sum(tenant.alone.seconds for tenant in self.tenants)
+        return {
+            "chip": self.chip.name,
+            "share": self.sharing.value,
+            "latency_us": 1e6 * self.seconds,
+            "one_after_the_other_us": 1e6 * one_by_one,
+            "energy_uj": 1e6 * self.joules,
+            "tenants": [tenant.to_dict() for tenant in self.tenants],
+        }
+
+
+@dataclass(frozen=True)
+class Share:
+    """A tenant's part of a chip.
+
+    Attributes:
+        chip: The part as a chip by itself.
+        place: Its place in the whole.
+        text: The part in words.
+    """
+
+    chip: Chip
+    place: Relocation
+    text: str
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The tile program of all tenants.
+
+    Attributes:
+        sections: The numbers of each tenant's sections in it.
+        tiles: Tile program of each tenant for its share as a chip by itself.
+    """
+
+    program: TileProgram
+    sections: tuple[tuple[int, ...], ...]
+    tiles: tuple[TileProgram, ...]
+    shares: tuple[Share, ...]
+
+
+def share(programs: Sequence[CompiledProgram], chip: Chip, sharing: Sharing, *, spans: bool = False) -> SharedRun:
+    """Run programs that begin at once on one chip.
+
+    Args:
+        programs: Op-level programs, two or more.
+        spans: Keep what each engine does when.
+
+    Raises:
+        InputError: a program is for a chip already, or the chip has too few cores to share.
+        ConstraintError: the chip, or a program's share of it, cannot run a call.
+    """
+    alone = [_alone(program, chip) for program in programs]
+    joined = join(programs, chip, sharing)
+    verify(joined.program, chip)
+    lanes = joined.sections if sharing is Sharing.CORES else None
+    run = Machine(chip, joined.program).run(spans=spans, lanes=lanes)
+    tenants, owners = [], {}
+    for number, own in enumerate(joined.sections):
+        owners.update(dict.fromkeys(own, number))
+        counts = [run.sections[section] for section in own]
+        part = Run(max(each.end for each in counts), counts, [])
+        result = result_of(programs[number], joined.shares[number].chip, joined.tiles[number], part)
+        tenants.append(Tenant(joined.shares[number].text, alone[number], result))
+    nodes = [section.node for section in joined.program.sections]
+    marked = tuple((owners[span.section], nodes[span.section], span) for span in run.spans)
+    return SharedRun(chip, sharing, run.cycles, tuple(tenants), marked)
+
+
+def join(programs: Sequence[CompiledProgram], chip: Chip, sharing: Sharing) -> Joined:
+    """One tile program of several programs. Raises as `share`."""
+    plans = [_plan_for_any_chip(program) for program in programs]
+    shares = shares_of(chip, len(plans), sharing)
+    tiles: list[TileProgram] = []
+    for model, plan, own in zip(programs, plans, shares, strict=True):
+        try:
+            tiles.append(lower_arranged(plan, own.chip, Mapper(own.chip))[1])
+        except ConstraintError as error:
+            problems = [f"'{model.name}' with {own.text}: {problem}" for problem in error.violations]
+            raise ConstraintError(problems, error.nodes) from error
+    tokens, moved = 0, []
+    for number, (each, own) in enumerate(zip(tiles, shares, strict=True)):
+        moved.append(replace(own.place, tokens=tokens, buffers=f"{number}/").program(each))
+        tokens += _tokens(each) if sharing is Sharing.TIME else 0
+    if sharing is Sharing.TIME and tokens > chip.control.tokens:
+        raise InputError(
+            f"the programs need {tokens} tokens of an engine together; chip '{chip.name}' has {chip.control.tokens} "
+            "('control.tokens'), so share it by cores, or give it more"
+        )
+    sections, numbers = _in_turn([each.sections for each in moved])
+    program = TileProgram(
+        chip.name,
+        chip_digest(chip),
+        tuple(buffer for each in moved for buffer in each.buffers),
+        tuple(section for each in moved for section in each.preload),
+        sections,
+    )
+    return Joined(program, numbers, tuple(tiles), tuple(shares))
+
+
+def _alone(program: CompiledProgram, chip: Chip) -> Result:
+    _, tiles = lower_arranged(_plan_for_any_chip(program), chip, Mapper(chip))
+    return result_of(program, chip, tiles, Machine(chip, tiles).run())
+
+
+def _plan_for_any_chip(program: CompiledProgram) -> ExecutionPlan:
+    if program.target.startswith("npu:"):
+        raise InputError(
+            f"'{program.name}' was compiled for {program.target}, the whole chip; to share a chip, give its IR file or "
+            "a program compiled with --target op_level"
+        )
+    return checked_plan(program)
+
+
+def _tokens(tiles: TileProgram) -> int:
+    """The most tokens of an engine that a program uses."""
+    return 1 + max(
+        (
+            token.number
+            for section in (*tiles.preload, *tiles.sections)
+            for instruction, _ in instructions(section.body)
+            for token in (*instruction.signals, *(wait.token for wait in instruction.waits))
+        ),
+        default=-1,
+    )
+
+
+def shares_of(chip: Chip, count: int, sharing: Sharing) -> list[Share]:
+    """The parts of a chip for so many programs. Raises `InputError` where it has too little of what is shared."""
+    return _by_cores(chip, count) if sharing is Sharing.CORES else _by_time(chip, count)
+
+
+def _by_cores(chip: Chip, count: int) -> list[Share]:
+    """The cores in order, as many for each tenant as for any other; the first ones have what is over."""
+    if chip.core_count < count:
+        cores = f"{chip.core_count} core{'s' * (chip.core_count > 1)}"
+        raise InputError(
+            f"chip '{chip.name}' has {cores} for {count} programs; share it by time, or give it more in [cores]"
+        )
+    shares, first = [], 0
+    for number in range(count):
+        size = chip.core_count // count + (number < chip.core_count % count)
+        own = None if size == 1 or chip.cores is None else replace(chip.cores, count=size)
+        names = [""] if own is None else [core_name(core) for core in range(size)]
+        place = {name: core_name(first + core) for core, name in enumerate(names)}
+        last = f" to core{first + size - 1}" if size > 1 else ""
+        shares.append(Share(replace(chip, cores=own), Relocation(place), f"core{first}{last}"))
+        first += size
+    return shares
+
+
+def _by_time(chip: Chip, count: int) -> list[Share]:
+    """A part of the scratchpads and accumulators for each tenant."""
+    step = chip.sram.alignment
+    size = chip.sram.size // count // step * step
+    sums = 0 if chip.matrix is None else chip.matrix.accumulator_bytes // count // step * step
+    if size < 1024 or (chip.matrix is not None and sums < step):
+        raise InputError(f"the scratchpad of chip '{chip.name}' is too small for {count} programs")
+    own = replace(
+        chip,
+        sram=replace(chip.sram, size=size),
+        matrix=None if chip.matrix is None else replace(chip.matrix, accumulator_bytes=sums),
+    )
+    places = [{Space.SCRATCHPAD: number * size, Space.ACCUMULATORS: number * sums} for number in range(count)]
+    return [Share(own, Relocation(shifts=place), f"{format_bytes(size)} of scratchpad") for place in places]
+
+
+def _in_turn(programs: Sequence[Sequence[Section]]) -> tuple[tuple[Section, ...], tuple[tuple[int, ...], ...]]:
+    """The sections of programs in turn, and the numbers of each program's."""
+    sections: list[Section] = []
+    numbers: list[list[int]] = [[] for _ in programs]
+    for each in zip_longest(*programs):
+        for own, section in zip(numbers, each, strict=True):
+            if section is not None:
+                own.append(len(sections))
+                sections.append(section)
+    return tuple(sections), tuple(map(tuple, numbers))
+
+
+__all__ = ["Joined", "Share", "SharedRun", "Sharing", "Tenant", "join", "share", "shares_of"]

@@ -1,0 +1,216 @@
+"""Programs for a chip of several cores: each call's result divided among them, or calls by layers.
+
+A part of a call is a call like any other, on parts of its operands' views (`division.py`). Each core has tilings and
+values that stay in its scratchpad as if it were a chip by itself; `spreading.py` says what is its own. In the tile
+program, the section of a call has the instructions of all cores.
+
+A value between calls that several cores touch lies in DRAM. Or each of them has a copy in its scratchpad, to which the
+others send over the network what they compute; only values stay so whose copies all fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from npu_compiler.errors import ConstraintError
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
+from npu_model.chip import Chip
+from npu_model.isa.instructions import Section, Space, TileProgram, core_name
+from npu_model.lowering.cascades import Arrangement, arrange
+from npu_model.lowering.division import Way, divided
+from npu_model.lowering.emitter import Place
+from npu_model.lowering.families import CannotLower
+from npu_model.lowering.mapper import Mapper, in_sequence
+from npu_model.lowering.program import (
+    Linker,
+    Part,
+    buffers_of,
+    check_calls,
+    chip_digest,
+    dram_places,
+    preloaded,
+    shapes,
+    trimmed,
+)
+from npu_model.lowering.relocation import to_core
+from npu_model.lowering.residency import Residency, choose_residency, positions
+from npu_model.lowering.spreading import Spread, Step, copy_name, shared_values, spread
+from npu_model.machine.machine import Machine, token_totals
+
+
+def arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
+    """A plan and its tile program on a chip, of several cores in the way that `cores.split` says.
+
+    Raises:
+        ConstraintError: the chip cannot run calls; all of them are named with the reason.
+    """
+    if chip.cores is None:
+        return arrange(plan, chip, mapper)
+    check_calls(plan.calls, chip, mapper)
+    if chip.cores.split != "auto":
+        return _fastest(_ways(plan, chip, mapper, [chip.cores.split]), chip)
+    alone = arrange(plan, replace(chip, cores=None), mapper)
+    moved = to_core(core_name(0)).program(alone.program)
+    one = Arrangement(alone.plan, replace(moved, digest=chip_digest(chip)))
+    return _fastest([one, *_ways(plan, chip, mapper, [*Way, "layers"])], chip)
+
+
+def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[ExecutionPlan, TileProgram]:
+    """A plan with memory for its cascades and its cores, and its tile program. Raises as `arranged`."""
+    arrangement = arranged(plan, chip, mapper)
+    return arrangement.plan, trimmed(arrangement.program, chip)
+
+
+def _fastest(ways: Iterable[Arrangement], chip: Chip) -> Arrangement:
+    """The first of those that take the fewest cycles, with its simulation."""
+    runs = ((way, Machine(chip, way.program).run()) for way in ways)
+    fastest, run = min(runs, key=lambda each: each[1].cycles)
+    return replace(fastest, run=run)
+
+
+def _ways(plan: ExecutionPlan, chip: Chip, mapper: Mapper, splits: Sequence[str]) -> Iterator[Arrangement]:
+    """The plan divided in these ways, each with values between cores in DRAM, and in copies as far as they fit."""
+    for split in splits:
+        steps = _layers(plan, chip, mapper) if split == "layers" else _divided(plan, Way(split), chip, mapper)
+        yield _linked(spread(plan, steps), chip, mapper)
+        shared = [name for name in shared_values(plan, steps) if plan.buffers[name].size_bytes <= chip.sram.size // 2]
+        copied = _with_copies(plan, steps, shared, chip, mapper)
+        if copied is not None:
+            yield copied
+
+
+def _divided(plan: ExecutionPlan, way: Way, chip: Chip, mapper: Mapper) -> list[list[Step]]:
+    """The parts of each call, on the cores."""
+
+    def parts(call: KernelCall) -> list[KernelCall]:
+        if any(view.buffer in plan.donations for view in call.outputs):
+            return [call]  # it writes where it reads
+        parts = divided(call, way, chip.core_count)
+        try:
+            for part in parts:
+                mapper.choices(part)
+        except CannotLower:
+            return [call]
+        return parts
+
+    return [[Step(part, core) for core, part in enumerate(parts(call))] for call in plan.calls]
+
+
+def _layers(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[list[Step]]:
+    """Whole calls: the first ones on the first core, and so on, of about equal estimates."""
+    estimates = [mapper.choices(call).estimate(frozenset(), chip.sram.size) for call in plan.calls]
+    total, done, steps = sum(estimates), 0.0, []
+    for call, cycles in zip(plan.calls, estimates, strict=True):
+        core = min(chip.core_count - 1, int(chip.core_count * (done + cycles / 2) / total))
+        steps.append([Step(call, core)])
+        done += cycles
+    return steps
+
+
+def _with_copies(
+    plan: ExecutionPlan, steps: Sequence[Sequence[Step]], shared: Sequence[str], chip: Chip, mapper: Mapper
+) -> Arrangement | None:
+    """The plan with copies of those of the shared values whose copies all stay; None without any."""
+    copied = list(shared)
+    while copied:
+        own = spread(plan, steps, copied)
+        residencies = _residencies(own, chip, mapper)
+        kept = [
+            name
+            for name in copied
+            if all(
+                residencies[core].addresses.keys() >= {copy_name(name, core)} & own.owners.keys()
+                for core in range(chip.core_count)
+            )
+        ]
+        if kept == copied:
+            return _linked(own, chip, mapper, residencies)
+        copied = kept
+    return None
+
+
+def _residencies(own: Spread, chip: Chip, mapper: Mapper) -> list[Residency]:
+    """The values that stay in the scratchpad of each core."""
+    return [choose_residency(own.of_core(core), chip, mapper) for core in range(chip.core_count)]
+
+
+def _linked(own: Spread, chip: Chip, mapper: Mapper, residencies: Sequence[Residency] | None = None) -> Arrangement:
+    """The tile program of a plan on several cores."""
+    try:
+        return _Linking(own, chip, mapper, residencies or _residencies(own, chip, mapper)).arrangement()
+    except ConstraintError:  # values that stay leave too little room for some part
+        nothing = [Residency({}, [chip.sram.size] * len(own.of_core(c).calls)) for c in range(chip.core_count)]
+        return _Linking(own, chip, mapper, nothing).arrangement()
+
+
+class _Linking:
+    """Writes the tile program of a plan on several cores, whose scratchpads keep some values."""
+
+    def __init__(self, own: Spread, chip: Chip, mapper: Mapper, residencies: Sequence[Residency]) -> None:
+        self._own, self._chip, self._mapper, self._residencies = own, chip, mapper, residencies
+        self._names = [core_name(core) for core in range(chip.core_count)]
+
+    def arrangement(self) -> Arrangement:
+        """The plan and its program. Raises `ConstraintError` where a part does not fit beside the values that stay."""
+        own, chip = self._own, self._chip
+        outside = self._outside()
+        preload = [
+            to_core(name).section(preloaded(weight, outside[weight], residency.addresses[weight], chip))
+            for name, residency in zip(self._names, self._residencies, strict=True)
+            for weight in residency.weights
+        ]
+        inside = self._inside(outside)
+        linker = Linker(self._mapper, outside, token_totals(preload), own_places=inside)
+        parts = [iter(self._parts(core)) for core in range(chip.core_count)]
+        sections = []
+        for group, call in zip(own.groups, own.plan.calls, strict=True):
+            begin = len(linker.sections)
+            linker.add(*(next(parts[step.core]) for step in group.steps))
+            if group.sends:
+                copies = [(send.copy, self._names[send.core]) for send in group.sends]
+                linker.send(*copies)
+            written = linker.sections[begin:]
+            body = tuple(node for section in written for node in section.body)
+            comment = f"{shapes(call)}; on {len(group.steps)} core{'s' * (len(group.steps) > 1)}"
+            sections.append(Section(call.node, call.kernel, comment, body))
+        buffers = buffers_of(own.plan)
+        program = TileProgram(chip.name, chip_digest(chip), buffers, tuple(preload), tuple(sections))
+        return Arrangement(own.plan, program)
+
+    def _outside(self) -> dict[str, Place]:
+        """Buffer → its place in DRAM."""
+        own = self._own
+        places = dram_places(replace(own.plan, buffers=dict(own.buffers)))
+        for name, (weight, first) in own.parts.items():
+            places[name] = Place(Space.DRAM, weight, first, places[name].size)
+        return places
+
+    def _inside(self, outside: dict[str, Place]) -> dict[str, dict[str, Place]]:
+        """Core → buffer → place in a scratchpad: in the core's own, or in that of a value's owner."""
+        values: dict[str, Place] = {}
+        weights: dict[str, dict[str, Place]] = {}
+        for name, residency in zip(self._names, self._residencies, strict=True):
+            placed = {
+                buffer: Place(Space.SCRATCHPAD, name, address, outside[buffer].size)
+                for buffer, address in residency.addresses.items()
+            }
+            weights[name] = {buffer: placed[buffer] for buffer in residency.weights}
+            values.update({buffer: place for buffer, place in placed.items() if buffer not in weights[name]})
+        return {name: {**values, **weights[name]} for name in self._names}
+
+    def _parts(self, core: int) -> list[Part]:
+        """The parts of calls on a core, in their tilings."""
+        residency, plan = self._residencies[core], self._own.of_core(core)
+        own = [positions(call, residency.addresses) for call in plan.calls]
+        calls = list(zip(map(self._mapper.choices, plan.calls), own, residency.rooms, strict=True))
+        copies = {id(send.copy) for group in self._own.groups for send in group.sends}
+        return [
+            Part(call, candidate.tiling, room, candidate.needs(resident), self._names[core])
+            for call, candidate, (_, resident, room) in zip(plan.calls, in_sequence(calls), calls, strict=True)
+            if id(call) not in copies
+        ]
+
+
+__all__ = ["arranged", "lower_arranged"]

@@ -1,0 +1,193 @@
+"""`divided`: a call as parts that compute some of its result each, for several cores.
+
+The part of each operand that a part of the result needs follows from the kernel's declaration: `x[m,k] weight[n,k] ->
+out[m,n]` is divided along `n` by dividing the weight. Only sizes are divided along which elements of the result do not
+depend on each other. Rows of images, whose windows overlap, have the rules of cascades.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from npu_compiler.program.elementwise import declaration
+from npu_compiler.program.kernels import Family, KernelCall, KernelDecl
+from npu_compiler.program.views import View
+from npu_model.lowering.cascades import compact, part_of, with_views
+
+_IMAGE = 4  # dimensions of a batch of images: image, channel, row, column
+
+
+class Way(StrEnum):
+    """A way to divide the results of calls."""
+
+    ROWS = "rows"
+    COLUMNS = "columns"
+    HEADS = "heads"
+
+
+Ranges: TypeAlias = Mapping[str, tuple[int, int]]
+"""Size of a declaration, or group of sizes with the place in it (`s.1`) → the first of the part and the one behind."""
+
+_OTHERS = {
+    Way.ROWS: (Way.ROWS, Way.COLUMNS, Way.HEADS),
+    Way.COLUMNS: (Way.COLUMNS, Way.ROWS, Way.HEADS),
+    Way.HEADS: (Way.HEADS, Way.COLUMNS, Way.ROWS),
+}
+# Sizes along which results can be divided, by family and way. The first dimensions of a group are those of a matrix.
+_SIZES: Mapping[Family, Mapping[Way, Sequence[str]]] = {
+    Family.MATMUL: {Way.ROWS: ("m",), Way.COLUMNS: ("n",), Way.HEADS: ("lead.0", "lead.1")},
+    Family.CONV: {Way.COLUMNS: ("o",)},
+    Family.POOL: {Way.COLUMNS: ("c",)},
+    Family.ATTENTION: {Way.HEADS: ("h",)},
+    Family.REDUCTION: {Way.ROWS: ("kept.0", "s.0"), Way.COLUMNS: ("kept.1",), Way.HEADS: ("kept.1", "s.1")},
+    Family.NORM: {Way.ROWS: ("rows",)},
+    Family.SOFTMAX: {Way.ROWS: ("s.2", "s.1", "s.0"), Way.HEADS: ("s.1",)},
+    Family.ROPE: {Way.ROWS: ("s.2", "s.1", "s.0"), Way.HEADS: ("s.1",)},
+}
+
+
+def divided(call: KernelCall, way: Way, count: int) -> list[KernelCall]:
+    """Parts of a call, `count` or fewer, in the order of its result; the call itself where it cannot be divided.
+
+    A call that cannot be divided this way is divided in another one.
+    """
+    for each in _OTHERS[way]:
+        cuts = sorted(_cuts(call, each), key=lambda cut: -min(cut.size, count))
+        for parts in (_parts(cut, count) for cut in cuts):
+            if parts:
+                return parts
+    return [call]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A way to cut a call: the size of what is cut, and the part for a range of it, None where there is none."""
+
+    size: int
+    part: Callable[[int, int], KernelCall | None]
+
+
+def _parts(cut: _Cut, count: int) -> list[KernelCall]:
+    if cut.size < 2:
+        return []
+    each = -(-cut.size // count)
+    parts = [cut.part(first, min(cut.size, first + each)) for first in range(0, cut.size, each)]
+    return [] if None in parts else [part for part in parts if part is not None]
+
+
+def _cuts(call: KernelCall, way: Way) -> Iterator[_Cut]:
+    kernel = declaration(call)
+    if len(call.outputs) != 1 or 0 in call.outputs[0].shape:
+        return
+    shape = call.outputs[0].shape
+    if way is Way.ROWS and kernel.family in (Family.CONV, Family.POOL) and len(shape) == _IMAGE:
+        yield _Cut(shape[2], lambda first, stop: _rows(call, (first, stop)))
+    for name in _names(call, kernel, way):
+        dims = _dims(kernel.outputs[0].sizes, name, len(shape))
+        if len(dims) == 1:
+            unit = _unit(call, kernel, shape[dims[0]])
+            cut = _NamedCut(call, kernel, name, shape[dims[0]], unit)
+            yield _Cut(shape[dims[0]] // unit, cut)
+
+
+def _rows(call: KernelCall, rows: tuple[int, int]) -> KernelCall | None:
+    part = part_of(call, 2, rows)
+    return None if part is None else part.call
+
+
+def _names(call: KernelCall, kernel: KernelDecl, way: Way) -> Sequence[str]:
+    """The sizes to divide along."""
+    if kernel.family is not Family.ELEMENTWISE:
+        return _SIZES.get(kernel.family, {}).get(way, ())
+    rank = call.outputs[0].rank
+    if rank == _IMAGE:
+        dims: Sequence[int] = {Way.ROWS: (2, 0), Way.COLUMNS: (1,), Way.HEADS: (1,)}[way]
+    else:
+        dims = {Way.ROWS: range(rank - 1), Way.COLUMNS: [rank - 1], Way.HEADS: [1]}[way]
+    return [f"s.{dim}" for dim in dims if 0 <= dim < rank]
+
+
+def _dims(sizes: Sequence[str] | None, name: str, rank: int) -> list[int]:
+    """The dimensions of an operand that have a size, given by its name or by its group and place."""
+    if sizes is None:
+        return []
+    group, _, place = name.partition(".")
+    if not place or f"*{group}" not in sizes:
+        return [dim for dim, size in enumerate(sizes) if size == name]
+    first = sizes.index(f"*{group}")
+    return [first + int(place)] if int(place) < rank - (len(sizes) - 1) else []
+
+
+def _unit(call: KernelCall, kernel: KernelDecl, size: int) -> int:
+    """Elements that are not divided: the outputs of a group of a convolution."""
+    groups = _groups(call, kernel)
+    return 1 if groups == 1 else size // groups
+
+
+def _groups(call: KernelCall, kernel: KernelDecl) -> int:
+    """Groups of a convolution, each of which reads channels of its own."""
+    return int(call.params.get("groups", 1)) if kernel.family is Family.CONV else 1
+
+
+@dataclass(frozen=True)
+class _NamedCut:
+    """Parts of a call along one of its sizes, in units of some elements."""
+
+    call: KernelCall
+    kernel: KernelDecl
+    name: str
+    total: int
+    unit: int
+
+    def __call__(self, first: int, stop: int) -> KernelCall | None:
+        call, kernel = self.call, self.kernel
+        first, stop = first * self.unit, stop * self.unit
+        others = self._others(first, stop)
+        if others is None:
+            return None
+        ranges = {self.name: (first, stop), **others}
+        bound = zip(kernel.inputs, kernel.bind(call), strict=False)
+        inputs = [_sliced(view, operand.sizes, ranges) for operand, view in bound if view is not None]
+        outputs = [_sliced(call.outputs[0], kernel.outputs[0].sizes, ranges)]
+        part = with_views(call, inputs, outputs, self._params(first, stop))
+        dense_inputs, dense_outputs = ([compact(v, v.buffer)[0] for v in views] for views in (inputs, outputs))
+        packed = with_views(part, dense_inputs, dense_outputs, {})  # the NPU reads operands with any strides
+        return part if kernel.problem(packed) is None else None
+
+    def _params(self, first: int, stop: int) -> dict[str, object]:
+        params = self.call.params
+        if self.name in params:
+            return {self.name: stop - first}
+        if self.name.startswith("lead."):
+            return {"batch": int(params["batch"]) * (stop - first) // self.total}
+        return {"groups": (stop - first) // self.unit} if _groups(self.call, self.kernel) > 1 else {}
+
+    def _others(self, first: int, stop: int) -> Ranges | None:
+        """Ranges of other sizes that belong to a range of this one; None where there is no such part."""
+        views = dict(zip((operand.name for operand in self.kernel.inputs), self.kernel.bind(self.call), strict=False))
+        group, _, place = self.name.partition(".")
+        if group == "kept":
+            return {f"whole.{place}": (first, stop)}
+        if self.kernel.family is Family.ATTENTION and (keys := views.get("k")) is not None:
+            each = self.total // keys.shape[1]  # heads of queries that share one of the keys
+            own = first // each, -(-stop // each)
+            is_whole = first % each == 0 == stop % each
+            return {"shared": own} if is_whole or own[1] - own[0] == 1 else None
+        groups = _groups(self.call, self.kernel)
+        if groups > 1 and (x := views["x"]) is not None:
+            channels = x.shape[1] // groups
+            return {"c": (first // self.unit * channels, stop // self.unit * channels)}
+        return {}
+
+
+def _sliced(view: View, sizes: Sequence[str] | None, ranges: Ranges) -> View:
+    for name, (first, stop) in ranges.items():
+        for dim in _dims(sizes, name, view.rank):
+            view = view.slice(dim, first, stop)
+    return view
+
+
+__all__ = ["Way", "divided"]

@@ -1,0 +1,119 @@
+"""`Relocation`: instructions as they were written for a chip by themselves, at another place of a larger one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from npu_model.isa.instructions import (
+    Buffer,
+    Compute,
+    Instruction,
+    Loop,
+    Multiply,
+    Node,
+    Section,
+    Space,
+    Tile,
+    TileProgram,
+    Token,
+    Transfer,
+    Wait,
+    core_of,
+    kind_of,
+)
+from npu_model.lowering.emitter import Touch
+
+
+@dataclass(frozen=True)
+class Relocation:
+    """Another place for instructions.
+
+    Attributes:
+        cores: Core → core. Those that are not there stay.
+        shifts: Memory of a core → bytes that are added to addresses.
+        tokens: Number that is added to the numbers of tokens.
+        buffers: Text that names of buffers in DRAM get in front.
+    """
+
+    cores: Mapping[str, str] = field(default_factory=dict)
+    shifts: Mapping[Space, int] = field(default_factory=dict)
+    tokens: int = 0
+    buffers: str = ""
+
+    def touches(self, touches: Sequence[Touch]) -> tuple[Touch, ...]:
+        """What a section touches, whose parts of the scratchpad have addresses of the whole already."""
+        return tuple(
+            replace(
+                touch,
+                engine=self._engine(touch.engine),
+                name=touch.name if touch.space is Space.DRAM else self._core(touch.name),
+            )
+            for touch in touches
+        )
+
+    def raised(self, raised: Mapping[Token, int]) -> dict[Token, int]:
+        """How often a section raises tokens."""
+        return {self._token(token): count for token, count in raised.items()}
+
+    def program(self, program: TileProgram) -> TileProgram:
+        """A whole program."""
+        return replace(
+            program,
+            buffers=tuple(Buffer(self.buffers + buffer.name, buffer.size) for buffer in program.buffers),
+            preload=tuple(map(self.section, program.preload)),
+            sections=tuple(map(self.section, program.sections)),
+        )
+
+    def section(self, section: Section) -> Section:
+        """A section."""
+        return replace(section, body=self.nodes(section.body))
+
+    def nodes(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """Instructions and loops."""
+        return tuple(
+            Loop(node.count, self.nodes(node.body)) if isinstance(node, Loop) else self._instruction(node)
+            for node in nodes
+        )
+
+    def _instruction(self, instruction: Instruction) -> Instruction:
+        moved = replace(
+            instruction,
+            engine=self._engine(instruction.engine),
+            waits=tuple(Wait(self._token(wait.token), wait.count) for wait in instruction.waits),
+            signals=tuple(self._token(token) for token in instruction.signals),
+        )
+        if isinstance(moved, Transfer):
+            index = None if moved.index is None else self._tile(moved.index)
+            return replace(moved, source=self._tile(moved.source), target=self._tile(moved.target), index=index)
+        if isinstance(moved, Multiply):
+            zeros = None if moved.right_zeros is None else self._tile(moved.right_zeros)
+            left, right, sums = (self._tile(tile) for tile in (moved.left, moved.right, moved.sums))
+            return replace(moved, left=left, right=right, sums=sums, right_zeros=zeros)
+        if isinstance(moved, Compute):
+            inputs = tuple(self._tile(tile) for tile in moved.inputs)
+            return replace(moved, inputs=inputs, stores=tuple((r, self._tile(tile)) for r, tile in moved.stores))
+        return moved
+
+    def _core(self, core: str) -> str:
+        return self.cores.get(core, core)
+
+    def _engine(self, engine: str) -> str:
+        core = self._core(core_of(engine))
+        return f"{core}.{kind_of(engine)}" if core else engine
+
+    def _token(self, token: Token) -> Token:
+        return Token(self._engine(token.engine), token.number + self.tokens)
+
+    def _tile(self, tile: Tile) -> Tile:
+        if tile.space is Space.DRAM:
+            return replace(tile, buffer=self.buffers + tile.buffer) if self.buffers else tile
+        return replace(tile, buffer=self._core(tile.buffer), address=tile.address + self.shifts.get(tile.space, 0))
+
+
+def to_core(core: str) -> Relocation:
+    """The relocation of what was written for a chip of one core to a core."""
+    return Relocation({"": core})
+
+
+__all__ = ["Relocation", "to_core"]
