@@ -13,6 +13,7 @@ from npu_compiler import CompiledProgram, CompileOptions
 from npu_compiler import compile as compile_ir
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model import Chip, NPUTarget, kept_code, load_chip, target
+from npu_model.chip.description import Cores, Network
 from npu_model.lowering.cores import lower_arranged
 from npu_model.lowering.mapper import Mapper
 
@@ -66,6 +67,15 @@ def test_a_damaged_entry_is_made_again(folder: Path) -> None:
     entry.write_bytes(content[:200] + b"?" + content[201:])
     assert compiled(slow()).to_bytes() == first.to_bytes()
     assert entry.read_bytes() == content
+
+
+def test_a_chip_of_several_cores_has_an_entry_of_its_own(folder: Path) -> None:
+    cores = Cores(count=2, network=Network(bandwidth_gb_s=32.0, latency_ns=5.0))
+    chips = [slow(), dataclasses.replace(slow(), cores=cores)]
+    first, again = ([compiled(chip).to_bytes() for chip in chips] for _ in range(2))
+    assert first == again
+    assert first[0] != first[1]
+    assert len(list(folder.glob("edge-*.tiles"))) == 2
 
 
 def test_small_programs_are_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
