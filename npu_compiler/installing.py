@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from importlib.metadata import PackageNotFoundError, distribution, requires
-from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE = "npu-simulation"
@@ -34,8 +33,15 @@ def install_command(extra: str) -> str:
 
 
 def installer() -> str:
-    """The program that installs packages here: environments that uv makes have no pip."""
-    return "uv pip" if find_spec("pip") is None else "pip"
+    """The program that installs packages here: environments that uv makes have no pip.
+
+    Looked up as an installed package: setuptools takes a search for the module as pip's start, and hides its distutils.
+    """
+    try:
+        distribution("pip")
+    except PackageNotFoundError:
+        return "uv pip"
+    return "pip"
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:

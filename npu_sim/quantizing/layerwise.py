@@ -81,13 +81,33 @@ class Layerwise:
         rotary = type(self._model.model.rotary_emb)(config=self._model.config)
         rotary.inv_freq = self.weight(INV_FREQ)
         angles = rotary(torch.zeros(1, device=self._device), positions)
+        masks = self._masks(length)
         for place, layer in enumerate(self._model.model.layers):
             prefix = f"{_LAYERS}.{place}."
             layer.to_empty(device=self._device)
             names = [name for name, _ in layer.named_parameters()]
             layer.load_state_dict({name: self.weight(prefix + name) for name in names}, strict=False)
-            yield LoadedLayer(prefix, layer, {"position_ids": positions, "position_embeddings": angles})
+            mask = masks[place if len(masks) > 1 else 0]
+            yield LoadedLayer(
+                prefix, layer, {"attention_mask": mask, "position_ids": positions, "position_embeddings": angles}
+            )
             layer.to("meta")
+
+    def _masks(self, length: int) -> list[torch.Tensor | None]:
+        """What the tokens of a sample see in each layer, as transformers' own mask functions say; one if all are alike."""
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        config = self._model.config
+        embedded = torch.zeros(1, length, config.hidden_size, device=self._device)
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+        made = {
+            kind: (create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask)(
+                config=config, inputs_embeds=embedded, attention_mask=None, past_key_values=None
+            )
+            for kind in set(kinds)
+        }
+        return [made[kind] for kind in kinds]
 
 
 class LoadedLayer:

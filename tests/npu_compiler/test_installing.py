@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place without a checkout, where pip is."""
     monkeypatch.setattr(installing, "_ROOT", tmp_path)
-    monkeypatch.setattr(installing, "find_spec", lambda name: object())
     return tmp_path
 
 
@@ -44,9 +46,18 @@ def test_from_a_checkout(installed: Path) -> None:
 
 
 def test_an_environment_that_uv_made_has_no_pip(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from_url(monkeypatch, None)
-    monkeypatch.setattr(installing, "find_spec", lambda name: None)
+    def distribution(name: str) -> SimpleNamespace:
+        if name == "pip":
+            raise PackageNotFoundError(name)
+        return SimpleNamespace(read_text=lambda _: None)
+
+    monkeypatch.setattr(installing, "distribution", distribution)
     assert install_command("torch") == "uv pip install 'npu-simulation[torch]'"
+
+
+def test_setuptools_can_be_imported_after_a_message() -> None:
+    code = "from npu_compiler.installing import install_command; install_command('torch'); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

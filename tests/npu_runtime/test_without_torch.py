@@ -254,7 +254,7 @@ def test_what_traces_says_what_to_install(program: Path, tmp_path: Path) -> None
     message = f"tracing a model needs PyTorch: {install_command('torch')}"
     assert done.returncode == 2 and done.stderr.strip() == f"error: {message}"
     done = run_without_torch(COMMAND, "verify", program / "layers.json", "-w", program / "weights.safetensors")
-    assert done.returncode == 2 and f"needs PyTorch: {install_command('torch')}" in done.stderr
+    assert done.returncode == 2 and f"needs torch, which is not installed: {install_command('torch')}" in done.stderr
 
 
 PARTITIONED = """

@@ -77,6 +77,7 @@ DEVICE_OPTIONS = [
     (["--cpu-level", "ABSENT"], "this machine cannot run CPU level"),
 ]
 DTYPE = (["--dtype", "int4"], "unknown compute dtype 'int4'; choose one of float16, bfloat16, float32")
+SIMULATED_DTYPE = (["--dtype", "int4"], "unknown dtype 'int4'; choose one of float16, bfloat16, float32, int8")
 PENALTY = "--repetition-penalty must be a finite number above 0, not"
 SEED = (["--seed", "-1"], "Invalid value for '--seed'")
 WEIGHTS = [
@@ -116,6 +117,7 @@ WRONG = [
         (["--tokens", "0"], "Invalid value for '--tokens'"),
         (["--tokens", "8"], "--tokens is for a Hugging Face folder"),
         (["--task", "fill-mask"], "--task is for a Hugging Face folder"),
+        (["--shape", "batch=4"], "--shape is for an ONNX file"),
     ),
     (["extract", "model.py:make", "-o", "model.py"], "cannot write 'model.py': it is one of the files to read"),
     (["extract", "absent.py:make", "-o", "a.json"], "no such file: 'absent.py'"),
@@ -128,6 +130,7 @@ WRONG = [
     *options(["compile", "tiny.json"], *OUTPUT),
     *options(
         ["compile", "tiny.json", "-o", "out.npubin"],
+        (["--shape", "batch=4"], "--shape is for an ONNX file"),
         DTYPE,
         (["--target", "tpu"], "unknown target 'tpu'; choose one of op_level"),
         (["--quantization", "int3"], "unknown quantization 'int3'; choose one of int4, int8, fp8"),
@@ -153,7 +156,7 @@ WRONG = [
     (["partition", "tiny.json", "--json", "--mermaid"], "choose either --json or --mermaid"),
     *options(
         ["partition", "tiny.json"],
-        DTYPE,
+        SIMULATED_DTYPE,
         (["--target", "tpu"], "unknown target 'tpu'; choose one of op_level"),
         (["--npu", "nope"], "unknown chip 'nope'; give a .toml file or one of"),
         (["--npu", "edge", "--what-if", "frob"], "frob"),
@@ -165,7 +168,7 @@ WRONG = [
     (["report", "absent.npubin", "-o", "r.html"], "cannot read program 'absent.npubin'"),
     (["report", "absent.json", "-o", "r.html"], "cannot read IR file 'absent.json'"),
     *options(["report", "tiny.json"], *OUTPUT),
-    *options(["report", "tiny.json", "-o", "r.html"], *WEIGHTS, DTYPE),
+    *options(["report", "tiny.json", "-o", "r.html"], *WEIGHTS, SIMULATED_DTYPE),
     *options(["report", "tiny.json", "-o", "r.html", *W], *INPUTS, SEED),
     *options(
         ["report", "tiny.json", "-o", "r.html"],
@@ -212,7 +215,7 @@ WRONG = [
     (["run", "absent.npubin"], "cannot read program 'absent.npubin'"),
     (["profile", "absent.npubin"], "cannot read program 'absent.npubin'"),
     (["verify", "absent.json"], "cannot read IR file 'absent.json'"),
-    *options(["run", "tiny.npubin", *W], *INPUTS, *OUTPUT, SEED),
+    *options(["run", "tiny.npubin", *W], *INPUTS, *OUTPUT, SEED, (["--shape", "x=1"], "--shape is for an ONNX file")),
     *options(["profile", "tiny.npubin", *W], *INPUTS, *TRACE, SEED, (["--runs", "0"], "Invalid value for '--runs'")),
     (["profile", "absent.json"], "cannot read IR file 'absent.json'"),
     (
@@ -262,7 +265,11 @@ WRONG = [
         (["--with", "absent.json"], "cannot read IR file 'absent.json'"),
         (["--with", "tiny.json", "--trace", "tiny.json"], "cannot write 'tiny.json': it is one of the files to read"),
     ),
-    *options(["simulate", "tiny.json", "--npu", "edge"], DTYPE, (["--quantization", "int3"], "unknown quantization")),
+    *options(
+        ["simulate", "tiny.json", "--npu", "edge"],
+        SIMULATED_DTYPE,
+        (["--quantization", "int3"], "unknown quantization"),
+    ),
     (["simulate", "tiny.npubin"], "Missing option '--npu'"),
     (["simulate", "tiny.npubin", "--npu", "nope"], "unknown chip 'nope'; give a .toml file or one of"),
     (["simulate", "tiny.npubin", "--npu", "absent.toml"], "cannot read chip 'absent.toml': No such file"),

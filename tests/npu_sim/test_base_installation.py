@@ -48,6 +48,7 @@ CALLS = {
     "quantize-network": ["mine.py:make", "-i", "float32[1,4]", "--calibrate", "x.npy", "-o", "out.npumod"],
     "bench": ["no-such-suite"],
     "doctor": [],
+    "models": [],
 }
 # Runs the commands one after the other; a module of a package that the base does not bring cannot be imported.
 SCRIPT = """
