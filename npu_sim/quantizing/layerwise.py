@@ -94,7 +94,7 @@ class Layerwise:
             layer.to("meta")
 
     def _masks(self, length: int) -> list[torch.Tensor | None]:
-        """What the tokens of a sample see in each layer, as transformers' own mask functions say; one if all are alike."""
+        """The mask of each layer by transformers' own functions; one if all layers are alike."""
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         config = self._model.config

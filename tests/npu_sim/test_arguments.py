@@ -496,7 +496,7 @@ def test_every_option_of_every_command_is_tried_or_cannot_be_wrong() -> None:
 
     from npu_sim.cli import app
 
-    cannot_be_wrong = set("--json --mermaid --stages --full --cpu --help --debug --version --allow-code".split())
+    cannot_be_wrong = set("--json --mermaid --stages --full --cpu --help --debug --version --allow-code --lenient".split())
     cannot_be_wrong |= {"--zero-points", "--search", "--force", "--speculate"}
     tried: dict[str, set[str]] = {}
     for args, _, _ in CASES:
