@@ -93,7 +93,7 @@ class Layerwise:
             )
             layer.to("meta")
 
-    def _masks(self, length: int) -> list[torch.Tensor | None]:
+    def _masks(self, length: int) -> list[Any]:
         """The mask of each layer by transformers' own functions; one if all layers are alike."""
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
