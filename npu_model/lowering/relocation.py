@@ -42,7 +42,7 @@ class Relocation:
     buffers: str = ""
 
     def touches(self, touches: Sequence[Touch]) -> tuple[Touch, ...]:
-        """What a section touches, whose parts of the scratchpad have addresses of the whole already."""
+        """The touches of a section whose parts of the scratchpad have addresses of the whole already."""
         return tuple(
             replace(
                 touch,
@@ -53,7 +53,7 @@ class Relocation:
         )
 
     def raised(self, raised: Mapping[Token, int]) -> dict[Token, int]:
-        """How often a section raises tokens."""
+        """The numbers of times that a section raises tokens."""
         return {self._token(token): count for token, count in raised.items()}
 
     def program(self, program: TileProgram) -> TileProgram:

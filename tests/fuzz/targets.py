@@ -213,11 +213,14 @@ def _read_onnx(folder: Path) -> Check:
     from npu_sim.onnx.sources import ir_of_file
 
     path = folder / "model.onnx"
-    logging.disable(logging.CRITICAL)
 
     def check(data: bytes) -> str:
         path.write_bytes(data)
-        graph = read_ir(ir_of_file(path))
+        logging.disable(logging.CRITICAL)
+        try:
+            graph = read_ir(ir_of_file(path))
+        finally:
+            logging.disable(logging.NOTSET)
         try:
             compile(graph)
         except ConstraintError:

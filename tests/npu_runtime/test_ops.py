@@ -178,10 +178,10 @@ case(
 case("nan_to_num-int", torch.nan_to_num, i(4, 5, low=-4))
 
 # Special functions.
-for _name in "erfc erfcx ndtr log_ndtr i0 i0e i1 i1e bessel_j0 bessel_j1 modified_bessel_i0 modified_bessel_i1".split():
+for _name in "erfc ndtr log_ndtr i0 i0e i1 i1e bessel_j0 bessel_j1 modified_bessel_i0 modified_bessel_i1".split():
     case(f"special_{_name}", getattr(torch.special, _name), f(3, 5))
 for _name in (
-    "entr digamma gammaln bessel_y0 bessel_y1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 "
+    "entr erfcx digamma gammaln bessel_y0 bessel_y1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 "
     "scaled_modified_bessel_k1"
 ).split():
     case(f"special_{_name}", getattr(torch.special, _name), p(3, 5))

@@ -169,11 +169,15 @@ def _difference(result: torch.Tensor, expected: torch.Tensor, case: Any) -> str:
 
 def outcomes(chosen: Sequence[Any], device: str = "cpu") -> Iterator[Outcome]:
     """Run tests one after the other."""
-    logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in chosen:
-            yield run(case, Path(folder), device)
+            logging.disable(logging.CRITICAL)
+            try:
+                outcome = run(case, Path(folder), device)
+            finally:
+                logging.disable(logging.NOTSET)
+            yield outcome
 
 
 def summary(results: Sequence[Outcome]) -> dict[str, Any]:
