@@ -78,14 +78,11 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     if in_groups == channels == x.shape[1] and aligned and is_packed(x) and is_packed(weight.transpose(0, 1)):
         yield depthwise(make, call, "conv_depthwise")
         return
-    by_tensor_cores = False
-    if x.dtype == weight.dtype in HALF_DTYPES and is_packed(x) and channels_last(weight).is_contiguous:
-        for form in (*_narrow_groups(make, call), *_tiled(make, call, aligned)):
-            by_tensor_cores = True
-            yield form
+    halves = x.dtype == weight.dtype in HALF_DTYPES and is_packed(x) and channels_last(weight).is_contiguous
+    by_tensor_cores = [*_narrow_groups(make, call), *_tiled(make, call, aligned)] if halves else []
     if by_tensor_cores:
-        return
-    if call.params["direct"]:
+        yield from by_tensor_cores
+    elif call.params["direct"]:
         block = min(_BLOCK, WARP * groups(rows * columns, WARP))
         grid = (groups(rows * columns, block), channels, images)
         yield make.kernel(call, "conv/conv.cu", function="direct_conv2d_kernel", grid=grid, block=(block, 1, 1))
@@ -130,15 +127,15 @@ def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         return
     if bias is not None and vector_width(bias) < 2:
         return
-    made = set()
+    tried = set()
     for width, pixels in _GROUP_FORMS:
         packed = next((p for p in range(max(width // inner, 1), 0, -1) if parts % p == 0 and p * inner % PACK == 0), 0)
         across = groups(columns, groups(columns, 16))
         down = groups(rows, groups(rows, max(pixels // across, 1)))
         shared = _group_bytes(call, packed, down, across)
-        if not packed or shared > make.gpu.shared_memory or (packed, down) in made:
+        if not packed or shared > make.gpu.shared_memory or (packed, down) in tried:
             continue
-        made.add((packed, down))
+        tried.add((packed, down))
         yield make.kernel(
             call,
             "conv/grouped.cu",

@@ -29,7 +29,7 @@ def as_written(graph: IRGraph, names: Collection[str]) -> IRGraph:
     return replace(graph, nodes=nodes)
 
 
-def is_closed(composite: Composite, graph: IRGraph) -> bool:
+def _is_closed(composite: Composite, graph: IRGraph) -> bool:
     """Whether a composite can take the place of its parts: all are there, and nothing else reads what is inside."""
     parts = {node.name for node in composite.parts.nodes}
     if not parts <= {node.name for node in graph.nodes} or not graph.tensors.keys() >= set(composite.node.inputs):
@@ -41,7 +41,4 @@ def is_closed(composite: Composite, graph: IRGraph) -> bool:
 
 def closed_composites(graph: IRGraph) -> tuple[Composite, ...]:
     """The composites of a graph that may stand as they were written."""
-    return tuple(composite for composite in graph.composites if is_closed(composite, graph))
-
-
-__all__ = ["as_written", "closed_composites"]
+    return tuple(composite for composite in graph.composites if _is_closed(composite, graph))

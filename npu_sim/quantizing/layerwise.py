@@ -77,37 +77,28 @@ class Layerwise:
         Args:
             length: Length of all samples, in tokens.
         """
+        from transformers.masking_utils import create_masks_for_generate
+
         positions = torch.arange(length, device=self._device)[None]
         rotary = type(self._model.model.rotary_emb)(config=self._model.config)
         rotary.inv_freq = self.weight(INV_FREQ)
         angles = rotary(torch.zeros(1, device=self._device), positions)
-        masks = self._masks(length)
+        config, kinds = self._model.config, getattr(self._model.config, "layer_types", None) or []
+        embedded = torch.zeros(1, length, config.hidden_size, device=self._device)
+        # One mask for all layers, or one for each of their types: eager attention masks nothing by itself.
+        masks = create_masks_for_generate(config, embedded, attention_mask=None, past_key_values=None)
+        if masks is None or (isinstance(masks, dict) and not masks.keys() >= set(kinds)):
+            raise InputError(f"layers of the types {', '.join(sorted(set(kinds)))} cannot run one at a time")
         for place, layer in enumerate(self._model.model.layers):
             prefix = f"{_LAYERS}.{place}."
             layer.to_empty(device=self._device)
             names = [name for name, _ in layer.named_parameters()]
             layer.load_state_dict({name: self.weight(prefix + name) for name in names}, strict=False)
-            mask = masks[place if len(masks) > 1 else 0]
+            mask = masks[kinds[place]] if isinstance(masks, dict) else masks
             yield LoadedLayer(
                 prefix, layer, {"attention_mask": mask, "position_ids": positions, "position_embeddings": angles}
             )
             layer.to("meta")
-
-    def _masks(self, length: int) -> list[Any]:
-        """The mask of each layer by transformers' own functions; one if all layers are alike."""
-        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-
-        config = self._model.config
-        embedded = torch.zeros(1, length, config.hidden_size, device=self._device)
-        window = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
-        made = {
-            kind: (create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask)(
-                config=config, inputs_embeds=embedded, attention_mask=None, past_key_values=None
-            )
-            for kind in set(kinds)
-        }
-        return [made[kind] for kind in kinds]
 
 
 class LoadedLayer:
