@@ -12,6 +12,7 @@ Result: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]
 Converter: TypeAlias = Callable[..., Result | None]
 Function = TypeVar("Function", bound=Converter)
 ALL = frozenset(range(64))  # every input
+MOST_NUMBERED = 2**16
 
 
 class Refusal(Exception):
@@ -78,6 +79,20 @@ def number(value: Any) -> Any:
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
     return value
+
+
+def numbered(count: int, what: str) -> range:
+    """Return the numbers below `count`, for a loop that runs while a file is read.
+
+    Args:
+        what: Noun in the plural for the message, such as "places along an axis".
+
+    Raises:
+        Refusal: There are more than `MOST_NUMBERED`, with which a small file could keep its reader for minutes.
+    """
+    if count > MOST_NUMBERED:
+        raise Refusal(f"has {count} {what}; known are at most {MOST_NUMBERED}")
+    return range(count)
 
 
 ROWS: dict[str, Row] = {}

@@ -50,7 +50,7 @@ class Target:
         prepare: Function of a folder for files; returns one that reads a content and returns the outcome in a word.
         refusal: The error that a bad file has to cause. Any other is a finding.
         forms: Forms in which a file can be changed: functions to plain data and back.
-        share: Approximate share of a run over all kinds of files, in percent.
+        share: Approximate share of a run over all kinds of files, in percent; higher where a file is read faster.
     """
 
     prepare: Callable[[Path], Check]
@@ -569,17 +569,17 @@ _MODULE: tuple[Form, ...] = (
     (file_formats.open_whole_module, file_formats.seal_whole_module),
 )
 TARGETS = {
-    "program": Target(_read_program, ProgramFormatError, _PROGRAM, 20),
-    "run": Target(_run_program, NPUError, _PROGRAM, 10),
+    "program": Target(_read_program, ProgramFormatError, _PROGRAM, 15),
+    "run": Target(_run_program, NPUError, _PROGRAM, 15),
     "ir": Target(_read_graph, NPUError, _GRAPH, 10),
-    "gguf": Target(_read_language_model, NPUError, ((file_formats.open_gguf, file_formats.seal_gguf),)),
-    "onnx": Target(_read_onnx, IRError, ((file_formats.open_onnx, file_formats.seal_onnx),), 10),
+    "gguf": Target(_read_language_model, NPUError, ((file_formats.open_gguf, file_formats.seal_gguf),), 10),
+    "onnx": Target(_read_onnx, IRError, ((file_formats.open_onnx, file_formats.seal_onnx),), 3),
     "safetensors": Target(_read_weights, WeightError, _WEIGHTS, 20),
     "module": Target(_load_module, NPUError, _MODULE, 10),
-    "tiles": Target(_run_tiles, NPUError, ((_open_tiles, _seal_tiles),), 10),
-    "chip": Target(_read_chip, InputError, ((file_formats.open_chip, file_formats.seal_chip),), 10),
-    "sweep": Target(_read_sweep, InputError, ((file_formats.open_sweep, file_formats.seal_sweep),)),
-    "trace": Target(_read_trace, InputError, ((file_formats.open_trace, file_formats.seal_trace),)),
-    "generation": Target(_read_generation, NPUError, ((file_formats.open_json, file_formats.seal_json),)),
+    "tiles": Target(_run_tiles, NPUError, ((_open_tiles, _seal_tiles),), 12),
+    "chip": Target(_read_chip, InputError, ((file_formats.open_chip, file_formats.seal_chip),), 3),
+    "sweep": Target(_read_sweep, InputError, ((file_formats.open_sweep, file_formats.seal_sweep),), 2),
+    "trace": Target(_read_trace, InputError, ((file_formats.open_trace, file_formats.seal_trace),), 8),
+    "generation": Target(_read_generation, NPUError, ((file_formats.open_json, file_formats.seal_json),), 3),
     "cache": Target(_read_cache, NPUError, ((_open_cached, _seal_cached),)),
 }

@@ -19,7 +19,7 @@ from benchmarks.pages import onnx_operators
 from npu_compiler import InputError, IRError
 from npu_sim.cli import app
 from npu_sim.onnx.control import CONTROL_FLOW
-from npu_sim.onnx.rows import ROWS
+from npu_sim.onnx.rows import MOST_NUMBERED, ROWS
 from npu_sim.onnx.sources import load, parse_sizes
 
 CHUNKS = 12
@@ -425,6 +425,40 @@ def test_external_data_outside_of_the_folder_is_not_read(location: str, tmp_path
     path.write_bytes(model.SerializeToString())
     with pytest.raises(IRError, match="external data has to be in the folder of the model"):
         load(path)
+
+
+def asks_for(what: str, count: int, path: Path) -> Path:
+    """Write a model of a few bytes whose reading takes that many turns."""
+    x, weights, kwargs = floats("x", 1, 3, 4, 4), {}, {}
+    if what == "resize":
+        weights = {"sizes": np.array([1, 3, 4, count])}
+        inputs, kwargs = ["x", "", "", "sizes"], {"mode": "linear", "coordinate_transformation_mode": "asymmetric"}
+    elif what == "pad":
+        weights, kwargs = {"pads": np.array([0, 0, 0, count, 0, 0, 0, 0])}, {"mode": "reflect"}
+        inputs = ["x", "pads"]
+    elif what == "lrn":
+        inputs, kwargs = ["x"], {"size": count}
+    elif what == "pool":
+        inputs, kwargs = ["x"], {"kernel_shape": [1, count], "pads": [0, count, 0, count]}
+    elif what == "mel":
+        settings = {"bins": count, "length": 16, "rate": 8000}
+        weights = {name: np.array(value) for name, value in settings.items()}
+        weights |= {"low": np.array(0.0, np.float32), "high": np.array(4000.0, np.float32)}
+        inputs = list(weights)
+    else:
+        x = floats("x", count, 1, 2)
+        weights = {"w": np.zeros((1, 4, 2), np.float32), "r": np.zeros((1, 4, 1), np.float32)}
+        inputs, kwargs = ["x", "w", "r"], {"hidden_size": 1}
+    ops = {"resize": "Resize", "pad": "Pad", "lrn": "LRN", "pool": "LpPool", "mel": "MelWeightMatrix", "lstm": "LSTM"}
+    node = helper.make_node(ops[what], inputs, ["y"], "many", **kwargs)
+    return write(path / "model.onnx", [node], [x], [floats("y", *[None] * 4)], weights)
+
+
+@pytest.mark.parametrize("what", ["resize", "pad", "lrn", "pool", "mel", "lstm"])
+def test_a_small_file_that_asks_for_much_work_is_refused_before_it_is_done(what: str, tmp_path: Path) -> None:
+    count = int(2 ** Random(what).uniform(20, 30))
+    with pytest.raises(IRError, match=f"'many'.* has [0-9]+ [a-z ]+; known are at most {MOST_NUMBERED}"):
+        load(asks_for(what, count, tmp_path))
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_sim.onnx.dtypes import torch_dtype
-from npu_sim.onnx.rows import Call, Refusal, converts
+from npu_sim.onnx.rows import Call, Refusal, converts, numbered
 
 
 @converts("BatchNormalization")
@@ -73,7 +73,9 @@ def _lrn(call: Call, x: Tensor) -> Tensor:
     squares = torch.square(x)
     below = (size - 1) // 2
     around = F.pad(squares, [0, 0] * len(rest) + [below, size - 1 - below])
-    total = torch.stack([around.narrow(1, offset, x.shape[1]) for offset in range(size)]).sum(0)
+    total = torch.stack(
+        [around.narrow(1, offset, x.shape[1]) for offset in numbered(size, "channels in a window")]
+    ).sum(0)
     return x / torch.pow(bias + alpha / size * total, beta)
 
 

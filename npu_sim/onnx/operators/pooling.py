@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_sim.onnx.operators.convolutions import ones, padded, spatial_function, window_pads
-from npu_sim.onnx.rows import Call, converts
+from npu_sim.onnx.rows import Call, converts, numbered
 
 _MAX: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -121,7 +121,7 @@ def _sums(x: Tensor, windows: _Windows) -> Tensor:
     for axis in range(x.ndim - 2):
         dim, count, stride = axis + 2, windows.counts[axis], windows.strides[axis]
         terms = []
-        for offset in range(windows.kernel[axis]):
+        for offset in numbered(windows.kernel[axis], "elements in a window"):
             start = offset * windows.dilations[axis]
             index = [slice(None)] * x.ndim
             index[dim] = slice(start, start + (count - 1) * stride + 1, stride)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_sim.onnx.rows import Call, Refusal, converts
+from npu_sim.onnx.rows import Call, Refusal, converts, numbered
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh}
 _State = tuple[Tensor, ...]
@@ -138,8 +138,8 @@ def _unrolled(
 ) -> tuple[Tensor, _State]:
     """The outputs of all steps and the last states; rows whose sequence has ended keep theirs, with outputs of 0."""
     outputs: list[Tensor] = []
-    count = x.shape[0]
-    for place in reversed(range(count)) if backwards else range(count):
+    steps = numbered(x.shape[0], "steps")
+    for place in reversed(steps) if backwards else steps:
         after = step(direction, x[place], state)
         shown = after[0]
         if lengths is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from npu_sim.onnx.rows import Call, Refusal, converts
+from npu_sim.onnx.rows import Call, Refusal, converts, numbered
 
 MOST_SHARES = 2**24  # elements of a matrix
 
@@ -113,11 +113,12 @@ def _matrix(
     call: Call, inside: int, outside: int, factor: float, region: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The share [outside, inside] of each element in each output, and whether an output lies outside of the input."""
-    places = np.array([_source(call, index, inside, outside, factor, region) for index in range(outside)])
-    is_cropped = call.attr("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
-    beyond = (places < 0) | (places > inside - 1) if is_cropped else np.zeros(outside, bool)
+    rows = numbered(outside, "places along an axis")
     if outside * inside > MOST_SHARES:
         raise Refusal(f"resizes {inside} to {outside} elements along an axis, which takes a matrix that is too large")
+    places = np.array([_source(call, index, inside, outside, factor, region) for index in rows])
+    is_cropped = call.attr("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
+    beyond = (places < 0) | (places > inside - 1) if is_cropped else np.zeros(outside, bool)
     matrix = np.zeros((outside, inside), np.float32)
     for row, place in enumerate(places):
         terms = _terms(call, float(place), min(factor, 1.0) if call.attr("antialias", 0) else 1.0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from npu_sim.onnx.dtypes import torch_dtype
-from npu_sim.onnx.rows import ALL, Call, Refusal, converts, number
+from npu_sim.onnx.rows import ALL, Call, Refusal, converts, number, numbered
 
 MOST_COUNTED = 2**24
 
@@ -107,11 +108,9 @@ def _slice(
         if step > 0:
             x = torch.narrow(x, axis, begin, 0) if stop <= begin else _strided(x, axis, begin, stop, stride)
         else:
-            picked = list(range(begin, stop, stride))
-            if stride == -1 and len(picked) == size:
-                x = torch.flip(x, (axis,))
-            else:
-                x = x.index_select(axis, torch.tensor(picked, dtype=torch.int64))
+            picked = torch.from_numpy(np.arange(begin, stop, stride))
+            whole = stride == -1 and len(picked) == size
+            x = torch.flip(x, (axis,)) if whole else x.index_select(axis, picked)
     return x
 
 
@@ -133,7 +132,8 @@ def _pad(call: Call, x: Tensor, pads: list[int], value: Any = None, axes: list[i
         return F.pad(x, amounts, value=number(value) or 0)
     for axis, size in enumerate(x.shape):
         if before[axis] or after[axis]:
-            places = [_padded_place(place, size, mode) for place in range(-before[axis], size + after[axis])]
+            padded = numbered(before[axis] + size + after[axis], "places along an axis")
+            places = [_padded_place(place - before[axis], size, mode) for place in padded]
             x = x.index_select(axis, torch.tensor(places, dtype=torch.int64))
     return x
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from npu_sim.onnx.dtypes import torch_dtype
-from npu_sim.onnx.rows import ALL, Call, Refusal, converts, number
+from npu_sim.onnx.rows import ALL, Call, Refusal, converts, number, numbered
 
 MOST_POINTS = 4096
 
@@ -74,10 +74,12 @@ def _stft(
 def _mel_weights(call: Call, *settings: Any) -> Tensor:
     bins, length, rate, lowest, highest = map(number, settings)
     low, high = (2595 * np.log10(1 + edge / 700) for edge in (lowest, highest))
+    numbered(length, "points in a window")
+    bands = numbered(bins, "bands")
     mels = np.arange(bins + 2) * (high - low) / (bins + 2) + low
     edges = np.floor((length + 1) * 700 * (10 ** (mels / 2595) - 1) / rate).astype(int)
     weights = np.zeros((length // 2 + 1, bins))
-    for index in range(bins):
+    for index in bands:
         left, center, right = edges[index : index + 3]
         if left == center:
             weights[center, index] = 1
