@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 _DESCEND = 0.85  # how likely a change is made inside a container instead of at it
+_MANY = 10_000  # leaves; a list with more is not repeated, or a few changes in a row would make a file of gigabytes
 INTS = (
     0,
     1,
@@ -86,6 +87,13 @@ def _strings(data: Any, found: list[str]) -> list[str]:
     return found
 
 
+def _leaves(data: Any) -> int:
+    """The number of values that are no containers."""
+    if isinstance(data, (list, dict)):
+        return sum(map(_leaves, data.values() if isinstance(data, dict) else data))
+    return 1
+
+
 def _changed_somewhere(data: Any, rng: Random, strings: list[str]) -> Any:
     """Descend at random, so that a place in a long list is no likelier than one in a short one."""
     if isinstance(data, (list, dict)) and data and rng.random() < _DESCEND:
@@ -106,7 +114,7 @@ def _changed(data: Any, rng: Random, strings: list[str]) -> Any:
         case float():
             return rng.choice((-data, data * 1e10, rng.choice(FLOATS)))
         case str():
-            return rng.choice((rng.choice(strings), rng.choice(STRINGS), data[:-1], data + "x"))
+            return rng.choice((rng.choice(strings or STRINGS), rng.choice(STRINGS), data[:-1], data + "x"))
         case bytes():
             return change_bytes(data, rng)
         case list():
@@ -126,7 +134,8 @@ def _changed_list(items: list[Any], rng: Random) -> list[Any]:
         case 2:
             return items[:at]
         case 3:
-            return items * rng.choice((2, 2, 100))
+            factor = rng.choice((2, 2, 100))
+            return items * (factor if _leaves(items) < _MANY else 1)
     return rng.sample(items, len(items))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import mutations
 import targets
+from plain_data import change
 from targets import TARGETS, Target, corpus
 
 from npu_compiler import IRError, NPUError, ProgramFormatError, WeightError
@@ -218,3 +220,13 @@ def test_crashes_hangs_and_raw_errors_are_found_and_the_run_goes_on(monkeypatch:
 def _moved(rng: Random) -> Random:
     rng.choice([b"5"])  # the worker's choice of a file
     return rng
+
+
+def test_changes_in_a_row_do_not_make_a_file_of_gigabytes() -> None:
+    rng, largest = Random(1), 0
+    for _ in range(300):
+        data: object = [list(range(100)), "x"]
+        for _ in range(3):
+            data = change(data, rng)
+        largest = max(largest, len(json.dumps(data, default=repr)))
+    assert 10_000 < largest < 2**26
