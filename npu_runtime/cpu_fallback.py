@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,12 +34,13 @@ class CPUPartition:
 
     def __init__(self, graph: IRGraph, weights: Mapping[str, Any], device: str = "cpu") -> None:
         self.graph, self._device = graph, torch.device(device)
-        self._steps = [_Step(node, graph, self._device) for node in graph.nodes]
         last = {name: index for index, node in enumerate(graph.nodes) for name in node.inputs}
-        self._free: list[list[str]] = [[] for _ in graph.nodes]
+        kept = {*graph.outputs, *graph.weights, *graph.constants}
+        free: list[list[str]] = [[] for _ in graph.nodes]
         for name, index in last.items():
-            if name not in graph.outputs and name not in graph.weights and name not in graph.constants:
-                self._free[index].append(name)
+            if name not in kept:
+                free[index].append(name)
+        self._steps = [_Step(node, graph, self._device, over) for node, over in zip(graph.nodes, free, strict=True)]
         self._fixed = {name: value.to(self._device) for name, value in _weight_tensors(graph, weights)}
 
     def run(self, inputs: Mapping[str, np.ndarray], watch: Watch | None = None) -> dict[str, np.ndarray]:
@@ -61,16 +62,19 @@ class CPUPartition:
             DeviceError: an op failed.
         """
         values = {**self._fixed, **inputs}
-        with torch.no_grad():
-            for step, free in zip(self._steps, self._free, strict=True):
-                try:
-                    with nullcontext() if watch is None else watch(step.node.op_type, **self._facts(step.node)):
-                        values.update(step([values[name] for name in step.node.inputs]))
-                except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-                    where = f"node '{step.node.name}' ({step.node.op_type}): {error}"
-                    raise DeviceError(f"CPU partition '{self.graph.name}' failed: {where}") from error
-                for name in free:
-                    values.pop(name, None)
+        step = None
+        try:
+            with torch.no_grad():
+                for step in self._steps:
+                    if watch is None:
+                        step.run(values)
+                    else:
+                        with watch(step.node.op_type, **self._facts(step.node)):
+                            step.run(values)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            assert step is not None
+            where = f"node '{step.node.name}' ({step.node.op_type}): {error}"
+            raise DeviceError(f"CPU partition '{self.graph.name}' failed: {where}") from error
         return {name: values[name] for name in self.graph.outputs}
 
     def _facts(self, node: OpNode) -> dict[str, Any]:
@@ -99,35 +103,70 @@ def _weight_tensors(graph: IRGraph, weights: Mapping[str, Any]) -> Iterator[tupl
         yield name, numpy_to_tensor(array)
 
 
-class _Step:
-    """A node as a function of its input tensors."""
+class _Name(str):
+    """The name of a tensor, where it stands among the arguments of an op."""
 
-    def __init__(self, node: OpNode, graph: IRGraph, device: torch.device) -> None:
-        self.node, self._device = node, device
+
+class _Step:
+    """A node as a function on named tensors, with its other arguments bound once.
+
+    Args:
+        free: Tensors that no later node reads.
+    """
+
+    def __init__(self, node: OpNode, graph: IRGraph, device: torch.device, free: Sequence[str]) -> None:
+        self.node, self._device, self._free = node, device, free
         reason = unclear_reason(node, graph)
         if reason is not None:
             raise DeviceError(f"node '{node.name}' ({node.op_type}) cannot run on the CPU either: {reason}")
-        self._dtypes = [getattr(torch, graph.tensors[name].dtype) for name in node.outputs]
+        self._outputs = [(name, getattr(torch, graph.tensors[name].dtype)) for name in node.outputs]
         self._function = None if node.base == "getitem" else resolve_op(node.op_type)
+        if self._function is not None:
+            names = [_Name(name) for name in node.inputs]
+            self._args, self._kwargs = bind_arguments(
+                self._function._schema, node.op_type, names, node.attrs, self._device
+            )
+            self._tensors = [(index, value) for index, value in enumerate(self._args) if _has_name(value)]
+            self._named_tensors = [(key, value) for key, value in self._kwargs.items() if _has_name(value)]
 
-    def __call__(self, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(self, values: dict[str, torch.Tensor]) -> None:
+        """Add the node's outputs to the tensors, and take out those that nothing reads any more."""
         if self._function is None:
-            return {self.node.outputs[0]: inputs[self.node.attrs["index"]]}
-        node = self.node
-        args, kwargs = bind_arguments(self._function._schema, node.op_type, inputs, node.attrs, self._device)
+            values[self.node.outputs[0]] = values[self.node.inputs[self.node.attrs["index"]]]
+        else:
+            args, kwargs = self._args.copy(), self._kwargs
+            for index, value in self._tensors:
+                args[index] = _filled(value, values)
+            if self._named_tensors:
+                kwargs = {**kwargs, **{key: _filled(value, values) for key, value in self._named_tensors}}
+            result = self._result(args, kwargs)
+            results = [x for x in result if x is not None] if isinstance(result, (tuple, list)) else [result]
+            for (name, dtype), x in zip(self._outputs, results, strict=False):
+                tensor = x if isinstance(x, torch.Tensor) else torch.tensor(x)
+                values[name] = tensor.to(self._device, dtype).contiguous()
+        for name in self._free:
+            del values[name]
+
+    def _result(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        assert self._function is not None
         try:
-            result = self._function(*args, **kwargs)
+            return self._function(*args, **kwargs)
         except RuntimeError as error:
             # Meta kernels accept integer inputs that some kernels (histc) refuse.
             if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
                 raise
-            result = self._function(*[a.float() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
-        values = [x for x in (result if isinstance(result, (tuple, list)) else [result]) if x is not None]
-        tensors = (x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in values)
-        return {
-            name: x.to(self._device, dtype).contiguous()
-            for name, x, dtype in zip(node.outputs, tensors, self._dtypes, strict=False)
-        }
+            return self._function(*[a.float() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+
+
+def _has_name(value: Any) -> bool:
+    return type(value) is _Name or (isinstance(value, list) and any(type(x) is _Name for x in value))
+
+
+def _filled(value: _Name | list[Any], values: Mapping[str, torch.Tensor]) -> Any:
+    """The tensor of a name, or a list with those of the names in it."""
+    if isinstance(value, list):
+        return [values[x] if type(x) is _Name else x for x in value]
+    return values[value]
 
 
 def resolve_op(op_type: str) -> Any:
@@ -179,7 +218,7 @@ _STATS_ONLY = frozenset({*BATCH_NORM_OPS, "aten.instance_norm"})
 def bind_arguments(
     schema: Any,
     op_type: str,
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Any],
     attrs: Mapping[str, Any],
     device: torch.device | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -189,6 +228,7 @@ def bind_arguments(
     no affine parameters), None stands for them; `unclear_reason` refuses the nodes where it does not.
 
     Args:
+        inputs: Tensors, or what stands for them.
         device: Device of the tensors that the op makes; default: the CPU.
     """
     remaining, given = list(inputs), attrs.get(TENSOR_NAMES)
@@ -224,7 +264,7 @@ def bind_arguments(
     return args, kwargs
 
 
-def _tensor_list(remaining: list[torch.Tensor], sizes: list[int], masks: list[list[bool]]) -> list[torch.Tensor | None]:
+def _tensor_list(remaining: list[Any], sizes: list[int], masks: list[list[bool]]) -> list[Any]:
     count = sizes.pop(0) if sizes else len(remaining)
     taken = [remaining.pop(0) for _ in range(count)]
     if masks and count == masks[0].count(False):
