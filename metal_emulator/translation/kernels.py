@@ -40,7 +40,7 @@ class Argument:
         kind: `buffer`, `threadgroup` or `builtin`.
         index: Buffer or threadgroup index, -1 for a builtin.
         address_space: `device`, `constant`, `threadgroup`, or "" for a builtin.
-        constant: The function constant that has to be true for the argument to exist; "" if it always exists.
+        constant: The function constant that has to be true for the argument to exist; None if it always exists.
     """
 
     name: str
