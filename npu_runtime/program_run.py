@@ -317,7 +317,7 @@ class ThreadRun:
         return bound is None or bound.native_handle is not buffer.native_handle
 
     def _check_sharing(self, inputs: Mapping[str, DeviceBuffer]) -> None:
-        """Refuse an input whose memory the program overwrites: an output of its own, or another input that is updated."""
+        """Refuse an input whose memory the program overwrites, as an output or as another input that is updated."""
         outputs = {id(buffer.native_handle): name for name, buffer in self._outputs.items()}
         names: dict[int, str] = {}
         donated = set(self._plan.donations.values())
