@@ -87,7 +87,7 @@ def working_folder(parent: Path) -> Iterator[Path]:
 def remove_leftovers(folder: Path) -> None:
     """Remove unfinished files that killed writers left in a folder.
 
-    Once per process, and as far as permissions allow.
+    This is done once per process and folder, and as far as permissions allow.
     """
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

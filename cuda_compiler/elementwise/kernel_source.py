@@ -55,7 +55,10 @@ def _function_name(group: Group) -> str:
 
 
 def _vector_width(group: Group, stored: Sequence[View]) -> int:
-    """Elements per thread: as many as fill a 16-byte access, or fewer to have enough threads to fill the GPU."""
+    """Elements per thread: as many as fill a 16-byte access, or fewer to have enough threads to fill the GPU.
+
+    Fewer also if the elements of a stored view are not consecutive.
+    """
     views = [*group.reads, *stored]
     width = min(8, 16 // min(itemsize(view.dtype) for view in stored))
     places = [place_of(view) for view in views]

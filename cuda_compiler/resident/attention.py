@@ -124,9 +124,10 @@ def _scratch_bytes(match: AttentionMatch, rows: int) -> int:
 
 
 def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> AttentionMatch | None:
-    """The attention that the first of `calls` begins; None if any call up to the attention does not belong to it.
+    """The attention that the first of `calls` begins, if one phase can compute it with the calls before it; else None.
 
-    Results of the calls before the attention must have no other readers, since they are not stored.
+    Every call before the attention must belong to it, and its results must have no other readers, since they are not
+    stored.
 
     Args:
         calls: Calls in order, up to `MOST_CALLS`.

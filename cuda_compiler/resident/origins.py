@@ -33,7 +33,9 @@ class HeadOrigin:
 
 
 def find_origin(view: View, makers: Mapping[str, KernelCall]) -> HeadOrigin | None:
-    """The origin of queries or keys; None if it is not a view with contiguous rows.
+    """The origin of queries or keys, traced back through their rotary embedding, RMSNorm and copy.
+
+    None if the view does not fit one of these calls, or if the rows of the origin are not contiguous.
 
     Args:
         makers: Buffer → the call that computes it, for the calls that may lie between origin and attention.

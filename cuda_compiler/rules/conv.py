@@ -118,7 +118,7 @@ def _tiled(make: Specializer, call: KernelCall, aligned: bool) -> Iterator[Kerne
 def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     """The kernels for groups of few channels, whose blocks compute a square of pixels of several groups.
 
-    None for others.
+    There are none for other convolutions.
     """
     images, channels, rows, columns = call.outputs[0].shape
     _, weight, bias, residual, out = KERNELS[call.kernel].bind(call)

@@ -20,7 +20,8 @@ GATED = {
 def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> KernelCall | None:
     """The product fused with its gate: `call` multiplies the product's activated first half with its second half.
 
-    None if `call` is no such gate, or if others read the product.
+    None unless `call` is such a gate and the only reader of the product, which has no activation or residual of its
+    own.
 
     Args:
         readers: Buffer → how many operands of calls and program outputs read it.

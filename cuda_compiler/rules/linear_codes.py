@@ -1,6 +1,6 @@
 """Products of many rows of bytes and a weight of bytes by warpgroups, bound by the tensor cores.
 
-With fused epilogues.
+The kernels also apply scales, bias, residual and gate.
 """
 
 from __future__ import annotations

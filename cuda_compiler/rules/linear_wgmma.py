@@ -1,6 +1,6 @@
 """Products of 9 to 64 rows by warpgroups, bound by reading their weight.
 
-With the norm before and the gate after them.
+The kernels also compute the norm before and the gate after the product.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ def _vectors(make: Specializer, call: KernelCall, threads: int, width: int) -> K
 def transposing_copy(make: Specializer, call: KernelCall) -> KernelCall | None:
     """The call of a copy between two orders of memory, by square tiles in shared memory.
 
-    None if one dimension is contiguous in both, so that a plain copy is as fast.
+    None if a plain copy is as fast: for few elements, or if one dimension is contiguous in both; or if the copy
+    converts.
     """
     (x,), (out,) = call.inputs, call.outputs
     if x.dtype != out.dtype or itemsize(x.dtype) > 4 or x.numel < _FEW:

@@ -1,6 +1,6 @@
-"""Rules of quantized weights: our own kernels for up to some hundred rows.
+"""Rules of quantized weights.
 
-For more, a dequantized weight and cuBLASLt.
+Products of up to some hundred rows run on our own kernels; for more rows, the weight is dequantized for cuBLASLt.
 """
 
 from __future__ import annotations

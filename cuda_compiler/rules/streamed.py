@@ -1,6 +1,6 @@
 """Products of up to 16 rows on tensor cores, bound by reading their weight.
 
-With the norm before, the gate after them.
+The kernels also compute the norm before and the gate after the product.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Token:
 def tokenize(text: str, file: str = "program_source") -> tuple[list[Token], str]:
     """The tokens of preprocessed text, each with the white space and line markers before it.
 
-    And the text after the last.
+    They are followed by the text after the last token.
     """
     tokens: list[Token] = []
     before, line, position = "", 1, 0

@@ -68,7 +68,7 @@ class CodeFormat:
     def pack(self, codes: np.ndarray) -> np.ndarray:
         """Packed bytes, uint8 [n, k · bits / 8], from numbers [n, k] of any dtype that are codes.
 
-        The inverse of `unpack`.
+        This is the inverse of `unpack`.
         """
         single = np.ascontiguousarray(codes.astype(self.dtype, copy=False)).view(np.uint8)
         if self.bits == 8:

@@ -99,7 +99,7 @@ def rank_start(size: int) -> WeightTransformRecipe:
 def part_recipe(weight: WeightTransformRecipe, format: QuantizedFormat, part: str) -> WeightTransformRecipe | None:
     """The recipe of one part (codes, scales or offsets) of a quantized weight.
 
-    None for a weight that is neither a tensor of the checkpoint nor several of them concatenated.
+    None unless the weight is a tensor of the checkpoint, a rank's part of one, or several of them joined by rows.
     """
     if weight.op == "key":
         fields = {name: getattr(format, name) for name in _STORED_FIELDS}

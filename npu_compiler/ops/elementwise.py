@@ -251,10 +251,7 @@ elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu
 
 
 def _scales_booleans(node: OpNode, graph: IRGraph) -> str | None:
-    """The reason to refuse a sum of booleans with an `alpha`, which PyTorch makes a boolean.
-
-    None for any other node.
-    """
+    """The reason to refuse a sum of booleans with an `alpha`, which PyTorch makes a boolean; None for other nodes."""
     is_boolean = graph.tensors[node.outputs[0]].dtype == "bool"
     return "a sum of booleans with a factor" if is_boolean and node.attrs.get("alpha", 1) != 1 else None
 

@@ -54,9 +54,9 @@ class Lowering:
         self.views[name] = view
 
     def donate(self, source: str, result: str) -> bool:
-        """Let the node compute `result` in the memory of the graph input `source`, if nobody needs the old value.
+        """Let the node compute `result` in the memory of the graph input `source`; returns whether that is possible.
 
-        Returns False, without an effect, if `result` is no graph output, or if a later node or the caller reads the old
+        It is if `result` is a graph output of the same dtype, and neither a later node nor the caller reads the old
         value under any name (existing views of the input count).
         """
         graph, node = self.graph, self.node

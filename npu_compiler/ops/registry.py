@@ -352,7 +352,7 @@ class Args:
     def ranges(self, operands: Mapping[str, Range], of_scalar: Callable[[float], Range]) -> list[Range | None]:
         """The range of each tensor argument in the schema's order, computed by `of_scalar` if it is a number.
 
-        None if omitted.
+        An omitted argument has None.
         """
         values = ((self.tensor(name), self.attr(name)) for name in self._names)
         return [operands[x] if x is not None else None if y is None else of_scalar(y) for x, y in values]

@@ -77,9 +77,9 @@ ACTIVATION_OF = {op: name for name, op in ACTIVATIONS.items()}
 
 
 def activation_rule(op: str) -> Callable[[Mapping[str, Any]], str | None] | None:
-    """The `Op.activation` of an element-wise op: attributes → its name in `ACTIVATIONS`.
+    """The `Op.activation` of an element-wise op: a function from attributes to its name in `ACTIVATIONS`.
 
-    None if it is no activation.
+    None if the op is no activation.
     """
     if op == "hardtanh":
         return lambda attrs: "relu6" if (attrs.get("min_val", -1), attrs.get("max_val", 1)) == (0, 6) else None
@@ -168,9 +168,9 @@ def elementwise_kernel_name(op: str, *, has_scalars: bool, is_strided: bool) -> 
 
 
 def elementwise_kernel(call: KernelCall) -> ElementwiseKernel | None:
-    """The declaration of a call if it is element-wise: each output element depends only on elements at the same place.
+    """The declaration of a call's kernel if it is element-wise, else None.
 
-    None for any other call.
+    Each output element of such a kernel depends only on the inputs' elements at the same place.
     """
     return ELEMENTWISE_KERNELS.get(call.kernel)
 

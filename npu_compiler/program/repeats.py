@@ -25,13 +25,13 @@ class Run:
 
 
 def fold(keys: Sequence[Hashable]) -> list[Run]:
-    """Divide a sequence into runs, longest first; elements that do not repeat are in runs with a count of 1.
+    """Divide a sequence into runs, in order; elements that do not repeat are in runs with a count of 1.
 
     Given: a b c b c b c d
     Result: (a) × 1, (b c) × 3, (d) × 1
 
-    Repetitions of more than `LONGEST_PERIOD` elements, and runs that save fewer than `WORTHWHILE` elements, are not
-    searched.
+    The run that shortens the sequence most is taken first. Repetitions of more than `LONGEST_PERIOD` elements, and runs
+    that save fewer than `WORTHWHILE` elements, are not searched.
     """
     numbers: dict[Hashable, int] = {}
     ids = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)

@@ -85,10 +85,7 @@ def addend_of(call: KernelCall) -> KernelCall | None:
 
 
 def epilogue_of(call: KernelCall) -> KernelCall | None:
-    """The call that applies bias, activation and residual to a linear's product in the output.
-
-    None if none is needed.
-    """
+    """The call that applies bias, activation and residual to a linear's product in the output; None if not needed."""
     params = call.params
     if addend_of(call) is not None:
         return None

@@ -53,7 +53,7 @@ def _operands(inputs: Arrays, params: Params) -> tuple[np.ndarray, np.ndarray, A
 def _scaled(sums: np.ndarray, rest: Arrays, out: np.ndarray, params: Params) -> None:
     """Write a product's result to `out`, from its sums [..., o, p, q] or, for a linear, [m, o].
 
-    That is scales, bias, residual, activation and rounding.
+    It applies scales, bias, residual, activation and rounding.
     """
     scales, *others = rest
     shape = (-1,) if sums.ndim == 2 else (-1, 1, 1)

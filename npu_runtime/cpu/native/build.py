@@ -190,7 +190,7 @@ def find_compiler() -> str | None:
 def _build_best(compiler: str) -> Library:
     """Build the library for the highest level that this machine supports and the compiler can build.
 
-    Errors as of `build`.
+    Errors are those of `build`.
     """
     failures: list[tuple[Level, CompilerError]] = []
     for level in reversed(this_cpu().levels()):

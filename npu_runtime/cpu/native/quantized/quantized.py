@@ -186,9 +186,9 @@ def quantized_expert_linear(
     out: np.ndarray,
     activations: str = "none",
 ) -> NativeLaunch | None:
-    """Prepare `expert_linear` with quantized weights.
+    """Prepare `expert_linear` with quantized weights; None if there is no native kernel for the operands.
 
-    Dtypes, bias, `activations` and None as for `quantized_linear`.
+    Dtypes, bias and `activations` are as for `quantized_linear`.
     """
     if not isinstance(weight.first, PackedQuantized):
         return None
@@ -211,7 +211,8 @@ def quantized_gated_linear(
 ) -> NativeLaunch | None:
     """Prepare out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
 
-    The bias is read now, not when the launch runs; `activations` and None as for `quantized_linear`.
+    The bias is read now, not when the launch runs; `activations` is as for `quantized_linear`. None if there is no
+    native kernel for the operands.
     """
     bias = float_vector(bias)
     args = gated_linear_args(x, weight, bias, activation, out)
