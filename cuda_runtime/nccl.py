@@ -52,7 +52,10 @@ class NCCLCollectives(Collectives):
         self.peers = self._connected_peers()
 
     def _connected_peers(self) -> PeerMemory | None:
-        """Memory that all GPUs of the group can write directly; None if one of them cannot."""
+        """Memory that all GPUs of the group can write directly.
+
+        None if one of them cannot, or with `NPU_SIM_PEERS=0`.
+        """
         device, peers = self._device, None
         base, handle = 0, bytes(_HANDLE_BYTES)
         try:

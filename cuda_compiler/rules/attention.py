@@ -303,7 +303,7 @@ def suits_tensor_cores(q: View, k: View, v: View) -> bool:
 
 
 def paged_attention(make: Specializer, call: KernelCall, written: View | None = None) -> list[KernelCall]:
-    """The calls of paged attention: a tile is at least 16 rows, made of heads and of tokens of one sequence.
+    """The calls of paged attention; a tile of rows consists of heads and of tokens of one sequence.
 
     The keys are split among blocks if multiprocessors would be idle otherwise.
 
@@ -389,7 +389,8 @@ def heads_together(heads: int, kv_heads: int) -> int:
 def _paged_tokens(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], constants: Mapping[str, int], head_groups: int
 ) -> KernelCall:
-    """Paged attention for decode, where most tiles have one token: a cluster of blocks shares the keys of a tile.
+    """The call of paged attention for decode, where most tiles have one token: a cluster of blocks shares a tile's
+    keys.
 
     The number and the size of the blocks are those that let the most warps run at a time. In a long context, at least
     two blocks share the keys of a tile, since one long sequence could keep the others waiting.
@@ -422,7 +423,7 @@ def _paged_tokens(
 def _paged_pieces(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], constants: Mapping[str, int], head_groups: int
 ) -> KernelCall:
-    """Paged attention for prompts, whose tiles have a row for every warp of a block; most tiles are full.
+    """The call of paged attention for prompts, whose tiles have rows for all warps of a block; most tiles are full.
 
     A cluster of blocks shares the keys of a tile.
     """

@@ -76,9 +76,9 @@ def _overlap(a: BufferAllocation, b: BufferAllocation) -> bool:
 def _lowest_free_offset(
     buffer: BufferAllocation, placed: list[BufferAllocation], reuse: set[tuple[str, str]], alignment: int
 ) -> int:
-    """The lowest offset at which a buffer overlaps no placed buffer with an overlapping lifetime.
+    """The offset of a buffer's in-place partner if the buffer may share it, else the lowest free offset.
 
-    The two buffers of an in-place pair may share exactly the same offset, but not overlap otherwise.
+    An offset is free if the buffer overlaps no placed buffer whose lifetime overlaps its own.
     """
     rivals = [other for other in placed if _overlap(buffer, other)]
     for partner in rivals:

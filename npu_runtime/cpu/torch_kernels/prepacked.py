@@ -171,7 +171,7 @@ def _plain_linear(call: TensorCall) -> Launch | None:
 
 @_candidate("16-bit", *_LINEAR)
 def _half_linear(call: TensorCall) -> Launch | None:
-    """A launch of a linear in its 16-bit dtype; None unless that rounds only the result."""
+    """A launch of a linear in its 16-bit dtype, if that rounds nothing but the result; else None."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     x, weight, out, shift, added = call.inputs[0], call.inputs[1], call.out, call.at(bias), call.at(residual)
     dtype, activation = out.dtype, call.params["activation"]

@@ -165,7 +165,10 @@ def quantized_linear(
 
 
 def pack_quantized_experts(weight: QuantizedArray, count: int) -> PackedExperts | None:
-    """Pack the quantized weights of `count` experts, stacked in one matrix; None if there are no native kernels."""
+    """Pack the quantized weights of `count` experts, stacked in one matrix; None if that is impossible.
+
+    It is without native kernels, or if the rows do not divide among the experts.
+    """
     if not available() or weight.shape[0] % count or 0 in weight.shape:
         return None
     n, k = weight.shape[0] // count, weight.shape[1]

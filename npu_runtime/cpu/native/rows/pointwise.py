@@ -86,7 +86,7 @@ def _pointwise(
 def in_order_of(out: np.ndarray, operands: Sequence[np.ndarray]) -> list[View] | None:
     """Operands, broadcast to out's shape, as views in the order of out's memory.
 
-    None if these need over four dimensions.
+    None if one does not broadcast to that shape, or if the views need more than four dimensions.
     """
     views = [strides_of(view) for t in operands if (view := expand(t, out.shape)) is not None]
     if len(views) < len(operands):
