@@ -389,8 +389,7 @@ def heads_together(heads: int, kv_heads: int) -> int:
 def _paged_tokens(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], constants: Mapping[str, int], head_groups: int
 ) -> KernelCall:
-    """The call of paged attention for decode, where most tiles have one token: a cluster of blocks shares a tile's
-    keys.
+    """The call of paged attention for decode, where most tiles have one token: a cluster of blocks shares its keys.
 
     The number and the size of the blocks are those that let the most warps run at a time. In a long context, at least
     two blocks share the keys of a tile, since one long sequence could keep the others waiting.
