@@ -200,7 +200,7 @@ def partition(
 
 
 def _reasons(price: PlanPrice) -> dict[str, str]:
-    """Node → why it is on the host, for all nodes that a price puts there."""
+    """Node → the reason why it is on the host, for every node that the priced division puts there."""
     return {name: unit.reason for unit in price.units if not unit.on_device for name in unit.nodes}
 
 

@@ -172,7 +172,7 @@ def shipped_library(level: Level) -> Library | None:
 
 
 def shipped_name(level: Level) -> str:
-    """The file name of a level's library in a wheel, which is a hash of its compiler options and sources."""
+    """The file name of a level's library in a wheel, which contains a hash of its compiler options and sources."""
     sources = sorted(path for path in SOURCE_FOLDER.rglob("*") if path.suffix in {".cpp", ".h"})
     options = "\n".join((*FLAGS, *level.flags))
     return f"kernels-{level.name}-{_digest(options.encode(), *(path.read_bytes() for path in sources))}.so"
