@@ -31,30 +31,33 @@ class LaunchKind(StrEnum):
     """The kind of a call's launch."""
 
     KERNEL = "kernel"
-    """A kernel that starts when the one ahead of it has ended."""
+    """A kernel that starts when the preceding kernel has ended."""
     OVERLAPPING = "overlapping"
-    """A kernel that may start earlier and waits for others' results itself (programmatic dependent launch)."""
+    """A kernel that may start before the preceding one ends, and itself waits for the results that it reads.
+
+    This is CUDA's programmatic dependent launch.
+    """
     RESIDENT = "resident"
     """A cooperative kernel: one block on every multiprocessor, and the operands in one struct."""
     PEER_COPY = "peer_copy"
-    """A kernel, and then copies of what other GPUs hold, on a second stream: beside the calls behind it."""
+    """A kernel, followed by copies from other GPUs on a second stream, which run while later calls compute."""
     AFTER_COPIES = "after_copies"
-    """A kernel that starts when the one ahead of it and all such copies have ended."""
+    """A kernel that starts when the preceding kernel and all `PEER_COPY` copies have ended."""
     CUBLAS_GEMM = "cublas_gemm"
     """A matrix product of cuBLASLt."""
     COLLECTIVE = "collective"
     """An exchange with other GPUs, by NCCL."""
     CONVOLUTION = "convolution"
-    """A plan of cuDNN, or whichever of several kernels is the fastest."""
+    """A convolution for which the runtime picks the fastest of cuDNN and several kernels of the program."""
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A matrix as the copy engine sees it, which copies boxes of some rows by 128 bytes of it.
+    """A matrix operand as a TMA tensor map describes it: the copy engine moves boxes of up to 256 rows by 128 bytes.
 
     Attributes:
-        operand: The number of the operand that it is.
-        rows, width: Size of the matrix, its width in bytes.
+        operand: The number of the kernel's operand that holds the matrix.
+        rows, width: Rows of the matrix, and bytes of a row.
         stride: Bytes from one row to the next, a multiple of 16.
         box_rows: Rows of a box, at most 256.
     """
@@ -77,13 +80,14 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """The launch of a kernel in the program.
+    """The launch of a kernel whose source is in the program.
 
     Attributes:
-        grid, block: In blocks and threads. A resident kernel's grid depends on the GPU.
-        shared: Bytes of dynamic shared memory; of a resident kernel the minimum.
+        grid, block: Number of blocks and of threads per block, in three directions. The runtime sets the grid of a
+            resident kernel, as it depends on the GPU.
+        shared: Bytes of dynamic shared memory per block; for a resident kernel, the minimum.
         kind: One of the five kinds of kernels.
-        maps: Parameters of the kernel behind its operands.
+        maps: Tensor maps, which are the kernel's parameters after its operands.
     """
 
     grid: Size3
@@ -103,14 +107,16 @@ class GemmLaunch:
     """out = act(alpha · A[m, k] · B[k, n] + residual[m, n] + bias[n]), row-major, `batch` times.
 
     Attributes:
-        trans_a: A's memory is [k, m].
-        trans_b: B's memory is [n, k].
-        lda, ldb, ldr, ldc: Elements from one row of the memory to the next, of A, B, the residual and the result.
+        trans_a: Whether A is stored transposed, as [k, m].
+        trans_b: Whether B is stored transposed, as [n, k].
+        lda, ldb, ldr, ldc: Leading dimensions of A, B, the residual and the result: elements from one stored row to the
+            next.
         stride_a, stride_b, stride_r, stride_c: Elements from one matrix of a batch to the next.
-        codes: Format of the bytes of A and B, `int8` or `float8_e4m3`; nothing where they are of a dtype that says it.
-            The sums of products of int8 are an int32 result, without addends.
-        fast_sums: Sums of products of float8 may stay in the tensor cores, whose own are exact to about 14 bits.
-        has_scales: A · B is multiplied with float32 scales for its rows [m] and its columns [n], the last two inputs.
+        codes: Format of A and B where they are stored as plain bytes: `int8` or `float8_e4m3`; empty where their dtype
+            says it. Products of int8 are summed to an int32 result, and have no bias and no residual.
+        fast_sums: Whether sums of float8 products may be accumulated in the tensor cores, to about 14 bits.
+        has_scales: Whether A · B is multiplied by float32 scales of its rows [m] and its columns [n], which are the
+            last two inputs.
     """
 
     m: int
@@ -141,7 +147,7 @@ class GemmLaunch:
 
 @dataclass(frozen=True)
 class CollectiveLaunch:
-    """An exchange of contiguous operands with the other ranks.
+    """A collective operation of NCCL on contiguous operands, with the other ranks (one GPU each).
 
     Attributes:
         operation: `all_reduce` or `all_gather`.
@@ -159,15 +165,15 @@ class CollectiveLaunch:
 
 @dataclass(frozen=True)
 class PeerExchange:
-    """A kernel's own exchange of values with other ranks, through memory that all of them map.
+    """An exchange of values with other ranks that a kernel does itself, through memory that all of them map.
 
     Attributes:
         ranks: Number of ranks.
-        exchange_bytes: Bytes of each rank's memory that the others write, for this kernel alone.
-        peers: The number of the operand that tells the kernel where memory is. It has 8 bytes each for the address of
-            every rank's part, this rank, the address of a word that the host sets when the others are gone, and, where
-            an operand is read, that operand's address on every rank.
-        read: The number of an operand that the other ranks read in this one's memory; -1 for none.
+        exchange_bytes: Bytes of each rank's memory that the other ranks write for this kernel.
+        peers: The number of the operand that holds the addresses, as 8-byte words: the exchange memory of every rank,
+            this rank's number, the address of a word that the host sets when other ranks have failed, and, if there is
+            a `read` operand, its address on every rank.
+        read: The number of the operand that other ranks read in this rank's memory; -1 for none.
     """
 
     ranks: int
@@ -181,7 +187,7 @@ class PeerExchange:
 
 @dataclass(frozen=True)
 class KernelForm:
-    """A kernel in the program that could be launched for a call, on the same operands."""
+    """An alternative kernel of the program for a call, with the same operands."""
 
     kernel: str
     source: str
@@ -190,7 +196,7 @@ class KernelForm:
 
 @dataclass(frozen=True)
 class Convolution:
-    """The meaning of a convolution: act(conv(x, weight) + bias + residual).
+    """The mathematical definition of a convolution, for cuDNN: act(conv(x, weight) + bias + residual).
 
     Attributes:
         padding: Top, bottom, left, right.
@@ -210,9 +216,9 @@ class ConvolutionLaunch:
     """A convolution over channels-last operands, for which the runtime picks the fastest implementation on its GPU.
 
     Attributes:
-        first: The launch of the call's own kernel, the most promising one.
+        first: The launch of the call's own kernel, the one expected to be the fastest.
         computes: The convolution to ask cuDNN for.
-        alternatives: Further kernels for it.
+        alternatives: Further kernels that compute the same.
     """
 
     first: KernelLaunch
@@ -239,10 +245,10 @@ Launch: TypeAlias = KernelLaunch | GemmLaunch | ConvolutionLaunch | CollectiveLa
 
 
 def launch_of(call: KernelCall) -> Launch:
-    """The launch of a call of a CUDA program.
+    """The launch of a call of a CUDA program, read from the call's parameters.
 
     Raises:
-        ProgramFormatError: the call does not say so, or not all of it.
+        ProgramFormatError: the parameters of the launch are missing, incomplete or malformed.
     """
     params = call.params
     try:
@@ -277,10 +283,10 @@ def launch_of(call: KernelCall) -> Launch:
 
 
 def peer_exchange_of(call: KernelCall) -> PeerExchange | None:
-    """The exchange of a kernel with other ranks; None where there is none.
+    """The exchange with other ranks that a call's kernel does itself; None if its parameters describe none.
 
     Raises:
-        ProgramFormatError: the call says it in part, or names operands that it does not have.
+        ProgramFormatError: the parameters describe it in part, or name operands that the call lacks.
     """
     if "exchange_bytes" not in call.params:
         return None
@@ -295,21 +301,21 @@ def peer_exchange_of(call: KernelCall) -> PeerExchange | None:
 
 
 def kernel_launch_of(call: KernelCall) -> KernelLaunch:
-    """The launch of a call that is one kernel; see `launch_of`."""
+    """The launch of a call that is known to be one kernel; raises as `launch_of` does."""
     launch = launch_of(call)
     assert isinstance(launch, KernelLaunch), f"'{call.kernel}' is no kernel of the program"
     return launch
 
 
 def gemm_of(call: KernelCall) -> GemmLaunch:
-    """The launch of a call that is a product of cuBLASLt; see `launch_of`."""
+    """The launch of a call that is known to be a matrix product of cuBLASLt; raises as `launch_of` does."""
     launch = launch_of(call)
     assert isinstance(launch, GemmLaunch), f"'{call.kernel}' is no product of cuBLASLt"
     return launch
 
 
 def convolution_of(call: KernelCall) -> ConvolutionLaunch:
-    """The launch of a call that is a convolution with several forms; see `launch_of`."""
+    """The launch of a call that is known to be a `ConvolutionLaunch`; raises as `launch_of` does."""
     launch = launch_of(call)
     assert isinstance(launch, ConvolutionLaunch), f"'{call.kernel}' is no convolution"
     return launch

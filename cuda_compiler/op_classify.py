@@ -1,4 +1,4 @@
-"""The category of a call, which its kernel's declaration states."""
+"""The family of a call (element-wise, convolution, …), which its kernel's declaration states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from npu_compiler.program.kernels import Family, KernelCall
 
 
 def classify(call: KernelCall) -> Family:
-    """The family of an op-level call."""
+    """The family of an op-level call, such as element-wise or convolution."""
     return declaration(call).family
 
 

@@ -29,7 +29,7 @@ from npu_compiler.program.target import PlanStage
 
 
 def cuda_stages(gpu: GPU) -> list[PlanStage]:
-    """The stages for one program, each with its name; those that specialize kernels share a `Specializer`.
+    """The stages of the CUDA target for one program, in order; those that specialize kernels share a `Specializer`.
 
     `generate_prologue` and `generate_kernels` are needed; each of the others may be left out.
     """
@@ -61,7 +61,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
 
 
 def generate_prologue(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
-    """The plan with generated kernels in its prologue, as `generate_kernels` makes them of its calls."""
+    """The plan with the calls of its prologue replaced by calls of generated kernels."""
     read_later = {view.buffer for view in plan.output_views.values()}
     read_later |= {view.buffer for call in plan.calls for view in call.inputs}
     prologue = _generate(find_groups(plan.prologue), plan, make, read_later)
@@ -90,7 +90,7 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
 def _generate(
     groups: list[Group], plan: ExecutionPlan, make: Specializer, read_later: Iterable[str]
 ) -> list[KernelCall]:
-    """The calls of generated kernels for a list of groups.
+    """The calls of generated kernels that replace the calls of `groups`.
 
     Args:
         read_later: Buffers that are read after the last group.

@@ -1,4 +1,4 @@
-"""Ceilings of a GPU's bandwidth and rates, from its clocks and widths."""
+"""Peak memory bandwidth and arithmetic rates of a GPU, computed from its clocks and widths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _PER_CLOCK = {80: (2048, 128), 90: (4096, 256)}
 
 
 def gpu_ceilings(attributes: Mapping[str, int], capability: int) -> Ceilings:
-    """The ceilings at the highest clocks; rates of architectures that are not in the table are left out.
+    """The peak bandwidth and rates at the highest clocks.
+
+    Rates of architectures that are not in the table are left out.
 
     Args:
         attributes: CUDA's device attributes: clocks in kHz, the memory bus in bits. Memory transfers twice a clock.

@@ -14,7 +14,7 @@ from npu_compiler.errors import DeviceError
 
 @dataclass(frozen=True)
 class Component:
-    """A component: its version, or what is wrong and how to fix it."""
+    """The state of one component of a CUDA installation: its version, or what is wrong and how to fix it."""
 
     name: str
     version: str | None
@@ -22,7 +22,7 @@ class Component:
 
 
 def components() -> list[Component]:
-    """The components in the order of their dependencies, up to the first missing one that all others need."""
+    """The components in the order of their dependencies; the list ends early if one that all others need is missing."""
     states: list[Component] = []
     for name, find in _PARTS.items():
         states.append(_examined(name, find))

@@ -1,7 +1,7 @@
 """Matrix products by cuBLASLt: the calls that the compiler names `cublas_gemm`.
 
-Unlike cuBLAS it adds bias and residual to the product before the result is rounded, lets us choose the algorithm, and
-takes its workspace as an argument, so that nothing is allocated inside a captured graph.
+Unlike cuBLAS, cuBLASLt adds bias and residual to the product before the result is rounded, lets us choose the
+algorithm, and takes its workspace as an argument, so that nothing is allocated inside a captured graph.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _handle, _pointer, _int, _size = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int,
 
 
 class _Opaque(ctypes.Structure):
-    """cublasLtMatmulAlgo_t."""
+    """The C struct cublasLtMatmulAlgo_t."""
 
     _fields_ = (("data", ctypes.c_uint64 * 8),)
 
 
 class _Result(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
+    """The C struct cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
         ("algorithm", _Opaque),
@@ -103,7 +103,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 def load_library(device: CUDADevice) -> Any:
-    """libcublasLt, the one that CuPy's cuBLAS comes with.
+    """Load the libcublasLt that comes with CuPy's cuBLAS.
 
     Raises:
         DeviceError: there is none.
@@ -131,7 +131,7 @@ class Algorithm:
     """An algorithm of cuBLASLt for a product.
 
     Attributes:
-        opaque: cublasLtMatmulAlgo_t, valid for the version of the library that returned it.
+        opaque: Bytes of cublasLtMatmulAlgo_t, valid for the version of the library that returned it.
         config: Configuration: the algorithm's id, its tile, splits along k, reduction, swizzling, custom option,
             stages, inner shape, cluster.
         workspace: Bytes of workspace that it needs.
@@ -156,7 +156,7 @@ class Addresses:
 
     @classmethod
     def of(cls, call: KernelCall, places: Sequence[int]) -> Addresses:
-        """The addresses of a product's operands, given one per operand of the call, inputs first."""
+        """The addresses of a product's operands, from `places`, which has one per operand of the call, inputs first."""
         a, b, *others, out = places
         gemm = gemm_of(call)
         bias = others.pop(0) if gemm.has_bias else 0
@@ -175,7 +175,7 @@ def product_key(call: KernelCall, at: Addresses) -> str:
 
 
 class CublasLt:
-    """The library on the device's stream, with a workspace that all products share, since they run in order.
+    """The cuBLASLt library on the device's stream, with a workspace that all products share, since they run in order.
 
     Attributes:
         version: Version of the library; algorithms are only valid for the version that returned them.
@@ -199,7 +199,7 @@ class CublasLt:
 
 
 class _Descriptor:
-    """One of the library's descriptors, destroyed with this object."""
+    """A descriptor object of cuBLASLt, which is destroyed with this object."""
 
     def __init__(self, lt: CublasLt, kind: str, *arguments: int) -> None:
         self._lt = lt
@@ -210,7 +210,7 @@ class _Descriptor:
         weakref.finalize(self, destroy, self.handle)
 
     def set(self, attribute: int, value: Any) -> None:
-        """Set an attribute; a ctypes value has the size that the library expects."""
+        """Set an attribute of the descriptor; `value` is a ctypes value of the size that cuBLASLt expects."""
         function = getattr(self._lt.library, f"cublasLt{self._kind}SetAttribute")
         self._lt.check(function(self.handle, attribute, ctypes.addressof(value), ctypes.sizeof(value)), self._kind)
 
@@ -218,8 +218,8 @@ class _Descriptor:
 class Product:
     """out[m,n] = act(alpha · A[m,k] · B[k,n] + residual[m,n] + bias[n]), row-major, batched or not.
 
-    The sum is in float32 and rounded once; that of int8 is an int32. cuBLASLt is column-major: what it is asked for is
-    the transposed product, with a and b exchanged; its bias runs along columns, which are our rows.
+    Sums are float32 and rounded once; sums of int8 products are int32. cuBLASLt is column-major, so it is asked for the
+    transposed product, with a and b exchanged; its bias runs along columns, which are our rows.
 
     Args:
         call: A call with a `GemmLaunch`. Bias and residual have the result's dtype.
@@ -261,7 +261,7 @@ class Product:
         self._matrices = [each.handle for each in (self._b, self._a, self._residual, self._out)]
 
     def _layout(self, kind: int, shape: tuple[int, int], turned: bool, leading: int, stride: int) -> _Descriptor:
-        """Describe a column-major matrix.
+        """A descriptor of a column-major matrix.
 
         Args:
             shape: Rows and columns in the product.
@@ -275,7 +275,7 @@ class Product:
         return layout
 
     def algorithms(self, most: int) -> list[Algorithm]:
-        """The library's suggestions, the most promising first.
+        """The algorithms that cuBLASLt suggests, at most `most`, with the most promising first.
 
         Raises:
             DeviceError: it has none.
@@ -297,7 +297,10 @@ class Product:
         return [self._algorithm(result.algorithm, result.workspace) for result in usable]
 
     def restored(self, opaque: bytes, config: Sequence[int]) -> Algorithm | None:
-        """An algorithm that an earlier process kept; None where this library rejects it or reads it as another one."""
+        """An algorithm that an earlier process stored.
+
+        None if this library rejects it or reads another configuration from it.
+        """
         lt, result = self._lt, _Result()
         if len(opaque) != ctypes.sizeof(_Opaque):
             return None
@@ -321,7 +324,7 @@ class Product:
         return Algorithm(bytes(opaque), tuple(config), int(workspace))
 
     def launch(self, algorithm: Algorithm) -> Launch:
-        """A function that enqueues it."""
+        """A function that enqueues the product with an algorithm."""
         lt, at = self._lt, self._at
         opaque = _Opaque.from_buffer_copy(algorithm.opaque)
         alpha, beta = (ctypes.addressof(factor) for factor in self._factors)
@@ -353,7 +356,10 @@ class Product:
 
 
 def operand_bytes(call: KernelCall) -> dict[str, int]:
-    """Bytes from the first to the last element of a product's operands, as in `Addresses`; 0 for an absent one."""
+    """Bytes from the first to the last element of each operand of a product, by name; 0 for an absent operand.
+
+    The names are those of `Addresses`.
+    """
     gemm = gemm_of(call)
     size, out_size = itemsize(call.inputs[0].dtype), itemsize(call.outputs[0].dtype)
     m, n, k = gemm.m, gemm.n, gemm.k
@@ -373,5 +379,5 @@ def operand_bytes(call: KernelCall) -> dict[str, int]:
 
 
 def alignment(address: int) -> int:
-    """The alignment of an address in bytes, at most `WIDEST_ACCESS`; for 0, an absent operand, just that."""
+    """The alignment of an address in bytes, at most `WIDEST_ACCESS`; `WIDEST_ACCESS` for 0, an absent operand."""
     return min(WIDEST_ACCESS, address & -address) or WIDEST_ACCESS

@@ -1,4 +1,4 @@
-"""`CUDABackend`: an NVIDIA GPU. A program brings its kernels as CUDA C; products go to cuBLASLt."""
+"""`CUDABackend`: an NVIDIA GPU. A program contains its kernels as CUDA C; matrix products go to cuBLASLt."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class CUDABackend(Backend):
 
     @property
     def counters(self) -> Counter[str]:
-        """Number of launches, compilations and the like since the backend was opened."""
+        """Counts of launches, compilations and other events since the backend was opened (see `CUDADevice`)."""
         return self._device.counters
 
     @cached_property
@@ -174,7 +174,10 @@ class CUDABackend(Backend):
         return CUDABuffer(self._device, shape, alloc_shape, dtype)
 
     def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> DeviceBuffer:
-        """Each part is uploaded to its offset, if no cast or padding is needed: concatenating on the host is a copy."""
+        """A buffer of joined arrays, each of which is uploaded to its own offset if it needs no cast and no padding.
+
+        Concatenating them on the host first would be one more copy.
+        """
         stored = numpy_dtype(spec.storage or spec.dtype)
         whole = (sum(len(part) for part in parts), *parts[0].shape[1:]) if parts[0].ndim else ()
         if len(parts) == 1 or any(part.dtype != stored for part in parts) or whole != (spec.alloc_shape or spec.shape):
@@ -187,13 +190,17 @@ class CUDABackend(Backend):
         return buffer
 
     def allocate_visible(self, shape: Shape, dtype: str) -> tuple[CUDABuffer, Callable[[], np.ndarray]]:
-        """Allocate pinned host memory, which kernels write over the bus, so that a result needs no copy."""
+        """Allocate pinned host memory, which kernels write over the bus, so that reading a result needs no copy.
+
+        Returns:
+            The buffer, and a function that returns its contents as an array.
+        """
         memory, host = self._device.allocate_visible(numel(shape) * itemsize(dtype))
         seen = host.view(numpy_dtype(dtype)).reshape(shape)
         return CUDABuffer(self._device, shape, None, dtype, memory), lambda: seen
 
     def allocate_staged(self, specs: Iterable[TensorSpec]) -> StagedInputs:
-        """Allocate all inputs in one piece of memory, for a single copy."""
+        """Allocate all inputs in one piece of memory, so that a run uploads them with a single copy."""
         layouts, size = dict[str, tuple[TensorSpec, int, int]](), 0
         for spec in specs:
             taken = numel(spec.alloc_shape or spec.shape) * itemsize(spec.storage or spec.dtype)
@@ -212,7 +219,7 @@ class CUDABackend(Backend):
         return self._device.marker()
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Compile the sources that the calls need, all at once, and tune products and convolutions that are new.
+        """Compile the sources that the calls need, all at once, and tune the products and convolutions that are new.
 
         Raises:
             DeviceError: a source is missing, does not compile, or differs from an earlier one of the same name.
@@ -279,10 +286,12 @@ class CUDABackend(Backend):
     def _connect(
         self, call: KernelCall, exchange: PeerExchange, addresses: Sequence[int], memory: Sequence[Any]
     ) -> list[int]:
-        """Tell a kernel that exchanges values with other ranks where their memory is. All ranks do so together.
+        """Write the addresses of the other ranks' memory to the operand of a kernel that exchanges values with them.
+
+        All ranks must call this together.
 
         Returns:
-            The addresses of the operand that ranks read of each other, on the other ranks in order.
+            The addresses on the other ranks, in order, of the operand that ranks read of each other.
         """
         if not isinstance(self.collectives, NCCLCollectives):
             raise no_group(call)
@@ -296,9 +305,10 @@ class CUDABackend(Backend):
         return [address for rank, address in enumerate(read_at) if rank != self.collectives.rank]
 
     def _copy_beside(self, call: KernelCall, addresses: Sequence[int], others: Sequence[int]) -> Callable[[], object]:
-        """A function that has the call's kernel wait for other ranks on the second stream, then copies their parts.
+        """A function that enqueues the call's kernel and then peer copies on the second stream.
 
-        Each part is as large as the first input; they stand one rank's after the other in the first output.
+        The kernel waits for the other ranks. Each copied part is as large as the first input, and the parts stand one
+        after the other, by rank, in the first output.
         """
         device, target, copied = self._device, addresses[len(call.inputs)], call.inputs[0]
         size = copied.numel * itemsize(copied.dtype)
@@ -314,7 +324,7 @@ class CUDABackend(Backend):
         return start
 
     def _after_copies(self, kernel: Callable[[], object]) -> Callable[[], object]:
-        """A function that enqueues a kernel behind what the second stream has to do."""
+        """A function that enqueues a kernel to start after all work of the second stream so far."""
 
         def start() -> None:
             self._device.join()
@@ -336,7 +346,8 @@ class CUDABackend(Backend):
     def _start(self, call: KernelCall, addresses: Sequence[int], stream: Any = None) -> Callable[[], object]:
         """A function that enqueues a kernel on operands at these addresses, inputs first.
 
-        Without a stream, the kernel is enqueued on the device's own.
+        Args:
+            stream: The stream to enqueue it on; None means the device's own.
         """
         plan = kernel_launch_of(call)
         grid, block, shared = plan.grid, plan.block, plan.shared
@@ -361,7 +372,7 @@ class CUDABackend(Backend):
     ) -> CUDALaunch:
         """A cooperative launch: one block on every multiprocessor, with all the shared memory that a block may have.
 
-        The operands are in one struct.
+        The kernel's only parameter is a struct with all operands.
         """
         block, least, properties = launch.block, launch.shared, self._device.properties
         shared = int(properties["sharedMemPerBlockOptin"])
@@ -387,7 +398,7 @@ class CUDABackend(Backend):
         return CUDALaunch(self._device, call, start, (memory, function, arguments, places))
 
     def _function(self, call: KernelCall, threads: int, shared: int) -> Any:
-        """The function of a call's kernel, checked and configured for its block size and shared memory.
+        """The loaded function of a call's kernel, configured for its block size and shared memory.
 
         Raises:
             DeviceError: the source has no such kernel, or the GPU cannot run it with so many threads or so much memory.
@@ -408,7 +419,7 @@ class CUDABackend(Backend):
         return function
 
     def sequence(self, launches: Sequence[Launch], plan: ExecutionPlan) -> Launch:
-        """One CUDA graph launch."""
+        """All launches in order as one CUDA graph launch."""
         own = [launch for launch in launches if isinstance(launch, CUDALaunch)]
         assert len(own) == len(launches), "a launch of another backend"
         return GraphSequence(self._device, own)
@@ -421,7 +432,7 @@ class CUDABackend(Backend):
         return CUDAExecutor(program, self, config=CUDA_GPU)
 
     def call_on(self, stream: int) -> None:
-        """Run programs on a caller's stream (its handle) from now on, in order after everything before."""
+        """Run programs on the caller's stream with this handle from now on, after all work enqueued before."""
         try:
             self._device.call_on(stream)
         except self._device.failures as error:
@@ -430,7 +441,7 @@ class CUDABackend(Backend):
     def adopt(self, parts: Sequence[Any], spec: TensorSpec) -> DeviceBuffer | None:
         """A buffer over tensors that are on this GPU: one tensor's own memory, or a copy that joins several.
 
-        None if their shapes or dtypes are not those of `spec`, or one is on another device.
+        None if their shapes or dtypes are not those of `spec`, or a tensor is on another device.
         """
         stored = spec.storage or spec.dtype
         whole = (sum(len(part) for part in parts), *parts[0].shape[1:]) if parts[0].ndim else ()
@@ -448,9 +459,9 @@ class CUDABackend(Backend):
         return buffer
 
     def from_dlpack(self, value: Any) -> DeviceBuffer | None:
-        """A copy of an array that is on this GPU, made on this device's stream after what its library enqueued.
+        """A copy of an array that is on this GPU, made on this device's stream after the work its library has enqueued.
 
-        None if it is elsewhere, or cannot be exported.
+        None if the array is elsewhere, or cannot be exported.
         """
         if not self._device.holds_exported(value):
             return None
@@ -470,14 +481,15 @@ class CUDABackend(Backend):
         return buffer
 
     def borrow(self, tensor: Any, buffer: DeviceBuffer) -> DeviceBuffer:
-        """A buffer like another one, in the memory of a tensor on this GPU that holds as much."""
+        """A buffer of the shape and dtype of `buffer` in the memory of a tensor of that size on this GPU."""
         return CUDABuffer(self._device, buffer.shape, buffer.alloc_shape, buffer.dtype, self._device.foreign(tensor))
 
     def tensor_copies(self, copies: Sequence[Copy], inwards: bool, flag: DeviceBuffer) -> list[MovingLaunch]:
         """Prepare copies between a caller's tensors and buffers of programs.
 
         Args:
-            flag: An int32 that gets the number of a copy, from 1, that met an integer out of bounds.
+            inwards: Whether the copies go to the buffers, rather than from them.
+            flag: An int32 that receives the number of a copy, from 1, that met an integer out of bounds.
         """
         placeholder = KernelLaunch((1, 1, 1), (THREADS, 1, 1), 0, LaunchKind.KERNEL)
         call = KernelCall("tensor_copies", "tensor_copies", (), (), placeholder.params(), "tensor_copies")
@@ -494,9 +506,9 @@ class CUDABackend(Backend):
         return self._start(call, ())
 
     def timed(self, launch: Launch) -> float:
-        """Seconds of a launch, measured with events.
+        """Seconds that a launch takes, measured with events.
 
-        A delay kernel occupies the GPU until all is enqueued, so it never waits for the host.
+        A delay kernel occupies the GPU until everything is enqueued, so the launch never waits for the host.
         """
         event, hold = self._device.cupy.cuda.Event, self._hold
         with self._device.active("cannot time a launch"):
@@ -510,7 +522,10 @@ class CUDABackend(Backend):
         return milliseconds / 1000
 
     def phases(self, call: KernelCall, memory: Mapping[str, DeviceBuffer]) -> Sequence[PhaseTime]:
-        """The steps of a resident kernel that was compiled with `phase_clocks`, for each multiprocessor."""
+        """The recorded steps of each multiprocessor in the latest run of a resident kernel.
+
+        There are none unless the program was compiled with `phase_clocks`.
+        """
         if not has_clocks(call):
             return ()
         return [
@@ -534,7 +549,7 @@ extern "C" __global__ void hold() {
 
 
 def _address(operand: Operand) -> int:
-    """Address of an operand's first element."""
+    """Address of an operand's first element in GPU memory."""
     view = operand.view
     first = view.offset * itemsize(view.dtype) if view.numel else 0
     return int(operand.memory.native_handle.data.ptr) + operand.byte_offset + first

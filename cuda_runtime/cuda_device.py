@@ -45,12 +45,12 @@ def load_cupy() -> Any:
 
 
 def load_driver() -> Any:
-    """The driver's own library. Raises `OSError` where there is none."""
+    """Load the CUDA driver's own library. Raises `OSError` if there is none."""
     return ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
 
 
 def load_nvrtc(cupy: Any) -> Any:
-    """CUDA's run-time compiler, through CuPy.
+    """CuPy's module for NVRTC, CUDA's run-time compiler.
 
     Raises:
         DeviceError: it does not load.
@@ -69,9 +69,9 @@ def load_nvrtc(cupy: Any) -> Any:
 
 @contextmanager
 def waking_driver(device_id: int) -> Iterator[None]:
-    """Initializes the driver in a thread meanwhile: that takes as long as importing CuPy and does not hold the GIL.
+    """Context that initializes the CUDA driver in a thread while the caller's block, which imports CuPy, runs.
 
-    Not where CuPy is not installed, since nothing would use the GPU.
+    That takes as long as importing CuPy and does not hold the GIL. Nothing is done if CuPy is not installed.
     """
     if find_spec("cupy") is None:
         yield
@@ -103,10 +103,10 @@ class CUDADevice:
     """A GPU and the stream on which a backend enqueues all its work, in order.
 
     Attributes:
-        stream: The device's own stream. A graph runs on the caller's instead, where `call_on` has named it.
-        second_stream: A second stream for work beside that (`fork`, `join`).
-        counters: allocations, uploads, downloads, launches (one by one), captures, graph_launches, tuned products, and
-            what the kernel cache counts.
+        stream: The device's own stream. Graphs run on the caller's stream instead, once `call_on` has named it.
+        second_stream: A stream for work that runs at the same time as that of `stream` (see `fork` and `join`).
+        counters: Counts of allocations, uploads, downloads, launches (one by one), captures, graph_launches, tuned
+            products, and what the kernel cache counts.
         arch: Compute capability as CUDA writes it: 90 is 9.0.
         failures: The exceptions that CuPy raises when CUDA reports an error.
 
@@ -156,9 +156,13 @@ class CUDADevice:
 
     @contextmanager
     def active(self, doing: str) -> Iterator[None]:
-        """Makes this GPU and its stream current; CUDA's errors inside become a `DeviceError`.
+        """Context in which this GPU and its stream are current; CUDA's errors inside become a `DeviceError`.
 
-        One thread at a time: what another one enqueued while a graph is captured would become a part of that graph.
+        Only one thread at a time may be inside: what another one enqueued during a graph capture would become part of
+        the graph.
+
+        Args:
+            doing: The beginning of the error's message.
         """
         try:
             with self._lock, self._gpu, self.stream:
@@ -168,7 +172,7 @@ class CUDADevice:
             raise DeviceError(f"{doing}: {error}") from error
 
     def continue_on(self, stream: Any) -> None:
-        """Continue on a stream: work enqueued there starts after that of the stream used before."""
+        """Continue on a stream: work enqueued there starts after all work of the stream used before."""
         if stream is not self._latest:
             with self._gpu:
                 event = self.cupy.cuda.Event(disable_timing=True)
@@ -177,17 +181,17 @@ class CUDADevice:
             self._latest = stream
 
     def fork(self) -> None:
-        """Make later work of the second stream wait for what the first has so far."""
+        """Let later work of the second stream wait for the work of the first one so far."""
         self._forked.record(self.stream)
         self.second_stream.wait_event(self._forked)
 
     def join(self) -> None:
-        """Make later work of the first stream wait for what the second has so far."""
+        """Let later work of the first stream wait for the work of the second one so far."""
         self._joined.record(self.second_stream)
         self.stream.wait_event(self._joined)
 
     def call_on(self, pointer: int) -> None:
-        """Run graphs on a caller's stream from now on, after what has been enqueued elsewhere.
+        """Run graphs on a caller's stream from now on, after all work enqueued on other streams.
 
         Args:
             pointer: The stream's handle; 0 is the default stream.
@@ -199,7 +203,7 @@ class CUDADevice:
         self.caller_stream = stream
 
     def _external(self, pointer: int) -> Any:
-        """A stream that somebody else made; it must stay while it is used."""
+        """A CuPy object for a stream that another library created and must keep alive."""
         cuda = self.cupy.cuda
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # CuPy 14 prefers an object to a handle
@@ -228,7 +232,7 @@ class CUDADevice:
         return memory
 
     def allocate_visible(self, size: int) -> tuple[Any, np.ndarray]:
-        """Zeroed pinned host memory: as a CuPy array for kernels, and as an array of the host."""
+        """Zeroed pinned host memory, as a CuPy array for kernels and as a NumPy array for the host."""
         cuda = self.cupy.cuda
         with self.active("cannot allocate pinned memory"):
             pinned = cuda.alloc_pinned_memory(size)
@@ -240,7 +244,7 @@ class CUDADevice:
         return memory, host
 
     def marker(self) -> Callable[[], None]:
-        """An event on the stream, as a function that waits for it."""
+        """Record an event on the stream and return a function that waits for it."""
         with self.active(_FAILED):
             event = self.cupy.cuda.Event(disable_timing=True)
             event.record(self.stream)
@@ -265,12 +269,12 @@ class CUDADevice:
         return copied
 
     def holds(self, tensor: Any, dtype: str) -> bool:
-        """Whether something is a dense torch tensor of that dtype on this GPU."""
+        """Whether an object is a dense torch tensor of dtype `dtype` on this GPU."""
         is_here = getattr(tensor, "is_cuda", False) and tensor.get_device() == self._gpu.id
         return is_here and str(tensor.dtype) == f"torch.{dtype}" and tensor.is_contiguous()
 
     def holds_exported(self, value: Any) -> bool:
-        """Whether something that speaks DLPack is on this GPU."""
+        """Whether an object that supports DLPack is on this GPU."""
         kind, index = value.__dlpack_device__()
         return (int(kind), int(index)) == (_DLPACK_CUDA, self._gpu.id)
 
@@ -281,12 +285,12 @@ class CUDADevice:
         return self.cupy.ndarray((size,), np.uint8, cuda.MemoryPointer(memory, 0))
 
     def copy(self, target: Any, source: Any) -> None:
-        """Copy bytes on the GPU."""
+        """Copy the bytes of `source` to `target`, both on the GPU."""
         with self.active("cannot copy memory"):
             target.data.copy_from_device_async(source.data, source.nbytes)
 
     def upload(self, memory: Any, data: np.ndarray) -> None:
-        """Copy an array's bytes to the front of `memory`; the array may be changed as soon as this returns."""
+        """Copy an array's bytes to the beginning of `memory`; the array may be changed as soon as this returns."""
         self.counters["uploads"] += 1
         source = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         with self._staging_lock:
@@ -296,7 +300,7 @@ class CUDADevice:
         self._staging.copy(memory.data.ptr, source)
 
     def download(self, memory: Any) -> np.ndarray:
-        """The bytes of `memory`, after all that was enqueued before."""
+        """The bytes of `memory`, after all work enqueued before has finished."""
         self.counters["downloads"] += 1
         result = np.empty(memory.nbytes, np.uint8)
         if result.size:
@@ -309,7 +313,7 @@ class CUDADevice:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Pinned memory, and the event that marks the end of the copy from it."""
+    """A piece of pinned memory, and the event that marks the end of the latest copy from it."""
 
     memory: np.ndarray
     read: Any
@@ -318,7 +322,7 @@ class _Slot:
 class Staging:
     """Pinned staging buffers for uploads: while the GPU reads some, threads of the host fill others.
 
-    The driver stages copies from pageable memory anyway, but with a single thread, which is slower than the bus.
+    The driver would stage copies from pageable memory with a single thread, which is slower than the bus.
     """
 
     def __init__(self, device: CUDADevice) -> None:
@@ -331,7 +335,7 @@ class Staging:
             self._free.put(_Slot(memory, cuda.Event(disable_timing=True)))
 
     def copy(self, target: int, source: np.ndarray) -> None:
-        """Enqueue a copy of bytes to a device address."""
+        """Enqueue a copy of an array's bytes to a device address."""
 
         def copy_piece(piece: slice) -> None:
             self._copy_piece(target + piece.start, source[piece])

@@ -46,7 +46,7 @@ def load_cudnn() -> Any:
 
 
 def open_cudnn(device: CUDADevice) -> Cudnn | None:
-    """cuDNN on a device; None where it is missing."""
+    """The cuDNN handle of a device; None if cuDNN is missing."""
     try:
         return Cudnn(device)
     except DeviceError:
@@ -63,10 +63,10 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class ConvolutionPlan:
-    """A built plan of a convolution.
+    """An execution plan of cuDNN for a convolution, ready to run.
 
     Attributes:
-        graph, index: The operation, and the plan's index in its list.
+        graph, index: cuDNN's operation graph, and the plan's index in its list of plans.
     """
 
     cudnn: Cudnn
@@ -75,7 +75,7 @@ class ConvolutionPlan:
     choice: PlanChoice
 
     def launch(self, addresses: Sequence[int]) -> Callable[[], None]:
-        """A function that enqueues it on operands at these addresses, inputs first."""
+        """A function that enqueues the convolution on operands at these addresses, inputs first."""
         operands = {number + 1: address for number, address in enumerate(addresses)}
         execute, handle, workspace = self.graph.execute_plan_at_index, self.cudnn.handle, self.cudnn.workspace
         return lambda: execute(operands, workspace, self.index, handle)
@@ -86,7 +86,7 @@ class Cudnn:
 
     Attributes:
         version: Version of the library.
-        failures: The exceptions with which it reports that something is not supported.
+        failures: The exceptions by which cuDNN's module reports that something is not supported.
 
     Raises:
         DeviceError: cuDNN is missing.
@@ -104,12 +104,15 @@ class Cudnn:
             self._module.set_stream(self.handle, device.stream.ptr)
 
     def takes(self, call: KernelCall) -> bool:
-        """Whether cuDNN has the operations that a convolution needs; `plans` shows whether it has plans for them."""
+        """Whether cuDNN has the dtypes and the activation of a convolution.
+
+        Only `plans` shows whether it has plans for it.
+        """
         has_types = all(view.dtype in _TYPES for view in (*call.inputs, *call.outputs))
         return has_types and convolution_of(call).computes.activation in ("none", *_ACTIVATIONS)
 
     def plans(self, call: KernelCall) -> Iterator[ConvolutionPlan]:
-        """Built, deterministic plans for a convolution, the most promising one first."""
+        """Deterministic plans for a convolution, ready to run, the most promising one first; possibly none."""
         try:
             graph = self._graph(call)
             graph.create_execution_plans([self._module.heur_mode.A, self._module.heur_mode.FALLBACK])
@@ -126,7 +129,7 @@ class Cudnn:
                 continue
 
     def plan(self, call: KernelCall, choice: PlanChoice) -> ConvolutionPlan | None:
-        """The plan of an earlier choice; None where this cuDNN does not have it."""
+        """The plan that an earlier `PlanChoice` names; None if this cuDNN does not have it."""
         try:
             graph = self._graph(call)
             knobs = {getattr(self._module.knob_type, name): value for name, value in choice.knobs.items()}
@@ -150,7 +153,10 @@ class Cudnn:
         return [getattr(notes, name) for name in names]
 
     def _graph(self, call: KernelCall) -> Any:
-        """act(conv(x, weight) + bias + residual) with float32 in between; operand number i has the uid i + 1."""
+        """The operation graph of act(conv(x, weight) + bias + residual), with float32 intermediates.
+
+        Operand number i has the uid i + 1.
+        """
         module, convolution = self._module, convolution_of(call).computes
         types = module.data_type
         graph = module.pygraph(

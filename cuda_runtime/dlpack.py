@@ -1,4 +1,4 @@
-"""DLPack capsules of dtypes that an array library exports only as integers of the same size."""
+"""DLPack capsules of dtypes that CuPy can export only as integers of equal size."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _CODE_OFFSETS = {b"dltensor": 20, b"dltensor_versioned": 52}
 
 
 def carrier(dtype: str) -> np.dtype:
-    """The NumPy dtype with which to export memory of a storage dtype: for bool and bfloat16 an integer of its size."""
+    """The NumPy dtype that memory of a storage dtype is exported as: for bool and bfloat16, an integer of its size."""
     stand_in = _CARRIERS.get(dtype)
     return np.dtype(dtype) if stand_in is None else stand_in
 
 
 def retag(capsule: Any, dtype: str) -> Any:
-    """The capsule of an array of `carrier(dtype)` with its dtype set to the real one."""
+    """The capsule of an array of dtype `carrier(dtype)`, changed to announce `dtype` itself."""
     if dtype in _CODES:
         name_of, pointer_of = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
         name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]

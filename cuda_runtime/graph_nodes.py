@@ -1,7 +1,7 @@
 """Kernels of a captured CUDA graph whose arguments change from launch to launch.
 
-CuPy has no call for this, so the driver is called directly (`cuGraphExecKernelNodeSetParams`): it changes what later
-launches of the graph do, and leaves alone those that are on their way.
+CuPy has no call for this, so the driver is called directly (`cuGraphExecKernelNodeSetParams`). It changes later
+launches of the graph, not those that are under way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
 
 class _KernelNode(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
+    """The C struct CUDA_KERNEL_NODE_PARAMS_v2."""
 
     _fields_ = (
         ("function", ctypes.c_void_p),
@@ -49,12 +49,12 @@ def _check(status: int, doing: str) -> None:
 
 
 def argument_updates(graph: Any, function: int, arguments: Sequence[tuple[int, int]]) -> list[Callable[[], None]]:
-    """A function for each kernel that makes later launches of a graph read its argument anew.
+    """A function for each of some kernels of a graph that makes later launches read the kernel's argument anew.
 
     Args:
         graph: A captured graph, of CuPy.
         function: The kernels' function: each takes one argument, a struct.
-        arguments: Address and size in bytes of each kernel's argument, which holds what it held during the capture.
+        arguments: Address and size in bytes of each kernel's argument, unchanged since the capture.
 
     Raises:
         DeviceError: the graph does not contain the kernels.
@@ -73,7 +73,7 @@ def argument_updates(graph: Any, function: int, arguments: Sequence[tuple[int, i
 
 
 def _nodes(graph: int) -> list[int]:
-    """The kernel nodes of a graph."""
+    """Handles of the kernel nodes of a graph."""
     driver, count = _driver(), ctypes.c_size_t()
     _check(driver.cuGraphGetNodes(graph, None, ctypes.byref(count)), "a graph cannot be read")
     nodes = (ctypes.c_void_p * count.value)()

@@ -20,10 +20,10 @@ _OPTIONS = ("--std=c++17", "--generate-line-info")
 
 
 class KernelCache:
-    """Compiles for one architecture.
+    """A compiler of kernel sources for one GPU architecture, with a cache on disk.
 
-    The result is a cubin where this NVRTC knows the architecture. For a newer GPU it is PTX of the newest architecture
-    that it knows, which the driver compiles further.
+    The result is a cubin if this NVRTC knows the architecture. For a newer GPU it is PTX of the newest architecture
+    that NVRTC knows, which the driver compiles further.
 
     Args:
         nvrtc: CuPy's module of that name.
@@ -49,14 +49,14 @@ class KernelCache:
         self._options = (f"--gpu-architecture={name}", *_OPTIONS)
 
     def images(self, sources: Mapping[str, str]) -> dict[str, bytes]:
-        """Source name → cubin or PTX.
+        """Compile sources, and return cubin or PTX by source name.
 
         Args:
             sources: Source name → CUDA C.
 
         Raises:
             DeviceError: a source does not compile.
-            ProgramFormatError: a source could have the compiler read files.
+            ProgramFormatError: a source could make the compiler read files.
         """
         if not sources:
             return {}

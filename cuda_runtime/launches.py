@@ -1,4 +1,4 @@
-"""Prepared kernels, and lists of them that become a CUDA graph."""
+"""Prepared kernel launches, and sequences of them that become a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _FIRST_PART = 32  # launches, or a few more, of the first of two graphs
 
 
 class CUDALaunch:
-    """A prepared kernel or product; calling it runs it alone.
+    """A prepared kernel or product; calling it enqueues it by itself, outside a graph.
 
     Args:
-        start: Enqueues it on the current stream.
+        start: Function that enqueues it on the current stream.
         keep: Objects to keep alive with it: its operands' memory, its argument arrays.
-        branches: 1 where it lets the second stream run beside what follows, -1 where it waits for that, else 0.
+        branches: 1 if the launch starts work on the second stream that later launches do not wait for, -1 if it waits
+            for that work, else 0.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class CUDALaunch:
         self._keep = keep
 
     def enqueue(self) -> None:
-        """Enqueue it on the stream, which the caller has made the current one."""
+        """Enqueue the kernel on the current stream."""
         try:
             self._start()
         except self._device.failures as error:
@@ -49,10 +50,10 @@ class CUDALaunch:
 
 
 class MovingLaunch(CUDALaunch):
-    """Copies whose outside addresses change from run to run.
+    """A launch of copies to or from addresses that the caller changes from run to run.
 
     Attributes:
-        copies: The copies, where their addresses are set.
+        copies: The copies, whose addresses `TensorCopies.point_to` sets.
     """
 
     def __init__(self, device: CUDADevice, call: KernelCall, function: Any, copies: TensorCopies) -> None:
@@ -71,8 +72,8 @@ class GraphSequence:
     Capturing does not pay for a list that is run once. And in a first run CUDA and cuBLAS may still load code lazily,
     which not every version of them can do during a capture.
 
-    A list with branches becomes two graphs, since starting such a graph takes the host a microsecond or more for each
-    launch: the GPU works on the first part meanwhile.
+    A list with launches on the second stream becomes two graphs, since starting such a graph takes the host a
+    microsecond or more for each launch: the GPU already works on the first graph meanwhile.
     """
 
     def __init__(self, device: CUDADevice, launches: Sequence[CUDALaunch]) -> None:
@@ -112,7 +113,7 @@ class GraphSequence:
             graph.launch(stream)
 
     def _parts(self) -> list[Sequence[CUDALaunch]]:
-        """The lists that become a graph each."""
+        """The launches divided into one or two lists, each of which becomes a graph."""
         under_way = 0
         if any(launch.branches for launch in self._launches[_FIRST_PART:]) and not self._moving:
             for index, launch in enumerate(self._launches):

@@ -22,11 +22,11 @@ _TYPES = {"float32": "NCCL_FLOAT32", "float16": "NCCL_FLOAT16", "bfloat16": "NCC
 
 
 class NCCLCollectives(Collectives):
-    """A group of GPUs, one a process.
+    """A group of GPUs, one per process, that exchange values through NCCL.
 
     Attributes:
-        peers: Memory that kernels exchange values through by themselves; None where the GPUs do not reach each other's,
-            or with `NPU_SIM_PEERS=0`, which leaves all exchanges to NCCL.
+        peers: Memory through which kernels exchange values themselves; None if the GPUs cannot reach each other's
+            memory, or with `NPU_SIM_PEERS=0`, which leaves all exchanges to NCCL.
 
     Raises:
         DeviceError: CuPy has no NCCL, or the GPUs do not reach each other.
@@ -52,7 +52,10 @@ class NCCLCollectives(Collectives):
         self.peers = self._connected_peers()
 
     def _connected_peers(self) -> PeerMemory | None:
-        """Memory that the GPUs write directly; None where not all of them can."""
+        """Memory that all GPUs of the group can write directly.
+
+        None if one of them cannot, or with `NPU_SIM_PEERS=0`.
+        """
         device, peers = self._device, None
         base, handle = 0, bytes(_HANDLE_BYTES)
         try:
@@ -71,7 +74,7 @@ class NCCLCollectives(Collectives):
         return peers if all(map(int.from_bytes, self._gathered(bytes([peers is not None])))) else None
 
     def _gathered(self, own: bytes) -> list[bytes]:
-        """All ranks' bytes in order."""
+        """The bytes `own` of every rank, in the order of ranks."""
         cupy, device = self._device.cupy, self._device
         with device.active("cannot exchange bytes"):
             part = cupy.asarray(np.frombuffer(own, np.uint8))
@@ -82,7 +85,7 @@ class NCCLCollectives(Collectives):
             return [row.tobytes() for row in whole.get()]
 
     def launch(self, what: CollectiveLaunch, dtype: str, addresses: Sequence[int]) -> Callable[[], Any]:
-        """A function that enqueues an exchange of operands at these addresses on the device's stream."""
+        """A function that enqueues a collective operation on operands at these addresses on the device's stream."""
         source, target = addresses
         kind = getattr(self._nccl, _TYPES[dtype])
         stream = self._device.stream.ptr
@@ -97,7 +100,7 @@ class NCCLCollectives(Collectives):
 
 
 def _as_bytes(identifier: bytes | Sequence[int]) -> bytes:
-    """NCCL's identifier of a group: bytes in CuPy 14, before that numbers from -128 to 127."""
+    """NCCL's identifier of a group as bytes; before CuPy 14 it is a sequence of numbers from -128 to 127."""
     return identifier if isinstance(identifier, bytes) else bytes(number & 0xFF for number in identifier)
 
 

@@ -1,6 +1,6 @@
-"""Launches of kernels that may start before the one ahead of them has ended (programmatic dependent launch).
+"""Launches of kernels that may start before the preceding one has ended (programmatic dependent launch).
 
-Such a kernel executes `griddepcontrol.wait` before it accesses what others write. CuPy has no call for this, so
+Such a kernel executes `griddepcontrol.wait` before it accesses what other kernels write. CuPy has no call for this, so
 the driver is called directly.
 """
 
@@ -47,11 +47,11 @@ def _driver() -> Any:
 def overlapping_launch(
     function: int, grid: Sequence[int], block: Sequence[int], shared: int, stream: int, arguments: int
 ) -> Callable[[], None]:
-    """A function that enqueues a kernel so that it may start before the one ahead of it has ended.
+    """A function that enqueues a kernel so that it may start before the preceding kernel has ended.
 
     Args:
         function, stream: Handles of the driver.
-        arguments: Address of the pointers to the kernel's arguments.
+        arguments: Address of the array of pointers to the kernel's arguments.
     """
     attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
     attribute.value[0] = 1

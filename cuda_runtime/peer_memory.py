@@ -1,7 +1,7 @@
-"""Memory of the GPUs of a group that the others reach directly, for kernels that exchange values themselves.
+"""GPU memory that the other GPUs of a group reach directly, for kernels that exchange values themselves.
 
-GPUs that are joined by NVLink, or by a bus that lets them, map each other's memory (CUDA's interprocess communication).
-NVLink's multicast is not used.
+GPUs that are joined by NVLink, or by a bus that supports it, map each other's memory (CUDA's interprocess
+communication). NVLink's multicast is not used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cuda_runtime.cuda_device import CUDADevice, load_driver
 from npu_compiler.errors import DeviceError
 
 Gather: TypeAlias = Callable[[bytes], list[bytes]]
-"""Hands every rank all ranks' bytes, of one length, in their order."""
+"""A function that every rank calls with bytes of one length, and that returns all ranks' bytes in order."""
 
 _BYTES = 16 << 20
 _ALIGNMENT = 256
@@ -25,12 +25,12 @@ _LAZY_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 class PeerMemory:
-    """This GPU's memory for the others, zeroed, and theirs for it.
+    """Zeroed memory of this GPU that the other GPUs can access, and access to the memory that they offer.
 
     Args:
-        handle: Handle of this rank, as `own_handle` made it; with `base`, the memory.
+        base, handle: Address and handle of this rank's memory, from `own_handle`.
         handles: Handles of all ranks in order.
-        gather: Exchanges what ranks have to know of each other.
+        gather: Exchanges bytes between all ranks.
 
     Raises:
         Exception: CUDA's, if this GPU cannot reach another one's memory.
@@ -45,18 +45,19 @@ class PeerMemory:
         self._regions: dict[int, tuple[Any, int]] = {}
 
     def table(self, size: int, memory: Any, read: int | None) -> np.ndarray:
-        """The content of an operand that tells a kernel where memory is (`PeerExchange.peers`), uint64.
+        """The addresses by which a kernel finds each rank's memory: the contents of `PeerExchange.peers`, as uint64.
 
-        Kernels have parts of the memory of their own, since tags of different ones are alike. All ranks prepare the
-        same kernels in the same order, so a kernel's part is at the same place everywhere.
+        Each kernel gets a part of the memory for itself, since the tags of different kernels are alike. All ranks
+        prepare the same kernels in the same order, so the part is at the same offset on every rank.
 
         Args:
-            size: Bytes that the others write.
-            memory: The operand's: a kernel that is prepared again for it keeps its part.
-            read: The address of what the others read, if they do. All ranks call this together then.
+            size: Bytes that the other ranks write for the kernel.
+            memory: Memory of the `peers` operand: a kernel that is prepared again for it keeps its part.
+            read: The address of the operand that other ranks read, for which all ranks must call this together; None
+                for none.
 
         Raises:
-            DeviceError: there is not so much memory, or what the others have to read cannot be reached.
+            DeviceError: there is not so much memory, or the operand of another rank cannot be reached.
         """
         if id(memory) not in self._regions:
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -70,11 +71,11 @@ class PeerMemory:
         return np.array([*places, self._rank, int(self._gone_memory.data.ptr), *others], np.uint64)
 
     def abort(self) -> None:
-        """Release kernels that wait for other GPUs; their results are wrong. Callable from any thread."""
+        """Release kernels that wait for other GPUs; their results are wrong. May be called from any thread."""
         self._gone[:] = 1
 
     def _addresses(self, own: int) -> list[int]:
-        """The addresses at which this GPU finds what all ranks have at an address of theirs."""
+        """The addresses, mapped on this GPU, of the memory that each rank passes as `own`."""
         with self._device.active("cannot share memory"):
             base = _allocation(own)
             handle = bytes(self._device.runtime.ipcGetMemHandle(base))
@@ -84,14 +85,14 @@ class PeerMemory:
             return [self._open(each[:-_OFFSET_BYTES]) + int.from_bytes(each[-_OFFSET_BYTES:]) for each in told]
 
     def _open(self, handle: bytes) -> int:
-        """The address of an allocation of any rank; each is mapped once."""
+        """The mapped address of an allocation of any rank, by its handle; an allocation is mapped only once."""
         if handle not in self._opened:
             self._opened[handle] = self._device.runtime.ipcOpenMemHandle(handle, _LAZY_ACCESS)
         return self._opened[handle]
 
 
 def own_handle(device: CUDADevice) -> tuple[int, bytes]:
-    """New memory for the others, zeroed: its address, and the handle by which other processes open it."""
+    """Allocate zeroed memory for other GPUs to access: its address, and the handle by which other processes open it."""
     base: int = device.runtime.malloc(_BYTES)
     device.runtime.memset(base, 0, _BYTES)
     device.runtime.deviceSynchronize()
@@ -99,7 +100,10 @@ def own_handle(device: CUDADevice) -> tuple[int, bytes]:
 
 
 def _allocation(address: int) -> int:
-    """The beginning of the allocation that contains an address on a GPU, which is what handles are made for."""
+    """The first address of the allocation that contains an address on a GPU.
+
+    Handles exist for whole allocations only.
+    """
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     status = load_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
     if status:

@@ -2,7 +2,7 @@
 
 NVRTC follows `#include` of any path and shows lines of the file in its errors. Our generated sources include nothing,
 and only the few directives that they do have are allowed. The check does not tell comments and strings from code:
-wherever a `#` stands, an allowed directive has to follow, and behind a backslash an allowed escape. So nothing depends
+after every `#` an allowed directive has to follow, and after every backslash an allowed escape. So nothing depends
 on reading a source exactly as the compiler does.
 """
 
@@ -34,10 +34,10 @@ _REFUSED = re.compile(
 
 
 def check_source(name: str, text: str) -> None:
-    """Refuse a source text that could have the compiler read files.
+    """Refuse a source text that could make the compiler read files.
 
     Args:
-        name: The source's, for the message.
+        name: The name of the source, for the message.
 
     Raises:
         ProgramFormatError: the text has a directive or an escape that generated sources do not have.

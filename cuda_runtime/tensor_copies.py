@@ -1,8 +1,8 @@
-"""Copies between a caller's tensors and a program's buffers: all of a run in one launch, cast on the way.
+"""Copies between a caller's tensors and a program's buffers: all those of a run in one launch, with casts.
 
 The addresses of the caller's tensors change from run to run and those of the buffers do not. Integers are checked on
-the GPU: one that is out of its bounds is clamped, and noted in memory that the host reads later, since waiting for it
-would keep the host from running ahead.
+the GPU: one that is out of its bounds is clamped, and reported in memory that the host reads later, since waiting for
+it would keep the host from running ahead.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _COPIES = np.dtype([("items", _COPY, MOST), ("flag", "<u8")])
 
 @dataclass(frozen=True)
 class Copy:
-    """One tensor's copy.
+    """A copy of one tensor between the caller and the program.
 
     Attributes:
         address: Address of the program's buffer.
         outside: Dtype of the caller's tensor.
         inside: Dtype of the buffer.
-        bounds: Smallest and largest integer allowed on the way in.
+        bounds: Smallest and largest integer allowed on the way in; None for no check.
     """
 
     address: int
@@ -54,17 +54,17 @@ class Copy:
 
 
 def can_copy(outside: str, inside: str) -> bool:
-    """Whether there is a copy between tensors of these dtypes."""
+    """Whether the copy kernel can convert between tensors of these dtypes."""
     return outside in _CODES and inside in _CODES
 
 
 class TensorCopies:
-    """Copies that are made together, in one launch.
+    """Copies that one launch makes together.
 
     Args:
         copies: The tensors' copies, at most `MOST`.
-        inwards: Whether they go to the program's buffers, or come from there.
-        flag: Address of an int32 that gets the number of a copy, from 1, that met an integer out of bounds.
+        inwards: Whether they go to the program's buffers, rather than from there.
+        flag: Address of an int32 that receives the number of a copy, from 1, that met an integer out of bounds.
 
     Attributes:
         argument: Address and size in bytes of the kernel's argument.
@@ -87,7 +87,7 @@ class TensorCopies:
         self.argument = (described.ctypes.data, described.nbytes)
 
     def point_to(self, addresses: Sequence[int]) -> None:
-        """Copy from, or to, dense tensors at these addresses from the next launch on."""
+        """Set the addresses of the caller's dense tensors, for the next launch and later ones."""
         self._changing[:] = addresses
 
 

@@ -1,4 +1,7 @@
-"""Maps by which the GPU's copy engine finds boxes of a matrix. CuPy has no call for them, so the driver is called."""
+"""Tensor maps, by which the GPU's copy engine finds boxes of a matrix.
+
+The driver makes them, as CuPy has no call for it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def _encode() -> Any:
 
 
 def encoded(matrix: TensorMap, address: int) -> np.ndarray:
-    """The map of a matrix at this address, as a kernel's parameter: uint8 [128] whose address suits one.
+    """The encoded tensor map of a matrix at this address, as a kernel's parameter: uint8 [128], suitably aligned.
 
     Raises:
         DeviceError: the driver refuses it.

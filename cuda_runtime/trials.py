@@ -1,4 +1,4 @@
-"""Auto-tuning by trials on this GPU: input data, timing, and keeping the choice on disk."""
+"""Auto-tuning by trials on this GPU: input data, timing, and choices kept on disk."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PATTERN_BYTES = 2**20
 
 
 def graph_seconds(device: CUDADevice, launches: Sequence[Callable[[], object]], least: float) -> float:
-    """Seconds per launch, measured in a CUDA graph; all must have been launched before, so that their code is loaded.
+    """Seconds per launch, measured in a CUDA graph.
 
-    The caller has made the device the current one.
+    The caller has made the device current, and has run every launch once, so that its code is loaded.
 
     Args:
-        least: The best so far; what cannot come near is not measured further.
+        least: The least seconds of any candidate so far; one that is clearly slower is not measured further.
     """
     cuda, stream = device.cupy.cuda, device.stream
     stream.begin_capture()
@@ -48,7 +48,7 @@ def graph_seconds(device: CUDADevice, launches: Sequence[Callable[[], object]], 
 
 
 def fill_randomly(device: CUDADevice, memory: Any, dtype: str) -> None:
-    """Random numbers of a dtype, since a GPU is faster on zeros; bytes are codes that are no float8 NaN."""
+    """Fill memory with random numbers of a dtype, since a GPU is faster on zeros; float8 codes are never NaN."""
     count, rng = min(_PATTERN_BYTES, memory.nbytes) // itemsize(dtype), np.random.default_rng(0)
     numbers = rng.integers(256, size=count) & 0xF7 if dtype == "uint8" else rng.standard_normal(count)
     pattern = numbers.astype(numpy_dtype(dtype))
@@ -63,11 +63,11 @@ def fill_randomly(device: CUDADevice, memory: Any, dtype: str) -> None:
 
 
 def keep_choice(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a choice to disk; a cache that cannot be written only makes the next start slower."""
+    """Write a choice to a file; failure to write is ignored, since it only makes the next start slower."""
     keep_entry(path, json.dumps(content, indent=1).encode())
 
 
 def kept_choice(path: Path) -> Any:
-    """The choice that `keep_choice` wrote there; None where there is none that is whole."""
+    """The choice that `keep_choice` wrote to a file; None if there is no file, or it is damaged."""
     content = read_entry(path)
     return None if content is None else json.loads(content)

@@ -36,14 +36,14 @@ _ALIGNMENT = 512
 
 
 class TunedConvolutions:
-    """The convolutions of a backend.
+    """The convolutions of a backend, each with its fastest implementation on this GPU.
 
     A choice, once made, is kept on disk, so that results are the same from run to run.
 
     Args:
-        folder: Folder of the kept choices, a file each, named by all that decides them.
+        folder: Folder of the kept choices, a file each, named by a hash of all that determines the choice.
         start: Returns a function that enqueues a kernel of ours on operands at addresses, inputs first.
-        cudnn: None where it is missing; then only our kernels are used.
+        cudnn: The handle of cuDNN; None if it is missing, so that only our kernels are used.
     """
 
     def __init__(self, device: CUDADevice, folder: Path, start: Start, cudnn: Cudnn | None) -> None:
@@ -51,7 +51,10 @@ class TunedConvolutions:
         self._chosen: dict[str, Form] = {}
 
     def kernels(self, call: KernelCall) -> list[KernelCall]:
-        """The calls of our kernels that may be launched for a convolution; all must be compiled before `tune`."""
+        """The calls of our kernels that may be launched for a convolution; all must be compiled before `tune`.
+
+        After a choice, these are the chosen kernel, or none if a plan of cuDNN was chosen.
+        """
         chosen = self._choice(call)
         if chosen is None:
             return kernels_of(call)
@@ -93,12 +96,12 @@ class TunedConvolutions:
         return self._chosen.get(key)
 
     def _fastest_kernel(self, call: KernelCall, memory: Any) -> tuple[Form, float]:
-        """The fastest of our kernels and its seconds."""
+        """The fastest of our kernels for a convolution, and its seconds."""
         kernels = kernels_of(call)
         return self._faster(kernels, call, memory, kernels[0], math.inf)
 
     def _faster_plan(self, call: KernelCall, memory: Any, best: Form, least: float) -> tuple[Form, float]:
-        """The fastest of cuDNN's plans and its seconds, or the best form until now, which takes `least` seconds."""
+        """The fastest of cuDNN's plans and its seconds, or `best` and `least` if none is faster."""
         if self._cudnn is None or not self._cudnn.takes(call):
             return best, least
         return self._faster(islice(self._cudnn.plans(call), _PLANS), call, memory, best, least)
@@ -106,7 +109,7 @@ class TunedConvolutions:
     def _faster(
         self, forms: Iterable[Form], call: KernelCall, memory: Any, best: Form, least: float
     ) -> tuple[Form, float]:
-        """The fastest of the forms and its seconds, or the best one until now, which takes `least` seconds."""
+        """The fastest of the forms and its seconds, or `best` and `least` if none is faster."""
         fill_randomly(self._device, memory, call.inputs[0].dtype)
         places = _Scratch(call).addresses(int(memory.data.ptr))
         for form in forms:
@@ -128,10 +131,10 @@ class TunedConvolutions:
         return self._start(form, addresses) if isinstance(form, KernelCall) else form.launch(addresses)
 
     def _seconds(self, launches: Sequence[Callable[[], object]], least: float) -> float:
-        """Seconds that a launch takes in a graph of them.
+        """Seconds that a launch takes, measured in a CUDA graph of all `launches`.
 
         Args:
-            least: The best so far; what cannot come near is not measured further.
+            least: The least seconds of any candidate so far; one that is clearly slower is not measured further.
         """
         with self._device.active("cannot try a convolution"):
             launches[0]()  # loads its code, which not every version of CUDA can do during a capture
@@ -145,7 +148,7 @@ class TunedConvolutions:
         return self._folder / f"conv_{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
 
     def _recall(self, key: str, call: KernelCall) -> Form | None:
-        """The choice on disk; None where there is none, or it is not available."""
+        """The implementation kept on disk for a convolution; None if there is none, or it is not available here."""
         try:
             kept = kept_choice(self._path(key))
             if kept["source"] is not None:
@@ -178,21 +181,21 @@ def kernels_of(call: KernelCall) -> list[KernelCall]:
 
 
 def over(form: Form, call: KernelCall) -> Form:
-    """The implementation chosen for an equal convolution, on this one's operands."""
+    """The implementation `form`, chosen for an equal convolution, for the operands of `call`."""
     if isinstance(form, ConvolutionPlan):
         return form
     return replace(form, inputs=call.inputs, outputs=call.outputs, node=call.node)
 
 
 def _key(call: KernelCall) -> str:
-    """A key of everything that determines which implementation is the fastest."""
+    """A key of everything that determines which implementation of a convolution is the fastest."""
     operands = [[list(view.shape), list(view.strides), view.dtype] for view in (*call.inputs, *call.outputs)]
     described = dict(sorted(asdict(convolution_of(call).computes).items()))
     return json.dumps([operands, described, [form.source for form in kernels_of(call)]])
 
 
 class _Scratch:
-    """The memory of a trial's operands: each once, but the weight in enough copies to defeat the cache."""
+    """The memory layout of a trial's operands, with enough copies of the weight to exceed the cache."""
 
     def __init__(self, call: KernelCall) -> None:
         self._sizes = [_aligned_bytes(view) for view in (*call.inputs, *call.outputs)]
@@ -200,7 +203,11 @@ class _Scratch:
         self.size = sum(self._sizes) + (self._copies - 1) * self._sizes[1]
 
     def addresses(self, start: int) -> list[list[int]]:
-        """The operands' addresses for each copy of the weight."""
+        """The addresses of all operands, once for each copy of the weight.
+
+        Args:
+            start: Address of the scratch memory.
+        """
         places = [start + sum(self._sizes[:number]) for number in range(len(self._sizes))]
         spare = start + sum(self._sizes)
         copies = [places[1], *(spare + number * self._sizes[1] for number in range(self._copies - 1))]

@@ -37,12 +37,12 @@ _BLOCK = 256  # bytes; alignment of the trials' operands
 
 
 class TunedProducts:
-    """The products of a backend.
+    """The matrix products of a backend, each with the fastest algorithm of cuBLASLt on this GPU.
 
     Results are deterministic: a choice is kept, and algorithms without a fixed order of summation are excluded.
 
     Args:
-        folder: Folder of the kept choices, a file each, named by all that decides them.
+        folder: Folder of the kept choices, a file each, named by a hash of all that determines the choice.
     """
 
     def __init__(self, device: CUDADevice, folder: Path, library: Any = None) -> None:
@@ -51,7 +51,7 @@ class TunedProducts:
         self._chosen: dict[str, Algorithm] = {}
 
     def launch(self, call: KernelCall, places: Sequence[int]) -> Launch:
-        """A function that enqueues a product.
+        """A function that enqueues a product with its chosen algorithm, or else with cuBLASLt's first suggestion.
 
         Args:
             places: The operands' addresses, inputs first.
@@ -69,7 +69,7 @@ class TunedProducts:
     def tune(self, calls: Iterable[KernelCall]) -> None:
         """Choose algorithms before the operands' addresses are known, from disk or else by trials.
 
-        Products for which memory or the time limit does not suffice are left out.
+        Products are left out if memory or the time limit does not suffice.
         """
         unknown: dict[str, KernelCall] = {}
         for call in calls:
@@ -97,7 +97,7 @@ class TunedProducts:
                 self._keep(key, algorithm, seconds)
 
     def _fastest(self, call: KernelCall, scratch: Any) -> tuple[Algorithm, float]:
-        """The fastest algorithm and its seconds."""
+        """The fastest algorithm for a product, and its seconds."""
         fill_randomly(self._device, scratch, call.inputs[0].dtype)
         products = [Product(self._lt, call, at) for at in _placed(call, int(scratch.data.ptr))]
         tries = max(_FEWEST_LAUNCHES, len(products))
@@ -111,10 +111,10 @@ class TunedProducts:
         return best, least
 
     def _seconds(self, launches: Sequence[Launch], least: float) -> float:
-        """Seconds that a launch takes in a graph of them; infinite where the algorithm fails.
+        """Seconds that a launch takes, measured in a CUDA graph of all `launches`; infinite if the algorithm fails.
 
         Args:
-            least: The best so far; what cannot come near is not measured further.
+            least: The least seconds of any candidate so far; one that is clearly slower is not measured further.
         """
         with self._device.active("cannot try a product"):
             try:
@@ -129,7 +129,7 @@ class TunedProducts:
         return self._folder / f"gemm_{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
 
     def _recall(self, key: str, product: Product) -> Algorithm | None:
-        """The choice on disk; None where there is none, or this library does not accept it."""
+        """The algorithm kept on disk for a product; None if there is none, or this library does not accept it."""
         try:
             kept = kept_choice(self._path(key))
             opaque, config = bytes.fromhex(kept["algorithm"]), list(kept["config"])
@@ -154,7 +154,7 @@ def _assumed(call: KernelCall) -> Addresses:
 
 
 def _copies(call: KernelCall) -> int:
-    """Number of copies of the weight that the trials rotate through."""
+    """Number of copies of the weight that the trials rotate through, so that it is never in the cache."""
     return min(_MOST_COPIES, -(-_ROTATED_BYTES // max(1, operand_bytes(call)["b"])))
 
 

@@ -1,4 +1,4 @@
-"""Queues and command buffers: what is encoded, what it holds on to, and when it runs."""
+"""Command queues and command buffers: which commands are encoded, which objects they keep alive, and when they run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILED = METAL["MTLCommandBufferStatusError"]
 
 
 class MTLCommandQueue(Labelled):
-    """Runs command buffers in the order of their commits."""
+    """A queue that runs command buffers in the order of their commits."""
 
     __slots__ = ("_committed",)
     _device: MTLDevice
@@ -49,13 +49,16 @@ class MTLCommandQueue(Labelled):
         return MTLCommandBuffer(self, retained=retained)
 
     def _run_until(self, last: MTLCommandBuffer) -> None:
-        """Run what was committed, up to `last`."""
+        """Run the committed command buffers in order, up to and including `last`."""
         while last in self._committed:
             self._committed.pop(0)._run()
 
 
 class References:
-    """Objects that a command buffer's commands use: retained, or only watched where the caller retains them."""
+    """The objects that a command buffer's commands use.
+
+    They are retained, or only watched if the caller has promised to retain them.
+    """
 
     def __init__(self, *, retained: bool) -> None:
         self.retained = retained
@@ -76,7 +79,10 @@ class References:
 
 
 class MTLCommandBuffer(Labelled):
-    """Commands, encoded once, committed once. They run at commit; if the emulator is deferred, when something waits."""
+    """A list of commands, encoded once and committed once.
+
+    The commands run at commit; if the emulator is deferred, they run when a caller waits for this or a later buffer.
+    """
 
     __slots__ = (
         "_bytes",

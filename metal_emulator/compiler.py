@@ -58,11 +58,11 @@ _CONSTANT_TYPES = {
 
 
 class CompileError(Exception):
-    """Source that does not compile; the message has the source's own lines."""
+    """An error for source that does not compile; the message quotes the source's own lines."""
 
 
 class KernelFault(Exception):
-    """A check that failed while a kernel ran: which kernel, what, where, and in which thread."""
+    """An error for a check that failed while a kernel ran: which kernel, which check, where, and in which thread."""
 
 
 class _Region(ctypes.Structure):
@@ -105,8 +105,8 @@ class Function:
 
     Attributes:
         used_constants: Names of the function constants that it may use.
-        threads_communicate: Whether it may use barriers, SIMD-group operations, atomics or threadgroup memory; else
-            the order of its threads cannot change what it does.
+        threads_communicate: Whether it may use barriers, SIMD-group operations, atomics or threadgroup memory; if not,
+            the order of its threads cannot change its result.
     """
 
     name: str
@@ -134,13 +134,14 @@ class Function:
             threads: Threads of a threadgroup along x, y, z.
             buffers: Buffer index → (address, length in bytes).
             constants: Function constant → value.
-            seed: The order of threads and threadgroups; 0 is ascending order.
-            mutant: The mutant to switch on, in a library that was compiled with mutants.
-            grid_threads: Threads along x, y, z where the last threadgroups are smaller.
+            seed: Seed that shuffles threads and threadgroups; 0 means ascending order.
+            mutant: Number of the mutant to switch on, in a library that was compiled with mutants; 0 for none.
+            grid_threads: Threads of the whole grid along x, y, z, whose last threadgroups may be smaller; None if all
+                threadgroups are full.
 
         Raises:
             KernelFault: A check failed; what the kernel had written until then stays.
-            ValueError: The launch makes no sense.
+            ValueError: The threadgroup has too few or too many threads, or a constant or the mutants do not exist.
         """
         self._check(threads, constants)
         regions = self._regions(buffers)
@@ -167,7 +168,7 @@ class Function:
             raise KernelFault(report.value.decode())
 
     def _check(self, threads: Sequence[int], constants: Mapping[str, int | float | bool]) -> None:
-        """Refuse a launch that makes no sense. Raises ValueError."""
+        """Refuse a launch with too few or too many threads, or with unknown function constants. Raises ValueError."""
         count = threads[0] * threads[1] * threads[2]
         if not 0 < count <= MAX_THREADS:
             raise ValueError(f"{self.name}: {count} threads in a threadgroup; it can have 1 to {MAX_THREADS}")
@@ -176,7 +177,10 @@ class Function:
             raise ValueError(f"{self.name}: no function constant named {', '.join(sorted(unknown))}")
 
     def _regions(self, buffers: Mapping[int, tuple[int, int]]) -> list[_Region]:
-        """The memory of each buffer argument, by buffer index → (address, length in bytes)."""
+        """The memory of each buffer argument, for the runtime's checks.
+
+        `buffers` maps index → (address, length in bytes).
+        """
         return [
             _Region(
                 argument.name.encode(),
@@ -193,7 +197,7 @@ class Library:
 
     Attributes:
         checks: Whether accesses and synchronization are checked.
-        mutants: The barriers and guards that `Function.dispatch` can switch off.
+        mutants: The barriers and bounds guards that `Function.dispatch` can switch off.
     """
 
     def __init__(self, path: Path, checks: bool, has_mutants: bool) -> None:
@@ -237,7 +241,7 @@ class Library:
 
 
 def compile_source(source: str, macros: Mapping[str, str], *, checks: bool = True, mutants: bool = False) -> Library:
-    """The library for a source whose own #include lines have been resolved.
+    """The library compiled from a source whose own #include lines have been resolved.
 
     Args:
         macros: Preprocessor macro → value.
@@ -245,7 +249,7 @@ def compile_source(source: str, macros: Mapping[str, str], *, checks: bool = Tru
         mutants: Compile every barrier and bounds guard such that it can be switched off.
 
     Raises:
-        CompileError: Source that Metal's compiler would reject, or that the emulator does not know.
+        CompileError: Source that Metal's compiler would reject, or that the emulator does not support.
     """
     flags = [*_kernel_flags(checks), *(["-DMETAL_MUTANTS"] if mutants else [])]
     defined = {**PREDEFINED, **macros}
@@ -260,7 +264,7 @@ def _load(path: Path, checks: bool, mutants: bool) -> Library:
 
 
 def preprocess(source: str, macros: Mapping[str, str]) -> str:
-    """The source with its macros expanded and its system includes left out."""
+    """The source with its macros expanded and its system includes removed."""
     command = [_compiler(), "-x", "c++", "-std=c++17", "-E", "-undef", "-nostdinc", "-"]
     defines = "".join(f"#define {name} {' '.join(value.splitlines())}\n" for name, value in macros.items())
     text = f'{defines}#line 1 "program_source"\n{_SYSTEM_INCLUDE.sub("", source)}'
@@ -289,14 +293,17 @@ def _kernel_flags(checks: bool) -> list[str]:
 
 @functools.cache
 def _scheduler() -> ctypes.CDLL:
-    """The library that runs the threads; all kernel libraries share it."""
+    """The library that runs the kernels' threads, which all kernel libraries share."""
     flags = [*_COMMON_FLAGS, "-O2", "-pthread"]
     name = f"scheduler-{_digest(_toolchain(), _own_sources(), *flags)}.so"
     return ctypes.CDLL(str(_cached(name, (RUNTIME / "scheduler.cpp").read_text, [*flags, f"-iquote{RUNTIME}"])))
 
 
 def _cached(name: str, program: Callable[[], str], flags: Sequence[str]) -> Path:
-    """The library of that name, compiled unless it is in the cache; in a folder of this process where that is full."""
+    """The path of the library `name`, compiled if it is not in the cache yet.
+
+    If the cache folder cannot be written, the library is in a temporary folder of this process.
+    """
     try:
         return _made_in(_cache_folder(), name, program, flags)
     except OSError as error:
@@ -316,7 +323,7 @@ def _made_in(folder: Path, name: str, program: Callable[[], str], flags: Sequenc
 
 @functools.cache
 def _folder_instead(reason: str) -> Path:
-    """A folder that is removed when the process ends, for what the cache folder cannot take."""
+    """A folder that replaces the cache folder and is removed when the process ends; warns with the reason."""
     warnings.warn(
         f"cannot write to the cache folder '{_cache_folder()}' ({reason}): Metal sources are compiled at each start",
         stacklevel=4,
@@ -327,7 +334,7 @@ def _folder_instead(reason: str) -> Path:
 
 
 def _compile(program: str, flags: Sequence[str], work: Path) -> bytes:
-    """Compile and link a program in an empty folder; the library."""
+    """Compile and link a program in an empty folder, and return the library's bytes."""
     compiler = _compiler()
     # Linked apart, without the flags that would add a sanitizer's library to it.
     commands = (
@@ -355,7 +362,7 @@ def _cache_folder() -> Path:
 
 
 def _cores() -> int:
-    """The processor cores that this process may use."""
+    """Number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

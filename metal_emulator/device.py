@@ -1,4 +1,4 @@
-"""The device: what it can do, and everything that is made from it."""
+"""The Metal device: its capabilities, and the objects that it creates."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class MTLDevice(NSObject):
         return buffer
 
     def _buffer(self, length: int, options: int, *, clean: bool) -> MTLBuffer | None:
-        """A new buffer, or None, as Metal gives nil, where there is no memory for it."""
+        """A new buffer; None, which is Metal's nil, if there is no memory for it."""
         self._emulator.check()
         if length > self.maxBufferLength():
             return None
@@ -144,7 +144,7 @@ class MTLDevice(NSObject):
     def newComputePipelineStateWithDescriptor_options_reflection_error_(
         self, descriptor: MTLComputePipelineDescriptor, options: int, reflection: None, error: None
     ) -> tuple[MTLComputePipelineState | None, NSError | None]:
-        """The pipeline and the error; pyobjc's metadata makes no result of the reflection."""
+        """The pipeline and the error, one of which is None; as in pyobjc, the reflection is not among the results."""
         if descriptor._function is None:
             method = "newComputePipelineStateWithDescriptor_options_reflection_error_"
             self._fail(method, "the descriptor has no compute function")
@@ -170,5 +170,5 @@ class MTLDevice(NSObject):
 
 
 def _mode(options: int) -> int:
-    """The MTLStorageMode within MTLResourceOptions."""
+    """The MTLStorageMode that MTLResourceOptions contain."""
     return options >> 4 & 0xF

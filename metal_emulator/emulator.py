@@ -1,4 +1,4 @@
-"""State of one emulated device: its settings, counters of created objects, and errors nobody has raised yet."""
+"""State of one emulated device: its settings, counters of created objects, and errors that are yet to be raised."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Emulator(Counters):
 
     `seed` shuffles threads, threadgroups and the dispatches between the barriers of a concurrent encoder. With
     `deferred`, a command buffer runs not at `commit()` but when something waits for it or a later one, which shows a
-    missing `waitUntilCompleted()`. Both may be set at any time. `order_dependent` counts the dispatches that `seed` can
-    make a difference to.
+    missing `waitUntilCompleted()`. Both may be set at any time. `order_dependent` counts the dispatches whose result
+    may depend on `seed`.
 
-    Where the device was made with `mutants`, the number `mutant` names a barrier or bounds guard of `mutants`, which
-    lists those of the libraries made so far, for every kernel to go without; 0 for none.
+    If the device was created with `mutants`, `mutants` lists the barriers and bounds guards of all libraries so far,
+    and `mutant` is the number of the one that all kernels run without; 0 for none.
     """
 
     checks: bool
@@ -60,11 +60,11 @@ class Emulator(Counters):
     _outlived: list[tuple[mmap.mmap, str]] = field(default_factory=list)
 
     def complain(self, message: str) -> None:
-        """Report, at the next call, what was found where no exception can be raised."""
+        """Record an error where no exception can be raised; the next call raises it."""
         self._complaints.append(message)
 
     def reclaim(self, memory: mmap.mmap, name: str) -> None:
-        """Give a dead buffer's memory back, unless Python still looks at it."""
+        """Free a released buffer's memory, or keep it for `check` if a Python view of it still exists."""
         self.allocated -= len(memory)
         try:
             memory.close()
@@ -72,9 +72,10 @@ class Emulator(Counters):
             self._outlived.append((memory, name))
 
     def check(self) -> None:
-        """Raise what was found since the last call.
+        """Raise the errors recorded since the last call.
 
-        A view that dies together with its buffer may do so a moment later, so views are judged only here.
+        A view that dies together with its buffer may do so a moment later, so views that outlive their buffer are
+        judged here.
         """
         if self._outlived:
             outlived, self._outlived = self._outlived, []

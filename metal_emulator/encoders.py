@@ -1,4 +1,4 @@
-"""Command encoders: bindings and dispatches, copies and fills, checked as they are encoded."""
+"""Command encoders: they bind buffers and encode dispatches, copies and fills, with checks at encoding time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ARENA_SIZE = 1 << 16
 
 
 class BytesArena:
-    """Memory in which a command buffer keeps copies of the bytes passed to `setBytes`."""
+    """Memory of a command buffer for copies of the bytes that callers pass to `setBytes`."""
 
     def __init__(self) -> None:
         self._chunks: list[bytearray] = []
@@ -45,7 +45,7 @@ class BytesArena:
         self._left = 0
 
     def copy(self, data: memoryview) -> int:
-        """The address of a copy of `data`, aligned as the constant address space wants it."""
+        """The address of a new copy of `data`, aligned as the constant address space requires."""
         size = -(-data.nbytes // CONSTANT_ALIGNMENT) * CONSTANT_ALIGNMENT
         if self._left < size:
             chunk = bytearray(ARENA_SIZE + CONSTANT_ALIGNMENT)
@@ -62,7 +62,7 @@ class BytesArena:
 
 @dataclass(slots=True)
 class Binding:
-    """Content of one buffer slot: a buffer from an offset on, or (without `storage`) copied bytes."""
+    """The content of one buffer slot: a buffer and an offset, or copied bytes if `storage` is None."""
 
     storage: Storage | None
     offset: int
@@ -93,7 +93,7 @@ class CommandEncoder(Labelled):
         self._command_buffer._encoder = None
 
     def _flush(self) -> None:
-        """Hand over commands whose order was still open."""
+        """Append commands to the command buffer whose order was not decided yet."""
 
     @selector(NSSTRING)
     def pushDebugGroup_(self, name: str) -> None:
@@ -108,7 +108,7 @@ class CommandEncoder(Labelled):
 
 
 class MTLComputeCommandEncoder(CommandEncoder):
-    """Binds pipelines and buffers and dispatches threadgroups."""
+    """An encoder that binds pipelines and buffers, and dispatches threadgroups."""
 
     __slots__ = ("_bindings", "_concurrent", "_pipeline", "_unordered")
 
@@ -226,7 +226,7 @@ class MTLComputeCommandEncoder(CommandEncoder):
 
 
 class MTLBlitCommandEncoder(CommandEncoder):
-    """An encoder of commands that copy from buffer to buffer, or fill one."""
+    """An encoder of commands that copy from buffer to buffer, or fill a buffer."""
 
     __slots__ = ()
 
@@ -249,7 +249,7 @@ class MTLBlitCommandEncoder(CommandEncoder):
         self._command_buffer._commands.append(lambda: _discard(ctypes.memset(target, value, filled.length)))
 
     def _range(self, method: str, buffer: MTLBuffer, offset: int, size: int) -> int:
-        """The address of a range of a buffer, which the command buffer then refers to."""
+        """The address of a checked range of a buffer, which the command buffer then references."""
         self._require_open(method)
         storage = buffer._memory
         problem = outside(storage, offset, size)
@@ -261,4 +261,4 @@ class MTLBlitCommandEncoder(CommandEncoder):
 
 
 def _discard(result: object) -> None:
-    """Drop a C function's result."""
+    """Ignore the value that a C function returns."""

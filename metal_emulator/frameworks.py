@@ -1,4 +1,4 @@
-"""The frameworks as pyobjc's modules offer them: Metal, MetalPerformanceShaders, Foundation."""
+"""Stand-ins for pyobjc's modules Metal, MetalPerformanceShaders and Foundation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED_VARIABLE = "METAL_EMULATOR_SEED"
 
 
 class Framework:
-    """A framework's classes, functions and constants; any other name is an error."""
+    """A framework's classes, functions and constants as attributes; any other name raises `UnknownSelectorError`."""
 
     def __init__(self, name: str, members: Mapping[str, object]) -> None:
         self.__name__ = name
@@ -50,13 +50,13 @@ def api(
     deferred: bool = False,
     mutants: bool = False,
 ) -> MetalAPI:
-    """An emulated Mac.
+    """Create an emulated Mac.
 
-    Without `checks`, kernels run fast and unwatched. `seed` shuffles the order of threads; its default is the
-    environment's METAL_EMULATOR_SEED, else 0. `memory` is the recommended working set in bytes, by default three
-    quarters of the machine's memory. With `poison`, new buffers hold 0xFF bytes, since Metal promises no zeros.
-    `deferred` keeps command buffers from running before something waits for them. With `mutants`, kernels are compiled
-    such that any of their barriers and bounds guards can be taken away (`Emulator.mutant`).
+    Without `checks`, kernels run fast and unchecked. `seed` shuffles the order of threads; None means the environment's
+    METAL_EMULATOR_SEED, else 0. `memory` is the recommended working set in bytes; None means three quarters of the
+    machine's memory. With `poison`, new buffers hold 0xFF bytes, since Metal promises no zeros. `deferred` keeps
+    command buffers from running before a caller waits for them. With `mutants`, kernels are compiled such that any of
+    their barriers and bounds guards can be switched off (`Emulator.mutant`).
     """
     emulator = Emulator(
         checks=checks,

@@ -1,4 +1,4 @@
-"""Libraries compiled from source, their functions, and the constants that specialize a function."""
+"""Libraries compiled from source, their functions, and the constants that specialize functions."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class MTLFunctionConstantValues(Plain):
         self._values[key] = type_name, struct.unpack(layout, value)[0]
 
     def _value(self, constant: compiler.FunctionConstant) -> int | float | bool | None:
-        """The value for a constant that a function uses; None if it was not set."""
+        """The value for a function constant; None if it was not set."""
         for key in (constant.name, constant.index):
             if key in self._values:
                 type_name, value = self._values[key]
@@ -139,9 +139,9 @@ class MTLFunctionConstantValues(Plain):
 
 @dataclass(frozen=True)
 class Specialized:
-    """A compiled kernel with its function constants.
+    """A compiled kernel together with the values of its function constants.
 
-    `key` names source, macros, function and constants in a binary archive.
+    `key` identifies source, macros, function and constants in a binary archive.
     """
 
     core: compiler.Function
@@ -150,7 +150,7 @@ class Specialized:
 
 
 class MTLFunction(Labelled):
-    """A kernel function, specialized."""
+    """A kernel function, specialized by its function constants."""
 
     __slots__ = ("_specialized",)
 
@@ -168,7 +168,7 @@ class MTLFunction(Labelled):
 
 
 class MTLLibrary(Labelled):
-    """The kernels of one source."""
+    """The kernel functions of one source."""
 
     __slots__ = ("_core", "_digest")
     _device: MTLDevice

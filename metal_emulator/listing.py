@@ -1,4 +1,4 @@
-"""Compiles Metal sources for the emulator and lists what they hold.
+"""Compiles Metal sources for the emulator and lists their kernels and mutants.
 
     python -m metal_emulator.listing FILE.metal ... [-DNAME=VALUE ...]
 
@@ -16,7 +16,7 @@ from metal_kernels import resolve_includes
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile the files named in `arguments` and print what they hold; 1 if one does not compile."""
+    """Compile the files named in `arguments` and list their contents; the exit status is 1 if one does not compile."""
     macros = {"TILE": "16", "VEC_TPG": "256", "VEC_COLUMNS": "4"}
     macros |= dict((word[2:].split("=", 1) + [""])[:2] for word in arguments if word.startswith("-D"))
     failures = 0

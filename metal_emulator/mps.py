@@ -1,4 +1,4 @@
-"""Metal Performance Shaders: matrix products, in float32 and rounded once."""
+"""Metal Performance Shaders: matrix products, computed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OVERLAP_EFFORT = 10_000  # candidates that NumPy may try; past that, two strided
 
 
 def MPSSupportsMTLDevice(device: MTLDevice) -> bool:
-    """Whether MPS runs on the device."""
+    """Whether Metal Performance Shaders run on the device: True for every `MTLDevice`."""
     if not isinstance(device, MTLDevice):
         raise MetalUsageError(f"MPSSupportsMTLDevice: Metal wants MTLDevice, {device!r:.60} came")
     return True
@@ -45,7 +45,10 @@ def MPSSupportsMTLDevice(device: MTLDevice) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """`matrices` matrices of `rows` × `columns`; the strides between rows and between matrices are in bytes."""
+    """The layout of `matrices` matrices of `rows` × `columns`.
+
+    The strides between rows and between matrices are in bytes.
+    """
 
     rows: int
     columns: int
@@ -60,11 +63,11 @@ class Layout:
 
     @property
     def extent(self) -> int:
-        """The bytes from the first matrix's start to the last row's end, its padding included."""
+        """Number of bytes from the first matrix's start to the last row's end, including padding."""
         return (self.matrices - 1) * self.matrix_bytes + self.rows * self.row_bytes
 
     def problem(self) -> str:
-        """Return the first inconsistency of the matrix's sizes in words; empty if there is none."""
+        """The first inconsistency among the layout's sizes, in words; empty if there is none."""
         if not (self.rows and self.columns and self.matrices):
             return f"an empty matrix: {self.rows} × {self.columns} × {self.matrices}"
         if self.row_bytes % self.dtype.itemsize:
@@ -79,7 +82,7 @@ class Layout:
 
 
 class _Shaped(Allocatable):
-    """An object that has the shape of a matrix, or of several."""
+    """A base class of objects that have the shape of one or several matrices."""
 
     __slots__ = ("_layout",)
     _layout: Layout
@@ -138,7 +141,7 @@ class MPSMatrixDescriptor(_Shaped):
 
 
 class MPSMatrix(_Shaped):
-    """A matrix, or several, in a buffer."""
+    """One or several matrices in a buffer."""
 
     __slots__ = ("_buffer", "_offset")
 
@@ -161,14 +164,14 @@ class MPSMatrix(_Shaped):
 
 @dataclass(frozen=True)
 class Batch:
-    """Some of the matrices of an `MPSMatrix`, by address: what a command runs with holds no buffer."""
+    """A range of the matrices of an `MPSMatrix`, by address, so that a command holds no reference to the buffer."""
 
     layout: Layout
     address: int
     count: int
 
     def array(self) -> np.ndarray:
-        """[count, rows, columns] in the buffer's memory."""
+        """The matrices as an array [count, rows, columns] that shares the buffer's memory."""
         layout = self.layout
         extent = (self.count - 1) * layout.matrix_bytes + layout.rows * layout.row_bytes
         memory = (ctypes.c_uint8 * extent).from_address(self.address)
@@ -239,7 +242,7 @@ class MPSMatrixMultiplication(Labelled, Allocatable):
     def _require_shape(
         self, method: str, operand: str, matrix: MPSMatrix, shape: tuple[int, int], transposed: bool
     ) -> None:
-        """Check that a matrix has just the rows and columns that the product takes from it."""
+        """Check that a matrix has exactly the rows and columns that the product needs."""
         wanted = shape[::-1] if transposed else shape
         came = matrix._layout.rows, matrix._layout.columns
         if came != wanted:
@@ -247,7 +250,7 @@ class MPSMatrixMultiplication(Labelled, Allocatable):
             self._fail(method, f"the {operand} matrix is {sizes}")
 
     def _batch(self, method: str, matrix: MPSMatrix) -> Batch:
-        """The matrices that take part; all from the start on, unless a size was set."""
+        """The matrices that take part in the product: `batchSize` of them from `batchStart` on; all if it is unset."""
         layout, start = matrix._layout, self._batch_start
         count = layout.matrices - start if self._batch_size is None else self._batch_size
         if count < 1 or start + count > layout.matrices:
@@ -268,7 +271,10 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
 def _multiply(
     left: Batch, right: Batch, result: Batch, transpose_left: bool, transpose_right: bool, alpha: float, beta: float
 ) -> None:
-    """Write alpha · left · right + beta · result to each result, in float32, rounded once; padding stays."""
+    """Write alpha · left · right + beta · result to each result, computed in float32 and rounded once.
+
+    Padding keeps its content.
+    """
     a, b = (batch.array().astype(np.float32) for batch in (left, right))
     out = result.array()
     with np.errstate(all="ignore"):

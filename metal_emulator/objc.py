@@ -1,4 +1,4 @@
-"""Objective-C objects under pyobjc's spelling: selectors whose arguments are checked, reference counts, `NSError`."""
+"""Objective-C objects with pyobjc's names: selectors whose arguments are checked, reference counts, `NSError`."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ R = TypeVar("R")
 
 
 class MetalUsageError(Exception):
-    """A call that Metal does not have or does not allow: a wrong selector, argument, order or lifetime."""
+    """An error for a call that Metal does not have or does not allow: a wrong selector, argument, order or lifetime."""
 
 
 class UnknownSelectorError(MetalUsageError, AttributeError):
-    """A selector, class, function or constant that Metal does not have, or that the emulator does not offer."""
+    """An error for a selector, class, function or constant that Metal lacks, or that the emulator does not offer."""
 
 
 class Mismatch(Exception):
-    """An argument is not of its kind; `str()` says what came."""
+    """An error for an argument of the wrong kind; `str()` says what was passed."""
 
 
 def spelled(name: str) -> str:
-    """The selector behind a pyobjc name: `setBuffer_offset_atIndex_` → `setBuffer:offset:atIndex:`."""
+    """The Objective-C selector for a pyobjc name: `setBuffer_offset_atIndex_` → `setBuffer:offset:atIndex:`."""
     return name.replace("_", ":")
 
 
 def unknown(owner: str, name: str, names: list[str]) -> UnknownSelectorError:
-    """The error for a name that `owner` lacks, with the nearest one that it has."""
+    """The error for a name that `owner` lacks, with the most similar one of `names` as a hint."""
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return UnknownSelectorError(f"{owner} has no {name} ({spelled(name)}){hint}", name=name)
 
 
 class Kind:
-    """Type of a method's argument. `accept` returns the argument converted for the method, or raises `Mismatch`."""
+    """The type of a method's argument. `accept` returns the argument converted for the method, or raises `Mismatch`."""
 
     want = ""
 
@@ -136,7 +136,7 @@ class _Handler(Kind):
 
 
 class Object(Kind):
-    """An object of the class named `name`, alive and of the receiver's device."""
+    """An argument that must be an object of the class `name`, not released, and of the receiver's device."""
 
     def __init__(self, name: str, *, nullable: bool = False) -> None:
         self.name = name
@@ -158,7 +158,7 @@ class Object(Kind):
 
 
 class ArrayOf(Kind):
-    """An NSArray of one kind of object, or None."""
+    """An argument that must be an NSArray of objects of one kind, or None."""
 
     def __init__(self, kind: Object) -> None:
         self.kind = kind
@@ -173,7 +173,7 @@ class ArrayOf(Kind):
 
 
 class Either(Kind):
-    """One of a few numbers: an enumeration's values, or the option bits that the emulator models."""
+    """An argument that must be one of a few numbers: an enumeration's values, or supported option bits."""
 
     def __init__(self, enumeration: str, *values: int) -> None:
         self.want = f"{enumeration} ({', '.join(map(str, values))})"
@@ -202,9 +202,10 @@ HANDLER = _Handler()
 
 
 def selector(*kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Offer a method under its selector: the receiver alive, and as many arguments as `kinds`, each of its kind.
+    """Return a decorator that offers a method under its selector.
 
-    Goes below `@classmethod` for a selector that is sent to the class.
+    It checks that the receiver is not released, and that there are as many arguments as `kinds`, each of its kind. It
+    goes below `@classmethod` for a selector that is sent to the class.
     """
 
     def offer(method: Callable[P, R]) -> Callable[P, R]:
@@ -239,14 +240,17 @@ def selector(*kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def called(receiver: object, name: str) -> str:
-    """Return a call of the method `name` of an object or a class in Objective-C's notation."""
+    """The call of the method `name` of an object or a class in Objective-C's notation, for messages."""
     if isinstance(receiver, type):
         return f"+[{receiver.__name__} {spelled(name)}]"
     return f"-[{type(receiver).__name__} {spelled(name)}]"
 
 
 class NSObject:
-    """An object with a reference count. pyobjc holds one reference for Python; only `release()` takes it away early."""
+    """An object with a reference count.
+
+    pyobjc holds one reference for Python; only an explicit `release()` drops it early.
+    """
 
     __slots__ = ("__weakref__", "_device", "_label", "_ready", "_retains")
 
@@ -262,13 +266,13 @@ class NSObject:
         raise unknown(type(self).__name__, name, offered(type(self)))
 
     def _unusable(self) -> str:
-        """Return the reason why the object may not receive messages; empty if it may."""
+        """The reason why the object may not receive messages; empty if it may."""
         if not self._ready:
             return "was allocated but not initialized"
         return "was released" if self._retains < 1 else ""
 
     def _dealloc(self) -> None:
-        """Give up what the object holds, when the last reference goes."""
+        """Release the references that the object holds, when its own last reference is dropped."""
 
     def _fail(self, method: str, why: str) -> NoReturn:
         raise MetalUsageError(f"{called(self, method)}: {why}")
@@ -290,7 +294,7 @@ class NSObject:
 
 
 class Labelled(NSObject):
-    """An object whose debug label may be set."""
+    """An object with a debug label that callers may set."""
 
     __slots__ = ()
 
@@ -304,7 +308,7 @@ class Labelled(NSObject):
 
 
 class Allocatable(NSObject):
-    """A class that Python makes objects of: `Class.alloc().init…()`. Metal's protocols have no such thing."""
+    """A class that callers instantiate by `Class.alloc().init…()`; Metal's protocols cannot be instantiated so."""
 
     __slots__ = ()
 
@@ -319,7 +323,7 @@ class Allocatable(NSObject):
         return allocated
 
     def _begin(self, method: str, device: MTLDevice | None = None) -> None:
-        """Mark an allocated object as initialized; a second time is a usage error."""
+        """Mark an allocated object as initialized; initializing it twice is a usage error."""
         self._check(not self._ready, method, "initialized twice")
         self._device = device
         self._ready = True
@@ -346,7 +350,7 @@ def initializer(*kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Plain(Allocatable):
-    """An allocatable class whose initializer takes nothing."""
+    """An allocatable class whose initializer takes no arguments."""
 
     __slots__ = ()
 
@@ -356,16 +360,16 @@ class Plain(Allocatable):
         return self
 
     def _defaults(self) -> None:
-        """Give every property its documented default."""
+        """Set every property to its documented default."""
 
 
 def offered(cls: type) -> list[str]:
-    """The pyobjc names of all methods of a class."""
+    """The pyobjc names of all public methods of a class, sorted."""
     return sorted(name for name in dir(cls) if not name.startswith("_"))
 
 
 class MTLSize(NamedTuple):
-    """Threads, or threadgroups, along each dimension of a grid."""
+    """The number of threads or threadgroups along each dimension of a grid."""
 
     width: int
     height: int

@@ -33,7 +33,7 @@ MAX_THREADS = 1024
 
 
 class MTLComputePipelineDescriptor(Labelled, Plain):
-    """Description of a compute pipeline: its function, limits and binary archives."""
+    """The description of a compute pipeline: its function, limits and binary archives."""
 
     __slots__ = ("_archives", "_function", "_max_threads", "_whole_simdgroups")
 
@@ -107,7 +107,7 @@ class MTLComputePipelineState(NSObject):
 
 
 class MTLBinaryArchiveDescriptor(Plain):
-    """Description of a binary archive: the file to read it from; None for an empty one."""
+    """The description of a binary archive: the file to read it from; None for an empty archive."""
 
     __slots__ = ("_url",)
 
@@ -124,7 +124,7 @@ class MTLBinaryArchiveDescriptor(Plain):
 
 
 class MTLBinaryArchive(Labelled):
-    """Compiled pipelines, by what they were compiled from."""
+    """A set of compiled pipelines, by the keys of what they were compiled from."""
 
     __slots__ = ("_keys",)
 
@@ -154,7 +154,7 @@ class MTLBinaryArchive(Labelled):
 
 
 def read_archive(path: Path) -> tuple[set[str], NSError | None]:
-    """The keys in an archive's file, or what is wrong with it."""
+    """The keys in an archive's file and None, or no keys and the error if the file is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] == ARCHIVE_FORMAT:

@@ -18,7 +18,10 @@ STORAGE_MODES = {0: "shared", 1: "managed", 2: "private"}
 
 
 class Storage:
-    """A buffer's memory: zeros if `clean`, else poison. It lives as long as its buffer or a command that uses it."""
+    """A buffer's memory, initialized to zeros if `clean`, else to poison.
+
+    It lives as long as its buffer or a command that uses it.
+    """
 
     def __init__(self, emulator: Emulator, length: int, *, clean: bool) -> None:
         self.emulator = emulator
@@ -39,7 +42,7 @@ class Storage:
 
 
 class VarList:
-    """Stand-in for pyobjc's object for a `void *` of unknown length. It does not keep the buffer alive."""
+    """A stand-in for pyobjc's object for a `void *` of unknown length. It does not keep the buffer alive."""
 
     __slots__ = ("_storage",)
 
@@ -47,7 +50,11 @@ class VarList:
         self._storage = weakref.ref(storage)
 
     def as_buffer(self, count: int) -> memoryview:
-        """The first `count` bytes, writable."""
+        """A writable view of the first `count` bytes.
+
+        Raises:
+            MetalUsageError: The buffer has been released, or is shorter.
+        """
         storage = self._storage()
         if storage is None:
             raise MetalUsageError("contents().as_buffer(): the buffer is gone")
@@ -71,7 +78,7 @@ class MTLBuffer(Labelled):
 
     @property
     def _memory(self) -> Storage:
-        """The buffer's memory; a buffer that may be used has one."""
+        """The memory of a buffer that has not been released."""
         assert self._storage is not None
         return self._storage
 
@@ -109,7 +116,7 @@ class MTLBuffer(Labelled):
 
 
 def outside(storage: Storage, offset: int, size: int) -> str:
-    """Return an error message if a range is not within the buffer, else an empty string."""
+    """An error message if a range is empty or not within the buffer, else an empty string."""
     if size and offset + size <= storage.length:
         return ""
     return f"{size} bytes from offset {offset} do not lie in {storage}"

@@ -23,5 +23,5 @@ DOCUMENTED: Mapping[str, str] = {
 
 
 def listed() -> frozenset[str]:
-    """The known Objective-C selectors of `selectors.txt`, those of them that the emulator offers."""
+    """The Objective-C selectors in `selectors.txt`: those known to exist that the emulator offers."""
     return frozenset((files("metal_emulator") / "selectors.txt").read_text(encoding="utf-8").split())

@@ -10,7 +10,7 @@ _LINE_DIRECTIVE = re.compile(r'\s*#\s*(?:line\s+)?(\d+)(?:\s+"([^"]*)")?')
 
 
 def lines_marked_not_a_guard(source: str) -> frozenset[tuple[str, int]]:
-    """(file, line) of the source's lines that say `// not a guard`."""
+    """The (file, line) of every line with the comment `// not a guard`, whose comparisons are no bounds guards."""
     lines, file, line = set(), "program_source", 0
     for text in source.splitlines():
         directive = _LINE_DIRECTIVE.match(text)

@@ -2,8 +2,8 @@
 
     python -m metal_emulator.syntax [FILE.metal ...]
 
-checks all of `metal_kernels` by default, for each compute type. Pointers of different address spaces do not mix there,
-and only functions that Metal has are declared.
+checks all of `metal_kernels` by default, for each compute type. In this check, pointers of different address spaces do
+not mix, and only functions that Metal has are declared.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _DIAGNOSTIC = re.compile(r"^[^\s].*?: (?:fatal )?(?:error|warning): ", re.MULTIL
 
 
 def check(source: str, macros: Mapping[str, str]) -> str:
-    """Clang's messages about a source whose own #include lines have been resolved; empty if it has none.
+    """Clang's messages about a source whose own #include lines have been resolved; empty if there are none.
 
     Raises:
         FileNotFoundError: There is no clang++.
@@ -88,13 +88,13 @@ def _for_clang(source: str) -> str:
 
 
 def _diagnostics(text: str) -> list[str]:
-    """Errors and warnings, each with its notes."""
+    """Errors and warnings in clang's output, each with its notes."""
     bounds = [*(match.start() for match in _DIAGNOSTIC.finditer(text)), len(text)]
     return [text[start:end] for start, end in pairwise(bounds)]
 
 
 def _copies_a_struct(message: str) -> bool:
-    """Whether clang misses a copy constructor across address spaces, which Metal's compiler provides."""
+    """Whether a message is about a struct copy across address spaces, which Metal's compiler allows."""
     return (
         "no matching constructor for initialization of" in message
         and "(the implicit copy constructor) not viable: cannot bind reference in address space" in message
@@ -102,7 +102,7 @@ def _copies_a_struct(message: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check files, by default all kernels; 1 if clang has something to say."""
+    """Check files, by default all kernels, and print clang's messages; the exit status is 1 if there are any."""
     if shutil.which("clang++") is None:
         print("skipped: no clang++")
         return 0

@@ -1,4 +1,4 @@
-"""Offline: torch_ir IR in, `.npubin` program out. Imports no torch and no device library."""
+"""The compiler: `torch_ir` IR in, `.npubin` program out. Imports no torch and no device library."""
 
 from typing import TYPE_CHECKING
 

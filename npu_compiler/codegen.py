@@ -1,4 +1,7 @@
-"""Code generation: an optimized graph → an `ExecutionPlan` of kernel calls and buffers, memory not yet assigned."""
+"""Code generation: from an optimized graph to an `ExecutionPlan` of kernel calls and buffers.
+
+Memory is planned later.
+"""
 
 from __future__ import annotations
 
@@ -83,10 +86,10 @@ def generate_execution_plan(
 
 
 def lower_graph(graph: IRGraph, target: CodegenTarget) -> Lowering:
-    """Walk the nodes in order; afterwards every tensor has a view and every launch is in `calls`.
+    """Lower the nodes in order; afterwards every tensor has a view and every kernel launch is in `calls`.
 
     Raises:
-        IRError: a node lacks an input or an attribute, or its attributes or output do not go with its inputs.
+        IRError: a node lacks an input or an attribute, or its attributes or output contradict its inputs.
     """
     ctx = Lowering(graph, target)
     for name in (*graph.inputs, *graph.weights, *graph.constants):
@@ -107,7 +110,10 @@ def _output_spec(graph: IRGraph, name: str, tensor: str, view: View) -> TensorSp
 
 
 def _own_outputs(ctx: Lowering, donations: dict[str, str]) -> dict[str, View]:
-    """Each output's view; one that is a window onto something else is copied into a buffer of its own."""
+    """Graph output → its view.
+
+    An output that shares a buffer with another tensor is copied into a buffer of its own.
+    """
     taken: set[str] = set()
     views: dict[str, View] = {}
     for name, tensor in zip(ctx.graph.output_names, ctx.graph.outputs, strict=True):
@@ -126,7 +132,7 @@ def _own_outputs(ctx: Lowering, donations: dict[str, str]) -> dict[str, View]:
 
 
 def _is_whole_buffer(ctx: Lowering, view: View, memory: Shape) -> bool:
-    """Whether a view's buffer holds that view and nothing else, laid out as `memory` says."""
+    """Whether a call's buffer holds exactly this view, laid out row-major in the shape `memory`."""
     if view.buffer not in ctx.allocs:
         return False
     allocated, _ = ctx.allocs[view.buffer]
@@ -138,7 +144,7 @@ def _is_whole_buffer(ctx: Lowering, view: View, memory: Shape) -> bool:
 def _hoist_constant_calls(
     ctx: Lowering, graph: IRGraph, output_buffers: set[str]
 ) -> tuple[list[KernelCall], list[KernelCall]]:
-    """Split the calls into those that depend on weights and constants only, and the rest."""
+    """Split the calls into those that depend on weights and constants only, and all others."""
     constant = set(graph.weights) | set(graph.constants)
     writers: dict[str, int] = {}
     for call in ctx.calls:

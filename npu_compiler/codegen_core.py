@@ -1,4 +1,4 @@
-"""Door to `program`: what code generation makes, and the targets that name its kernels."""
+"""Door to `program`: the data that code generation produces, and the targets that name its kernels."""
 
 from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl, declare_kernel
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan, WeightSpec

@@ -1,4 +1,4 @@
-"""Door to `fusion_patterns`: the fusions, whose fused ops the op table lowers as it does all others."""
+"""Door to `fusion_patterns`: the fusions. Their fused ops are lowered by the op table, like all other ops."""
 
 from npu_compiler.fusion_patterns import FUSIONS, fuse
 from npu_compiler.fusions.engine import Fusion

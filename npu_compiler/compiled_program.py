@@ -1,4 +1,4 @@
-"""`CompiledProgram`: what `compile()` makes and `.npubin` holds."""
+"""`CompiledProgram`: the result of `compile()`, and the content of a `.npubin` file."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = ["FORMAT_VERSION", "MAGIC", "CompiledProgram", "sign_program"]
 
 @dataclass
 class CompiledProgram:
-    """A program for one target: kernels, buffers, weight recipes. Holds no weights.
+    """A program for one target: kernels, buffers, weight recipes. Contains no weights.
 
     Attributes:
         name: The model's name.
         target: Name of the `TargetConfig` it was compiled for.
         compute_dtype: Storage dtype of activations.
         plan: Kernel calls, buffers and specs.
-        compiler_version: Version of the compiler that made it.
-        contains_code: Programs for this target are code (see `TargetConfig.programs_are_code`), as far as the file
-            says; a device knows it of its own target.
+        compiler_version: Version of the compiler that compiled it.
+        contains_code: Whether programs for this target contain code (see `TargetConfig.programs_are_code`), as the file
+            claims; a device relies on its own target instead.
         trust: Origin of the program. Not part of the file's body, but set by `compile()` and `load()`.
     """
 
@@ -64,7 +64,7 @@ class CompiledProgram:
 
     @property
     def kernels(self) -> list[KernelCall]:
-        """The calls of every run, in order."""
+        """The kernel calls of every run, in order."""
         return self.plan.calls
 
     def describe(self, *, kernels: bool = True, full: bool = False) -> str:
@@ -72,7 +72,7 @@ class CompiledProgram:
 
         Args:
             kernels: Show the tables, which are long.
-            full: Every line of them; by default, of layers that are alike only the first is shown.
+            full: Show every line of the tables. By default, of layers that are alike only the first is shown.
         """
         import npu_compiler.ops  # noqa: F401  # it declares the kernels, whose families the totals tell
 
@@ -81,15 +81,15 @@ class CompiledProgram:
         return f"program {self.name}\n  {origin}\n{code}{describe_plan(self.plan, tables=kernels, full=full)}"
 
     def to_bytes(self) -> bytes:
-        """The content of the `.npubin`.
+        """The content of the `.npubin` file.
 
-        Code that this user made is authenticated with their key, if there can be one. Other code is not: an unknown
-        program does not become a trusted one by being saved.
+        Code that this user compiled is authenticated with their key, if they can have one. Other code is not: an
+        unknown program does not become a trusted one by being saved.
         """
         return encode(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the `.npubin`, whole or not at all: a file that is there stays until the new one is on the disk.
+        """Write the `.npubin`, whole or not at all: an existing file stays until the new one is on the disk.
 
         Raises:
             InputError: the file cannot be written (no such folder, no permission, disk full).
@@ -101,7 +101,7 @@ class CompiledProgram:
         """Read a `.npubin`, checking everything before anything is allocated. Nothing in it is run.
 
         Args:
-            allow_code: Let the program's code run, should it contain any, whoever made it.
+            allow_code: Let the program's code run, if it contains any, whoever compiled it.
 
         Raises:
             ProgramFormatError: the file is missing, truncated, corrupted, of another format version, or inconsistent.
@@ -110,7 +110,7 @@ class CompiledProgram:
 
     @classmethod
     def from_bytes(cls, data: bytes, origin: str = "program", allow_code: bool = False) -> CompiledProgram:
-        """The inverse of `to_bytes`; `origin` is named in errors. Otherwise as `load`."""
+        """Read the content of a `.npubin`, the inverse of `to_bytes`; errors name `origin`. Otherwise as `load`."""
         program = decode(cls, data, origin)
         if not program.contains_code:  # its calls are all that it brings
             import npu_compiler.ops  # noqa: F401  (declares the kernels)

@@ -38,7 +38,7 @@ from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_compiler.program.trust import MADE_HERE
 
 Source: TypeAlias = str | Path | Mapping[str, Any] | IRGraph | Any
-"""Path of IR JSON, its dict, a torch_ir `IR`, or a graph already read."""
+"""The IR to compile: a path of IR JSON, its dict, a torch_ir `IR`, or a graph already read."""
 
 _NORMALIZE: list[GraphStage] = [
     ("expand_rotary_regions", expand_rotary_regions),
@@ -49,11 +49,14 @@ _NORMALIZE: list[GraphStage] = [
 
 _CHECKS = ("check_constraints", "check_target")
 GENERATE = "generate_calls"
-"""The stage that makes a plan of the graph: those before it change the graph, those behind it the plan."""
+"""The stage that generates a plan from the graph. Stages before it change the graph, stages after it the plan."""
 
 
 def normalize(graph: IRGraph) -> IRGraph:
-    """The graph as all its users want it: no opaque rotary regions, no in-place ops, no assertions or no-ops."""
+    """The graph in the form that all later stages expect.
+
+    It has no in-place ops, assertions, no-ops or opaque rotary regions (nodes that hide a rotary embedding).
+    """
     graph = _with_native_dtype(graph)
     for _, stage in _NORMALIZE:
         graph = stage(graph)
@@ -61,7 +64,7 @@ def normalize(graph: IRGraph) -> IRGraph:
 
 
 def _with_native_dtype(graph: IRGraph) -> IRGraph:
-    """The graph with its native dtype noted, while all its weights are still there."""
+    """The graph with its native float dtype recorded, while all its weights are still in it."""
     return replace(graph, native_dtype=native_dtype(graph))
 
 
@@ -108,15 +111,15 @@ def compile(ir: Source, target: CodegenTarget | None = None, options: CompileOpt
 
     Args:
         ir: Path of IR JSON, its dict, a torch_ir `IR`, or a graph already read.
-        target: Names the kernels; by default the op-level target that Metal and the CPU device share.
-        options: Dtype, quantization, what to leave out; by default all as the graph suggests.
+        target: Names the kernels; None means the op-level target that Metal and the CPU device share.
+        options: Dtype, quantization, fusions to leave out; None means all as the graph suggests.
 
     Raises:
         IRError: the IR is malformed.
         ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it. Or the target names
             kernels that are not declared.
-        InputError: the quantization is unknown, a weight cannot be stored so, there is no KV cache to quantize, the
-            graph does not divide evenly among the devices, or the edited stages make no plan.
+        InputError: the quantization is unknown or does not suit a weight, there is no KV cache to quantize, the graph
+            does not divide evenly among the devices, or the edited stages produce no plan.
     """
     target, options = target or OpLevelTarget(), options or CompileOptions()
     graph = _with_native_dtype(read_ir(ir))
@@ -147,7 +150,7 @@ def trace_compilation(
 ) -> Iterator[tuple[str, IRGraph | ExecutionPlan]]:
     """Yield (stage name, graph or plan after it), starting with the graph as read.
 
-    Arguments are those of `compile`. The graph of what the NPU cannot run is traced too.
+    Arguments are those of `compile`. A graph that the NPU cannot run is traced too, up to the error.
 
     Raises:
         ConstraintError: at the stage that generates calls, if the NPU cannot run the graph.
@@ -172,9 +175,9 @@ def trace_compilation(
 def trace_stages(
     ir: Source, target: CodegenTarget | None = None, options: CompileOptions | None = None
 ) -> Iterator[tuple[str, IRGraph]]:
-    """Yield (stage name, graph after it), starting with the graph as read; for looking at what each stage does.
+    """Yield (stage name, graph after it), starting with the graph as read, to show the effect of each graph stage.
 
-    Arguments are those of `compile`. What the NPU cannot run is traced too: constraints are not checked.
+    Arguments are those of `compile`. Constraints are not checked, so a graph that the NPU cannot run is traced too.
     """
     options = options or CompileOptions()
 

@@ -14,10 +14,10 @@ ADVICE = "use partition() and DAGExecutor, which run it on the CPU (see `npu-sim
 
 
 def find_violations(graph: IRGraph, target: CodegenTarget | None = None, compute_dtype: str = "") -> list[str]:
-    """One sentence per violation: the node, what it holds, and what to do about it.
+    """One sentence per violation, which names the node, its unsupported feature and a remedy.
 
     Args:
-        target: Also asked about each node. Default: only the op table is.
+        target: A target to ask about each node too. None asks the op table only.
     """
     violations = []
     for name in graph.inputs:
@@ -45,10 +45,10 @@ def _violation(node: OpNode, graph: IRGraph, reason: str, advice: str) -> str:
 
 
 def check_constraints(graph: IRGraph, target: CodegenTarget | None = None, compute_dtype: str = "") -> IRGraph:
-    """The graph as it is; arguments are those of `find_violations`.
+    """Return the graph unchanged if it can run as one program; arguments are those of `find_violations`.
 
     Raises:
-        ConstraintError: it cannot run as one program; lists all violations.
+        ConstraintError: it cannot; lists all violations.
     """
     violations = find_violations(graph, target, compute_dtype)
     if violations:
@@ -57,10 +57,10 @@ def check_constraints(graph: IRGraph, target: CodegenTarget | None = None, compu
 
 
 def check_target(graph: IRGraph, target: CodegenTarget) -> IRGraph:
-    """The graph as it is.
+    """Return the graph unchanged if the target has all ops that are left after all fusions.
 
     Raises:
-        ConstraintError: the target lacks ops that are left after all fusions; lists all of their nodes.
+        ConstraintError: the target lacks some; lists all of their nodes.
     """
     reason = target_reason(target)
     violations = [_violation(node, graph, reason, ADVICE) for node in graph.nodes if not supports_node(target, node)]
@@ -70,5 +70,5 @@ def check_target(graph: IRGraph, target: CodegenTarget) -> IRGraph:
 
 
 def target_reason(target: CodegenTarget) -> str:
-    """The reason why a node cannot run where the target lacks its op."""
+    """The sentence that says that a target lacks a node's op."""
     return f"the target '{target.config.name}' does not support it"

@@ -1,4 +1,4 @@
-"""Names of a package whose modules are imported when they are used."""
+"""Lazy imports of a package's public names: a module is imported when one of its names is first used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_compiler.installing import missing_package
 def deferred(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """A package's `__getattr__` (PEP 562), which imports a name's module when the name is first used.
 
-    Where that needs a package which an extra would bring, the error says how to install it.
+    If the import fails because an optional dependency is missing, the error says how to install it.
 
     Args:
         modules: Name → the package's module that defines it.

@@ -11,18 +11,18 @@ class NPUError(Exception):
 
 
 class IRError(NPUError):
-    """The IR is malformed: names the node and the field."""
+    """An error for malformed IR, which names the node and the field."""
 
 
 class InPlaceError(IRError):
-    """The graph writes in place through a view for which there is no out-of-place form; names both nodes."""
+    """An error for an in-place write through a view that has no out-of-place form, which names both nodes."""
 
 
 class ConstraintError(NPUError):
-    """The graph is well formed, but the NPU cannot run it as one program; lists every violation.
+    """An error for a well-formed graph that the NPU cannot run as one program, which lists every violation.
 
     Attributes:
-        nodes: Name of a node that the target cannot run after all that the compiler did → why, as far as it is known.
+        nodes: Name of a node that the target cannot run after all compiler stages → the reason, if it is known.
     """
 
     def __init__(self, violations: list[str], nodes: Mapping[str, str] | None = None) -> None:
@@ -33,48 +33,50 @@ class ConstraintError(NPUError):
         super().__init__(f"the NPU cannot run this graph ({count} violation{'s' * (count != 1)}):\n{listed}")
 
     def __reduce__(self) -> tuple[type[ConstraintError], tuple[list[str], dict[str, str]]]:
-        """The arguments that make it again in another process."""
+        """The class and arguments from which pickle rebuilds the error in another process."""
         return ConstraintError, (self.violations, self.nodes)
 
 
 class ProgramFormatError(NPUError):
-    """A `.npubin` or `.npumod` file is truncated, corrupted, of another version, or no such file at all."""
+    """An error for a `.npubin` or `.npumod` file that is missing, truncated, corrupted, or of another version."""
 
 
 class UntrustedProgramError(ProgramFormatError):
-    """A `.npubin` file contains code, and nobody whom this user trusts vouches for it."""
+    """An error for a `.npubin` file with code that was not authenticated by anyone whom this user trusts."""
 
 
 class WeightError(NPUError):
-    """Weights are missing, misnamed, misshapen, or hold values that no model should."""
+    """An error for weights that are missing, misnamed, of the wrong shape, or not finite."""
 
 
 class DeviceError(NPUError):
-    """A device is absent, out of memory, or failed while running."""
+    """An error of a device that is absent, out of memory, or failed while running."""
 
 
 class NumericalWarning(UserWarning):
-    """A result holds values that are not finite, or that were clamped to the range of its dtype."""
+    """A warning about a result with values that are not finite, or that were clamped to the range of its dtype."""
 
 
 class PrecisionWarning(UserWarning):
-    """Arithmetic that PyTorch does in float64 is done in float32."""
+    """A warning that arithmetic which PyTorch does in float64 is done in float32."""
 
 
 class InputError(NPUError):
-    """An input of the user (an array, a file, an argument) does not fit."""
+    """An error for an input of the user (an array, a file, an argument) that cannot be used."""
 
 
 MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Built-in errors that are raised where data is read which is not as the code that reads it takes for granted."""
+"""Built-in errors that code which reads data may raise if the data is malformed."""
 
 
 @contextmanager
 def reading(refuse: Callable[[str], NPUError]) -> Iterator[None]:
-    """Turn what reading malformed data raises into a format's own error, so that no reader has to foresee everything.
+    """Context that turns built-in errors, as malformed data raises them, into a file format's own error.
+
+    Readers thus need not foresee every defect.
 
     Args:
-        refuse: Makes that error of a reason.
+        refuse: Function that makes that error from a reason.
     """
     try:
         yield

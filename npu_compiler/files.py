@@ -1,10 +1,10 @@
-"""Files that are written whole or not at all, and the seal by which a cached one is known to be whole.
+"""Files that are written whole or not at all, and the seal by which a cached file is known to be whole.
 
-1. Until it is whole, a file lies beside its place, under a name that begins with `UNFINISHED`.
-2. Its writer holds a lock on it (`flock`), which ends with the process, whatever ends that. So what is not locked is a
-   leftover, and whoever writes there next removes it.
-3. A remover may come between a file's creation and its lock. So the writer looks, once it has the lock, whether the
-   file still is in the folder, and else begins again.
+1. Until it is whole, a file lies in the folder of its destination, under a name that begins with `UNFINISHED`.
+2. Its writer holds a lock on it (`flock`), which ends with the process, however that ends. So an unlocked unfinished
+   file is a leftover, and the next writer to the folder removes it.
+3. A remover may come between a file's creation and its lock. So the writer checks, once it has the lock, that the
+   file is still in the folder, and begins again if it is not.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _SURELY_LEFT = 24 * 3600  # seconds, where the file system has no locks
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all, from content in memory; see `atomic_file`."""
+    """Write `data` to a file, whole or not at all; see `atomic_file`."""
     with atomic_file(path) as file:
         file.write(data)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a whole file or none of it, and have it on the disk before it is seen.
+    """Context that writes a whole file or none of it; the file is on the disk before it becomes visible.
 
-    Removes what killed writers left in the folder, once per process.
+    On entry, removes unfinished files that killed writers left in the folder, once per process.
 
     Returns:
-        What to write to, and to seek in; it takes the path's place at the end, unless there is an error.
+        A file to write to and to seek in. It replaces the file at `path` at the end, unless there is an error.
 
     Raises:
         OSError: it cannot be written, or the path names no file ('.', '/') or no regular one, such as a device, which
@@ -68,9 +68,9 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def working_folder(parent: Path) -> Iterator[Path]:
-    """A new folder inside `parent` for a tool's output, which is removed afterwards, with all that is in it.
+    """Context with a new folder inside `parent` for a tool's output; it is removed afterwards with all its content.
 
-    Where a killed process left one, the next to write into `parent` removes it. Raises `OSError` as `mkdir` does.
+    If the process is killed, the next one to write into `parent` removes the folder. Raises `OSError` as `mkdir` does.
     """
     remove_leftovers(parent)
     folder, handle = _begin(parent, _create_folder)
@@ -85,7 +85,10 @@ def working_folder(parent: Path) -> Iterator[Path]:
 
 @functools.cache
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder; once per process, and only as far as permissions allow."""
+    """Remove unfinished files that killed writers left in a folder.
+
+    This is done once per process and folder, and as far as permissions allow.
+    """
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(UNFINISHED):
@@ -93,10 +96,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def seal(content: bytes, name: str) -> bytes:
-    """The content and after it, as a line of text, its checksum; linkers and loaders ignore what follows a library.
+    """The content followed by its checksum as a line of text.
+
+    Linkers and loaders ignore text after the end of a library.
 
     Args:
-        name: Name of the file, which is a part of the checksum: other files' content differs.
+        name: Name of the file, which is part of the checksum, so that another file's content is not accepted.
     """
     return content + _seal_of(content, name)
 
@@ -114,7 +119,7 @@ def _seal_of(content: bytes, name: str) -> bytes:
 
 
 def _begin(folder: Path, create: Callable[[Path], int]) -> tuple[Path, int]:
-    """Return what `create` makes under a new name in the folder, and its handle, which holds the lock."""
+    """Create a file or folder with a new name in `folder` by `create`; returns its path, and its locked handle."""
     while True:
         path = folder / f"{UNFINISHED}{secrets.token_hex(8)}"
         handle = create(path)
@@ -156,7 +161,7 @@ def _remove_leftover(path: Path) -> None:
 
 
 def _is_abandoned(handle: int) -> bool:
-    """Whether the writer is gone; afterwards the handle holds the lock."""
+    """Whether the writer of an unfinished file is gone; if so, the handle holds the lock afterwards."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -167,7 +172,7 @@ def _is_abandoned(handle: int) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write a rename to the disk, where the file system and the permissions allow it; it is whole in any case."""
+    """Write a rename in a folder to the disk, where the file system and the permissions allow it."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

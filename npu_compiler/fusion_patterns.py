@@ -52,7 +52,9 @@ FUSIONS: dict[str, Fusion | Callable[[IRGraph], IRGraph]] = {
 
 
 def fuse(graph: IRGraph, disabled: Collection[str] = (), target: CodegenTarget | None = None) -> IRGraph:
-    """Apply every fusion in `FUSIONS` order but those named in `disabled`, where the target supports what they make.
+    """Apply every fusion in the order of `FUSIONS`, except those named in `disabled`.
+
+    A match stays unfused if the target lacks the fused op.
 
     Raises:
         NPUError: `disabled` names no known fusion.
@@ -72,7 +74,7 @@ def fuse(graph: IRGraph, disabled: Collection[str] = (), target: CodegenTarget |
 
 
 def check_fusion_names(names: Collection[str]) -> None:
-    """Raise `NPUError` if one of the names is that of no fusion."""
+    """Raise `NPUError` if a name is not that of a fusion."""
     unknown = sorted(set(names) - FUSIONS.keys())
     if unknown:
         raise NPUError(f"unknown fusion {', '.join(unknown)}; known are {', '.join(FUSIONS)}")

@@ -1,4 +1,4 @@
-"""Door to `passes`: the rewrites that make a graph smaller."""
+"""Door to `passes`: the rewrites that simplify a graph."""
 
 from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe

@@ -1,4 +1,4 @@
-"""The command that installs what a feature needs, from where this package came: an index, a file or a checkout."""
+"""The command that installs an optional dependency, from the source of this package: an index, a file or a checkout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def install_command(extra: str) -> str:
 
 
 def installer() -> str:
-    """The program that installs packages here: environments that uv makes have no pip.
+    """The command that installs packages in this environment: `pip`, or `uv pip` where uv made it without pip.
 
     Looked up as an installed package: setuptools takes a search for the module as pip's start, and hides its distutils.
     """
@@ -45,7 +45,7 @@ def installer() -> str:
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """The sentence for a module that an extra would bring; None for any other."""
+    """The sentence that says how to install a missing module; None for a module that is no optional dependency."""
     module = (error.name or "").partition(".")[0]
     package = _PACKAGE_OF.get(module, module.replace("_", "-"))
     extra = _extra_with(package)
@@ -53,7 +53,7 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
 
 
 def _extra_with(package: str) -> str | None:
-    """The first extra that lists a package."""
+    """The first extra that lists a package; None if there is none."""
     try:
         lines = requires(PACKAGE) or []
     except PackageNotFoundError:

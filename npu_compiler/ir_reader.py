@@ -1,4 +1,4 @@
-"""Door to `graph`: reading IR, and the graph that comes of it."""
+"""Door to `graph`: reading IR, and the graph that is read."""
 
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.graph.reader import read_ir

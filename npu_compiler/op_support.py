@@ -1,4 +1,4 @@
-"""Questions to the op table: whether the NPU supports an op."""
+"""Functions that tell whether the NPU supports an op."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["get_supported_ops", "given_attrs", "is_op_supported", "supports_node
 
 
 def is_op_supported(op_type: str, attrs: Mapping[str, Any] | None = None) -> bool:
-    """Whether the op table has a row for an op type, any overload, in-place variants included.
+    """Whether the op table has a row for an op type, in any overload or in-place variant.
 
-    A row may still refuse a node for its shapes, dtypes or attributes; `partition()` asks it about each node.
+    A row may still refuse a node because of its shapes, dtypes or attributes; `partition()` asks it about each node.
     """
     if is_assertion(op_type):
         return True
@@ -29,11 +29,11 @@ def get_supported_ops() -> list[str]:
 
 
 def supports_node(target: CodegenTarget, node: OpNode) -> bool:
-    """Whether a target has a node's op with its attributes; it is not asked about views, which are at most copied."""
+    """Whether a target has a node's op with its attributes; always true for views, which at most copy."""
     op = find_op(node.op_type)
     return op is not None and op.view is not None or target.supports(node.op_type, given_attrs(node))
 
 
 def given_attrs(node: OpNode) -> dict[str, Any]:
-    """A node's attributes, without what only the compiler reads."""
+    """A node's attributes, without those that only the compiler reads."""
     return {key: value for key, value in node.attrs.items() if not key.startswith("_")}

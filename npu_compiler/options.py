@@ -1,4 +1,4 @@
-"""`CompileOptions`: the choices that `compile()` offers besides the graph and the target."""
+"""`CompileOptions`: the options of `compile()` besides the graph and the target."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from npu_compiler.passes.quantize import Quantization
 
 GraphStage: TypeAlias = "tuple[str, Callable[[IRGraph], IRGraph]]"
-"""A stage's name and the function that changes a graph."""
+"""A stage's name, and its function from graph to graph."""
 
 Stage: TypeAlias = tuple[str, Callable[[Any], Any]]
-"""A stage's name and its function: of a graph, of a plan, or, in the middle, from the graph to the plan."""
+"""A stage's name, and its function: from graph to graph, from plan to plan, or, for one stage, from graph to plan."""
 
 StageEdit: TypeAlias = Callable[[list[Stage]], list[Stage]]
-"""A function from the default stages to those to run, in order."""
+"""A function that takes the default stages and returns the stages to run, in order."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,20 @@ class CompileOptions:
     """The options of a compilation.
 
     Attributes:
-        compute_dtype: `float16`, `bfloat16` or `float32`; by default bfloat16 for bfloat16 models, else float16.
-        quantization: Storage of weights in few bits: `int4`, `int8` or `fp8`, or a `QuantizedFormat`, for all linear
-            layers; or `state_dict` key → format. Weights that are not stored so already are rounded to the nearest
-            when they are loaded. `int4+int8` and the like also round what these layers multiply, to int8 or fp8 with
-            a scale for each row (not on Metal).
-        kv_cache: `int8` or `fp8`: store KV caches in a byte an element, with a scale for each token and head, as a
-            further input and output of the program, `<name>.scales` (on the CPU and simulated chips). Default: in the
+        compute_dtype: `float16`, `bfloat16` or `float32`; None means bfloat16 for bfloat16 models, else float16.
+        quantization: Format of quantized weights: `int4`, `int8` or `fp8`, or a `QuantizedFormat`, for all linear
+            layers; or `state_dict` key → format; None for none. Weights that are not in the format already are rounded
+            to the nearest when they are loaded. `int4+int8` and the like also round the activations that these layers
+            multiply, to int8 or fp8 with a scale for each row (not on Metal).
+        kv_cache: `int8` or `fp8`: store KV caches in one byte per element, with a scale for each token and head, as a
+            further input and output of the program, `<name>.scales` (on the CPU and simulated chips). None means the
             compute dtype.
-        mesh: Divide the graph among several devices, each of which runs the program with its part of the weights. The
-            program has what `npu_compiler.passes.shard` makes of the graph. Default: one device.
+        mesh: Divide the graph among several devices, each of which runs the program with its part of the weights; see
+            `npu_compiler.passes.shard`. None means one device.
         disabled_fusions: Names from `FUSIONS` to leave out, for bisecting.
-        stages: A function from the default stages to those to run, in order; a stage is (name, function). Functions are
-            `IRGraph → IRGraph` until `generate_calls`, which makes an `ExecutionPlan`, and then change the plan.
+        stages: A function that takes the default stages and returns those to run, in order; a stage is (name,
+            function). Functions are `IRGraph → IRGraph` up to `generate_calls`, which returns an `ExecutionPlan`, and
+            then change the plan. None means the default stages.
     """
 
     compute_dtype: str | None = None

@@ -1,4 +1,4 @@
-"""Split a graph into device and CPU partitions, with the transfers between them."""
+"""Splits a graph into partitions for the device and for the CPU, with the transfers between them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Partition:
     """A run of nodes for one device.
 
     Attributes:
-        graph: The nodes as a graph of their own; its inputs are what comes from outside, weights excepted.
-        transfers: Tensors that must cross to this device before it runs.
+        graph: The nodes as a graph of their own; its inputs are tensors from outside, except weights.
+        transfers: Tensors that must be transferred to this device before it runs.
     """
 
     index: int
@@ -68,11 +68,11 @@ class PartitionPlan:
 
     Attributes:
         compute_dtype: Storage dtype of activations on the device.
-        output_transfers: Graph outputs that must come back from the device.
+        output_transfers: Graph outputs that must be transferred back from the device.
         reasons: Node name → why it is on the CPU.
-        formats: `state_dict` key → how the device stores the weight, where that is in few bits.
-        price: The times by which the graph was divided, if it was.
-        source: The graph that was given; `graph` is made of it.
+        formats: `state_dict` key → format in which the device stores a quantized weight.
+        price: The times by which the graph was divided; None if it was divided without.
+        source: The graph that was given, from which `graph` was normalized; None if it is unknown.
     """
 
     graph: IRGraph
@@ -86,11 +86,11 @@ class PartitionPlan:
 
     @property
     def is_open(self) -> bool:
-        """Whether prices may lead to another plan: PyTorch runs some nodes, or ops are not computed as written."""
+        """Whether prices may lead to another plan: some nodes run in PyTorch, or some ops were decomposed."""
         return bool(self.reasons) or (self.source is not None and bool(closed_composites(self.source)))
 
     def programs(self, target: CodegenTarget) -> list[CompiledProgram]:
-        """The programs of the plan's partitions for the device, in order."""
+        """Compile the plan's partitions for the device; returns their programs in order."""
         return [self.compile(part, target) for part in self.partitions if part.device == "npu"]
 
     @property
@@ -99,12 +99,12 @@ class PartitionPlan:
         return {node.name for part in self.partitions if part.device == "npu" for node in part.graph.nodes}
 
     def compile(self, part: Partition, target: CodegenTarget) -> CompiledProgram:
-        """The program of one of the plan's partitions for the device."""
+        """Compile one of the plan's partitions for the device."""
         return compile(part.graph, target, CompileOptions(compute_dtype=self.compute_dtype, quantization=self.formats))
 
     @property
     def transfers(self) -> list[TransferOp]:
-        """Tensors that cross between partitions, or to the caller."""
+        """Tensors that are transferred between partitions, or to the caller."""
         return [*(t for p in self.partitions for t in p.transfers), *self.output_transfers]
 
     @property
@@ -115,7 +115,7 @@ class PartitionPlan:
         return on_device / nodes if nodes else 1.0
 
     def __str__(self) -> str:
-        """A table: partition, device, nodes, bytes that cross to it."""
+        """A table with a row per partition: its device, number of nodes, and bytes that are transferred to it."""
         lines = [f"{'#':>3}  {'device':6}  {'nodes':>6}  {'bytes in':>12}  first … last node"]
         for p in self.partitions:
             crossing = sum(t.bytes for t in p.transfers)
@@ -161,18 +161,18 @@ def partition(
     """Group a graph's nodes by device.
 
     A node goes to the device if `is_supported_fn(op_type, attrs)` (or `is_supported_fn(op_type)`) says so, the op
-    table can lower it, and the target supports it or what it is fused into; all others go to the CPU. Nodes are
+    table can lower it, and the target supports it or the op it is fused into; all others go to the CPU. Nodes are
     scheduled so that each partition takes every node that is ready, which gathers independent CPU nodes instead of
     splitting a device run around each.
 
-    With prices, what the device could run goes to the CPU as well where the graph takes less time so: of all divisions,
-    the plan is the one of least price.
+    With prices, nodes that the device could run also go to the CPU if that takes less time: the plan is the division
+    with the lowest total price.
 
     Args:
-        target: Target of the device that will run the plan. Default: one that supports the whole op table.
+        target: Target of the device that will run the plan. None means one that supports the whole op table.
         compute_dtype, quantization: As for `compile`; partitions on the CPU read weights in PyTorch's dtypes.
-        npu: A chip (`npu_model.Chip`), which stands for its target and its prices.
-        prices: Times of nodes and transfers on the target's device.
+        npu: A chip (`npu_model.Chip`), which determines target and prices; None for none.
+        prices: Times of nodes and transfers on the target's device; None to divide without.
 
     Raises:
         IRError: the IR is malformed.
@@ -200,16 +200,16 @@ def partition(
 
 
 def _reasons(price: PlanPrice) -> dict[str, str]:
-    """Node → why it is on the host."""
+    """Node → the reason why it is on the host, for every node that the priced division puts there."""
     return {name: unit.reason for unit in price.units if not unit.on_device for name in unit.nodes}
 
 
 @dataclass(frozen=True)
 class _Divider:
-    """A graph, as it was given and normalized, and the questions whose answers divide it.
+    """A graph as given and as normalized, and the support function, target and formats that decide its division.
 
     Attributes:
-        whole: Composite that stands as it was written → why.
+        whole: Composite (an op that was decomposed) that is kept as one node → the reason.
     """
 
     source: IRGraph
@@ -221,9 +221,9 @@ class _Divider:
     whole: Mapping[str, str] = field(default_factory=dict)
 
     def plan(self, kept: Mapping[str, str]) -> PartitionPlan:
-        """The plan in which all is on the device but these nodes, for their reasons, and what cannot run there.
+        """The plan with all nodes on the device except those in `kept` (node → reason) and those that cannot run there.
 
-        A composite that has parts on the CPU runs there as it was written.
+        A composite with parts on the CPU is put back as one node, and runs there.
         """
         plan = self._plan(kept)
         broken = {}
@@ -239,7 +239,7 @@ class _Divider:
         return replace(self, graph=graph, whole=whole).plan(kept)
 
     def _plan(self, kept: Mapping[str, str]) -> PartitionPlan:
-        """The plan of the graph as it is."""
+        """The plan of the normalized graph, without putting composites back."""
         graph, target, dtype, formats = self.graph, self.target, self.dtype, self.formats
         lacking = dict(kept)
         while True:
@@ -267,10 +267,10 @@ class _Divider:
         return PartitionPlan(bounded, partitions, dtype, back, reasons, formats)
 
     def price(self, plan: PartitionPlan, target: CodegenTarget, prices: Prices) -> PlanPrice:
-        """The prices of the graph, divided at the least price.
+        """The prices of the graph in its cheapest division.
 
         Args:
-            plan: All that the device can run is on it.
+            plan: A plan with every node on the device that can run there.
         """
         made = [_with_origins(part, plan, target) for part in plan.partitions if part.device == "npu"]
         sizes = crossing_bytes(plan.graph, self.dtype)
@@ -298,7 +298,7 @@ class _Divider:
 
 
 def _with_origins(part: Partition, plan: PartitionPlan, target: CodegenTarget) -> Made:
-    """A partition's program, and the nodes of the graph that each node with calls stands for."""
+    """A partition's program, and for each node that its calls name, the graph's nodes it was compiled from."""
     options = CompileOptions(compute_dtype=plan.compute_dtype, quantization=plan.formats)
     *_, (_, final) = trace_stages(part.graph, target, options)
     program = plan.compile(part, target)
@@ -314,7 +314,7 @@ def _with_origins(part: Partition, plan: PartitionPlan, target: CodegenTarget) -
 def _lacking(
     partitions: Sequence[Partition], target: CodegenTarget, dtype: str, formats: Mapping[str, QuantizedFormat]
 ) -> dict[str, str]:
-    """Node → the reason why it must go to the CPU: the target lacks what the compiler makes of it."""
+    """Node → the reason why it must run on the CPU: the target lacks an op that the compiler turns it into."""
     reason, found = target_reason(target), {}
     for part in partitions:
         if part.device == "npu":
@@ -329,7 +329,7 @@ def _lacking(
 def _refused(
     partitions: Sequence[Partition], target: CodegenTarget, dtype: str, formats: Mapping[str, QuantizedFormat]
 ) -> dict[str, str]:
-    """Node → the reason why it must go to the CPU: the target makes no machine code for its calls."""
+    """Node → the reason why it must run on the CPU: the target cannot generate machine code for its calls."""
     found: dict[str, str] = {}
     options = CompileOptions(compute_dtype=dtype, quantization=formats)
     for part in partitions:
@@ -347,7 +347,7 @@ def _refused(
 
 
 def _made_into(node: OpNode, graph: IRGraph, final: IRGraph) -> set[str]:
-    """The nodes of a graph for which a node stands in what the compiler made of it."""
+    """The names of the nodes in `graph` from which the compiler made `node` of the graph `final`."""
     before, after = graph.producers(), final.producers()
     names, wanted = set(), list(node.outputs)
     while wanted:
@@ -370,7 +370,7 @@ def _takes_attrs(function: SupportFn) -> bool:
 def _schedule(
     graph: IRGraph, devices: Mapping[str, DeviceKind], first: DeviceKind
 ) -> list[tuple[DeviceKind, list[OpNode]]]:
-    """Alternate between the devices, each time running every node that has become ready."""
+    """Groups of nodes in execution order, alternating between the devices; each group has every node that is ready."""
     producer = {out: node.name for node in graph.nodes for out in node.outputs}
     done: set[str] = set()
     groups: list[tuple[DeviceKind, list[OpNode]]] = []
@@ -452,14 +452,20 @@ def _build_partitions(
 def _boundary_spec(
     spec: TensorSpec, stored: Mapping[str, TensorSpec], ranges: Mapping[str, tuple[int, int]]
 ) -> TensorSpec:
-    """An input keeps the storage and the range that it has in the whole graph; its own partition could not tell."""
+    """The spec of a partition's input, with the storage and range that the tensor has in the whole graph.
+
+    The partition alone could not determine them.
+    """
     known = stored.get(spec.name)
     storage = spec.storage if known is None else known.storage
     return replace(spec, storage=storage, bounds=ranges.get(spec.name, spec.bounds))
 
 
 def crossing_bytes(graph: IRGraph, compute_dtype: str) -> dict[str, int]:
-    """Tensor → its bytes where it crosses: as the device stores it. Weights and constants do not cross."""
+    """Tensor → the bytes of its transfer, in the dtype that the device stores.
+
+    Weights and constants are never transferred.
+    """
     stored = assign_storage(graph, compute_dtype).tensors
     made = [*graph.inputs, *(name for node in graph.nodes for name in node.outputs)]
     return {name: stored[name].numel * itemsize(stored[name].storage) for name in made}

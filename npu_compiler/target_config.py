@@ -18,12 +18,12 @@ class TargetConfig:
         max_threadgroup_1d: Threads of a 1-D threadgroup; the `_2d` and `_3d` values are per edge.
         max_dispatches_per_batch: Dispatches encoded before a command buffer is committed.
         buffer_alignment: Every arena offset is a multiple of this many bytes.
-        programs_are_code: A program brings what the device executes, as source text and launches, so only programs that
-            the user trusts are run. Otherwise a program only names kernels that the device has.
+        programs_are_code: Whether a program contains what the device executes, as source text and launches, so that
+            only programs that the user trusts are run. Otherwise a program only names kernels that the device has.
         integer_kernels: Whether convolutions and products of quantized tensors are computed in integers.
-        weight_codes: Names of the code formats (`CODE_FORMATS`) that the kernels of weights in few bits know.
-        rounds_activations: Whether products with weights in few bits can round the rows of their other operand.
-        rounds_caches: Whether KV caches can be stored in a byte an element.
+        weight_codes: Names of the code formats (`CODE_FORMATS`) that the kernels for quantized weights know.
+        rounds_activations: Whether products with quantized weights can round the rows of their other operand.
+        rounds_caches: Whether KV caches can be stored in one byte per element.
     """
 
     name: str

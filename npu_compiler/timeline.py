@@ -1,4 +1,4 @@
-"""`Timeline`: what happened when, on named tracks, saved as a trace that Perfetto and Chrome's `about:tracing` open.
+"""`Timeline`: events on named tracks, saved as a trace that Perfetto and Chrome's `about:tracing` open.
 
 The file is JSON in the Trace Event Format (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 Perfetto keeps integer nanoseconds and drops a slice that overlaps another one of its track without lying inside it. So
@@ -25,7 +25,7 @@ _NO_ARGS: Args = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Track:
-    """One row of a trace: a thread of a process, where a process is any group of rows, such as a device."""
+    """A row of a trace: a thread of a process, where a process is any group of rows, such as a device."""
 
     process: str
     thread: str
@@ -33,7 +33,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that took time. Times are in microseconds since the timeline's own zero.
+    """An event with a duration. Times are in microseconds since the timeline's own zero.
 
     Attributes:
         args: JSON values by name, shown when the slice is selected.
@@ -52,7 +52,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """Something that took no time, `at` microseconds."""
+    """An event without a duration, at `at` microseconds."""
 
     track: Track
     name: str
@@ -62,7 +62,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class CounterValue:
-    """A counter of a process has this value, in this unit, from `at` microseconds until its next value."""
+    """A value of a counter of a process, valid from `at` microseconds until the counter's next value."""
 
     process: str
     name: str
@@ -88,7 +88,7 @@ class Timeline:
         self._ids: dict[str | Track, int] = {}
 
     def track(self, process: str, thread: str) -> Track:
-        """The track of that name, which is shown from now on, even while nothing is on it."""
+        """The track of that name, which is shown from now on, even while it has no events."""
         track = Track(process, thread)
         self._id(process)
         self._id(track)
@@ -113,7 +113,10 @@ class Timeline:
         self.instants.append(Instant(track, name, at, args))
 
     def counter(self, process: str, name: str, at: float, value: float, unit: str = "value") -> None:
-        """Set a counter, shown as "name unit", from that time on. Raises `ValueError` as `instant` does."""
+        """Set a counter's value from time `at` on; it is shown as "name unit".
+
+        Raises `ValueError` as `instant` does.
+        """
         if not (_is_time(at) and math.isfinite(value)):
             raise ValueError(f"counter '{name}' cannot be {value} at {at} microseconds")
         self._id(process)
@@ -134,7 +137,7 @@ class Timeline:
             raise InputError(f"cannot write '{path}': {error.strerror or error}") from error
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The trace's events in the Trace Event Format: names first, then all others by time.
+        """The trace's events in the Trace Event Format: names of tracks first, then all others by time.
 
         Raises:
             ValueError: two slices of a track overlap and neither contains the other.
@@ -168,11 +171,14 @@ class Timeline:
         return {**event, "args": item.args} if item.args else event
 
     def _id(self, named: str | Track) -> int:
-        """The number of a track, from 1 on; never its process's, which a trace viewer would call the main thread."""
+        """The number of a process or a track, unique and from 1 on.
+
+        A track never has its process's number, which a trace viewer would call the main thread.
+        """
         return self._ids.setdefault(named, len(self._ids) + 1)
 
     def _placed(self) -> Iterator[tuple[Slice, int, int]]:
-        """Each slice with its start and end in nanoseconds; what sticks out by one, of rounding, is cut off.
+        """Each slice with its start and end in nanoseconds; an end beyond its enclosing slice by rounding is cut off.
 
         Raises:
             ValueError: two slices of a track overlap and neither contains the other.
@@ -224,6 +230,6 @@ def _nanoseconds(microseconds: float) -> int:
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """The number of which Perfetto, which multiplies by 1000 and cuts off what is behind the point, makes these."""
+    """Microseconds from which Perfetto, which multiplies by 1000 and truncates, gets back exactly these nanoseconds."""
     value = nanoseconds / 1000
     return value if int(value * 1000) == nanoseconds else math.nextafter(value, math.inf)

@@ -1,4 +1,4 @@
-"""`Backend`: the base class of all devices. A device is a `Backend`, its `DeviceBuffer`, and nothing else."""
+"""`Backend`: the base class of all devices. A device consists of a `Backend` and its `DeviceBuffer` class."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from npu_runtime.hardware import Hardware, Launch, Operand
 
 
 class Backend(Hardware):
-    """A device. It defines `allocate`, which makes its buffers, and `prepare`, which makes a kernel call ready to run.
+    """A device. It defines `allocate`, which creates buffers, and `prepare`, which makes a kernel call ready to run.
 
-    An executor calls `prepare` once per kernel call and set of buffers; what it returns is called in every run.
+    An executor calls `prepare` once per kernel call and set of buffers; every run then calls what `prepare` returned.
     """
 
     def create_executor(self, program: CompiledProgram) -> Executor:

@@ -1,4 +1,4 @@
-"""Long work in the background, in words, for whoever shows a user what this process may be waiting for."""
+"""Texts about long background work, for programs that show users what this process may be waiting for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _texts: dict[object, str] = {}
 
 @contextmanager
 def background_work(text: str) -> Iterator[Callable[[str], None]]:
-    """Context in which `current_work` returns the text; the yielded function replaces it by its argument."""
+    """Context that announces work by a text, which `current_work` may return.
+
+    The yielded function replaces the text.
+    """
     work = object()
 
     def say(text: str) -> None:
@@ -24,5 +27,5 @@ def background_work(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def current_work() -> str | None:
-    """The work that goes on, the longest first; None where there is none."""
+    """The text of the background work that has been running for the longest time; None if there is none."""
     return next(iter(list(_texts.values())), None)

@@ -1,4 +1,4 @@
-"""Device memory: `DeviceBuffer`, also called `NPUBuffer`, `StagedInputs`, and `DeviceMemory`, which makes both."""
+"""Device memory: `DeviceBuffer` (also called `NPUBuffer`), `StagedInputs`, and `DeviceMemory`, which allocates both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeviceBuffer(ABC):
         dtype: Storage dtype name.
         native_handle: The device's own object; two buffers with the same handle are the same memory.
         prepared: The content in other layouts, for buffers that stay constant; filled in by the backend.
-        dlpack_copies: Whether `__dlpack__` gives a copy instead of the memory itself.
+        dlpack_copies: Whether `__dlpack__` returns a copy instead of the memory itself.
     """
 
     dlpack_copies: ClassVar[bool] = False
@@ -75,14 +75,14 @@ class DeviceBuffer(ABC):
         return handle
 
     def check_current(self) -> None:
-        """Raise a `DeviceError` if a later run has overwritten what this handle stood for."""
+        """Raise a `DeviceError` if a later run has overwritten the output that this handle stands for."""
         if self._is_current is not None and not self._is_current():
             raise DeviceError(
                 "this output was overwritten by a later run(); read it, or copy() it, before running again"
             )
 
     def copy(self) -> DeviceBuffer:
-        """A new buffer with the same content, which later runs leave alone."""
+        """A new buffer with the same content, which later runs do not overwrite."""
         self.check_current()
         with reporting_shortage(self.dtype, self.alloc_shape):
             return self._clone()
@@ -91,7 +91,7 @@ class DeviceBuffer(ABC):
         """Download, without channel padding.
 
         Args:
-            spec: If given, the result has the spec's (PyTorch) dtype; else the storage dtype.
+            spec: A spec whose (PyTorch) dtype the result has; None for the storage dtype.
         """
         self.check_current()
         return unpack_array(self._download(), self.shape, spec)
@@ -109,7 +109,7 @@ class DeviceBuffer(ABC):
         self.mark_written()
 
     def copy_from(self, other: DeviceBuffer) -> None:
-        """Overwrite the content in place with another buffer's of the same layout, on the device.
+        """Overwrite the content in place with that of another buffer of the same layout, on the device.
 
         Raises:
             InputError: the other buffer has another layout.
@@ -124,7 +124,7 @@ class DeviceBuffer(ABC):
         self.mark_written()
 
     def mark_written(self) -> None:
-        """Forget what was made of the content: it has been replaced."""
+        """Discard the prepared forms of the old content, which has been replaced."""
         self.prepared.clear()
         self._writes[0] += 1
 
@@ -143,10 +143,13 @@ class DeviceBuffer(ABC):
 
     @abstractmethod
     def _clone(self) -> DeviceBuffer:
-        """New memory with the same content. Raises `MemoryError`, with the device's reason, where it lacks room."""
+        """New memory with the same content.
+
+        Raises `MemoryError`, with the device's reason, if there is not enough memory.
+        """
 
     def _copy_from(self, other: DeviceBuffer) -> None:
-        """Overwrite the whole memory from a buffer of the same layout; a device that can should not use the host."""
+        """Overwrite the whole memory from a buffer of the same layout; devices that can do so copy without the host."""
         self._upload(other._download())
 
     def _clear(self) -> None:
@@ -158,16 +161,16 @@ NPUBuffer = DeviceBuffer
 
 
 class StagedInputs:
-    """Buffers that the host fills together, in one copy where the device can.
+    """Input buffers that the host fills together, with one copy if the device supports that.
 
-    The arrays may be changed again as soon as `upload` returns; runs that were launched before keep what they got.
+    The arrays may be changed again as soon as `upload` returns; runs that were launched before are not affected.
 
     Args:
-        copy: Copies all arrays to their buffers, in order after what has been launched.
+        copy: Copies all arrays to their buffers, in order after the work that has been launched.
 
     Attributes:
         buffers: Name → buffer, zero-filled at first.
-        arrays: Name → array on the host, of the buffer's dtype and what its spec calls `alloc_shape`.
+        arrays: Name → array on the host, of the buffer's dtype and its spec's `alloc_shape`.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class DeviceMemory:
     stored: frozenset[str] = STORED_DTYPES
 
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
-        """A buffer of any content; what a device has to define for the methods below.
+        """A buffer with undefined content; every device has to define this for the methods below.
 
         Raises:
             MemoryError: there is not enough memory; with the device's reason.
@@ -206,10 +209,10 @@ class DeviceMemory:
         """Upload an array.
 
         Args:
-            alloc_shape: Shape in memory, if that is larger and there is no spec.
-            spec: A program's input spec: the array is checked against its shape, kind of dtype and index bounds,
-                cast to its storage dtype and padded to its `alloc_shape`. Without one the array keeps its dtype, but
-                for integers and float64, which become int32 and float32.
+            alloc_shape: Shape in memory, if that is larger and there is no spec; None for the array's shape.
+            spec: A program's input spec: the array is checked against its shape, kind of dtype and index bounds, cast
+                to its storage dtype and padded to its `alloc_shape`. None keeps the array's dtype, except that integers
+                become int32 and float64 becomes float32.
 
         Raises:
             InputError: the array does not fit the spec.
@@ -224,14 +227,14 @@ class DeviceMemory:
         return buffer
 
     def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> DeviceBuffer:
-        """Upload arrays that follow each other along the first dimension of what the spec describes."""
+        """Upload arrays to one buffer that joins them along the first dimension, as the spec describes it."""
         return self.allocate_buffer(parts[0] if len(parts) == 1 else np.concatenate(parts), spec=spec)
 
     def adopt(self, parts: Sequence[Any], spec: TensorSpec) -> DeviceBuffer | None:
-        """A buffer over tensors of another library that are on the device already, as they follow each other.
+        """A buffer that joins tensors of another library, which are on the device already, along the first dimension.
 
         Returns:
-            None where they are not, or are stored in another way than the spec says.
+            The buffer; None if they are elsewhere, or are not stored as the spec says.
         """
         return None
 
@@ -239,10 +242,11 @@ class DeviceMemory:
         """A buffer with a copy of another library's array that is on this device.
 
         Args:
-            value: Speaks DLPack. Its integers and float64 become int32 and float32, as in `allocate_buffer`.
+            value: An object that supports DLPack. Its integers and float64 become int32 and float32, as in
+                `allocate_buffer`.
 
         Returns:
-            None where the array is elsewhere, or has a dtype that cannot be exchanged.
+            The buffer; None if the array is elsewhere, or has a dtype that cannot be exchanged.
         """
         return None
 
@@ -259,13 +263,14 @@ class DeviceMemory:
     def allocate_visible(self, shape: Shape, dtype: str) -> tuple[DeviceBuffer, Callable[[], np.ndarray]]:
         """A zero-filled buffer for small results, and a function by which the host reads it at any time.
 
-        Reading waits for nothing: what a run wrote is certain to be there after waiting for a `marker` made later.
+        Reading does not wait. A run's results are certain to be there once the host has waited for a `marker` made
+        after the run was launched.
         """
         buffer = self.allocate_zeros(shape, dtype)
         return buffer, buffer.to_numpy
 
     def allocate_staged(self, specs: Iterable[TensorSpec]) -> StagedInputs:
-        """Zero-filled buffers for a program's inputs, which the host will fill together."""
+        """Zero-filled buffers for a program's inputs, which the host fills together."""
         buffers = {
             spec.name: self.allocate_zeros(spec.shape, spec.storage or spec.dtype, spec.alloc_shape) for spec in specs
         }
@@ -285,14 +290,14 @@ class DeviceMemory:
 
 
 class Opened(Protocol[MemoryT_co]):
-    """Something that stands for its backend: a `Device`."""
+    """An object that has a backend: a `Device`."""
 
     @property
     def backend(self) -> MemoryT_co: ...
 
 
 def as_backend(device: MemoryT | Opened[MemoryT]) -> MemoryT:
-    """The backend of a `Device`; a backend is its own."""
+    """The backend of a `Device`; a backend is returned as it is."""
     return device if isinstance(device, DeviceMemory) else device.backend
 
 

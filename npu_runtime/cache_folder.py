@@ -1,7 +1,8 @@
-"""The folder for files that are made once a machine: compiled kernels, programs, facts, measured choices.
+"""The folder for files that are computed once per machine: compiled kernels, programs, facts, measured choices.
 
 Each entry carries its checksum, which is verified before the entry is used, and is written whole or not at all (see
-`npu_compiler.files`). What is missing or wrong is made again. A folder that cannot be written costs time and a warning.
+`npu_compiler.files`). Missing or damaged entries are computed again. A folder that cannot be written costs time and a
+warning.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def cache_folder() -> Path:
 
 
 def read_entry(path: Path) -> bytes | None:
-    """The content that `keep_entry` or `write_entry` wrote; None where the file is absent or damaged."""
+    """The content that `keep_entry` or `write_entry` wrote; None if the file is absent or damaged."""
     remove_leftovers(path.parent)
     try:
         content = unseal(path.read_bytes(), path.name)
@@ -47,7 +48,7 @@ def write_entry(path: Path, content: bytes) -> None:
 
 
 def keep_entry(path: Path, content: bytes) -> None:
-    """Write an entry as `write_entry` does; a failure is a warning, given once per folder and reason."""
+    """Write an entry as `write_entry` does; a failure only warns, once per folder and reason."""
     try:
         write_entry(path, content)
     except OSError as error:
@@ -55,7 +56,7 @@ def keep_entry(path: Path, content: bytes) -> None:
 
 
 def keep_file(path: Path, data: bytes) -> None:
-    """Write a file whose format has a checksum of its own; a failure is a warning, as in `keep_entry`."""
+    """Write a file whose format has a checksum of its own; a failure only warns, as in `keep_entry`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)
@@ -64,7 +65,7 @@ def keep_file(path: Path, data: bytes) -> None:
 
 
 def warn_of_cache(folder: Path, error: OSError) -> None:
-    """Say that the folder cannot be written, once per process and reason."""
+    """Warn that the folder cannot be written, once per process and reason."""
     _warn_once(str(folder), error.strerror or str(error))
 
 
@@ -78,10 +79,10 @@ def _warn_once(folder: str, reason: str) -> None:
 
 
 def users_temporary_folder() -> Path:
-    """A folder among the temporary files that is the user's own, for what the cache folder cannot take.
+    """A temporary folder of the user's own, for files that the cache folder cannot store.
 
     Raises:
-        OSError: it cannot be made, or others can write there, who could thus make this process run their code.
+        OSError: it cannot be created, or others can write there, who could thus make this process run their code.
     """
     folder = Path(tempfile.gettempdir()) / f"npu-simulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

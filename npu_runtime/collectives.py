@@ -1,4 +1,4 @@
-"""Collective operations of the ranks that run a program together: the interface of backends, and its form on the host.
+"""Collective operations of the ranks (devices) that run a program together: the interface, and a form for host memory.
 
 Every rank of a group runs the same program, so all of them come to the same calls in the same order. A backend joins a
 group once (`Hardware.join`); kernels of the family `Family.COLLECTIVE` then use `Hardware.collectives`.
@@ -16,11 +16,11 @@ from npu_compiler.errors import DeviceError
 from npu_compiler.program.kernels import KernelCall
 
 Share: TypeAlias = Callable[[bytes | None], bytes]
-"""Hands all ranks the bytes that rank 0 gives; the others give None."""
+"""A function that returns on all ranks the bytes that rank 0 passes; the other ranks pass None."""
 
 
 class Collectives(ABC):
-    """A rank's side of a group.
+    """One rank's connection to a group.
 
     Attributes:
         rank: This rank, from 0.
@@ -39,18 +39,21 @@ class Collectives(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End what is under way on this rank with an error: another rank is gone. Callable from any thread."""
+        """End the operation that runs on this rank with an error, as another rank has failed.
+
+        May be called from any thread.
+        """
 
 
 class HostCollectives(Collectives):
-    """Collectives over arrays in host memory. A group defines `all_gather`; sums are made of that."""
+    """Collectives over arrays in host memory. A subclass defines `all_gather`; sums are computed from that."""
 
     @abstractmethod
     def all_gather(self, part: np.ndarray, whole: np.ndarray) -> None:
-        """Copy all ranks' bytes.
+        """Copy all ranks' bytes to every rank.
 
         Args:
-            part: uint8 [n], this rank's.
+            part: uint8 [n], this rank's bytes.
             whole: uint8 [ranks, n], written.
 
         Raises:
@@ -58,7 +61,7 @@ class HostCollectives(Collectives):
         """
 
     def all_reduce(self, summand: np.ndarray, total: np.ndarray) -> None:
-        """`total` = the sum of all ranks' summands [n], added in float32 in the order of the ranks and rounded once.
+        """Write the sum of all ranks' summands [n] to `total`, added in float32 in the order of ranks and rounded once.
 
         So all ranks have the same bits. It costs each rank n · ranks elements: it is meant for few ranks.
         """
@@ -68,7 +71,7 @@ class HostCollectives(Collectives):
 
 
 def no_group(call: KernelCall) -> DeviceError:
-    """The error of a device that has joined no group and is asked to run one rank's part of a program."""
+    """The error for one rank's part of a program on a device that has joined no group."""
     return DeviceError(
         f"the program was divided among {call.params['ranks']} devices; run it with that many, as "
         "LanguageModel(…, tensor_parallel=…) does"

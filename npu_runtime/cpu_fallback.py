@@ -1,4 +1,4 @@
-"""Run a partition with PyTorch's own ops: on the CPU, or on the GPU where its tensors are there."""
+"""Runs a partition with PyTorch's own ops, on the CPU, or on the GPU that holds its tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
 Watch: TypeAlias = Callable[..., AbstractContextManager[None]]
-"""Observer of a partition's ops: called with an op's name and, by keyword, the facts of its entry in a trace."""
+"""A function that is called for each op of a partition, and returns the context in which the op runs.
+
+It gets the op's name and, by keyword, the facts of its entry in a trace.
+"""
 
 
 class CPUPartition:
-    """A graph for PyTorch: prepared once, run many times, by several threads at once if need be.
+    """A graph that PyTorch runs: prepared once, run many times, also by several threads at once.
 
     Args:
         weights: Checkpoint key → array or torch tensor, for every weight of the graph.
-        device: The torch device that runs it and holds its weights.
+        device: Name of the torch device that runs it and holds its weights.
 
     Raises:
         DeviceError: the IR does not record which of its optional tensors a node was given, or PyTorch has no such op.
@@ -44,10 +47,10 @@ class CPUPartition:
         self._fixed = {name: value.to(self._device) for name, value in _weight_tensors(graph, weights)}
 
     def run(self, inputs: Mapping[str, np.ndarray], watch: Watch | None = None) -> dict[str, np.ndarray]:
-        """Input name → array in, output name → array out, in the graph's own (PyTorch) dtypes.
+        """Run the partition on arrays by input name; returns arrays by output name, in the graph's (PyTorch) dtypes.
 
         Args:
-            watch: Called for each op, it returns the context in which that runs.
+            watch: Called for each op, it returns the context in which that runs; None for none.
 
         Raises:
             DeviceError: an op failed.
@@ -78,7 +81,7 @@ class CPUPartition:
         return {name: values[name] for name in self.graph.outputs}
 
     def _facts(self, node: OpNode) -> dict[str, Any]:
-        """A node's entry in a trace: its name, and its tensors as `float32[2, 3]`."""
+        """A node's entry in a trace: its name, and its inputs and outputs as texts such as `float32[2, 3]`."""
         inputs, outputs = ([self.graph.tensors[name] for name in names] for names in (node.inputs, node.outputs))
         return {
             "node": node.name,
@@ -173,7 +176,7 @@ def resolve_op(op_type: str) -> Any:
     """PyTorch's op of that name.
 
     Raises:
-        DeviceError: it has none, or it is one that reads and writes files.
+        DeviceError: there is none, or it reads or writes files.
     """
     parts = op_type.split(".")
     namespace, name, overload = (
@@ -192,7 +195,7 @@ def resolve_op(op_type: str) -> Any:
 
 
 def _register(namespace: str) -> None:
-    """Import what registers the ops of a namespace."""
+    """Import the module that registers the ops of a namespace."""
     if namespace == "transformers":
         import transformers.integrations.moe  # noqa: F401
     elif namespace == "quantized_decomposed":
@@ -202,7 +205,10 @@ def _register(namespace: str) -> None:
 
 
 def unclear_reason(node: OpNode, graph: IRGraph) -> str | None:
-    """Reason why a node's tensors are ambiguous: the IR does not record which optional ones were omitted; else None."""
+    """The reason why a node's tensors are ambiguous; None if they are not.
+
+    They are if the IR does not record which optional ones were omitted.
+    """
     if node.tensor_names is not None:
         return None
     base = node.base.removesuffix("_")
@@ -224,8 +230,8 @@ def bind_arguments(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Rebuild an op's arguments from the IR's flat tensor list and attributes.
 
-    Not all IR records which optional tensors were omitted. Where their count tells (normalization with statistics but
-    no affine parameters), None stands for them; `unclear_reason` refuses the nodes where it does not.
+    Not all IR records which optional tensors were omitted. If their count tells (normalization with statistics but
+    no affine parameters), None stands for them; `unclear_reason` refuses the nodes for which it does not.
 
     Args:
         inputs: Tensors, or what stands for them.
@@ -296,7 +302,11 @@ _TORCH_TYPES = {
 
 
 def decode_attr(name: str, value: Any, kind: str, device: torch.device | None = None) -> Any:
-    """Attributes that were torch objects and are now their names; tensors are made on the given device, or the CPU."""
+    """An attribute as torch expects it: torch objects from their names, complex numbers from their parts.
+
+    Args:
+        device: Device of the tensors that the op creates; None means the CPU.
+    """
     if name == "device":
         return device or torch.device("cpu")
     if isinstance(value, str) and value in _TORCH_TYPES and "str" not in kind:

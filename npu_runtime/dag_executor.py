@@ -1,4 +1,4 @@
-"""`DAGExecutor`: runs a partition plan, device partitions on a backend and the rest on the CPU."""
+"""`DAGExecutor`: runs a partition plan, with device partitions on a backend and the others on the CPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Value = np.ndarray | DeviceBuffer
 
 @dataclass
 class _Values:
-    """The values of a run, where they were made, and copies of them on the other side.
+    """The values of a run on the side that computed them, host or device, and copies of them on the other side.
 
     Attributes:
         made: Tensor → array on the host, or buffer on the device.
@@ -53,22 +53,22 @@ class _Values:
     taken: dict[str, np.ndarray] = field(default_factory=dict)
 
     def forget(self, name: str) -> None:
-        """Free a value that nobody reads any more."""
+        """Free a value that has no more readers."""
         for values in (self.made, self.brought, self.taken):
             values.pop(name, None)
 
 
 class DAGExecutor:
-    """Device partitions are compiled here, once; `load_weights` uploads their weights, once.
+    """An executor of a partition plan. Device partitions are compiled once; `load_weights` uploads their weights once.
 
-    Values stay where they were made, and where they were brought: a device buffer that the next device partition reads
-    never visits the host, and what several partitions read crosses once.
+    Values stay on the side that computed them, and copies on the side they were copied to: a device buffer that the
+    next device partition reads is not copied to the host, and a value that several partitions read is copied once.
 
     Several threads may call `execute` at once: CPU partitions run side by side, runs on the device queue (see
-    `Executor`), and each thread has buffers of its own for what it uploads.
+    `Executor`), and each thread uploads to buffers of its own.
 
     Args:
-        check_outputs: Warn (`NumericalWarning`) of outputs that hold values that are not finite or at the limit of the
+        check_outputs: Warn (`NumericalWarning`) of outputs with values that are not finite or at the limit of the
             compute dtype.
     """
 
@@ -125,7 +125,10 @@ class DAGExecutor:
         self._weights = weights
 
     def _check_weights(self, weights: Mapping[str, Any]) -> None:
-        """Check that all weights are there, and that those on the CPU fit; the others are checked when uploaded."""
+        """Check that all weights are there, and the shapes of those on the CPU.
+
+        The others are checked when uploaded.
+        """
         graph = self.plan.graph
         on_device = {name for part in self.plan.partitions if part.device == "npu" for name in part.graph.weights}
         problems = []
@@ -178,7 +181,7 @@ class DAGExecutor:
         return Outputs({name: self._output(tensor, values, profiler) for name, tensor in self._outputs()})
 
     def _output_specs(self) -> list[TensorSpec]:
-        """The outputs by name, stored in the compute dtype, however wide the graph says they are."""
+        """The specs of outputs by name, with the compute dtype as storage dtype, to check their values."""
         tensors, dtype = self.plan.graph.tensors, self.plan.compute_dtype
         return [replace(tensors[tensor], name=name, storage=dtype) for name, tensor in self._outputs()]
 
@@ -229,7 +232,10 @@ class DAGExecutor:
     def _to_device(
         self, index: int, spec: TensorSpec, values: _Values, is_donated: bool, profiler: Profiler | None
     ) -> DeviceBuffer:
-        """The value as the partition wants it; copies and uploads reuse one buffer, so nothing is prepared again."""
+        """The buffer from which a partition reads an input.
+
+        Copies and uploads reuse one, so that launches stay prepared.
+        """
         uploads, value = self._uploads, values.made[spec.name]
         buffer = uploads.get((index, spec.name))
         copy, bounds = values.brought.get(spec.name, (None, None))
@@ -276,10 +282,10 @@ def _is_alike(buffer: DeviceBuffer, spec: TensorSpec) -> bool:
 
 
 def _as_the_device_makes_it(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """A result of the CPU as the device would have made it of the same operands.
+    """A result of the CPU, converted to what the device would compute from the same operands.
 
-    Floats beyond its dtype become infinite, but for those that stand for an infinity. Integers that were made of an
-    infinity become the limits; others that the device cannot hold stay, to be refused.
+    Floats beyond its dtype become infinite, except those that stand for an infinity. Integers that come from an
+    infinity become the limits; others that the device cannot hold are kept, to be refused.
     """
     if array.dtype in (np.float32, np.float64) and misfit(array, spec.storage) is not None:
         with np.errstate(over="ignore"):
@@ -295,7 +301,7 @@ _NEAR = 2**20  # what arithmetic may have added since
 
 
 def _is_infinite(array: np.ndarray, sign: int) -> np.ndarray:
-    """Mask of the integers that come from an infinity of that sign: those near a limit of int32 or int64."""
+    """A mask of the integers that come from an infinity of that sign: those near a limit of int32 or int64."""
     wide = array.astype(np.float64) * sign
     result: np.ndarray = (wide > 2.0**62) | (wide >= INT32_MAX - _NEAR) & (wide <= INT32_MAX + _NEAR)
     return result

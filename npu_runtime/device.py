@@ -1,4 +1,4 @@
-"""`Device`: the best device here, or the one named."""
+"""`Device`: the best device of this machine, or a named one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def _metal() -> Backend:
 
 
 def _plugin(name: str) -> Callable[..., Backend] | None:
-    """A device that an installed package offers under the entry point group `npu_simulation.devices`."""
+    """The factory of a device that an installed package offers (entry point group `npu_simulation.devices`).
+
+    None if no package has it.
+    """
     entries = entry_points(group=PLUGINS, name=name)
     return next(iter(entries)).load() if entries else None
 
@@ -48,7 +51,7 @@ def register_device(name: str, factory: Callable[..., Backend]) -> None:
 
 
 def available_devices() -> list[str]:
-    """Names of the devices known here, usable or not."""
+    """Names of the devices known here, whether or not they can be used on this machine."""
     return sorted(_FACTORIES.keys() | entry_points(group=PLUGINS).names)
 
 
@@ -59,10 +62,10 @@ def best_device() -> str:
 
 
 def find_device(name: str) -> Callable[[], Backend]:
-    """A function that opens the device of that name; nothing of the device is imported yet.
+    """A function that opens the device of that name; nothing of the device is imported before it is called.
 
     Raises:
-        DeviceError: there is no such device.
+        DeviceError: there is no such device, or the part of the name after its colon does not suit it.
     """
     kind, colon, detail = name.partition(":")
     factory = _FACTORIES.get(kind) or _plugin(kind)
@@ -89,7 +92,10 @@ def _numbered(factory: Callable[..., Backend], name: str, number: str) -> Callab
 
 
 def neighbour(name: str, distance: int) -> str:
-    """The name of the device `distance` places further: `gpu:3` for `gpu:1` and 2; unnumbered kinds stay."""
+    """The name of the device `distance` numbers after another: `gpu:3` for `gpu:1` and 2.
+
+    A device without numbers keeps its name.
+    """
     kind, _, detail = name.partition(":")
     factory = _FACTORIES.get(kind) or _plugin(kind)
     parameter = None if factory is None else next(iter(inspect.signature(factory).parameters.values()), None)

@@ -11,7 +11,7 @@ Size3: TypeAlias = tuple[int, int, int]
 
 
 class DispatchStrategy(ABC):
-    """Computes the grid of a kernel call, for devices that launch threadgroups (blocks, workgroups)."""
+    """A function from kernel calls to their grids, for devices that launch threadgroups (blocks, workgroups)."""
 
     @abstractmethod
     def compute_dispatch(self, call: KernelCall, pipeline: Any) -> tuple[Size3, Size3] | None:

@@ -1,14 +1,14 @@
-"""`Executor`: runs a compiled program on any backend. What is costly happens once, not in every run.
+"""`Executor`: runs a compiled program on any backend. Costly work is done once, not in every run.
 
-A device may run asynchronously, and several threads may run one executor. What holds on all devices:
+A device may run asynchronously, and several threads may run one executor. These invariants hold on all devices:
 
 1. A backend does uploads, copies, launches and downloads in the order in which it is asked for them. So an input may be
-   copied or overwritten right after the launches of the run before.
-2. Launches are prepared for fixed memory. `memory` holds that memory for as long as they may be launched, and a change
+   copied or overwritten right after the launches of the previous run.
+2. Launches are prepared for fixed memory. `memory` keeps that memory for as long as they may be launched, and a change
    of `memory` discards the launches of the calls concerned, and with them the sequence.
 3. An output handle stands for the run that returned it. It is read only while `generation` is still that run's.
 4. A run binds and launches everything while it holds the backend's lock, so no other run comes between: the arena and
-   what the prologue made are the same for all threads. Outputs and copies of inputs belong to one thread each.
+   the results of the prologue are the same for all threads. Outputs and copies of inputs belong to one thread each.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ __getattr__ = deferred("npu_runtime", {"MetalDispatchStrategy": "metal.dispatch"
 class Executor:
     """One program on one device, which any number of threads may run.
 
-    Buffers that the executor owns (arena, constants, outputs) are made here. A kernel call is prepared when all its
+    The executor allocates buffers of its own (arena, constants, outputs). A kernel call is prepared when all its
     buffers are known, at the first run, and stays prepared when inputs come in other buffers (see `InputPlaces`); only
     a donated input in another buffer has the calls that touch it prepared again. Outputs belong to the executor and
-    hold until the next run.
+    are valid until the next run.
 
-    Threads: calls of `run` queue, one at a time on a device. Each thread has outputs of its own, which hold until that
-    thread's next run, and prepares the calls for them at its first run; arena, constants and weights are shared. What a
-    thread has of its own is freed when it ends.
+    Threads: calls of `run` queue, one at a time on a device. Each thread has its own outputs, which are valid until
+    that thread's next run, and prepares the calls for them at its first run; arena, constants and weights are shared.
+    The buffers of a thread are freed when it ends.
 
     Args:
         program: The program, or the path of a `.npubin`.
-        device: A device or backend. Default: the best one on this machine.
-        config: The target's parameters, as a check: the device has to run that target's programs.
-        check_outputs: Look at the outputs of every run, which downloads them, and warn (`NumericalWarning`) of values
+        device: A device or backend. None means the best one on this machine.
+        config: The target's parameters, to check that the device runs that target's programs; None for no check.
+        check_outputs: Check the outputs of every run, which downloads them, and warn (`NumericalWarning`) of values
             that are not finite or at the limit of float16.
-        arena: Memory for intermediate values that is shared with other programs of the same device.
+        arena: Memory for intermediate values that is shared with other programs of the same device; None for its own.
 
     Attributes:
         counters: Counts of allocated buffers, prepared calls, rebuilt launch lists and runs.
@@ -69,7 +69,7 @@ class Executor:
     Raises:
         DeviceError: the device does not run programs for that target.
         ProgramFormatError: there is no valid program at that path.
-        UntrustedProgramError: such programs are code, and nobody whom this user trusts vouches for this one.
+        UntrustedProgramError: the program contains code that was not authenticated by anyone whom this user trusts.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Executor:
         weights: Mapping[str, DeviceBuffer] | None = None,
         inputs: Mapping[str, DeviceBuffer] | None = None,
     ) -> BoundProgram:
-        """The program on fixed buffers, for a caller that fills and reads them itself.
+        """The program on fixed buffers, for a caller that fills and reads them directly.
 
         Args:
             inputs: The buffers of some inputs, by the program's names; those of the others are allocated.
@@ -131,7 +131,7 @@ class Executor:
 
     @property
     def _run(self) -> ThreadRun:
-        """State of the calling thread."""
+        """The state of the calling thread, created at its first use."""
         try:
             own: ThreadRun = self._threads.run
         except AttributeError:
@@ -178,7 +178,7 @@ class Executor:
         return results
 
     def _checked(self, inputs: Mapping[str, DeviceBuffer | np.ndarray]) -> Mapping[str, DeviceBuffer | np.ndarray]:
-        """The inputs by the program's names for them; buffers are checked here, arrays when they are uploaded."""
+        """The inputs by the program's names; buffers are checked here, arrays when they are uploaded."""
         named = dict(inputs_by_name(inputs, self._specs, "program"))
         for name, value in named.items():
             if isinstance(value, DeviceBuffer):

@@ -1,4 +1,4 @@
-"""Memory in which an executor's launches read the program's inputs: the caller's buffers, or copies."""
+"""The memory from which an executor's launches read the program's inputs: the caller's buffers, or copies."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class InputPlaces:
 
     Launches are prepared for fixed memory. An input is read in the caller's own buffer as long as it comes in the same
     one. When it comes in another buffer, or as an array, it is copied into a buffer that is kept here, so that launches
-    are prepared for that one once, and not for every new buffer. An input that comes in the same buffer for more than
-    `SETTLED` runs is read there again. A donated input is never copied: its buffer is what the caller gets back.
+    are prepared once for that one, and not for every new buffer. An input that comes in the same buffer for more than
+    `SETTLED` runs is read there again. A donated input (one that its output overwrites) is never copied: the caller
+    gets its buffer back.
 
     Args:
-        counters: Counts by name; "buffers" counts what is allocated here.
+        counters: Counts by name; "buffers" counts the buffers that are allocated here.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class InputPlaces:
         self._last: dict[str, tuple[Any, int]] = {}  # the handle copied from, and for how many runs in a row
 
     def place(self, name: str, value: DeviceBuffer | np.ndarray, bound: DeviceBuffer | None) -> DeviceBuffer:
-        """The memory that holds, in this run, the value of an input that is not in the memory it was last read in.
+        """The memory that holds an input's value in this run, for an input in other memory than the last time.
 
         Args:
-            bound: Memory of the inputs, for which launches are prepared; None before the first run.
+            bound: The memory for which launches are prepared; None before the first run.
         """
         if isinstance(value, np.ndarray):
             return self._uploaded(name, value)
@@ -76,7 +77,7 @@ class InputPlaces:
 
 
 def check_fits(buffer: DeviceBuffer, spec: TensorSpec, what: str, error: type[InputError] | type[WeightError]) -> None:
-    """Raise the error if a buffer has another layout or dtype than the program wants."""
+    """Raise `error` if a buffer has another layout or dtype than the program's spec."""
     memory = spec.alloc_shape or spec.shape
     if buffer.alloc_shape != memory or buffer.dtype != spec.storage:
         raise error(

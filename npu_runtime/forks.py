@@ -1,9 +1,9 @@
-"""Locks in a process that forks: of the threads, a forked child has only the one that forked it.
+"""Locks in a process that forks: the forked child has only the thread that forked it, so others' locks would stay held.
 
-1. A device's lock is taken before a fork, so that the child gets the device between two calls, not amid one of another
-   thread, whose launches would stay as they are then.
-2. Where another thread's call does not end within `_PATIENCE`, the child gets the device with a lock that refuses.
-3. Every other lock is free in the child, whoever held it: what these guard is whole at every step.
+1. A device's lock is taken before a fork, so that the child gets the device between two calls, not during one of
+   another thread, whose work would stay unfinished in the child.
+2. If another thread's call does not end within `_PATIENCE`, the child gets the device with a lock that refuses.
+3. Every other lock is free in the child, whoever held it: the state that these guard is valid at every step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _ATTEMPT = 0.05  # seconds to wait for one lock with others taken, which somebod
 
 
 class Locked(Protocol):
-    """An object with a lock that is held throughout a call."""
+    """An object whose attribute `lock` is held throughout each call on it."""
 
     lock: Any
 
 
 class _RefusingLock:
-    """The lock of a device that another thread was using at the fork."""
+    """A lock that raises `DeviceError`, for a device that another thread was using at the fork."""
 
     def __enter__(self) -> bool:
         raise DeviceError(
@@ -45,13 +45,13 @@ _forking = threading.local()
 
 
 def call_lock(owner: Locked) -> Any:
-    """A reentrant lock for an object's attribute `lock`, registered so that a fork waits for it (rules 1 and 2)."""
+    """A new reentrant lock for an object's attribute `lock`, registered so that a fork waits for it (rules 1 and 2)."""
     _owners.add(owner)
     return threading.RLock()
 
 
 def free_lock() -> threading.Lock:
-    """A lock that is free in a forked child (rule 3)."""
+    """A new lock that is free in a forked child (rule 3)."""
     lock = threading.Lock()
     _free_locks.add(lock)
     return lock
@@ -67,7 +67,7 @@ def _before_fork() -> None:
 
 
 def _take(owners: list[Locked]) -> list[Any]:
-    """Take the locks of all owners, or those that come free in time, and return them."""
+    """Take the locks of all owners that become free in time, and return them."""
     taken = []
     for owner in owners:
         lock = owner.lock

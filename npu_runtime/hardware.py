@@ -1,4 +1,4 @@
-"""Interface of a device for those who run programs on it: memory and prepared kernels."""
+"""The interface of a device for executors: memory and prepared kernels."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Operand:
     """A view of a kernel call, bound to memory.
 
     Attributes:
-        byte_offset: Start of the buffer in `memory`; the view's own offset comes on top.
-        is_constant: Whether the content stays the same from run to run (weights and what is made of them).
+        byte_offset: Start of the buffer in `memory`; the view's own offset is added to it.
+        is_constant: Whether the content stays the same from run to run (weights, and values computed from them alone).
     """
 
     memory: DeviceBuffer
@@ -44,11 +44,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The most that a device reaches, for rooflines; what is not known is left out.
+    """The peak bandwidth and rates of a device, for rooflines.
 
     Attributes:
-        bandwidth: Bytes per second from and to its memory.
-        flops: Floating-point operations per second by the dtype of the operands.
+        bandwidth: Bytes per second from and to its memory; None if it is unknown.
+        flops: Floating-point operations per second, by the dtype of the operands, as far as they are known.
     """
 
     bandwidth: float | None = None
@@ -86,12 +86,13 @@ class PhaseTime:
 
 
 class Hardware(DeviceMemory, ABC):
-    """A device without its executor, which is what an executor works with; `Backend` adds the executor.
+    """A device without its executor, in the form that executors use; `Backend` adds the executor.
 
     Attributes:
         lock: Held by the thread that binds and launches a program, so that runs do not mix.
-        collectives: The group that the device has joined, for programs that are divided among several.
-        simulated_seconds: Time of all runs so far on the device that this one simulates; None where it simulates none.
+        collectives: The group that the device has joined, for programs that are divided among several devices; None if
+            it has joined none.
+        simulated_seconds: Time of all runs so far on the device that this one simulates; None if it simulates none.
     """
 
     lock: AbstractContextManager[bool]
@@ -105,7 +106,7 @@ class Hardware(DeviceMemory, ABC):
 
     config: TargetConfig
     runs_in_flight = 1
-    """Number of runs to launch before reading the first one's result; 1 where launching a run also completes it."""
+    """Number of runs to launch before reading the first one's result; 1 if launching a run also completes it."""
 
     first_runs = 0
     """Number of first runs of a program that take longer than all later ones, since they prepare it."""
@@ -121,30 +122,30 @@ class Hardware(DeviceMemory, ABC):
     @property
     @abstractmethod
     def device(self) -> str:
-        """Description of the device."""
+        """A text that describes the device."""
 
     @property
     def target(self) -> CodegenTarget:
-        """Code generation target of programs for this device; by default the op-level target."""
+        """The code generation target of programs for this device; by default the op-level target."""
         return OpLevelTarget()
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Do all that can be done for calls before their memory is known; an executor asks once, at init.
+        """Do all work for calls that does not depend on their memory, such as compiling; executors call this once.
 
         Args:
-            sources: The program's source texts by the name that calls give as their `source`, where the target
-                generates kernels.
+            sources: The program's source texts by the name that calls give as their `source`, if the target generates
+                kernels.
         """
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
-        """Do all that can be done ahead of time for one call on fixed memory; the result launches it.
+        """Do all work for a call on fixed memory that can be done ahead of time; the result launches the call.
 
         A device whose `create_executor` returns an executor of its own does not need it.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no prepare(), which makes a kernel call ready to run")
 
     def join(self, rank: int, size: int, share: Share) -> None:
-        """Join a group of devices, one a process, that run a program together; all its ranks call this.
+        """Join a group of devices, one per process, that run a program together; all ranks of the group call this.
 
         Raises:
             DeviceError: the device exchanges nothing with others (see `joins_groups`), or they cannot be reached.
@@ -152,9 +153,9 @@ class Hardware(DeviceMemory, ABC):
         raise DeviceError(f"{self.device} cannot share a model with other devices")
 
     def sequence(self, launches: Sequence[Launch], plan: ExecutionPlan) -> Launch:
-        """One callable that runs the launches of a plan's calls in order; a device may batch them.
+        """One function that runs the launches of a plan's calls in order; a device may batch them.
 
-        Launches of a caller's own may come before and after them.
+        The caller may add launches of its own before and after them.
         """
         fixed = tuple(launches)
 
@@ -166,7 +167,7 @@ class Hardware(DeviceMemory, ABC):
 
     @property
     def makes_trials(self) -> bool:
-        """Whether ways to run something are timed to choose the fastest; not if `NPU_SIM_TUNE=0`."""
+        """Whether alternatives are timed to choose the fastest; not if `NPU_SIM_TUNE=0`."""
         return os.environ.get("NPU_SIM_TUNE", "1") != "0"
 
     def without_trials(self) -> AbstractContextManager[object]:
@@ -174,32 +175,32 @@ class Hardware(DeviceMemory, ABC):
         return nullcontext()
 
     def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
-        """A function that has prepared launches use memory at another address in a buffer's place.
+        """A function that makes prepared launches use memory at another address in place of a buffer.
 
         Args:
-            launches: All that touch the buffer, each with the number of its operands there.
+            launches: All launches that touch the buffer, each with the number of its operands there.
 
         Returns:
-            None where the device cannot do that.
+            The function; None if the device cannot do that.
         """
         return None
 
     def marker(self) -> Callable[[], None]:
-        """A place in the order of what is launched; calling it waits until everything before has finished."""
+        """A function that waits until everything launched before this call has finished."""
         return self.synchronize
 
     def synchronize(self) -> None:
         """Wait until everything launched has finished."""
 
     def clock(self) -> float:
-        """Seconds since some moment: the wall clock's or, on a device that simulates another, those of that one."""
+        """Seconds since some moment, by the wall clock or by the clock of the device that this one simulates."""
         return time.perf_counter()
 
     def ran(self, program: CompiledProgram) -> None:
-        """Take note that an executor has launched a run of this program; the lock is held."""
+        """Notification that an executor has launched a run of this program; the lock is held."""
 
     def waited(self, seconds: float) -> None:
-        """Take note that a plan spent this time beside the device, whose clock is simulated."""
+        """Notification that a plan spent this time outside the device, for a simulated clock."""
 
     def timed(self, launch: Launch) -> float:
         """Run one launch to its end; returns the seconds it took, by the device's own clock if it has one."""
@@ -210,11 +211,11 @@ class Hardware(DeviceMemory, ABC):
 
     @property
     def ceilings(self) -> Ceilings:
-        """The most that the device reaches; by default nothing is known."""
+        """The peak bandwidth and rates of the device; by default unknown."""
         return Ceilings()
 
     def phases(self, call: KernelCall, memory: Mapping[str, DeviceBuffer]) -> Sequence[PhaseTime]:
-        """Activity of the device's parts in the latest launch of a call, where its program measures that.
+        """Activity of the device's parts in the latest launch of a call; empty unless its program records that.
 
         Args:
             memory: Buffer name → memory, for the call's operands.
@@ -226,7 +227,10 @@ _BEST: list[Callable[[], Hardware]] = []
 
 
 def offer_best_hardware(find: Callable[[], Hardware]) -> None:
-    """Set the function that `best_hardware` calls. The devices import executors, which ask for the best device."""
+    """Set the function that `best_hardware` calls.
+
+    It breaks a circle of imports: devices import executors, which ask for the best device.
+    """
     _BEST[:] = [find]
 
 

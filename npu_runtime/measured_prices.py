@@ -1,4 +1,4 @@
-"""`MeasuredPrices`: what nodes take on a real device and in PyTorch beside it, by timing them on zeros."""
+"""`MeasuredPrices`: the time of nodes on a real device and in PyTorch beside it, measured on zeros."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SMALL, _LARGE = (64,), (1 << 20,)  # float32 elements of the transfers that are
 
 
 class MeasuredPrices(Prices):
-    """The times of a device, of PyTorch, and of copies between the two.
+    """The measured times of a device, of PyTorch, and of copies between the two.
 
     Args:
         weights: Checkpoint key → tensor, for all weights of the graphs that are priced.
@@ -58,7 +58,7 @@ class MeasuredPrices(Prices):
         return [total * seconds / spent for seconds in times]
 
     def if_supported(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> Estimate:
-        """The time of the node in PyTorch: what a kernel that is not there would take is not known."""
+        """The time of the node in PyTorch, as an assumption: the time of a kernel that does not exist is unknown."""
         return Estimate(self.host(node, graph), True)
 
     def host(self, node: OpNode, graph: IRGraph) -> float:
@@ -101,7 +101,7 @@ class MeasuredPrices(Prices):
 
 
 def torch_zeros(graph: IRGraph, device: torch.device) -> dict[str, torch.Tensor]:
-    """Zeros for every input of a graph."""
+    """A tensor of zeros for every input of a graph, by name."""
     specs = [graph.tensors[name] for name in graph.inputs]
     return {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for spec in specs}
 
@@ -113,7 +113,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def shortest(run: Callable[[], object]) -> float:
-    """The least seconds of a few runs, the first of which prepares and is not counted."""
+    """The shortest of a few runs in seconds; the first run, which prepares, does not count."""
     run()
     times = []
     for _ in range(_REPEATS):

@@ -1,4 +1,4 @@
-"""Inputs and outputs by name. Where there is exactly one, "input" and "output" stand for it, whatever its name is."""
+"""Inputs and outputs by name. If there is exactly one, it is also called "input" or "output"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ValueT = TypeVar("ValueT")
 
 
 def inputs_by_name(given: Mapping[str, ValueT], expected: Collection[str], whose: str) -> Mapping[str, ValueT]:
-    """Check that each known input is given and nothing else.
+    """Check that exactly the expected inputs are given, and return them by their names.
 
     Args:
         whose: Owner of these inputs, for the message: "program" or "graph".
@@ -30,7 +30,7 @@ def inputs_by_name(given: Mapping[str, ValueT], expected: Collection[str], whose
 
 
 class Outputs(dict[str, ValueT]):
-    """Output name → value; `["output"]` is the only one where there is exactly one, and `[n]` is the n-th."""
+    """Output name → value; if there is exactly one, it is also `["output"]`, and `[n]` is the n-th."""
 
     def __missing__(self, name: str | int) -> ValueT:
         values = list(self.values())

@@ -1,4 +1,4 @@
-"""Whether results hold values that a wider dtype might not: not finite, or at the limit of what the dtype can hold."""
+"""Checks of results for values that show a lack of range: not finite, or at the limit of their dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_compiler.graph.model import TensorSpec
 
 
 def doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> list[str]:
-    """A sentence for each output that holds values which are not finite, or at the limit of its storage dtype.
+    """A sentence for each output with values that are not finite, or at the limit of its storage dtype.
 
     Args:
         outputs: Output name → array.
@@ -27,7 +27,7 @@ def doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpe
 
 
 def warn_of_doubtful_values(outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> None:
-    """Give a `NumericalWarning` for each of `doubtful_values`."""
+    """Issue a `NumericalWarning` for each of `doubtful_values`."""
     for problem in doubtful_values(outputs, specs):
         warnings.warn(problem, NumericalWarning, stacklevel=3)
 

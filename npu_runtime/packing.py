@@ -1,4 +1,4 @@
-"""Arrays as a device stores them and back: the checks, cast and padding that a spec asks for."""
+"""Conversion of arrays to the form that a device stores, and back, with the checks that a spec asks for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS = {"f": "float", "V": "float", "i": "int", "u": "int", "b": "bool"}
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """A NumPy array of an array, a torch tensor or a matrix in few bits; bfloat16 as ml_dtypes.bfloat16."""
+    """A NumPy array from an array, a torch tensor or a quantized matrix; bfloat16 becomes ml_dtypes.bfloat16."""
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, QuantizedArray):
@@ -37,10 +37,10 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def as_array(value: Any, what: str) -> np.ndarray:
-    """An array of what a user may give for one: an array, a torch tensor, a number, or a nested list of numbers.
+    """An array from a value that a user may give: an array, a torch tensor, a number, or a nested list of numbers.
 
     Args:
-        what: Names the value in the message.
+        what: Name of the value, for the message.
 
     Raises:
         InputError: it is none of these.
@@ -58,7 +58,7 @@ def as_array(value: Any, what: str) -> np.ndarray:
 
 
 def pack_array(data: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """Check an array against a spec, then cast and pad it to what the device stores.
+    """Check an array against a spec, then cast and pad it to the form that the device stores.
 
     Raises:
         InputError: wrong shape, a float where integers are wanted, an index out of bounds, or a value that is too large
@@ -102,7 +102,10 @@ def beyond_range(value: float, dtype: str) -> str:
 
 
 def out_of_bounds(data: np.ndarray, low: int, high: int) -> str | None:
-    """Return what is wrong with integers beyond their bounds, or None; an index's bounds are 0..n-1 or -n..n-1."""
+    """A text that says which integers exceed their bounds; None if none does.
+
+    An index has bounds 0..n-1 or -n..n-1.
+    """
     smallest, largest = int(data.min()), int(data.max())
     if low <= smallest and largest <= high:
         return None
@@ -121,7 +124,11 @@ def _kind(data: np.ndarray) -> str:
 
 
 def unpack_array(stored: np.ndarray, shape: tuple[int, ...], spec: TensorSpec | None) -> np.ndarray:
-    """The inverse of `pack_array`: without padding, and in the spec's dtype if there is one."""
+    """The data of a stored array, the inverse of `pack_array`: without padding, and in the spec's dtype.
+
+    Args:
+        spec: None to keep the storage dtype.
+    """
     if stored.shape != shape:
         stored = stored[tuple(slice(size) for size in shape)]
     if spec is not None:

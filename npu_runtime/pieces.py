@@ -1,9 +1,9 @@
-"""Work on large host arrays by several threads: one thread does not use all of a machine's memory bandwidth.
+"""Work on large host arrays by several threads, as one thread does not use all of a machine's memory bandwidth.
 
 1. Every result is returned in the order of its slice or item, whatever thread finishes first.
 2. `in_pieces` returns when all of its work is done, so the caller may read what the work wrote.
 3. `ahead` has at most `_AHEAD` + 1 results that the caller has not taken, which bounds its memory.
-4. An error in `work` is raised in the caller, at the place of its slice or item.
+4. An error in `work` is raised in the caller, in place of the result of its slice or item.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ _AHEAD = 3  # items; more would take memory without hiding more latency
 
 
 def in_pieces(work: Callable[[slice], ResultT], size: int, piece: int) -> list[ResultT]:
-    """The results of `work` on 0..`size` in slices of `piece`, in parallel: NumPy's loops release the GIL."""
+    """The results of `work` for slices of `piece` indices of 0..`size`, computed by several threads.
+
+    NumPy's loops release the GIL.
+    """
     slices = [slice(start, min(start + piece, size)) for start in range(0, size, piece)]
     return [work(part) for part in slices] if len(slices) < 2 else list(_threads().map(work, slices))
 
 
 def ahead(work: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Iterator[ResultT]:
-    """The results of `work` on each item; while the caller uses one, a few of the next are computed."""
+    """The results of `work` for each item; while the caller uses one, the next few are computed."""
     with ThreadPoolExecutor(_AHEAD, "ahead") as pool:
         under_way: deque[Future[ResultT]] = deque()
         for item in items:

@@ -1,6 +1,6 @@
 """Records of a profiler, and their timeline: host, transfers, devices and counters.
 
-All times are the host's. A device that measures a kernel by its own clock says only how long that took, so the kernel's
+All times are the host's. A device that measures a kernel by its own clock tells only its duration, so the kernel's
 slice ends when the host saw it end.
 """
 
@@ -23,13 +23,13 @@ _MOST_OPERANDS = 16  # of a call that a slice lists: a resident kernel has hundr
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """One kernel call of one run.
+    """The time of one kernel call in one run.
 
     Attributes:
-        plan: The plan whose call number `index` it is.
+        plan: The plan that contains the call, as number `index`.
         ended: Time at which it had ended, by the profiler's clock.
         seconds: Seconds that it took, by the device's clock if it has one.
-        phases: Activity of the device's parts, where it measured that; of the first run only.
+        phases: Activity of the device's parts, if the device recorded that; of the first run only.
     """
 
     plan: ExecutionPlan
@@ -59,7 +59,7 @@ class Span:
 
 
 def timeline_of(calls: Sequence[CallTime], host_spans: Sequence[Span], transfer_spans: Sequence[Span]) -> Timeline:
-    """The timeline of what was recorded; its zero is the beginning of the earliest record."""
+    """The timeline of some records; its zero is the beginning of the earliest record."""
     devices = {id(timed.hardware): timed.hardware for timed in calls}
     timeline = Timeline({"devices": [hardware.device for hardware in devices.values()]})
     starts = [span.start for span in (*host_spans, *transfer_spans)] + [timed.ended - timed.seconds for timed in calls]
@@ -72,7 +72,7 @@ def timeline_of(calls: Sequence[CallTime], host_spans: Sequence[Span], transfer_
 
 
 def arena_use(plan: ExecutionPlan) -> list[int]:
-    """Bytes of the arena's buffers that are alive during each call."""
+    """Bytes of the arena's buffers that hold values during each call."""
     changes = [0] * (len(plan.calls) + 1)
     for buffer in plan.buffers.values():
         if buffer.kind == "arena" and buffer.last_use >= 0:  # else only the prologue uses it
@@ -86,7 +86,7 @@ class _Builder:
         self._timeline, self._zero = timeline, zero
 
     def _at(self, seconds: float) -> float:
-        """A time by the host's clock in microseconds since the timeline's zero."""
+        """A time by the host's clock, converted to microseconds since the timeline's zero."""
         return max(1e6 * (seconds - self._zero), 0.0)
 
     def add_spans(self, thread: str, spans: Iterable[Span]) -> None:

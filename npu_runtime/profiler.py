@@ -1,4 +1,4 @@
-"""`Profiler`: where the time of a run goes, kernel by kernel."""
+"""`Profiler`: measures the time of each kernel and transfer in a run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Profiler:
     A profiled run synchronizes after every kernel, so its total is larger than an unprofiled run's.
 
     Attributes:
-        clock: Seconds since some moment; the clock of a device that simulates another (`Hardware.clock`) gives totals
-            in that one's time, in which the host's work takes none.
+        clock: Function that returns seconds since some moment. With the clock of a device that simulates another
+            (`Hardware.clock`), totals are in that one's time, in which the host's work takes none.
         kernels, transfers: Totals by name.
         total, runs: Seconds of all runs, and their number.
         calls: Every kernel call on a device, in order.
@@ -49,13 +49,13 @@ class Profiler:
     _depth: int = 0
 
     def add_kernel(self, name: str, seconds: float) -> None:
-        """Add a run of a kernel."""
+        """Add the time of a kernel to its totals."""
         entry = self.kernels[name]
         entry.seconds += seconds
         entry.calls += 1
 
     def add_call(self, timed: CallTime) -> None:
-        """Add a kernel call, also to the kernel's totals."""
+        """Add a kernel call to `calls`, and to the kernel's totals."""
         self.add_kernel(timed.call.kernel, timed.seconds)
         self.calls.append(timed)
 
@@ -70,7 +70,7 @@ class Profiler:
 
     @contextmanager
     def run(self, name: str) -> Iterator[None]:
-        """A run of a program or plan; of runs inside each other only the outermost counts as one."""
+        """Context of a run of a program or plan; of nested runs, only the outermost counts."""
         start = self.clock()
         self._depth += 1
         try:
@@ -85,7 +85,7 @@ class Profiler:
 
     @contextmanager
     def on_host(self, name: str, **args: Any) -> Iterator[None]:
-        """Something that the host does, for the trace."""
+        """Context that records an activity of the host for the trace."""
         start = self.clock()
         yield
         self.host_spans.append(Span(name, start, self.clock(), args))
@@ -103,7 +103,7 @@ class Profiler:
         self.timeline().save(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Milliseconds per run, most expensive first."""
+        """Milliseconds per run by kernel and transfer, most expensive first."""
         runs = max(self.runs, 1)
         spent = sum(e.seconds for e in (*self.kernels.values(), *self.transfers.values())) or 1.0
         ordered = sorted(self.kernels.items(), key=lambda item: -item[1].seconds)
@@ -127,7 +127,7 @@ class Profiler:
         }
 
     def report(self) -> str:
-        """A table: kernel, milliseconds and calls per run, share."""
+        """A table with the milliseconds and calls per run of each kernel, and its share of the time."""
         data = self.to_dict()
         named = "{name:36} {ms:10.3f} {calls:7.0f} "
         lines = [
@@ -140,5 +140,5 @@ class Profiler:
 
 
 def moment(profiler: Profiler | None) -> float:
-    """The time by a profiler's clock, if there is a profiler."""
+    """The time by a profiler's clock; 0 if there is no profiler."""
     return 0.0 if profiler is None else profiler.clock()

@@ -1,4 +1,4 @@
-"""A program on its buffers: what all threads share, what each has of its own, and the launches made ready for them.
+"""A program on its buffers: those that all threads share, those of one thread, and the launches prepared for them.
 
 The invariants that are numbered here are those of `executor.py`.
 """
@@ -28,7 +28,7 @@ class Arena:
     """Memory for the intermediate values of any number of programs, which run one at a time; it grows as needed.
 
     Attributes:
-        memory: None until a program needs some.
+        memory: The current memory; None until a program needs some.
         generation: Number of moves to larger memory.
     """
 
@@ -38,7 +38,7 @@ class Arena:
         self._backend = backend
 
     def reserve(self, size: int) -> DeviceBuffer:
-        """Memory of at least `size` bytes; programs that hold the memory before are to bind the new one."""
+        """Memory of at least `size` bytes; programs that use the previous memory have to bind the new one."""
         if self.memory is None or self.memory.size_bytes < size:
             self.memory = self._backend.allocate_zeros((size,), "uint8")
             self.generation += 1
@@ -48,11 +48,11 @@ class Arena:
 class BoundProgram:
     """A program prepared on fixed buffers: the caller writes `inputs`, launches and reads `outputs`.
 
-    All that holds the backend's lock, since several programs may share an arena; `run` takes it by itself.
+    All of this requires the backend's lock, since several programs may share an arena; `run` takes it by itself.
 
     Attributes:
-        inputs: Input name → buffer, of undefined content at first.
-        outputs: Output name → buffer; a donated input's, where the output updates it in place.
+        inputs: Input name → buffer, with undefined content at first.
+        outputs: Output name → buffer; that of a donated input if the output overwrites it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BoundProgram:
     def bind(
         self, weights: Mapping[str, DeviceBuffer] | None = None, inputs: Mapping[str, DeviceBuffer] | None = None
     ) -> None:
-        """Prepare the program again: for other weights, other input buffers, or memory that has moved."""
+        """Prepare the program again, for other weights, other input buffers, or an arena that has moved."""
         with self._backend.lock:
             self.inputs.update(inputs or {})
             self._weights = self._weights if weights is None else weights
@@ -89,35 +89,35 @@ class BoundProgram:
             }
 
     def surround(self, before: Sequence[Launch], after: Sequence[Launch]) -> None:
-        """Set launches that run with the program, before and after it."""
+        """Set launches that run together with the program, before and after it."""
         self._run.surround(before, after)
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the arena has moved, so that `bind` comes before the next launch."""
+        """Whether the arena has moved, so that `bind` must be called before the next launch."""
         return self._run.is_outdated
 
     def launch(self) -> None:
-        """Run the program; the caller holds the backend's lock."""
+        """Launch the program; the caller holds the backend's lock."""
         self._run.launch()
         self._backend.ran(self._program)
 
     def run(self) -> None:
-        """Run the program on what `inputs` hold; it is launched, not waited for."""
+        """Launch the program on the contents of `inputs`, without waiting for its end."""
         with self._backend.lock:
             if self.is_outdated:
                 self.bind()
             self.launch()
 
     def result(self, name: str) -> DeviceBuffer:
-        """An output of the last run, which refuses to be read once there has been a later one."""
+        """A handle of an output of the last run, which refuses to be read after a later run."""
         return self._run.result(name, self.inputs)
 
     def mover(self, name: str) -> Callable[[int], None] | None:
-        """A function that has launches read an input, or write an output, at another address from now on.
+        """A function that makes launches use memory at another address for an input or output from now on.
 
-        The memory there is dense and in the buffer's layout, and stays as long as it is used. None where the device
-        cannot do that for all launches concerned.
+        The memory there must be dense, in the buffer's layout, and stay valid. None if the device cannot do that for
+        all launches concerned.
         """
         buffer = self._plan.output_views[name].buffer if name in self.outputs else name
         memory = self.outputs[name] if name in self.outputs else self.inputs[name]
@@ -125,7 +125,7 @@ class BoundProgram:
 
 
 class SharedMemory:
-    """The buffers that all threads share: arena, constants, weights, and what the prologue makes of weights.
+    """The buffers that all threads share: arena, constants, weights, and the results of the prologue.
 
     Attributes:
         memory: Buffer name → memory, for these buffers.
@@ -157,7 +157,10 @@ class SharedMemory:
         return self._backend.allocate_zeros(shape, dtype)
 
     def bind_weights(self, weights: Mapping[str, DeviceBuffer]) -> None:
-        """Check and bind weights, and run the prologue if any of them is another buffer, or written, since before."""
+        """Check and bind weights.
+
+        Run the prologue if a weight is another buffer, or was written, since the last time.
+        """
         if self._weights == weights and self.versions == _versions(weights):
             return
         plan = self._plan
@@ -191,7 +194,7 @@ class ThreadRun:
 
     Attributes:
         memory: Buffer name → memory that the launches are prepared for.
-        generation: Counts the thread's runs (invariant 3).
+        generation: Number of the thread's runs (invariant 3).
     """
 
     def __init__(self, plan: ExecutionPlan, backend: Hardware, shared: SharedMemory, counters: Counter[str]) -> None:
@@ -227,7 +230,7 @@ class ThreadRun:
         weights: Mapping[str, DeviceBuffer],
         profiler: Profiler | None = None,
     ) -> dict[str, DeviceBuffer]:
-        """Make the launches ready for these inputs and weights; returns the memory that holds each input."""
+        """Prepare the launches for these inputs and weights; returns the memory that holds each input."""
         bound, moved = dict[str, DeviceBuffer](), dict[str, DeviceBuffer | np.ndarray]()
         for name, value in inputs.items():
             if isinstance(value, DeviceBuffer) and not self._is_elsewhere(name, value):
@@ -292,7 +295,7 @@ class ThreadRun:
         return uses
 
     def _follow_weights(self) -> None:
-        """Mark for preparation the calls that read a replaced weight or a result of the prologue."""
+        """Mark the calls that read a replaced weight, or a result of the prologue, to be prepared again."""
         plan, shared = self._plan, self._shared
         changed = {view.buffer for call in plan.prologue for view in call.outputs}
         for name in plan.weights:
@@ -303,7 +306,7 @@ class ThreadRun:
         self._versions, self._prologue_runs = shared.versions, shared.prologue_runs
 
     def _forget(self, buffers: Iterable[str]) -> None:
-        """Mark for preparation, before the next launch, the calls that touch these buffers (invariant 2)."""
+        """Mark the calls that touch these buffers to be prepared again before the next launch (invariant 2)."""
         for name in buffers:
             for index in self._users.get(name, ()):
                 self._launches[index] = None
@@ -314,7 +317,7 @@ class ThreadRun:
         return bound is None or bound.native_handle is not buffer.native_handle
 
     def _check_sharing(self, inputs: Mapping[str, DeviceBuffer]) -> None:
-        """Refuse memory that the program would write while it still has to read it under another name."""
+        """Refuse an input whose memory the program overwrites, as an output or as another input that is updated."""
         outputs = {id(buffer.native_handle): name for name, buffer in self._outputs.items()}
         names: dict[int, str] = {}
         donated = set(self._plan.donations.values())
@@ -351,11 +354,11 @@ class ThreadRun:
             profiler.add_call(CallTime(self._plan, index, backend, ended, seconds, phases))
 
     def results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:
-        """Output name → handle for the run that was just launched on these inputs."""
+        """Output name → handle, for the run that was just launched on these inputs."""
         return Outputs({spec.name: self.result(spec.name, inputs) for spec in self._plan.outputs})
 
     def result(self, name: str, inputs: Mapping[str, DeviceBuffer]) -> DeviceBuffer:
-        """An output's handle, or the donated input that became it."""
+        """The handle of an output, or the donated input that it has overwritten."""
         donor = self._plan.donations.get(name)
         if donor is not None:
             return inputs[donor]

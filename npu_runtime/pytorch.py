@@ -1,4 +1,4 @@
-"""PyTorch, which may be absent: programs run without it; tracing models and the CPU fallback need it."""
+"""Access to PyTorch, which may be absent: programs run without it, but tracing models and the CPU fallback need it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_compiler.installing import install_command
 
 @functools.cache
 def find_torch() -> ModuleType | None:
-    """The module `torch`, imported; None where it is not installed."""
+    """The imported module `torch`; None if it is not installed."""
     try:
         import torch
     except ImportError:

@@ -1,4 +1,4 @@
-"""Checkpoint → device buffers: map, check, transform as the program's recipes say, upload each tensor once."""
+"""Loads weights from a checkpoint to a device: maps, checks and transforms tensors by the program's recipes."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def load_weights(
 
     Args:
         source: A `.safetensors` file, a folder of them, or a mapping of `state_dict` key → array, `QuantizedArray` or
-            torch tensor. What the program stores in few bits and the source does not is rounded to the nearest.
+            torch tensor. Weights that the program stores quantized and the source does not are rounded to the nearest.
         strict: Refuse keys that the model does not know.
-        progress: Called with (weights done, weights in all) after each.
-        cache: Shared between programs over the same checkpoint: a weight that they store alike is uploaded once.
+        progress: Called with (weights done, weights in all) after each weight; None for none.
+        cache: Shared between programs over one checkpoint: a weight that they store alike is uploaded once. None for
+            none.
         rank: The rank whose part of the weights to load, of a program for several devices; only that part is read.
 
     Raises:
@@ -82,13 +83,16 @@ def load_weights(
 
 
 def _identity(weight: WeightSpec) -> str:
-    """A key that is equal for weights of several programs that are made, checked and stored alike."""
+    """A key that is equal for weights of several programs that have equal recipes, checks and storage."""
     spec = weight.spec
     return f"{weight.recipe}|{spec.storage}|{spec.alloc_shape or spec.shape}|{spec.bounds}"
 
 
 def _adopted(weight: WeightSpec, source: Mapping[str, Any], backend: DeviceMemory) -> DeviceBuffer | None:
-    """A weight that is a tensor on the device already, or several that follow each other."""
+    """A buffer of a weight that is a tensor, or several joined ones, on the device already.
+
+    None if it is not, or has to be transformed or checked.
+    """
     recipe = weight.recipe
     joined = recipe.op == "concat" and recipe.params["axis"] == 0
     parts = recipe.args if joined else (recipe,)
@@ -110,7 +114,10 @@ def _keys(weight: WeightSpec) -> tuple[str, ...]:
 def _stored_parts(
     weights: Sequence[WeightSpec], source: Mapping[str, Any], rank: int
 ) -> list[tuple[list[str], list[np.ndarray]]]:
-    """Problems of each weight, and its parts as they are stored where it has none; all are made of the same tensors."""
+    """A list of problems for each weight, with its parts in storage dtype if there are no problems.
+
+    All weights here are computed from one set of tensors.
+    """
     shapes = weights[0].source_shapes
     state = {key: _as_stored(source[key]) for key in shapes if key in source}
     read = {piece for weight in weights for piece in pieces_read(weight.recipe, shapes, rank) if piece[0] in state}
@@ -152,7 +159,10 @@ def _made_of(
 
 
 def find_misfit(array: np.ndarray, dtype: str) -> float | None:
-    """A finite value that a float dtype cannot hold, or None, as `dtypes.misfit` finds it; by several threads."""
+    """A finite value that a float dtype cannot hold, found by several threads as by `dtypes.misfit`.
+
+    None if there is none.
+    """
     flat = array.reshape(-1)
     misfits = in_pieces(lambda piece: misfit(flat[piece], dtype), flat.size, _PIECE)
     return next((value for value in misfits if value is not None), None)
@@ -165,13 +175,13 @@ def _as_stored(value: Any) -> np.ndarray | QuantizedArray:
 def _parts(
     recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray | QuantizedArray], rank: int
 ) -> list[np.ndarray]:
-    """The arrays that follow each other along the weight's first dimension."""
+    """The arrays that, joined along the first dimension, are the weight: one, or the operands of a concatenation."""
     joined = recipe.op == "concat" and recipe.params["axis"] == 0
     return [apply_recipe(part, state, rank) for part in (recipe.args if joined else (recipe,))]
 
 
 def weight_error(model: str, problems: list[str]) -> WeightError:
-    """An error that lists the problems of weights, or says that the model never had any."""
+    """An error that lists the problems of weights, or says that the network was never calibrated and has none."""
     different = list(dict.fromkeys(problems))
     if any(UNCALIBRATED in problem for problem in different):
         return WeightError(
@@ -207,7 +217,7 @@ def check_weight(
     """The problems of one tensor of a checkpoint, in words.
 
     Args:
-        piece: The part of it that is looked at, as `pieces_read` has it.
+        piece: The part of it that is checked, as in `pieces_read`; by default all of it.
     """
     if tuple(array.shape) != shape:
         yield f"wrong shape: '{key}' is {list(array.shape)}, the model expects {list(shape)}"
@@ -231,7 +241,7 @@ _PIECE = 2**20  # elements
 
 
 def holds_nan(array: np.ndarray) -> bool:
-    """Whether any element is NaN.
+    """Whether any element of a float array is NaN.
 
     Of the 16-bit floats, read as integers, NaNs are those above +inf, and with the sign those above -inf: two maxima
     find them, without a temporary array.
@@ -251,7 +261,7 @@ def holds_nan(array: np.ndarray) -> bool:
 
 
 def cast_weight(array: np.ndarray, dtype: str) -> np.ndarray:
-    """`saturating_cast`, by several threads."""
+    """The array in another dtype as by `saturating_cast`, converted by several threads."""
     target = numpy_dtype(dtype)
     if array.dtype == target:
         return array
@@ -283,7 +293,7 @@ _FLOAT8 = "F8_E4M3"  # no tensor of a graph has this dtype: it is one of codes, 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Entry of a tensor in a safetensors file's header."""
+    """The entry of a tensor in a safetensors file's header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -291,7 +301,7 @@ class _Entry:
 
 
 def map_file(file: Path) -> np.ndarray:
-    """A file's bytes, each read when it is used; what is written to them stays in memory. Raises `OSError`."""
+    """A file's bytes as an array, each read from the file when it is used; changes stay in memory. Raises `OSError`."""
     with file.open("rb") as opened:
         if os.fstat(opened.fileno()).st_size == 0:
             return np.empty(0, np.uint8)
@@ -299,7 +309,7 @@ def map_file(file: Path) -> np.ndarray:
 
 
 class MappedCheckpoint(Mapping[str, np.ndarray]):
-    """A safetensors file, or a folder of them, mapped: a tensor's bytes are read when they are used.
+    """A safetensors file, or a folder of them, mapped to memory: a tensor's bytes are read when they are used.
 
     Raises:
         WeightError: there is no such file, or it is no safetensors file.
@@ -321,17 +331,17 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
                 raise WeightError(f"'{file}' is not a readable safetensors file: {error}") from error
 
     def without(self, unwanted: Callable[[str], bool]) -> MappedCheckpoint:
-        """A copy of the checkpoint without some of its tensors."""
+        """A copy of the checkpoint without the tensors whose key `unwanted` accepts."""
         kept = copy.copy(self)
         kept._where = {key: place for key, place in self._where.items() if not unwanted(key)}
         return kept
 
     @classmethod
     def over(cls, content: np.ndarray) -> MappedCheckpoint:
-        """The tensors of a safetensors file whose bytes are in memory, or mapped, already.
+        """The checkpoint in the bytes of a safetensors file that are in memory, or mapped, already.
 
         Raises:
-            WeightError: they are none.
+            WeightError: the bytes are not in safetensors format.
         """
         self = cls.__new__(cls)
         self._where = {}
@@ -353,7 +363,7 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
         self._where.update({key: (whole[start:], entry) for key, entry in header.items()})
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read."""
+        """The shape of a tensor, from the file's header; the data are not read."""
         return tuple(self._where[key][1]["shape"])
 
     def __getitem__(self, key: str) -> np.ndarray:

@@ -39,11 +39,11 @@ def place_of(view: View) -> Place:
 
 @dataclass(eq=False)
 class Group:
-    """Calls that run as one kernel, in order; a call that is not element-wise is a group of its own.
+    """Calls that one kernel runs in order; a call that is not element-wise is a group of its own.
 
     Attributes:
-        reads: The views that it loads from memory (its own results stay in registers), each `Place` once.
-        writes: The views that it writes, each `Place` once.
+        reads: The views that the kernel loads from memory, each `Place` once; its own results stay in registers.
+        writes: The views that the kernel writes, each `Place` once.
     """
 
     calls: list[KernelCall]
@@ -57,7 +57,7 @@ class Group:
         self.numel = self.calls[0].outputs[0].numel
 
     def conflicts(self, other: Group) -> bool:
-        """Whether the two must keep their order: one writes a buffer that the other reads or writes."""
+        """Whether two groups must keep their order: one writes a buffer that the other reads or writes."""
         return not (
             self.written_buffers.isdisjoint(other.read_buffers)
             and self.written_buffers.isdisjoint(other.written_buffers)
@@ -65,7 +65,7 @@ class Group:
         )
 
     def is_related(self, earlier: Group) -> bool:
-        """Whether fusion saves memory traffic: one reads what the other wrote, or both read the same value."""
+        """Whether fusing two groups saves memory traffic: one reads the other's result, or both read the same value."""
         if not self.read_buffers.isdisjoint(earlier.written_buffers):
             return True
         shared = self.read_buffers & earlier.read_buffers
@@ -93,7 +93,7 @@ def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
 
 
 def _absorb(groups: list[Group], index: int) -> None:
-    """Merge the group at `index` with earlier ones, as long as there are any that it fuses with."""
+    """Merge the group at `index` with earlier groups until `_partner` finds none."""
     while (partner := _partner(groups, index)) is not None:
         at, merged, moves_up = partner
         groups[at if moves_up else index] = merged
@@ -102,7 +102,11 @@ def _absorb(groups: list[Group], index: int) -> None:
 
 
 def _partner(groups: list[Group], index: int) -> tuple[int, Group, bool] | None:
-    """The nearest group to merge with: its index, the merged group, and whether that takes the earlier position."""
+    """The nearest earlier group that the group at `index` can merge with, or None if there is none.
+
+    Returns:
+        Its index, the merged group, and whether the merged group stands at that index rather than at `index`.
+    """
     group = groups[index]
     may_move_up = True
     for at in range(index - 1, max(-1, index - 1 - _WINDOW), -1):
@@ -117,10 +121,10 @@ def _partner(groups: list[Group], index: int) -> tuple[int, Group, bool] | None:
 
 
 def merge(first: Group, second: Group) -> Group | None:
-    """The fusion of two groups; None where a thread would need a value that another thread wrote.
+    """The fusion of two groups, `first` before `second`; None if it is not legal or exceeds the limits of one kernel.
 
-    Each thread reads, computes and writes its own elements. So whatever is written may be read or written again only
-    through the same `Place`; views of that buffer with another `Place` must not overlap it.
+    Each thread reads, computes and writes its own elements only. So once a view is written, the group may access its
+    buffer only through the same `Place`, or through a `Place` that does not overlap that view.
     """
     calls = first.calls + second.calls
     if len(calls) > MAX_CALLS:
@@ -145,5 +149,8 @@ def merge(first: Group, second: Group) -> Group | None:
 
 
 def _overlap(a: Place, b: Place) -> bool:
-    """Whether the memory ranges from first to last element intersect."""
+    """Whether two places in one buffer overlap.
+
+    They do if their ranges from first to last element intersect, and are taken to if their dtypes differ.
+    """
     return a.buffer == b.buffer and (a.dtype != b.dtype or (a.offset < b.end and b.offset < a.end))

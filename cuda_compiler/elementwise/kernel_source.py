@@ -24,10 +24,10 @@ _MAX_NAME = 60
 
 
 def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer) -> KernelCall:
-    """One call for a group; its intermediate values stay in registers.
+    """The call of a generated kernel that computes a whole group; intermediate values stay in registers.
 
     Args:
-        stored: The writes that another kernel, or the caller, reads.
+        stored: The written views that a later kernel, or the caller, reads; only these go to memory.
     """
     width = _vector_width(group, stored)
     threads = -(-group.numel // width)
@@ -55,7 +55,10 @@ def _function_name(group: Group) -> str:
 
 
 def _vector_width(group: Group, stored: Sequence[View]) -> int:
-    """Elements per thread: as many as fill a 16-byte access, fewer where that would leave too few threads."""
+    """Elements per thread: as many as fill a 16-byte access, or fewer to have enough threads to fill the GPU.
+
+    Fewer also if the elements of a stored view are not consecutive.
+    """
     views = [*group.reads, *stored]
     width = min(8, 16 // min(itemsize(view.dtype) for view in stored))
     places = [place_of(view) for view in views]
@@ -70,7 +73,10 @@ def _vector_width(group: Group, stored: Sequence[View]) -> int:
 
 
 def _access(place: Place, width: int) -> str:
-    """A thread's access to `width` consecutive elements: one `vector`, one `repeated` element, or a `gather`."""
+    """The way a thread accesses its `width` consecutive elements of a place.
+
+    `vector` is one aligned access, `repeated` one element for all, and `gather` an access per element.
+    """
     if not place.sizes:
         return "repeated"
     *outer, inner = place.strides
@@ -88,7 +94,7 @@ class _Body:
     Attributes:
         functions: Definition of an op's device function → its name.
         before, lane, after: Statements before, in and after the loop over a thread's elements.
-        values: Place → the C variable with its value in the loop, and whether that is an int.
+        values: Place → the C variable that holds its value inside the loop, and whether that variable is an int.
     """
 
     functions: dict[str, str] = field(default_factory=dict)
@@ -168,7 +174,7 @@ def _read(body: _Body, view: View, index: int, width: int) -> None:
 
 
 def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
-    """Append a call's computation.
+    """Append the statements of one call to the kernel's body.
 
     Args:
         rounds: Round a 16-bit result here, so that readers inside the kernel see the same value as readers of the

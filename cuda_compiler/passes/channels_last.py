@@ -42,7 +42,7 @@ _OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad
 
 
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan with its convolutions over channels-last operands."""
+    """The plan with convolutions over channels-last operands, and with copies where other calls need another layout."""
     if not any(call.kernel == _CONVOLUTION for call in plan.calls):
         return plan
     converted = _convertible(plan)
@@ -71,7 +71,11 @@ def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
 
 
 def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
-    """The buffers to convert, by name."""
+    """The buffers to store channels-last, by name.
+
+    These are arena buffers that image kernels touch, and buffers that element-wise calls connect with them, if every
+    view of the buffer can be expressed by strides in the new layout.
+    """
     candidates = {
         name: buffer
         for name, buffer in plan.buffers.items()
@@ -100,12 +104,12 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
 
 
 def _is_of_bytes(call: KernelCall) -> bool:
-    """Whether a call reads an image in bytes, whose channels are side by side already."""
+    """Whether a call's first input is of bytes: such images are channels-last already."""
     return call.inputs[0].dtype in BYTE_DTYPES
 
 
 def _following(call: KernelCall, candidates: Mapping[str, BufferAllocation], chosen: set[str]) -> Iterator[str]:
-    """The buffers that have to be converted so that an element-wise call walks them in the order of those chosen."""
+    """The further buffers to convert so that an element-wise call walks all operands in the order of `chosen` ones."""
     views = (*call.inputs, *call.outputs)
     leading = [
         _order(converted)
@@ -124,18 +128,18 @@ def _following(call: KernelCall, candidates: Mapping[str, BufferAllocation], cho
 
 
 def _order(view: View) -> list[int]:
-    """The view's dimensions in the order in which they lie in memory, without those that do not step."""
+    """The view's dimensions from the outermost to the innermost in memory, without those of size 1 or stride 0."""
     stepping = [dim for dim in range(view.rank) if view.shape[dim] > 1 and view.strides[dim]]
     return sorted(stepping, key=lambda dim: -view.strides[dim])
 
 
 def _agree(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Whether two orders have the dimensions that are in both in the same order."""
+    """Whether two orders list the dimensions that they share in the same sequence."""
     return [dim for dim in first if dim in second] == [dim for dim in second if dim in first]
 
 
 def _in_channels_last(view: View, allocated: Shape) -> View | None:
-    """The view once its row-major buffer [N, C, …] is stored as [N, …, C]; None where no strides express it.
+    """The view after its row-major buffer [N, C, …] has become [N, …, C]; None if no strides express it.
 
     Each dimension of the view must step through the buffer's coordinates independently of the others, and at a constant
     stride in the new layout too.
@@ -170,11 +174,11 @@ def _in_channels_last(view: View, allocated: Shape) -> View | None:
 
 @dataclass
 class _Relaid:
-    """The plan in its new layout, as it is being made.
+    """The plan under construction, with `converted` buffers in channels-last layout.
 
     Attributes:
-        converted: The buffers that become channels-last.
-        operands: The plan, and copies of operands.
+        converted: The buffers that become channels-last, by name.
+        operands: The calls so far, and the copies that bring operands into the new layout.
     """
 
     converted: dict[str, BufferAllocation]
@@ -196,7 +200,7 @@ class _Relaid:
         return converted
 
     def convolve(self, call: KernelCall) -> None:
-        """Append a convolution over channels-last operands, with the copies that it takes."""
+        """Append a convolution over channels-last operands, with copies of the operands that have another layout."""
         operands = self.operands
         x, weight, bias, residual, out = KERNELS[_CONVOLUTION].bind(call)
         assert x is not None and weight is not None and out is not None
@@ -229,7 +233,7 @@ class _Relaid:
             operands.calls.append(copy(result, out, call.node))
 
     def normalize(self, call: KernelCall) -> None:
-        """Append a group norm; where its result is channels-last, so is what it reads."""
+        """Append a group norm; if its result is channels-last, its input is copied to channels-last too."""
         x, *affine = call.inputs
         if x.rank == 4 and is_channels_last(call.outputs[0]):
             x = self.operands.input(x, x.shape[1], call.node)
@@ -241,7 +245,10 @@ def _is_depthwise(call: KernelCall, weight: View) -> bool:
 
 
 def _as_pooling(call: KernelCall) -> KernelCall:
-    """A mean over all pixels as global average pooling, whose kernel reads many channels at a time."""
+    """A mean over all pixels of a channels-last image as global average pooling, which reads many channels at a time.
+
+    Any other call is returned as it is.
+    """
     x, out = call.inputs[0], call.outputs[0]
     if x.rank != 4 or call.params["reduce_dims"] != 2 or x.strides[1] != 1:
         return call

@@ -1,4 +1,4 @@
-"""Drops copies that move nothing, and those whose source could have been written to their target at once.
+"""Drops copies that move nothing, and writes results directly to where a copy would move them.
 
 Given:   y = conv2d(x), in memory as [1, 8, 8, 16];  t = copy(y as [64, 16]);  z = layernorm(t)
 Result:  y = conv2d(x);  z = layernorm(y as [64, 16])
@@ -6,7 +6,8 @@ Result:  y = conv2d(x);  z = layernorm(y as [64, 16])
 Given:   y = conv2d(x);  t[:, :16] = copy(y)
 Result:  t[:, :16] = conv2d(x)
 
-The first were made for a layout that `channels_last` has changed since, the second for a concatenation.
+The first kind remains where `channels_last` has changed the layout that a copy was made for, the second kind comes from
+concatenations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _ANYWHERE = [name for name, decl in KERNELS.items() if decl.family in (Family.CO
 
 
 def drop_copies(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan without copies from an arena buffer to another one in the same order of memory."""
+    """The plan without copies between arena buffers that leave the order of elements in memory unchanged.
+
+    Readers of such a copy read its source instead.
+    """
     kept = {view.buffer for view in plan.output_views.values()}
     movable = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in kept}
     calls = list(plan.calls)
@@ -43,7 +47,7 @@ def drop_copies(plan: ExecutionPlan) -> ExecutionPlan:
 
 
 def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan with results written to where their only reader would copy them."""
+    """The plan in which a result whose only reader is a copy is written directly to the copy's target."""
     kept = {view.buffer for view in plan.output_views.values()}
     calls = list(plan.calls)
     for copy in plan.calls:
@@ -67,14 +71,14 @@ def _touched(call: KernelCall) -> set[str]:
 
 
 def _spares(call: KernelCall, target: View) -> bool:
-    """Whether a call reads nothing of the target's buffer, and writes only other elements of it."""
+    """Whether a call leaves the target's elements alone: it does not read their buffer, and writes none of them."""
     if any(view.buffer == target.buffer for view in call.inputs):
         return False
     return all(view.buffer != target.buffer or _are_apart(view, target) for view in call.outputs)
 
 
 def _are_apart(first: View, second: View) -> bool:
-    """Whether two views are different columns of the same rows; False where that is not to be seen."""
+    """Whether two views are provably disjoint, as different columns of the same rows."""
     steps = [
         stride
         for view in (first, second)
@@ -95,7 +99,10 @@ def _are_apart(first: View, second: View) -> bool:
 
 
 def _elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | None:
-    """The call with its result written through `target` instead of `source`, which is all of the result."""
+    """The call with its result written to `target` instead of `source`, which covers all of the result.
+
+    None if the call's kernel cannot write there: its strides do not map to the target's, or break its vector accesses.
+    """
     if len(call.outputs) != 1 or source.dtype != target.dtype or call.kernel not in _ANYWHERE:
         return None
     (copied,) = call.outputs
@@ -139,7 +146,10 @@ def _moves_nothing(call: KernelCall, plan: ExecutionPlan) -> bool:
 
 
 def _stays(calls: Sequence[KernelCall], index: int, movable: set[str]) -> bool:
-    """Whether the source holds its value as long as the target is read, and nothing else writes the target."""
+    """Whether a copy's readers can read its source instead.
+
+    The source must keep its value until their last read, and nothing but the copy may write the target.
+    """
     source, target = calls[index].inputs[0].buffer, calls[index].outputs[0].buffer
     if source == target or not {source, target} <= movable:
         return False
@@ -152,7 +162,7 @@ def _stays(calls: Sequence[KernelCall], index: int, movable: set[str]) -> bool:
 
 
 def _reading(call: KernelCall, target: View, source: View) -> KernelCall:
-    """The call with every view of the target over the source."""
+    """The call with each input view of the target's buffer replaced by the same view of the source's buffer."""
     moved = source.offset - target.offset
     return replace(
         call,

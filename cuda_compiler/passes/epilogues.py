@@ -1,10 +1,10 @@
-"""Lets products, convolutions and group norms do the element-wise calls that follow them.
+"""Fuses element-wise calls into the products, convolutions and group norms that precede them, as their epilogue.
 
 Given:   y = matmul(x, w) + b;  z = gelu(y);  c = conv2d(u, v);  d = c + r
 Result:  z = gelu(matmul(x, w) + b);  d = conv2d(u, v) + r
 
-Fusions of the graph find these where nothing stands between the two nodes. Here, reshapes and transposes between them
-have become views, so that only memory counts: the element-wise call must walk the result in the order in which it lies.
+Fusions of the graph find these only where no node stands between the two. Here, the reshapes and transposes between
+them have become views, so that only memory counts: the element-wise call must walk the result in its order in memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def absorb_epilogues(plan: ExecutionPlan) -> ExecutionPlan:
 
 @dataclass(frozen=True)
 class _Uses:
-    """Numbers of reads and writes of each buffer by calls; a read by the caller counts twice."""
+    """Number of calls that read and that write each buffer; being a program output counts as two reads."""
 
     reads: Mapping[str, int]
     writes: Mapping[str, int]
@@ -64,7 +64,10 @@ class _Uses:
 
 
 def _may_grow(call: KernelCall) -> bool:
-    """Whether a call can have an epilogue; products of few rows belong to kernels that do not stand alone."""
+    """Whether a call's kernel can take an epilogue: a convolution, a group norm, or a product of many rows.
+
+    Products of up to `VECTOR_ROWS` rows are fused by other passes.
+    """
     if call.kernel in _PRODUCTS:
         return bool(call.params["m"] > VECTOR_ROWS)
     return call.kernel in (_CONVOLUTION, _GROUP_NORM)
@@ -73,7 +76,10 @@ def _may_grow(call: KernelCall) -> bool:
 def _next(
     call: KernelCall, index: int, calls: Sequence[KernelCall | None], uses: _Uses
 ) -> tuple[int, KernelCall] | None:
-    """The only reader of a call's result and its place, if it is element-wise and near."""
+    """The index and call of the only reader of a call's result, if it is element-wise and at most `_REACH` calls later.
+
+    None otherwise, also if the result is written by several calls.
+    """
     name = call.outputs[0].buffer
     if uses.reads.get(name) != 1 or uses.writes.get(name) != 1:
         return None
@@ -85,7 +91,7 @@ def _next(
 
 
 def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
-    """A call that does what both do; None where there is no such call."""
+    """The call with the element-wise call `after` as its epilogue; None if its kernel cannot do that."""
     product, out = call.outputs[0], after.outputs[0]
     if not _is_dense(product) or product.dtype != out.dtype or not _is_run(out, product.numel):
         return None
@@ -124,7 +130,7 @@ def _joined(call: KernelCall, after: KernelCall) -> KernelCall | None:
 
 
 def _takes(call: KernelCall, residual: View) -> bool:
-    """Whether the kernel's declaration lets it add such an operand."""
+    """Whether the call's kernel can add `residual`: its declaration asks for packed inner dimensions."""
     (operand,) = [each for each in KERNELS[call.kernel].inputs if each.name == "residual"]
     packed = operand.packed
     return packed is None or residual.strides[packed:] == tuple(contiguous_strides(residual.shape[packed:]))
@@ -138,7 +144,7 @@ def _may_move(
     calls: Sequence[KernelCall | None],
     buffers: Mapping[str, BufferAllocation],
 ) -> bool:
-    """Whether the later call's work may be done at the earlier one's place."""
+    """Whether the work of the later call `at` may be done at `index`: no call between them touches its operands."""
     target = joined.outputs[0].buffer
     if buffers[target].kind not in ("arena", "output") or buffers[target].donor is not None:
         return False
@@ -155,7 +161,7 @@ def _may_move(
 
 
 def _is_dense(view: View) -> bool:
-    """Whether the view's elements fill one stretch of memory, in whatever order."""
+    """Whether the view's elements fill one contiguous stretch of memory, with the dimensions in any order."""
     steps = sorted((stride, size) for size, stride in zip(view.shape, view.strides, strict=True) if size > 1)
     reached = 1
     for stride, size in steps:
@@ -166,19 +172,19 @@ def _is_dense(view: View) -> bool:
 
 
 def _is_run(view: View, count: int) -> bool:
-    """Whether the view's elements in order are `count` consecutive ones of memory."""
+    """Whether the view's elements, in row-major order, are `count` consecutive elements of memory."""
     place = place_of(view)
     return place.sizes == (count,) and place.strides == (1,)
 
 
 def products_as_convolutions(plan: ExecutionPlan) -> ExecutionPlan:
-    """Products whose epilogue cuBLASLt lacks, as convolutions of single pixels, whose kernels have any.
+    """The plan with products whose epilogue cuBLASLt lacks as 1 × 1 convolutions, whose kernels have any epilogue.
 
     Given:   y = gelu(matmul(x: [4096, 320], w: [1280, 320]) + b)
     Result:  y = gelu(conv2d(x: [1, 320, 4096, 1], w: [1280, 320, 1, 1]) + b)
 
-    A second kernel for the activation writes and reads the product once more. Only large products are left to cuBLASLt
-    and such a kernel: it multiplies so much faster that this pays.
+    A separate kernel for the activation would write and read the product once more. Only large products stay with
+    cuBLASLt and such a kernel, since cuBLASLt multiplies so much faster that this pays.
     """
     return replace(plan, calls=[_as_convolution(call, plan.buffers) for call in plan.calls])
 
@@ -191,7 +197,7 @@ _LAUNCH = 2e-6  # seconds
 
 
 def _pays_apart(m: int, n: int, k: int) -> bool:
-    """Whether a product and a kernel for its activation are expected to be faster than both in one."""
+    """Whether a cuBLASLt product and a separate activation kernel should be faster than one kernel for both."""
     flops, result = 2 * m * n * k, 2 * m * n
     moved = (2 * (m * k + n * k) + result) / _MEMORY_RATE
     again = 2 * result / (_CACHE_RATE if result < _CACHED else _MEMORY_RATE)

@@ -1,10 +1,10 @@
-"""Gives integer kernels operands that tensor cores can read, and makes element-wise calls of what rounds by itself.
+"""Gives integer kernels operands that tensor cores can read, and makes element-wise calls of those that only round.
 
 Given:   q = quantize_activation(x: float16[1, 3, 224, 224]);  y = integer_conv2d(q, w: int8[64, 3, 7, 7]), stride 2
 Result:  prologue: w' = to_channels_last(w), int8[64, 16, 4, 4];  s = weight_sums(w'), int32[64]
          q = quantize_to_channels_last(x), uint8[1, 16, 115, 115];  y = tiled_integer_conv2d(q, w', s)
 
-Sums are those of q as it is stored; `s` says what its zero point added to them.
+Tensor cores sum q as it is stored; with `s`, the kernel subtracts the part that q's zero point adds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LEAST_PACK, _WIDEST_PACK = min(BYTE_PACKS), max(BYTE_PACKS)
 
 
 def lay_integers(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan with integer kernels over such operands."""
+    """The plan with integer convolutions and products over packed operands, which tensor cores can read."""
     operands = PackedOperands(plan)
     layout = _Integers(operands)
     for call in plan.calls:
@@ -62,7 +62,7 @@ def lay_integers(plan: ExecutionPlan) -> ExecutionPlan:
 
 
 def as_convolution(call: KernelCall) -> KernelCall:
-    """A product of integers as a convolution of single pixels."""
+    """An integer matrix product as a 1 × 1 convolution, whose images are single pixels."""
     x, weight, scales, zeros, bias, residual, out = KERNELS[LINEAR].bind(call)
     assert x is not None and weight is not None and out is not None
     operands = (single_pixels(x), single_taps(weight), scales, zeros, bias, residual and single_pixels(residual))
@@ -77,7 +77,7 @@ def as_convolution(call: KernelCall) -> KernelCall:
 
 
 def _round_while_packing(calls: Sequence[KernelCall], kept: Collection[str]) -> list[KernelCall]:
-    """The calls, each rounding and the copy to channels-last that alone reads its result as one.
+    """The calls, with each rounding whose only reader copies to channels-last fused with that copy.
 
     Args:
         kept: Buffers that the caller reads.
@@ -112,10 +112,10 @@ def _rounding_as_elementwise(call: KernelCall) -> KernelCall:
 
 
 class _Integers:
-    """Convolutions of integers over packed operands.
+    """A plan under construction, in which integer convolutions have packed operands.
 
     Attributes:
-        constants: New ones, by the name of their buffer.
+        constants: New constants, by the name of their buffer.
     """
 
     def __init__(self, operands: PackedOperands) -> None:
@@ -124,7 +124,7 @@ class _Integers:
         self.constants: dict[str, np.ndarray] = {}
 
     def convolve(self, call: KernelCall) -> None:
-        """Append a convolution with the copies that it takes."""
+        """Append an integer convolution, with the copies that pack its operands."""
         x, weight, scales, zeros, bias, residual, _ = KERNELS[CONVOLUTION].bind(call)
         assert x is not None and weight is not None
         operands = self._operands
@@ -144,7 +144,7 @@ class _Integers:
         operands.calls.append(replace(call, kernel=TILED, inputs=inputs, params=params))
 
     def _packed(self, call: KernelCall, x: View, weight: View) -> tuple[KernelCall, View, View]:
-        """The call, and its input and weight with channels side by side, a multiple of `_LEAST_PACK` of them."""
+        """The call, its input and its weight with channels innermost, padded to whole packs of `_LEAST_PACK`."""
         operands, zero_point = self._operands, call.params["zero_point"]
         factor = fold_factor(call, weight, _WIDEST_PACK)
         if factor > 1:
@@ -157,14 +157,14 @@ class _Integers:
         return call, x, weight
 
     def _factors(self, call: KernelCall) -> View:
-        """The scales of a call as a constant, the result's inverted, so that layers of one shape share a kernel."""
+        """A constant with a call's scales, the result's inverted, so that layers of one shape share a kernel."""
         x, residual, out = (np.float32(call.params[name]) for name in _SCALES)
         view = self._operands.buffer(f"{call.node}.factors", (len(_SCALES),), "float32", "constant", (0,))
         self.constants[view.buffer] = np.array([x, residual, 1 / out], np.float32)
         return view
 
     def _weight_sums(self, weight: View, call: KernelCall) -> View:
-        """The sum of each output channel's weights, int32."""
+        """A view of the sum of each output channel's weights, as int32."""
         if weight in self._sums:
             return self._sums[weight]
         operands = self._operands

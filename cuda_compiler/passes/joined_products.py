@@ -20,12 +20,12 @@ _KERNELS = ((suits_warpgroups, warpgroup_product), (suits_streaming, streamed_pr
 
 
 def join_products(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
-    """The plan with each product that suits one of these kernels and its neighbours as one.
+    """The plan with products of a few rows fused with their RMSNorm and gate, where one kernel can do all of it.
 
     Given:  y = rmsnorm(x);  h = matmul(y, w);  z = silu_mul(first half of h, second half)
-    Result: z = streamed(x, the norm's gains, w), or the same with more rows by warpgroups
+    Result: z = streamed(x, the norm's gains, w), or the kernel of `rules/linear_wgmma` for more rows
 
-    Nothing else may read what lies between.
+    The intermediate results y and h must have no other readers.
     """
     readers = plan.count_readers()
     inner = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena"}
@@ -59,7 +59,7 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
 
 
 def _is_norm(call: KernelCall, x: View) -> bool:
-    """Whether a call is an RMSNorm that makes `x`, and one that a product can take along.
+    """Whether a call is an RMSNorm that computes `x`, in a dtype in which the product's kernel can apply it.
 
     In float16, x times the gains might overflow before the row's scale makes it smaller.
     """

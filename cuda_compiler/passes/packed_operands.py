@@ -15,12 +15,12 @@ IMAGES, DEPTHWISE_WEIGHTS = (0, 2, 3, 1), (2, 3, 1, 0)  # orders of dimensions i
 
 @dataclass
 class PackedOperands:
-    """A plan as it is being made, with such copies.
+    """A plan under construction, with packed copies of the operands of its convolutions.
 
     Attributes:
         buffers: New buffers, and replacements of the plan's.
-        prologue: Copies of what is constant.
-        calls: All other calls, and the copies of what is not.
+        prologue: Copies of constant operands, which run once when the program is loaded.
+        calls: All other calls, and the copies of operands that change.
     """
 
     plan: ExecutionPlan
@@ -31,7 +31,7 @@ class PackedOperands:
     _inputs: dict[tuple[View, int], View] = field(default_factory=dict)
 
     def input(self, view: View, channels: int, node: str) -> View:
-        """An activation with contiguous channels, zero-padded to the wanted number of them."""
+        """An activation with contiguous channels, zero-padded to `channels` of them: the view itself, or a new copy."""
         if view.shape[1] == channels and is_channels_last(view):
             return view
         key = (view, channels)
@@ -47,15 +47,16 @@ class PackedOperands:
     def fold(
         self, call: KernelCall, x: View, weight: View, dtype: str, factor: int, pack: int, fill: int = 0
     ) -> tuple[KernelCall, View, View]:
-        """Space-to-depth: a strided convolution over few channels as one of stride 1 over many.
+        """Space-to-depth: turn a strided convolution over few channels into one of stride 1 over many.
 
         Given:   x: [1, 3, 224, 224], weight: [64, 3, 7, 7], stride 2, padding 3
-        Result:  x: [1, 16, 115, 115], weight: [64, 16, 4, 4], no stride, no padding, with zeros for what is missing
+        Result:  x: [1, 16, 115, 115], weight: [64, 16, 4, 4], stride 1, no padding, with zeros where there was no
+        element
 
         Args:
             dtype: Dtype of the new weight.
-            factor: Edge of the squares of pixels that become channels of one.
-            pack: The new number of channels is a multiple of that.
+            factor: Edge of the squares of pixels whose channels become the channels of one pixel.
+            pack: The new number of channels is a multiple of this.
             fill: Value of the padding around the image.
 
         Returns:
@@ -75,11 +76,11 @@ class PackedOperands:
     def weight(
         self, weight: View, shape: Shape, dtype: str, node: str, order: tuple[int, ...] = IMAGES, fold: int = 1
     ) -> View:
-        """A weight with contiguous input channels (of a depthwise convolution: output channels).
+        """A weight with contiguous input channels (in a depthwise convolution, output channels), in a new buffer.
 
         Args:
-            shape: Input channels, rows and columns that it is to have, zero-padded where that is more than it has.
-            order: Order of its dimensions in memory.
+            shape: Input channels, rows and columns of the result, zero-padded where they exceed the weight's.
+            order: Order of the result's dimensions in memory.
             fold: Edge of the squares of taps that become channels.
         """
         key = (weight, shape, dtype)
@@ -97,7 +98,7 @@ class PackedOperands:
         return packed
 
     def buffer(self, stem: str, shape: Shape, dtype: str, kind: BufferKind, order: tuple[int, ...] = IMAGES) -> View:
-        """The view of a new buffer whose dimensions lie in another order in memory."""
+        """A view of shape `shape` over a new buffer, whose dimensions lie in memory in the order `order`."""
         index = len(self.buffers)
         while (name := f"{stem}.last{index}") in self.plan.buffers or name in self.buffers:
             index += 1
@@ -109,10 +110,10 @@ class PackedOperands:
 
 
 def fold_factor(call: KernelCall, weight: View, pack: int) -> int:
-    """The factor for `PackedOperands.fold` that leaves the fewest padding zeros to multiply; 1 for none.
+    """The factor for `PackedOperands.fold` that leaves the fewest padding zeros to multiply; 1 if folding does not pay.
 
     Args:
-        pack: Input channels that kernels read at a time.
+        pack: Number of input channels that kernels read at a time.
     """
     (stride, across), dilation = call.params["stride"], call.params["dilation"]
     if stride != across or list(dilation) != [1, 1] or call.params["groups"] > 1:
@@ -123,7 +124,7 @@ def fold_factor(call: KernelCall, weight: View, pack: int) -> int:
 
 
 def is_channels_last(view: View) -> bool:
-    """Whether [N, C, H, W] is channels-last in memory, without overlapping elements."""
+    """Whether an image [N, C, H, W] is channels-last in memory, without overlapping elements."""
     last = channels_last(view)
     steps = [(size, stride) for size, stride in zip(last.shape, last.strides, strict=True) if size > 1]
     packed = view.shape[1] == 1 or view.strides[1] == 1
@@ -131,7 +132,7 @@ def is_channels_last(view: View) -> bool:
 
 
 def in_order_of_memory(call: KernelCall) -> KernelCall:
-    """An element-wise call whose dimensions are in the order in which its output lies in memory."""
+    """The element-wise call with all operands' dimensions permuted to the order of its output in memory."""
     out = call.outputs[0]
     order = sorted(range(out.rank), key=lambda dim: -out.strides[dim])
     views = [tuple(view.permute(order) for view in side) for side in (call.inputs, call.outputs)]
@@ -142,11 +143,11 @@ _AS_IT_IS = {"fold": 1, "top": 0, "left": 0, "fill": 0}
 
 
 def packing(source: View, target: View, node: str, params: Mapping[str, int] = _AS_IT_IS) -> KernelCall:
-    """A copy to channels-last, padded to the target's size.
+    """The call that copies an image to channels-last, padded to the target's size.
 
     Args:
         params: `fold`: edge of the squares of pixels that become channels; `top`, `left`: padding before the image;
-            `fill`: what is padded with.
+            `fill`: value of the padding.
     """
     if target.shape[1] % least_pack(target.dtype) or target.strides[1] != 1:
         return copy(source, target, node)

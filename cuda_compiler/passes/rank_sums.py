@@ -1,7 +1,7 @@
-"""Sums over ranks, with the residual and the norm behind them, in one kernel that reads the other GPUs' memory.
+"""Sums over ranks (GPUs of a group), fused with the residual and the norm, in kernels that read the other GPUs' memory.
 
-Two GPUs whose summands are large compute them in two halves of rows. While the second half is computed, the first one
-is copied from GPU to GPU, and the sum reads only the second half over the link between them.
+With two ranks and large summands, the product is computed in two halves of rows. The first half is copied from GPU to
+GPU while the second is computed, so the sum reads only the second half over the link between them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _LEAST_RESULTS = 1 << 22
 
 @dataclass(frozen=True)
 class RankSum:
-    """The sum of the ranks' summands and a residual: an all-reduce and the addition behind it.
+    """The sum of all ranks' summands and a residual: an all-reduce and the addition that follows it.
 
     Attributes:
-        summand, residual, out: All of one shape.
+        summand, residual, out: Views of one shape: this rank's summand, the residual and the sum.
         ranks: Number of ranks.
-        node: Node of the addition.
+        node: Name of the graph node of the addition.
     """
 
     summand: View
@@ -51,10 +51,10 @@ class RankSum:
 def find_rank_sum(
     calls: Sequence[KernelCall], at: int, shape: tuple[int, ...] | None, readers: Counter[str]
 ) -> RankSum | None:
-    """The sum that the calls `at` and `at + 1` make, if they make one.
+    """The rank sum that calls `at` and `at + 1` compute; None unless they are an all-reduce and an addition to it.
 
     Args:
-        shape: Shape of the operands; by default rows of the last dimension that the addition has.
+        shape: Shape to give the operands; None means rows of the addition's last dimension.
         readers: Buffer → how many calls and program outputs read it.
     """
     if at + 2 > len(calls):
@@ -77,12 +77,12 @@ def find_rank_sum(
 
 
 def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
-    """The plan with each sum over ranks, the residual and the RMSNorm behind it as one kernel.
+    """The plan with each sum over ranks fused with the residual and the RMSNorm that follow it, as one kernel.
 
     Given:  matmul → s; all_reduce(s) → t; add(r, t) → h; rmsnorm(h) → y
     Result: matmul → s; rank_sum(s, r) → h, y
 
-    Of large sums on two ranks:
+    With two ranks and large summands:
     Result: matmul → s[:half]; peer_copy(s[:half]) → c; matmul → s[half:]; rank_sum(s, r, c) → h, y
     """
     if not make.gpu.reaches_peers:
@@ -119,7 +119,7 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
 
 
 def _suits_halves(product: KernelCall, rank_sum: RankSum, readers: Counter[str]) -> bool:
-    """Whether it is worth while to compute the summands in two halves."""
+    """Whether a product should compute its summands in two halves: there are two ranks, and the halves are large."""
     if product.kernel != "matmul_kernel" or product.outputs[0] != rank_sum.summand:
         return False
     rows, width = rank_sum.summand.shape
@@ -130,7 +130,7 @@ def _suits_halves(product: KernelCall, rank_sum: RankSum, readers: Counter[str])
 
 
 def _halves(product: KernelCall) -> tuple[KernelCall, KernelCall]:
-    """The first half of a product's rows, and the second."""
+    """The calls that compute the first and the second half of a product's rows."""
     (x, *others), out = product.inputs, product.outputs[0]
     rows = out.shape[0]
     halves = []
@@ -150,7 +150,7 @@ def _halves(product: KernelCall) -> tuple[KernelCall, KernelCall]:
 
 
 def _peer_copy(rank_sum: RankSum, product: KernelCall, make: Specializer) -> KernelCall:
-    """The copy of what this product has made on the other rank."""
+    """The call that copies the result of this product on the other rank to a buffer of this rank."""
     own = product.outputs[0]
     peers, turns = _exchange_buffers(rank_sum, make)
     copied = make.temporary(f"{rank_sum.node}.copied", own.shape, own.dtype)
@@ -167,21 +167,21 @@ def _peer_copy(rank_sum: RankSum, product: KernelCall, make: Specializer) -> Ker
 
 
 def _exchange_buffers(rank_sum: RankSum, make: Specializer) -> tuple[View, View]:
-    """The operands by which a kernel finds the other ranks' memory, and its counters."""
+    """Two persistent operands of a kernel that exchanges values: the other ranks' addresses, and its counters."""
     return make.counters(f"{rank_sum.node}.peers", 2 * (2 * rank_sum.ranks + 2)), make.counters(
         f"{rank_sum.node}.turns", 2
     )
 
 
 def _exchanging(call: KernelCall, ranks: int, peers: View, read: View) -> KernelCall:
-    """A call with what it exchanges with other ranks, which read that operand."""
+    """The call with the parameters of a `PeerExchange`, in which the other ranks read the operand `read`."""
     inputs = call.inputs
     exchange = PeerExchange(ranks, _NOTICES * ranks * _NOTICE_BYTES, inputs.index(peers), inputs.index(read))
     return replace(call, params={**call.params, **exchange.params()})
 
 
 def _launched(call: KernelCall, kind: LaunchKind) -> KernelCall:
-    """A call with another kind of launch."""
+    """The call with `kind` as the kind of its launch."""
     launch: KernelLaunch = replace(kernel_launch_of(call), kind=kind)
     return replace(call, params={**call.params, **launch.params()})
 
@@ -217,13 +217,14 @@ def _rank_sum(
     is_last: bool,
     make: Specializer,
 ) -> KernelCall:
-    """The kernel.
+    """The call of the kernel that adds up all ranks' summands and the residual, and applies `norm` if there is one.
 
     Args:
-        copied: The first half of the other rank's rows, where it has been copied.
-        previous: The summands of the sum before. Other ranks may read them until this kernel has heard from those, so
-            they are an operand, which keeps their memory.
-        is_last: Whether no sum follows, so that this kernel has to wait until all ranks have read its summands.
+        norm: The RMSNorm of the sum; None if none follows.
+        copied: The first half of the other rank's rows, if a peer copy has brought it; None otherwise.
+        previous: The summands of the preceding rank sum; None for the first one. Other ranks may read them until this
+            kernel has heard from those ranks, so they are an operand, which keeps their memory alive.
+        is_last: Whether no rank sum follows, so that this kernel has to wait until all ranks have read its summands.
     """
     rows, width = rank_sum.out.shape
     threads = min(groups(groups(width // _PACK, _HELD), WARP) * WARP, _MOST_THREADS)

@@ -1,4 +1,4 @@
-"""Joins the update of a KV cache with the rotary embedding of keys before it, and with attention behind it."""
+"""Fuses KV cache updates with the rotary embedding of keys, and lets paged attention start before the update."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _ROWS_OF = {4: 2, 3: 0}
 
 
 def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
-    """The plan with each rotary embedding and the cache update behind it as one.
+    """The plan with each rotary embedding and the KV cache update that follows it as one call.
 
     Given:  rope; index_copy_pair; attention
     Result: rotary_update; attention
 
-    Nothing else may read the rotated keys, since only the cache receives them.
+    The rotated keys must have no other reader, since only the cache receives them.
 
     Given:  rope; index_copy_pair; paged attention
-    Result: rotary_update; paged_shared, with the rows that the update writes
+    Result: rotary_update; paged_shared, which is told the rows that the update writes
 
-    With these, attention reads other rows while the update runs, or even the call before it.
+    Paged attention can then read all other rows while the update runs, or even the call before it.
     """
     readers: dict[str, list[View]] = {}
     for view in (*(view for call in plan.calls for view in call.inputs), *plan.output_views.values()):
@@ -55,17 +55,18 @@ def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan
 
 
 def _reads_pool_of(attention: KernelCall, update: KernelCall) -> bool:
-    """Whether it attends to the pool that an update changes, with the same rows."""
+    """Whether a call is paged attention over the pool of keys and values that `update` writes rows of."""
     if attention.kernel != "paged_attention_kernel":
         return False
     return attention.inputs[1:3] == update.outputs and update.params["dim"] == 0
 
 
 def _may_start_before(attention: KernelCall, update: KernelCall, runs: KernelCall | None) -> bool:
-    """Whether attention may start before the update does, while `runs`, the call before the rotation, still does.
+    """Whether attention may start while `runs`, the call before the rotary embedding, still runs.
 
-    An element-wise call may still become part of another kernel, so what runs then is not known. Any other call is
-    followed by the update in the end, too: later passes replace it by kernels at its place.
+    `runs` must not be element-wise, since such a call may still be fused with another one, so what runs then is not
+    known. Any other call is still directly before the update in the end: later passes replace it by kernels at its
+    place.
     """
     if runs is None or elementwise_kernel(runs) is not None:
         return False
@@ -73,7 +74,10 @@ def _may_start_before(attention: KernelCall, update: KernelCall, runs: KernelCal
 
 
 def _read_early(attention: KernelCall, update: KernelCall) -> set[str]:
-    """Buffers that attention to a pool reads early, but for the pool: tables and such, and the rows to be written."""
+    """Buffers that paged attention reads before the update has ended.
+
+    These are its tables and positions, and the update's indices, which tell which rows of the pool will be written.
+    """
     return {view.buffer for view in (*attention.inputs[3:], update.inputs[0])}
 
 
@@ -84,7 +88,9 @@ def _written(call: KernelCall) -> set[str]:
 def _join(
     rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], starts_next: bool, make: Specializer
 ) -> KernelCall | None:
-    """The fused call; None where the two do not fit together.
+    """The fused call of a rotary embedding and a cache update.
+
+    None if the update does not store a range of heads of the embedding's result, or if other calls read these heads.
 
     Args:
         starts_next: Let the next kernel start while the one before still runs.

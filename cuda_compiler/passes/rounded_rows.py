@@ -1,4 +1,4 @@
-"""Rounds rows to bytes where they are made, and scales products of bytes where they are read."""
+"""Fuses the rounding of activation rows to bytes with the calls that compute them, and scaling with the readers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NORM = "rmsnorm_kernel"
 
 
 def join_rounding(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
-    """The plan with products of codes made, and with calls next to them as one with the rounding of rows.
+    """The plan with products of quantized rows expanded, and the rounding of rows fused with the calls before it.
 
     Given:  h = dynamic_quantized_matmul(x, w) + r;  y = rmsnorm(h);  a = dynamic_quantized_matmul(y, v)
             b = silu_mul(a1, a2);  c = dynamic_quantized_matmul(b, u)
@@ -43,8 +43,8 @@ def join_rounding(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
             or, by `linear_codes`: rounded_rows(x);  h = linear_codes(…, r);  rounded_rows(h) → codes of y
             b = linear_codes(…, silu_mul);  rounded_rows(b) → its codes;  c = linear_codes
 
-    So rows in 16 bits that only products of codes read are never stored, and a product is stored without its scales,
-    for which cuBLASLt has faster algorithms, where such a call reads it next.
+    16-bit rows that only such products read are thus never stored. A product is stored without its scales if a fused
+    rounding is its first reader and applies them, since cuBLASLt has faster algorithms for a plain product.
     """
     if all(wanted_form(call, make.gpu) is None for call in plan.calls):
         return plan
@@ -58,11 +58,11 @@ class _Joining:
     """The state of the pass.
 
     Attributes:
-        joined: Index of a call → the rows that it makes, and how all their readers want them.
-        scaling: Index of a product of codes → that of the joined call that scales it, or that becomes a part of it.
-        rounded: Rows that are rounded already.
-        unscaled: Buffer → the product that takes its place.
-        applied: Buffer of a product → the result of the element-wise call that became a part of it.
+        joined: Index of a call that is fused with the rounding of its result → the rows, and the form its readers want.
+        scaling: Index of a product of codes → index of the `joined` call that applies its scales or is fused into it.
+        rounded: Rows and form → the rounded rows, for rows that have been rounded already.
+        unscaled: Buffer of a product → the call, and the unscaled product that is stored instead.
+        applied: Buffer of a product → the result of the element-wise call that is fused into the product.
     """
 
     plan: ExecutionPlan
@@ -96,7 +96,10 @@ class _Joining:
                 self.scaling[index] = reader
 
     def calls(self, index: int, call: KernelCall) -> list[KernelCall]:
-        """The calls that take a call's place."""
+        """The one to three calls that replace the call at `index`: rounding, product and epilogue, or the call itself.
+
+        A call that is fused with the rounding of its result is replaced by the fused call.
+        """
         replacement = self._replaced(index, call)
         written = {view.buffer for view in call.outputs}
         self.rounded = {key: codes for key, codes in self.rounded.items() if key[0].buffer not in written}
@@ -109,7 +112,7 @@ class _Joining:
         return replacement
 
     def _replaced(self, index: int, call: KernelCall) -> list[KernelCall]:
-        """A product of codes, with the rounding of its rows where they are not rounded yet."""
+        """The calls of a product of codes, with the rounding of its rows if needed; any other call by itself."""
         form = wanted_form(call, self.make.gpu)
         if form is None or form.dtype != "uint8":
             return [call]
@@ -132,7 +135,10 @@ class _Joining:
         return [*before, product]
 
     def _joins(self, call: KernelCall) -> tuple[View, RoundedForm] | None:
-        """The rows that a call makes for products that round them, and nothing else, and how these want them."""
+        """The rows that a call computes and the form in which their readers want them rounded, if the two can be fused.
+
+        None if another kind of call reads the result too, the readers want different forms, or the call does not suit.
+        """
         out = call.outputs[0]
         readers = [self.plan.calls[index] for index in self.readers.get(out.buffer, [])]
         if len(call.outputs) != 1 or out.buffer not in self.inner or not readers:
@@ -160,7 +166,10 @@ class _Joining:
         return len(inputs) == len(call.inputs) and bool(inputs) and None not in inputs
 
     def _scaling_reader(self, index: int, call: KernelCall) -> int | None:
-        """The joined call that can scale a product of codes, as the first that reads it, or be part of it."""
+        """The index of the fused rounding that can apply a product's scales, or that can be fused into the product.
+
+        None if `call` is no product of codes, or if its first reader is no fused rounding that can do this.
+        """
         form = wanted_form(call, self.make.gpu)
         if form is None or form.dtype != "uint8" or call.params["activation"] != "none":
             return None
@@ -184,7 +193,7 @@ class _Joining:
         return readers[0] if whole and alike and inputs["residual"] is None else None
 
     def _takes_along(self, product: KernelCall, reader: KernelCall, rows: View) -> bool:
-        """Whether a product that scales itself can apply the element-wise call that makes rows of it."""
+        """Whether a product can also apply `reader`, the element-wise call that computes `rows` from its two halves."""
         out = product.outputs[0]
         return (
             reader.kernel != _NORM
@@ -195,7 +204,7 @@ class _Joining:
         )
 
     def _origin(self, call: KernelCall, rows: View) -> RowOrigin:
-        """The origin of the rows of a joined call."""
+        """The `RowOrigin` by which a fused rounding computes the rows of `call`."""
         if call.kernel == _NORM:
             x, weight, _ = KERNELS[call.kernel].bind(call)
             assert x is not None
@@ -235,24 +244,24 @@ class _Joining:
 
 
 def _is_aligned(view: View, rows: View) -> bool:
-    """Whether accesses to a view may be as wide as those to rows."""
+    """Whether a view allows vector accesses as wide as `rows` does (of at most 8 elements)."""
     return vector_width(view) >= min(8, vector_width(rows))
 
 
 def _as_rows(view: View, rows: View) -> View | None:
-    """A view as rows of that shape, if the elements of a row lie side by side."""
+    """The view in the shape of `rows`; None if it has another size or the elements of a row are not contiguous."""
     shaped = view.reshape(rows.shape) if view.numel == rows.numel else None
     return None if shaped is None or shaped.strides[1] != 1 else shaped
 
 
 def _columns(product: UnscaledProduct, part: View) -> tuple[View, View]:
-    """Columns of an unscaled product and their scales, for those of the scaled one whose rows have the same stride."""
+    """The columns of an unscaled product, and their scales, that correspond to a view of the scaled product."""
     first, width = part.offset, part.shape[1]
     return product.out.slice(1, first, first + width), product.column_scales.slice(0, first, first + width)
 
 
 def _function(call: KernelCall) -> str:
-    """C of an element-wise call as `made(a, b)`."""
+    """The C definition of an element-wise call as a device function `made(a, b)`."""
     decl = elementwise_kernel(call)
     assert decl is not None
     attributes = "".join(f"const float {name} = {float_text(call.params[name])}; " for name in decl.op.attrs)

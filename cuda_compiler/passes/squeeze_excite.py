@@ -1,9 +1,9 @@
-"""Makes squeeze-and-excitation one kernel.
+"""Fuses squeeze-and-excitation (a global gate for each channel) into one kernel.
 
 Given:   m = adaptive_avg_pool2d(x to 1 × 1);  h = silu(conv2d(m, v) + a);  g = sigmoid(conv2d(h, w) + b);  y = x * g
 Result:  y = squeeze_excite(x, v, a, w, b)
 
-Five kernels of a few microseconds each otherwise, of which all but the first and the last have next to nothing to do.
+Otherwise these are five kernels of a few microseconds each, of which only the first and the last have much to do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_HIDDEN = 512
 
 
 def join_squeeze_excite(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan, which is laid out channels-last, with each squeeze-and-excitation as one call."""
+    """The plan with each squeeze-and-excitation as one call; images must be channels-last already."""
     kept = {view.buffer for view in plan.output_views.values()}
     readers: dict[str, list[int]] = {}
     for index, call in enumerate(plan.calls):
@@ -43,11 +43,12 @@ def join_squeeze_excite(plan: ExecutionPlan) -> ExecutionPlan:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Calls that are a squeeze-and-excitation.
+    """The calls of one squeeze-and-excitation.
 
     Attributes:
-        places: Indices of the pooling, the convolutions with what packs their inputs, and the multiplication, in order.
-        squeeze, excite: The convolutions.
+        places: Indices of the pooling, the convolutions, the copies that pack their inputs, and the multiplication, in
+            order.
+        squeeze, excite: The two convolutions.
     """
 
     places: tuple[int, ...]
@@ -105,13 +106,13 @@ class _Chain:
 
 
 def _suits(x: View) -> bool:
-    """Whether the kernel takes such images: channels side by side, pixels one after the other."""
+    """Whether the kernel can process such images: 16-bit, packed channels-last, at most `MOST_CHANNELS` channels."""
     last = channels_last(x)
     return x.dtype in HALF_DTYPES and is_packed(x) and x.shape[1] <= MOST_CHANNELS and last.is_contiguous
 
 
 def _is_of_one_pixel(call: KernelCall) -> bool:
-    """Whether a convolution is a product of a row of channels and a constant weight, by tensor cores."""
+    """Whether a convolution is a product of one pixel's channels and a 16-bit weight, for tensor cores."""
     x, weight, _, residual, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
     plain = residual is None and call.params["groups"] == 1 and x.shape[2:] == weight.shape[2:] == out.shape[2:]
@@ -120,7 +121,7 @@ def _is_of_one_pixel(call: KernelCall) -> bool:
 
 
 def _scales(call: KernelCall, x: View, gates: str) -> bool:
-    """Whether a call multiplies the images with a factor for each of their channels, in the order of memory."""
+    """Whether a call multiplies each channel of the images by its gate, with the result laid out as the images are."""
     decl = elementwise_kernel(call)
     if decl is None or decl.op.name != "mul" or list(call.params["scalars"]) != [None, None]:
         return False

@@ -1,1 +1,1 @@
-"""Runs of calls as one kernel that stays resident on every multiprocessor."""
+"""Fuses runs of calls into one kernel that stays resident on every multiprocessor."""

@@ -1,4 +1,4 @@
-"""The attention phase: which calls are norm, rotary embedding, cache update and attention of a few queries."""
+"""The attention phase of a resident kernel: attention of a few queries, fused with the calls that precede it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _INPUTS = ("unrotated", *_ANGLES_AND_GAINS, "index", "key_source", "value_source
 
 @dataclass(frozen=True)
 class AttentionMatch:
-    """Attention with what precedes it.
+    """Attention and the calls before it that one phase can compute: RMSNorm, rotary embedding and cache update.
 
     Attributes:
-        taken: Number of calls that it stands for.
+        taken: Number of calls that the phase replaces.
         call: The attention call.
-        q, k, v: Queries as they are read, the caches.
-        where: The operands that say which keys count: a mask; or tables, sequences and positions, where `k` and `v` are
-            pools.
+        q, k, v: Queries as the attention call reads them, and the caches.
+        where: The operands that say which keys count: a mask; or, if `k` and `v` are pools, block tables, sequences and
+            positions.
         inputs, outputs: Operands of the phase, by name.
         norm: Constants of the RMSNorm of queries and new keys.
     """
@@ -71,9 +71,10 @@ def _is_paged(call: KernelCall) -> bool:
 
 
 def attention_phase(match: AttentionMatch) -> Phase:
-    """The phase for calls that were found to be one; the keys of each problem are divided into splits of whole tiles.
+    """The phase that computes the matched calls; the keys of each problem are divided into splits of whole tiles.
 
-    A problem is what attends to the keys of one KV head: all queries of a batch, or one token where keys are in a pool.
+    A problem is all queries that attend to the keys of one KV head: those of a batch or, with a paged pool, of one
+    token.
     """
     constants: dict[str, bool | int | float] = dict(match.norm)
     if match.is_paged:
@@ -107,7 +108,7 @@ def attention_phase(match: AttentionMatch) -> Phase:
 
 
 def _prefetched_bytes(match: AttentionMatch, angles: int) -> int:
-    """Bytes of `SmallOperands` in `new_rows.cuh`."""
+    """The size in bytes of the C struct `SmallOperands` in `new_rows.cuh`."""
     width, cos = match.q.shape[-1], match.inputs["cos"]
     angle_bytes = 2 * width * (angles * itemsize(cos.dtype) if cos is not None else 4)
     gains = 4 * (2 * width if match.norm["normed"] else 4)
@@ -115,7 +116,7 @@ def _prefetched_bytes(match: AttentionMatch, angles: int) -> int:
 
 
 def _scratch_bytes(match: AttentionMatch, rows: int) -> int:
-    """Bytes of `Scratch` there."""
+    """The size in bytes of the C struct `Scratch` of the attention phase."""
     rows, tokens = min(rows, BLOCK_ROWS), max(match.tokens, 1)
     width, value_width = match.q.shape[-1], match.v.shape[-1]
     staged = (rows * (width + 32) + tokens * (width + value_width)) * itemsize(match.q.dtype)
@@ -123,9 +124,10 @@ def _scratch_bytes(match: AttentionMatch, rows: int) -> int:
 
 
 def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> AttentionMatch | None:
-    """The attention that the first of some calls begins, if all of these up to the attention itself belong to it.
+    """The attention that the first of `calls` begins, if one phase can compute it with the calls before it; else None.
 
-    Results of the calls before it must be read by nobody else, since they are not stored.
+    Every call before the attention must belong to it, and its results must have no other readers, since they are not
+    stored.
 
     Args:
         calls: Calls in order, up to `MOST_CALLS`.
@@ -165,7 +167,7 @@ def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> Atten
 
 
 def _updates(update: KernelCall, k: View, v: View, rows: int) -> bool:
-    """Whether a call replaces a few rows, which are dimension `rows`, of the caches `k` and `v`."""
+    """Whether a call replaces a few rows of the caches `k` and `v`; `rows` is the number of their row dimension."""
     _, keys, values = update.inputs
     return (
         update.outputs == (k, v) and update.params["dim"] == rows and _alike(keys, k, rows) and _alike(values, v, rows)
@@ -179,14 +181,14 @@ def _suits_phase(call: KernelCall, q: View, k: View, v: View, new_keys: View | N
 
 
 def _find_origins(views: Sequence[View], makers: Mapping[str, KernelCall]) -> list[HeadOrigin] | None:
-    """The origins of queries and new keys; None where one has none, or they are rotated or normalized differently."""
+    """The origins of queries and new keys; None if one has none, or if they are rotated or normalized differently."""
     origins = [origin for view in views if (origin := find_origin(by_heads(view), makers)) is not None]
     alike = len(origins) == len(views) and _turned_alike(origins) and _normed_alike(origins)
     return origins if alike else None
 
 
 def _origin_operands(origins: Sequence[HeadOrigin], paged: bool) -> dict[str, View | None]:
-    """Operands of the phase, by name: queries and new keys as they were, the gains of their norms, and the angles."""
+    """Operands of the phase by name: queries and new keys before rotation, the gains of their norms, the angles."""
     operands: dict[str, View | None] = {}
     for origin, source, gain in zip(origins, ("unrotated", "key_source"), ("query_gain", "key_gain"), strict=False):
         operands[source] = origin.view.squeeze(0).transpose(0, 1) if paged else origin.view
@@ -209,44 +211,44 @@ def _stays_inside(
     inputs: Mapping[str, View | None],
     readers: Counter[str],
 ) -> bool:
-    """Whether nobody but these calls reads what `makers` make, the phase's own inputs included."""
+    """Whether only `calls` read the results of `makers`, and none of these results is an input of the phase."""
     read = Counter(view.buffer for call in calls for view in call.inputs)
     alone = all(readers[name] == read[name] for name in makers)
     return alone and not any(view is not None and view.buffer in makers for view in inputs.values())
 
 
 def _suits_paged(call: KernelCall, q: View, new_keys: View | None) -> bool:
-    """Whether tiles of keys lie side by side in the pool, and each of a few tokens has a new row of it."""
+    """Whether the phase can compute paged attention: a few tokens, one new row each, and blocks of whole key tiles."""
     tokens = q.shape[0]
     whole_tiles = call.params["block_size"] % BLOCK_KEYS == 0
     return tokens <= _FEW_QUERIES and whole_tiles and new_keys is not None and new_keys.shape[0] == tokens
 
 
 def _turned_alike(origins: Sequence[HeadOrigin]) -> bool:
-    """Whether none is rotated, or all are by the same angles, which all heads share."""
+    """Whether no origin is rotated, or all are by the same angles, which all heads share."""
     angles = [_angles(origin) for origin in origins]
     return len(set(angles)) == 1 and all(strides[1] == 0 and strides[3] == 1 for _, _, strides in angles[0])
 
 
 def _angles(origin: HeadOrigin) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
-    """The places of cosines and sines of its rotary embedding: buffer, offset, strides; empty where there is none."""
+    """The buffer, offset and strides of the cosines and sines of an origin's rotary embedding; empty without one."""
     views = origin.rope.inputs[1:] if origin.rope is not None else ()
     return tuple((view.buffer, view.offset, _strides(view)) for view in views)
 
 
 def _strides(view: View) -> tuple[int, ...]:
-    """The view's strides, 0 in dimensions of one element."""
+    """The view's strides, with 0 for dimensions of size 1."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(view.shape, view.strides, strict=True))
 
 
 def _normed_alike(origins: Sequence[HeadOrigin]) -> bool:
-    """Whether none is normalized, or all are but for their gains."""
+    """Whether no origin is normalized, or all are with the same parameters; the gains may differ."""
     norms = [origin.norm.params if origin.norm is not None else None for origin in origins]
     return len({(norm["eps"], norm["weight_offset"]) if norm is not None else None for norm in norms}) == 1
 
 
 def _alike(source: View, cache: View, rows: int) -> bool:
-    """Whether rows of a source replace rows of a cache, its dimension `rows`, without a change of type."""
+    """Whether the few rows of `source` fit the cache: same dtype, and same sizes except for dimension `rows`."""
 
     def other_sizes(view: View) -> tuple[int, ...]:
         return (*view.shape[:rows], *view.shape[rows + 1 :])

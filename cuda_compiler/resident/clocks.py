@@ -1,6 +1,6 @@
-"""Clocks inside a resident kernel: what each multiprocessor did in each step, by its own clock. Off by default.
+"""Clocks inside a resident kernel: when each multiprocessor did each step. Off by default.
 
-The templates know nothing of them: `with_clocks` adds lines to a kernel's source, so without clocks it is as ever.
+The templates do not mention them: `with_clocks` adds lines to a kernel's source, so without clocks nothing changes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DEFINED_AFTER = "constexpr int grid_done = 3;"
 
 
 def words(steps: int) -> int:
-    """64-bit words for the clocks of a kernel of that many steps."""
+    """Number of 64-bit words that hold the clocks of a kernel of `steps` steps."""
     return BLOCKS * _words_of_block(steps)
 
 
@@ -53,10 +53,10 @@ def _words_of_block(steps: int) -> int:
 
 
 def with_clocks(source: str, memory: int) -> str:
-    """A resident kernel's source that also notes the time.
+    """A resident kernel's source with added statements that record the time of each step and its parts.
 
     Args:
-        memory: The number of the operand for `words` words.
+        memory: The number of the kernel's operand that receives `words` words.
     """
     constants = {"CLOCK_MEMORY": memory, "CLOCKED_BLOCKS": BLOCKS, "CLOCK_HEADER": _HEADER, "CLOCK_MARKS": len(_PARTS)}
     definitions = [f"constexpr int {name} = {value};" for name, value in constants.items()]
@@ -73,7 +73,7 @@ def with_clocks(source: str, memory: int) -> str:
 
 
 def labels(names: Sequence[str]) -> dict[str, Any]:
-    """The parameters by which a call tells that its last output has clocks, and the names of its steps."""
+    """The call parameters that name the steps of a kernel, and so say that its last output holds clocks."""
     return {_LABELS: list(names)}
 
 
@@ -83,7 +83,7 @@ def has_clocks(call: KernelCall) -> bool:
 
 @dataclass(frozen=True)
 class Interval:
-    """An activity of a multiprocessor, in nanoseconds since the first of them began."""
+    """An activity of one multiprocessor; times are in nanoseconds since the first activity of the run began."""
 
     multiprocessor: int
     name: str
@@ -92,12 +92,12 @@ class Interval:
 
 
 def intervals(call: KernelCall, noted: np.ndarray) -> Iterator[Interval]:
-    """The activities of each multiprocessor in the latest run: every step, and inside of it the parts that were noted.
+    """The activities of each multiprocessor in the latest run: every step, and within it the parts that were recorded.
 
     A block's clock counts become nanoseconds by the global time at its beginning and end.
 
     Args:
-        noted: The memory of the call's last output.
+        noted: The contents of the call's last output.
     """
     names = call.params[_LABELS]
     blocks = noted.reshape(-1).view(np.uint64).reshape(-1, _words_of_block(len(names)))

@@ -1,4 +1,4 @@
-"""Sums over ranks inside a resident kernel: a product whose summands the ranks exchange before they go on.
+"""Sums over ranks inside a resident kernel: a product phase exchanges sums with the other GPUs.
 
 The numbers I11 and I23 are those of the invariants in `templates/resident/grid.cuh`.
 """
@@ -22,13 +22,13 @@ _TAKEN = 2  # calls after the product
 def with_rank_sum(
     calls: Sequence[KernelCall], at: int, product: KernelCall, readers: Counter[str]
 ) -> tuple[int, KernelCall, int]:
-    """A product with what the calls from `at` on do with it, where these add up the ranks' products and a residual.
+    """The product fused with the all-reduce and the addition at `at`, if these sum its result over ranks.
 
     Given:  linear(x, w) -> s; all_reduce(s) -> t; add(r, t) -> out
     Result: linear(x, w) + r -> out, with its sums exchanged
 
     Returns:
-        How many calls are taken, the product, and the number of ranks; 0, the same product and 1 where they do not.
+        The number of fused calls, the fused product, and the number of ranks; or 0, `product` itself and 1.
     """
     nothing = (0, product, 1)
     summand = product.outputs[0]
@@ -44,7 +44,7 @@ def with_rank_sum(
 
 
 def exchanging(phase: Phase, ranks: int) -> Phase:
-    """A product's phase that adds up the sums of all ranks; the phase itself for one rank."""
+    """The phase of a product that adds up the sums of all ranks; with one rank, the phase unchanged."""
     if ranks == 1:
         return phase
     out = phase.outputs["out"]
@@ -53,7 +53,10 @@ def exchanging(phase: Phase, ranks: int) -> Phase:
 
 
 def connect_ranks(phases: Sequence[Phase], make: Specializer, node: str) -> tuple[list[Phase], dict[str, int]]:
-    """The phases with the operand by which they find the other ranks, and what else `PeerExchange` says of them."""
+    """The phases with a `peers` operand where they exchange sums, and the other fields of `PeerExchange`.
+
+    The fields are empty if no phase exchanges sums.
+    """
     exchanged, ranks = max(phase.exchanged for phase in phases), max(phase.ranks for phase in phases)
     if ranks == 1:
         return list(phases), {}

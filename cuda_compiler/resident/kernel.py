@@ -41,7 +41,9 @@ _PRODUCT_PHASES = {
 
 @dataclass
 class Run:
-    """Consecutive calls and the phases that do what they do.
+    """Consecutive calls, and the phases of a resident kernel that compute them.
+
+    A call that no phase can compute is a run without phases.
 
     Attributes:
         written: The buffers that the phases write.
@@ -60,7 +62,10 @@ class Run:
         return _operands(self.phases)
 
     def takes(self, phases: Sequence[Phase]) -> bool:
-        """Whether phases may follow: there is room for their operands, and nobody writes what they prefetch (I6)."""
+        """Whether `phases` may follow in the same kernel.
+
+        The kernel must have room for their operands, and may not write what they prefetch (I6).
+        """
         read = {p.operands[name].buffer for p in phases for name in p.prefetched if name in p.operands}
         return self.operands + _operands(phases) <= _MAX_OPERANDS and self.written.isdisjoint(read)
 
@@ -80,7 +85,7 @@ def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPl
     Given:  embedding; rmsnorm; linear; rope; index_copy_pair; attention; linear; …; linear
     Result: embedding; resident
 
-    A run that needs more shared memory than a block may have stays as it is.
+    A run that needs more shared memory than a block may have stays as it is, and so does one that would not be faster.
     """
     result: list[KernelCall] = []
     for run in find_runs(plan, make.gpu.reaches_peers):
@@ -92,7 +97,7 @@ def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPl
 
 
 def _pays(run: Run, make: Specializer) -> bool:
-    """Whether a resident kernel is faster than the run's calls by themselves."""
+    """Whether a resident kernel is expected to be faster than separate kernels for the run's calls."""
     products = [phase for phase in run.phases if phase.stream is not None]
     if not products or any(phase.ranks != 1 for phase in products):
         return run.products >= _MIN_PRODUCTS
@@ -104,10 +109,10 @@ def _pays(run: Run, make: Specializer) -> bool:
 
 
 def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]:
-    """All calls in order; a call without phases is a run of its own.
+    """The plan's calls divided into runs, in order; a call that no phase can compute is a run of its own.
 
     Args:
-        reaches_peers: Sums over ranks may be phases.
+        reaches_peers: Whether phases may compute sums over ranks.
     """
     readers = plan.count_readers()
     run = Run()
@@ -125,7 +130,7 @@ def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]
 
 
 def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers: bool) -> tuple[int, Phase | None]:
-    """Number of calls from `index` on that one phase does, and the phase; None if no phase can do the first of them."""
+    """The number of calls from `index` on that one phase can compute, and that phase; 1 and None if there is none."""
     calls = plan.calls
     first = calls[index]
     if first.kernel in _PRODUCT_PHASES:
@@ -146,7 +151,7 @@ def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers
 
 
 def _with_gate(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[int, KernelCall]:
-    """The product at `index`, with its gate if one follows; and before it, the number of calls that this adds."""
+    """The product at `index`, fused with its gate if one follows; preceded by 1 if it is, else by 0."""
     product = plan.calls[index]
     inner = plan.buffers[product.outputs[0].buffer].kind == "arena"
     following = plan.calls[index + 1] if inner and index + 1 < len(plan.calls) else None
@@ -155,7 +160,7 @@ def _with_gate(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[
 
 
 def resident_call(run: Run, make: Specializer) -> KernelCall:
-    """The run as one call: inputs and outputs are all that its phases read and write."""
+    """The call of the resident kernel of a run; its operands are all views that its phases read and write."""
     phases, exchange = connect_ranks(run.phases, make, run.calls[-1].node)
     phases, mailbox_size = connect_mailboxes(phases)
     mailbox_size = groups(mailbox_size, 8) * 8

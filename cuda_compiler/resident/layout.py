@@ -1,4 +1,4 @@
-"""The layout of a resident block: its threads by their jobs, its shared memory by their needs."""
+"""The layout of a resident block: which threads do what, and which part of the shared memory serves what."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronous
 
 
 def scratch_bytes(phases: Sequence[Phase]) -> int:
-    """Shared memory before the ring: the prefetch queue, and the largest phase's scratch memory."""
+    """Bytes of shared memory before the ring of weight slots: the prefetch queue and the largest phase's scratch."""
     return prefetch_queue_bytes(phases) + max(phase.scratch for phase in phases)
 
 
@@ -34,12 +34,12 @@ def prefetch_queue_bytes(phases: Sequence[Phase]) -> int:
 
 
 def prefetched_bytes(phases: Sequence[Phase]) -> int:
-    """Bytes that are prefetched for one step."""
+    """Bytes of shared memory for the small operands that are prefetched for one step."""
     return whole_lines(max(phase.prefetched_bytes for phase in phases))
 
 
 def least_shared(phases: Sequence[Phase]) -> int:
-    """Shared memory that a block needs at least: all before the ring, and a ring of the fewest slots."""
+    """Minimum bytes of shared memory of a block: everything before the ring, and a ring of the fewest slots."""
     return scratch_bytes(phases) + IN_FLIGHT * (slot_bytes(phases) + 16) + LIMIT_BARRIER_BYTES
 
 

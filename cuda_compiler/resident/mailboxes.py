@@ -1,4 +1,4 @@
-"""Mailboxes, through which steps of a resident kernel pass their result to the next one ahead of the grid barrier.
+"""Mailboxes: memory by which a step of a resident kernel receives the previous step's result before the grid barrier.
 
 The numbers I6, I11, … are those of the invariants at the top of the files in `templates/resident`.
 """
@@ -14,7 +14,7 @@ from npu_compiler.program.views import View
 
 
 def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
-    """The phases, with a mailbox from one to the next where that is possible, and the most values that one holds."""
+    """The phases, with mailboxes between neighbours where possible, and the most values that one mailbox holds."""
     result, size = list(phases), 0
     for index, after in enumerate(phases[1:], 1):
         before = result[index - 1]
@@ -33,7 +33,7 @@ def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
 
 
 def _can_connect(before: Phase, after: Phase) -> bool:
-    """Whether a phase may read the result of the one before it from a mailbox, and do so ahead of the barrier (I11)."""
+    """Whether phase `after` may read the result of `before` from a mailbox, before the barrier between them (I11)."""
     out = before.outputs["out"]
     assert out is not None
     names = ("x",) if after.stream else ("unrotated", "key_source", "value_source")
@@ -55,7 +55,7 @@ def _can_connect(before: Phase, after: Phase) -> bool:
 
 
 def _fits_mailbox(out: View) -> bool:
-    """Whether the elements are of 16 bits and contiguous, in whatever order of the dimensions."""
+    """Whether a result can be sent through a mailbox: 16-bit elements, contiguous in some order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(out.strides, out.shape, strict=True) if size > 1):
         if stride != expected:
@@ -65,7 +65,7 @@ def _fits_mailbox(out: View) -> bool:
 
 
 def _is_part(view: View, out: View) -> bool:
-    """Whether a view is a part of a result that can be read eight values at a time."""
+    """Whether a view covers a part of `out` that can be read eight aligned values at a time."""
     eight = all(size == 1 or stride % 8 == 0 for size, stride in zip(view.shape[:-1], view.strides, strict=False))
     return (
         (view.buffer, view.dtype) == (out.buffer, out.dtype)

@@ -1,4 +1,4 @@
-"""Origins of queries and new keys: the views before their rotary embedding, RMSNorm and copy."""
+"""Origins of queries and new keys: their views before rotary embedding, RMSNorm and copy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from npu_compiler.program.views import View
 
 @dataclass(frozen=True)
 class HeadOrigin:
-    """The origin of queries or keys [B, H, T, D], and the calls between it and them.
+    """The origin of queries or keys [B, H, T, D], and the calls between the origin and attention.
 
     Attributes:
         view: The view before these calls, [B, H, T, D].
-        rope: The rotary embedding.
-        norm: The RMSNorm of each head's D values before it.
-        copy: The copy before that, which an RMSNorm needs where its rows are not equally far apart.
+        rope: The rotary embedding; None if there is none.
+        norm: The RMSNorm of each head's D values, before the rotary embedding; None if there is none.
+        copy: The copy before the RMSNorm, which needs equally spaced rows; None if there is none.
     """
 
     view: View
@@ -33,10 +33,12 @@ class HeadOrigin:
 
 
 def find_origin(view: View, makers: Mapping[str, KernelCall]) -> HeadOrigin | None:
-    """The origin of queries or keys; None where it is no view whose rows are contiguous.
+    """The origin of queries or keys, traced back through their rotary embedding, RMSNorm and copy.
+
+    None if the view does not fit one of these calls, or if the rows of the origin are not contiguous.
 
     Args:
-        makers: Buffer → the call that makes it, for the calls that may be among those of the result.
+        makers: Buffer → the call that computes it, for the calls that may lie between origin and attention.
     """
     rope = norm = copy = None
     if _kernel_of(view, makers) == "rope_kernel":
@@ -64,7 +66,10 @@ def _is_copy(call: KernelCall) -> bool:
 
 
 def _before_rope(view: View, rope: KernelCall) -> View | None:
-    """Heads before their rotation; None where the view is not of whole heads, or not all of them is rotated."""
+    """The heads of `view` before their rotation.
+
+    None if the view does not cover whole heads, or if only a part of each head is rotated.
+    """
     x, (turned,) = rope.inputs[0], rope.outputs
     heads = shown_heads(view, turned)
     if heads is None or rope.params["rotary_dim"] != view.shape[3] or x.dtype != turned.dtype:
@@ -73,7 +78,7 @@ def _before_rope(view: View, rope: KernelCall) -> View | None:
 
 
 def _before_norm(view: View, norm: KernelCall) -> View | None:
-    """Rows before their RMSNorm; None where the view is not of whole rows."""
+    """The rows of `view` before their RMSNorm; None if the view does not cover whole rows."""
     x, (normal,) = norm.inputs[0], norm.outputs
     row, first = normal.strides[0], view.offset - normal.offset
     outer = [stride if size > 1 else 0 for size, stride in zip(view.shape[:-1], view.strides, strict=False)]
@@ -89,7 +94,10 @@ def _before_norm(view: View, norm: KernelCall) -> View | None:
 
 
 def _before_copy(view: View, copy: KernelCall) -> View | None:
-    """The source of a copy; None where the view's dimensions are not the copy's in some order."""
+    """The part of a copy's source that `view`, a view of its result, stands for.
+
+    None if the view's dimensions are not the copy's in some order.
+    """
     (x,), (copied,) = copy.inputs, copy.outputs
     strides_before = {
         (size, stride): before

@@ -1,4 +1,4 @@
-"""The phases of a resident kernel: what all blocks do between two barriers of the grid, as code and operands."""
+"""The phases of a resident kernel as code and operands; a phase is the work of all blocks between two barriers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _LONG_BYTES = 16 << 20  # of a weight, from which on it is a long one
 
 @dataclass(frozen=True)
 class Side:
-    """Scales or offsets of the rows of a weight in few bits; the members of `Side` in `tables.cuh`."""
+    """The scales or offsets of the rows of a quantized weight, as they are streamed.
+
+    The members are those of the C struct `Side` in `tables.cuh`.
+    """
 
     row_bytes: int = 0
     chunk_bytes: int = 0
@@ -30,7 +33,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Stream:
-    """The division of a product's weight among the blocks; the members of `Stream` in `tables.cuh`."""
+    """The division of a product's weight among the blocks, which stream it; the C struct `Stream` in `tables.cuh`."""
 
     units: int
     unit_rows: int
@@ -45,17 +48,17 @@ class Stream:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all rows and of their partners."""
+        """Bytes of the whole weight; of a gated product, of both halves."""
         return self.units * self.unit_rows * self.row_bytes
 
     @property
     def is_long(self) -> bool:
-        """Whether blocks are busy with it for so long that more slots in flight pay, and that they end far apart."""
+        """Whether the weight is so large that more slots in flight pay, and that blocks finish far apart."""
         return self.weight_bytes > _LONG_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot's content."""
+        """Bytes that a slot of the ring needs for the codes, scales and offsets of a quantized weight; else 0."""
         ends = [side.place + -(-self.unit_rows // self.side_rows) * side.stride for side in self.sides]
         return max(ends, default=0)
 
@@ -64,7 +67,7 @@ class Stream:
 
 
 def _initializer(struct: Side | Stream) -> str:
-    """A C initializer with the members in order."""
+    """The C initializer of a struct, with its members in order."""
     members = (getattr(struct, member.name) for member in fields(struct))
     texts = (f"{{{', '.join(map(str, each))}}}" if isinstance(each, tuple) else str(each) for each in members)
     return f"{{{', '.join(texts)}}}"
@@ -72,20 +75,22 @@ def _initializer(struct: Side | Stream) -> str:
 
 @dataclass(frozen=True)
 class Phase:
-    """The work of all blocks between two barriers.
+    """The work of all blocks between two grid barriers, as a template with operands and constants.
 
     Attributes:
         call: The op-level call whose parameters are compiled in.
-        file, function: The template, and its function.
-        inputs, outputs: Operand name → view, None for an absent one.
-        constants: Compiled in besides the parameters.
-        scratch: Bytes of shared memory that it uses; its `Scratch` is not larger.
+        file, function: The template file, and the function in it.
+        inputs, outputs: Operand name → view; None for an absent operand.
+        constants: Constants that are compiled in besides the call's parameters.
+        scratch: Bytes of shared memory for the phase's C struct `Scratch`, at least its size.
         prefetched: Operands that are read ahead of the step, so no earlier phase of the kernel may write them (I6).
-        prefetched_bytes: Bytes of shared memory for what of these is kept there; its `Prefetched` is not larger.
-        exchanged: Number of summands that it exchanges with other ranks, and of ranks.
-        partials: Number of tagged partial sums of 8 bytes that its blocks exchange.
-        stream: Division of the weight, for phases that stream one.
-        streamed: The operands that arrive through the stream: the weight, its scales, its offsets.
+        prefetched_bytes: Bytes of shared memory for the C struct `Prefetched`, which keeps small ones of these
+            operands.
+        partials: Number of tagged partial sums, of 8 bytes each, that its blocks exchange.
+        exchanged: Number of sums that it exchanges with other ranks.
+        ranks: Number of ranks that it exchanges sums with, itself included.
+        stream: Division of the weight among the blocks; None if the phase streams no weight.
+        streamed: The names of the operands that are streamed: the weight, its scales, its offsets.
     """
 
     call: KernelCall
@@ -108,7 +113,7 @@ class Phase:
         return {name: view for name, view in (*self.inputs.items(), *self.outputs.items()) if view is not None}
 
     def text(self) -> str:
-        """The phase's code; phases of equal text share it."""
+        """The CUDA C of the phase's device functions; two phases whose texts are equal use one copy of them."""
         operands = "".join(
             f", {'const ' if name in self.inputs else ''}{TYPES[view.dtype]} *{name}"
             for name, view in self.operands.items()

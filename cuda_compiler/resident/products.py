@@ -20,7 +20,10 @@ _NOT_NORMED = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
 
 
 def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None = None) -> Phase | None:
-    """A product of a few rows, with the RMSNorm before it; None where its weight cannot be streamed."""
+    """The phase of a product of a few rows and of the RMSNorm of its input, if there is one.
+
+    None if the weight cannot be streamed, or the input does not fit in a block.
+    """
     inputs, constants = product_operands(call, norm)
     x, weight = inputs["x"], inputs["weight"]
     assert x is not None and weight is not None
@@ -66,7 +69,7 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None
 def product_operands(
     call: KernelCall, norm: KernelCall | None
 ) -> tuple[dict[str, View | None], dict[str, bool | int | float]]:
-    """A product's operands by name, with x before the RMSNorm and its gain, and the constants of that norm."""
+    """A product's operands by name, with the input and gain of the RMSNorm before it, and that norm's constants."""
     decl = KERNELS[call.kernel]
     bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
     constants: dict[str, bool | int | float] = dict(_NOT_NORMED)
@@ -80,14 +83,14 @@ def product_operands(
 
 
 def fits_shared(inputs: dict[str, View | None], m: int, k: int) -> bool:
-    """Whether a block can hold the input of a product."""
+    """Whether the input x [m, k] of a product fits in a block's shared memory."""
     x = inputs["x"]
     assert x is not None
     return m * k * itemsize(x.dtype) <= _MAX_STAGED_BYTES
 
 
 def can_receive(inputs: dict[str, View | None], m: int, k: int) -> bool:
-    """Whether the input of a product has few rows, which are read in whole packs of 16 bytes."""
+    """Whether a product phase can read the input x [m, k]: it has few rows, made of aligned packs of 16 bytes."""
     x, gain = inputs["x"], inputs["gain"]
     assert x is not None
     pack = 16 // itemsize(x.dtype)
@@ -101,7 +104,7 @@ def can_receive(inputs: dict[str, View | None], m: int, k: int) -> bool:
 
 
 def stream_constants(stream: Stream) -> dict[str, bool | int | float]:
-    """The constants compiled into every product; `connect_mailboxes` decides on the mailboxes."""
+    """The constants of a stream that every product phase compiles in, with mailboxes off until `connect_mailboxes`."""
     return {
         "units": stream.units,
         "is_long": stream.is_long,
@@ -114,7 +117,7 @@ def stream_constants(stream: Stream) -> dict[str, bool | int | float]:
 
 
 def own_rows(rows: int, most: int) -> int:
-    """Rows of a weight that a block takes at a time: as many as leave the busiest multiprocessor the fewest."""
+    """Rows of a weight that a block processes at a time, so that the busiest multiprocessor has as few as possible."""
 
     def busiest(own: int) -> int:
         return groups(groups(rows, own), MULTIPROCESSORS) * own
@@ -123,7 +126,7 @@ def own_rows(rows: int, most: int) -> int:
 
 
 def chunk_bytes(row_bytes: int, unit_rows: int, slot: int) -> int:
-    """Bytes of a row that are copied at a time: the row in the fewest chunks that fit a slot, of about equal size."""
+    """Bytes of a weight row that are copied at a time: the row in as few chunks as fit a slot, of about equal size."""
     group = WARPS * LINE_BYTES
     needed = groups(row_bytes, group)
     return groups(needed, groups(needed, slot // unit_rows // group)) * group

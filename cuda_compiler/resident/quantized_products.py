@@ -1,4 +1,4 @@
-"""The product phase of a weight in few bits: its codes, scales and offsets arrive through the same ring."""
+"""The product phase of a quantized weight, whose codes, scales and offsets share the ring of slots."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ _PARTS = ("data", "scales", "offset")
 
 
 def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None = None) -> Phase | None:
-    """A product of a few rows, with the RMSNorm before it; None where its weight cannot be streamed."""
+    """The phase of a product of a few rows and a quantized weight; None if the weight cannot be streamed.
+
+    Args:
+        norm: The RMSNorm of the product's input, which the phase applies too; None for none.
+    """
     inputs, constants = product_operands(call, norm)
     m, n, k = (call.params[name] for name in "mnk")
     gated = call.kernel == "quantized_gated_matmul_vec_kernel"
@@ -91,10 +95,11 @@ def _is_aligned(view: View) -> bool:
 
 
 def _streams(call: KernelCall, parts: dict[str, View], own: int, gated: bool, group: int) -> Iterator[Stream]:
-    """The ways to stream a weight in units of `own` rows; none where a slot cannot hold whole groups of them.
+    """The ways to stream a weight in units of `own` rows; none if a slot cannot hold whole quantization groups of them.
 
-    Where whole rows fit in a slot, one copy takes all rows of a unit, which lie side by side. Where they do not, each
-    row's part is a copy, but their sides may still be one: those of whole rows, again with every chunk.
+    If whole rows fit in a slot, one copy takes all rows of a unit, which are contiguous. If not, each row's chunk is a
+    copy of its own. Scales and offsets are then copied with each chunk, either for whole rows at once or for the
+    chunk's groups.
     """
     n, count = call.params["n"], call.params["groups"]
     row_bytes = parts["data"].shape[1]
@@ -113,10 +118,11 @@ def _streams(call: KernelCall, parts: dict[str, View], own: int, gated: bool, gr
 
 
 def _with_sides(stream: Stream, call: KernelCall, parts: dict[str, View], chunk_groups: int = 0) -> Stream:
-    """The stream with the places of what belongs to its rows, behind their codes.
+    """The stream with the places of scales and offsets in a slot, behind the rows' codes.
 
     Args:
-        chunk_groups: Groups of a row in a chunk, where a slot has the sides of these; else it has those of whole rows.
+        chunk_groups: Number of groups in a chunk of a row, if a slot holds only their scales; 0 if it holds whole
+            rows'.
     """
     count = call.params["groups"]
     lines = groups(min(stream.chunk_bytes, stream.row_bytes), LINE_BYTES)
@@ -134,7 +140,7 @@ def _with_sides(stream: Stream, call: KernelCall, parts: dict[str, View], chunk_
 
 
 def _busiest_bytes(stream: Stream) -> int:
-    """The busiest multiprocessor's cost in bytes: reads or, where they take longer, copies; slots and products."""
+    """The estimated cost of the busiest multiprocessor, in bytes that it could read in the same time."""
     chunks = groups(stream.row_bytes, stream.chunk_bytes)
     side_copies = stream.unit_rows // stream.side_rows
     copies = stream.unit_rows // stream.copied_rows + len(stream.sides) * side_copies

@@ -1,4 +1,4 @@
-"""The CUDA source of a resident kernel: `templates/resident/kernel.cu` with the tables and the phases of a program."""
+"""The CUDA source of a resident kernel: `templates/resident/kernel.cu` with tables and code of a program's phases."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RESIDENT = "resident"
 
 
 def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: View, mailbox_size: int) -> str:
-    """The source for a program's steps, one for each phase in order.
+    """The source of a resident kernel, with one step for each phase, in order.
 
     Args:
         place: Operand → its number in the kernel's arguments.
         memory: The operand that holds the grid barrier's counter and the mailboxes.
-        mailbox_size: Values that a mailbox holds.
+        mailbox_size: Number of values that a mailbox holds.
     """
     numbers: dict[str, int] = {}
     streams: dict[str, int] = {}
@@ -61,7 +61,7 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
 
 
 def _constants(phases: Sequence[Phase], operands: int, grid_memory: int, mailbox_size: int) -> dict[str, int]:
-    """The `constexpr`s of `kernel.cu`.
+    """The `constexpr` constants of `kernel.cu`, by name.
 
     Args:
         operands: Number of operands.

@@ -1,4 +1,4 @@
-"""Twins of the resident kernel's phases in NumPy, and the order in which a block accesses shared state.
+"""Reference implementations in NumPy ("twins") of the resident kernel's phases, and a block's order of shared accesses.
 
 Arithmetic is in float32. Where a phase rounds to its 16-bit dtype, so does its twin: after the RMSNorm, after the
 rotary embedding, and in the result. Tests compare twins with op-level kernels, and phases with twins.
@@ -53,7 +53,7 @@ def gated_product(x: Array, weight: Array, activate: Callable[[Array], Array], b
 
 
 def span_integers(x: Array, span: int) -> tuple[Array, Array]:
-    """x as integers times a power of two for each span of elements, the largest of which becomes at most 2^14.
+    """x as integers times a power of two per span of `span` elements, such that the integers are at most 2^14.
 
     Shapes: x [M, K]; integers [M, K]; powers [M, K / span]. Where a span is not finite, its power is NaN.
     """
@@ -71,7 +71,7 @@ def _sums(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """The rotary embedding of x [B, H, T, D] by angles [B, 1, T, D]."""
+    """The rotary embedding of x [B, H, T, D] by cosines and sines [B, 1, T, D]."""
     wide = x.astype(np.float32)
     first, second = np.split(wide, 2, -1)
     turned = np.concatenate((-second, first), -1)
@@ -80,7 +80,10 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def update_cache(cache: Array, index: Array, rows: Array) -> Array:
-    """The cache [B, KV, S, D] with rows [B, KV, T, D] in places index [T]; a row whose place is outside is dropped."""
+    """The cache [B, KV, S, D] after rows [B, KV, T, D] are stored at positions index [T].
+
+    A row whose position is out of range is dropped.
+    """
     result = cache.copy()
     for token, key in enumerate(index):
         if 0 <= key < cache.shape[2]:
@@ -91,7 +94,7 @@ def update_cache(cache: Array, index: Array, rows: Array) -> Array:
 def attend_split(
     q: Array, k: Array, v: Array, bias: Array, scale: float, split: int, splits: int
 ) -> tuple[Array, Array, Array]:
-    """The partial sums of one split, which has every `splits`-th tile of keys.
+    """The partial sums of one split of the keys: every `splits`-th tile of them, from tile number `split`.
 
     Shapes: q [B, H, T, D]; k [B, KV, S, D]; v [B, KV, S, Dv]; bias [B, H, T, S], -inf for a key not attended to.
     Returns each row's largest score and the total of its weights [B, H, T, 1], and its weighted values [B, H, T, Dv].
@@ -105,7 +108,7 @@ def attend_split(
 
 
 def combine_partials(largest: Array, total: Array, sums: Array) -> Array:
-    """The result [B, H, T, Dv] of the splits' partial sums, stacked; 0 for a row that attends to no key."""
+    """The attention result [B, H, T, Dv] from the splits' stacked partial sums; 0 for a row that attends to no key."""
     shares = np.where(total == 0, 0, np.exp(largest - largest.max(0)))
     whole: Array = (shares * total).sum(0)
     result: Array = (shares * sums).sum(0) / np.where(whole == 0, 1, whole)
@@ -119,7 +122,10 @@ def attend_keys(q: Array, k: Array, v: Array, bias: Array, scale: float, splits:
 
 
 def update_pool(pool: Array, slots: Array, rows: Array) -> Array:
-    """The pool [rows, KV, D] with rows [T, KV, D] in places slots [T]; a row whose place is outside is dropped."""
+    """The pool [rows, KV, D] after rows [T, KV, D] are stored at slots [T].
+
+    A row whose slot is out of range is dropped.
+    """
     updated: Array = update_cache(pool.swapaxes(0, 1)[None], slots, rows.swapaxes(0, 1)[None])[0].swapaxes(0, 1)
     return updated
 
@@ -134,7 +140,7 @@ def attend_pool(
     scale: float,
     splits: int,
 ) -> Array:
-    """Attention of tokens of many sequences, each over splits of the keys that it reaches.
+    """Paged attention of tokens of many sequences, each over splits of the keys up to its own position.
 
     Shapes: q [T, H, D]; k [rows, KV, D]; v [rows, KV, Dv]; tables [S, blocks]; result [T, H, Dv].
 
@@ -154,7 +160,7 @@ def attend_pool(
 def accesses(
     step: int, from_mailbox: bool, to_mailbox: bool, exchanges: bool, mailboxes: int = 3
 ) -> Iterator[tuple[str, int]]:
-    """A block's accesses in a step to what the blocks share, each with the number of a mailbox or of a step.
+    """A block's accesses to shared state in one step, in order, as pairs of a kind and a mailbox or step number.
 
     Args:
         from_mailbox, to_mailbox: Whether a mailbox connects the step with the one before, and with the one after.

@@ -1,4 +1,4 @@
-"""Rule of attention: split over the keys for few queries, tiled for many, a plain kernel for the rest."""
+"""Rules of attention: split over the keys for few queries, tiled for many, a plain kernel for the rest."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Operands:
     """The views of a call: q [B, H, T, D], k [B, KV, S, D], v [B, KV, S, Dv], mask [B, H, T, S], out [B, H, T, Dv].
 
     Attributes:
-        problems: Pairs of a batch and a KV head.
+        problems: Number of problems: pairs of a batch and a KV head, whose queries attend to the same keys.
         rows: Queries of one problem.
     """
 
@@ -104,7 +104,7 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
-    """One block per query and `_SLICE` dimensions of its result."""
+    """The plain kernel: a block computes `_SLICE` dimensions of the result of one query."""
     value_width = operands.v.shape[3]
     width = min(value_width, _SLICE)
     blocks = operands.problems * operands.rows * groups(value_width, width)
@@ -123,7 +123,10 @@ def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
 
 
 def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
-    """Split-K: a block's warps divide the keys of 16 rows; several blocks do where one would leave the GPU idle."""
+    """Split-K kernels: a block's warps divide the keys of 16 rows.
+
+    Several blocks do if one would leave the GPU idle.
+    """
     batch, kv_heads, keys, width = operands.k.shape
     rows, value_width, out = operands.rows, operands.v.shape[3], {"out": operands.out}
     row_blocks = groups(rows, BLOCK_ROWS)
@@ -162,7 +165,10 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
 
 
 def _partial_sums(make: Specializer, call: KernelCall, shape: tuple[int, ...]) -> dict[str, View]:
-    """Results of blocks that attend to some of the keys each: sums [..., rows, splits, value width] and statistics."""
+    """Temporary buffers for blocks that attend to a part of the keys each, by name.
+
+    They hold sums [..., rows, splits, value width] and statistics [..., rows, splits, 2].
+    """
     sums, stats = (make.temporary(call.node, (*shape[:-1], width), "float32") for width in (shape[-1], 2))
     return {"sums": sums, "stats": stats}
 
@@ -184,21 +190,21 @@ def _combine(make: Specializer, call: KernelCall, parts: Mapping[str, View], out
 
 
 def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, stages: int = _STAGES) -> int:
-    """Bytes of `SplitMemory` in `attention_split.cuh`."""
+    """The size in bytes of the C struct `SplitMemory` in `attention_split.cuh`."""
     padded = groups(width, 32) * 32, groups(value_width, 64) * 64
     tiles = stages * BLOCK_KEYS * sum(padded) * 2
     return warps * max(tiles, found_memory(rows, value_width))
 
 
 def found_memory(rows: int, value_width: int) -> int:
-    """Bytes of `Found` there, a warp's partial result for the others to combine."""
+    """The size in bytes of the C struct `Found` there: a warp's partial result, which other warps combine."""
     return 4 * (2 * BLOCK_ROWS + min(rows, BLOCK_ROWS) * groups(value_width, 64) * 64)
 
 
 def _tiled(
     make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
 ) -> list[KernelCall]:
-    """Blocks of many rows that share tiles of keys."""
+    """The tiled kernel: each block computes many rows, whose warps share tiles of keys in shared memory."""
     shared = _tile_memory(operands.k.shape[3], operands.v.shape[3], tile_rows, tile_keys)
     calls, verdicts = _survey(make, call, operands, tile_rows, tile_keys)
     tiled = make.kernel(
@@ -221,7 +227,7 @@ def _tiled(
 
 
 def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
-    """Attention in tiles with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
+    """The tiled kernel with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
     held = groups(operands.k.shape[3], _SLAB) * _SLAB
     row_bytes = 2 * held
     shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
@@ -248,11 +254,10 @@ def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, til
 def _survey(
     make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
 ) -> tuple[list[KernelCall], View | None]:
-    """A kernel that classifies the mask's tiles (all masked, none masked, mixed), and the view of its result.
+    """The call that classifies the mask's tiles (all masked, none masked, mixed), and the view of its result.
 
-    Tiles without attended keys are skipped.
-
-    Layers with the same mask share one such kernel. Nothing where there is no mask, or no second tile.
+    Later kernels skip tiles that are all masked. Layers with the same mask share one result, so there may be no call;
+    and both are absent if there is no mask, or the keys fit in one tile.
     """
     mask, k, row_blocks = operands.mask, operands.k, groups(operands.rows, tile_rows)
     if mask is None or k.shape[2] <= tile_keys:
@@ -280,14 +285,17 @@ def _survey(
 
 
 def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -> int:
-    """Bytes of `Memory` in `attention_tiled.cu`."""
+    """The size in bytes of the C struct `Memory` in `attention_tiled.cu`."""
     key_row, value_row = (2 * (groups(each, 16) * 16 + 8) for each in (width, value_width))
     held_queries = tile_rows if tile_rows > _TILE_WARPS * BLOCK_ROWS else 1
     return 2 * tile_keys * (key_row + value_row) + held_queries * key_row
 
 
 def suits_tensor_cores(q: View, k: View, v: View) -> bool:
-    """Whether all have one 16-bit dtype, rows of whole 16-byte vectors, and a head dimension that fits registers."""
+    """Whether tensor cores can compute attention over these views.
+
+    All must have one 16-bit dtype, rows of whole 16-byte vectors, and a head dimension that fits the registers.
+    """
     alike = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
     widths = (q.shape[-1], v.shape[-1])
     pieces = all(width % 8 == 0 and width <= _WIDEST for width in widths)
@@ -295,12 +303,14 @@ def suits_tensor_cores(q: View, k: View, v: View) -> bool:
 
 
 def paged_attention(make: Specializer, call: KernelCall, written: View | None = None) -> list[KernelCall]:
-    """Tokens of one sequence in tiles of 16 rows or more; the keys split where that leaves multiprocessors idle.
+    """The calls of paged attention; a tile of rows consists of heads and of tokens of one sequence.
+
+    The keys are split among blocks if multiprocessors would be idle otherwise.
 
     Args:
-        written: The rows of the pool that the kernel right before this one writes. That kernel must not write what this
-            call reads besides q, k and v. With this, the first keys may be read while it still runs; where most tokens
-            are of prompts, and before Hopper, this kernel waits all the same.
+        written: The rows of the pool that the preceding kernel writes, if that kernel writes nothing else that this
+            call reads besides q, k and v. With this, the first keys may be read while that kernel still runs, except
+            before Hopper and if most tokens belong to prompts. None means to wait for that kernel.
     """
     q, k, v, tables, _, _ = call.inputs
     (out,) = call.outputs
@@ -355,7 +365,7 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
 
 
 def _paged_plain(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> KernelCall:
-    """One block per token, head and `_SLICE` dimensions of its result."""
+    """The plain kernel of paged attention: a block computes `_SLICE` dimensions of the result of one token and head."""
     (tokens, heads, value_width), (out,) = (*call.inputs[0].shape[:2], call.inputs[2].shape[2]), call.outputs
     width = min(value_width, _SLICE)
     return make.kernel(
@@ -371,7 +381,7 @@ def _paged_plain(make: Specializer, call: KernelCall, inputs: Mapping[str, View 
 
 
 def heads_together(heads: int, kv_heads: int) -> int:
-    """Number of heads of one KV head that are rows of one problem of paged attention."""
+    """Number of query heads that paged attention processes together, as rows of one tile; all use the same KV head."""
     per_kv_head = heads // kv_heads
     return next(size for size in range(min(per_kv_head, BLOCK_ROWS), 0, -1) if per_kv_head % size == 0)
 
@@ -379,17 +389,21 @@ def heads_together(heads: int, kv_heads: int) -> int:
 def _paged_tokens(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], constants: Mapping[str, int], head_groups: int
 ) -> KernelCall:
-    """A cluster of blocks for each tile, most of which have one token: its blocks share the tile's keys.
+    """The call of paged attention for decode, where most tiles have one token: a cluster of blocks shares its keys.
 
-    They are as many, and as large, as lets the most warps run at a time. In a long context, a sequence could keep the
-    others waiting, so at least two blocks share its keys.
+    The number and the size of the blocks are those that let the most warps run at a time. In a long context, at least
+    two blocks share the keys of a tile, since one long sequence could keep the others waiting.
     """
     q, v, tables = call.inputs[0], call.inputs[2], call.inputs[3]
     context, tiles = tables.shape[1] * call.params["block_size"], q.shape[0] * head_groups
     least = 2 if context > _LONG else 1
 
     def division(warps: int, resident: int) -> tuple[float, int, int, int]:
-        """Warps per tile, on average over the turns that all tiles take; splits, warps, resident blocks."""
+        """A division of each tile's keys among blocks of `warps` warps, `resident` of them per multiprocessor.
+
+        Returns:
+            The average number of warps per tile, which ranks divisions; blocks per tile; `warps`; `resident`.
+        """
         splits, most = 1, min(_MOST_SHARERS, groups(context, warps * BLOCK_KEYS))
         while 2 * splits <= most and (splits < least or tiles <= resident * CLUSTERS[2 * splits]):
             splits *= 2
@@ -408,7 +422,10 @@ def _paged_tokens(
 def _paged_pieces(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], constants: Mapping[str, int], head_groups: int
 ) -> KernelCall:
-    """A cluster of blocks for each tile with rows for all warps of a block, most of which are full."""
+    """The call of paged attention for prompts, whose tiles have rows for all warps of a block; most tiles are full.
+
+    A cluster of blocks shares the keys of a tile.
+    """
     q, v, tables = call.inputs[0], call.inputs[2], call.inputs[3]
     context, rows = tables.shape[1] * call.params["block_size"], _WARPS * BLOCK_ROWS
     full = groups(q.shape[0], constants["tile_tokens"])
@@ -432,7 +449,7 @@ def _paged_shared(
     shared: int,
     min_blocks: int,
 ) -> KernelCall:
-    """The kernel for clusters along the grid's third dimension."""
+    """The call of the paged kernel whose clusters of blocks lie along the grid's third dimension."""
     splits = grid[2]
     return make.kernel(
         call,
@@ -450,7 +467,7 @@ def _paged_shared(
 
 
 def _sharing_memory(q: View, v: View, warps: int, rows: int, stages: int) -> int:
-    """Bytes of `SplitMemory` and, at the most, of `Part` in `paged.cu`."""
+    """Bytes of shared memory for the C struct `SplitMemory`, and for the largest `Part`, in `paged.cu`."""
     return split_memory(BLOCK_ROWS, q.shape[2], v.shape[2], warps, stages) + 4 * rows * (2 + v.shape[2])
 
 

@@ -13,7 +13,7 @@ BYTE_PACKS = (16, 8, 4)  # the same of those over images in bytes
 
 
 def least_pack(dtype: str) -> int:
-    """The fewest channels that kernels for a dtype move at a time; they read a multiple of that."""
+    """The smallest pack of channels for a dtype: kernels read a multiple of this many channels."""
     return BYTE_PACKS[-1] if itemsize(dtype) == 1 else PACK
 
 
@@ -23,17 +23,17 @@ def channels_last(view: View) -> View:
 
 
 def is_packed(view: View, pack: int = PACK) -> bool:
-    """Whether channels of [N, C, H, W] are contiguous and can be accessed as aligned vectors of `pack`."""
+    """Whether channels of an image [N, C, H, W] are contiguous and can be accessed as aligned vectors of `pack`."""
     side_by_side = view.shape[1] == 1 or view.strides[1] == 1
     return side_by_side and view.shape[1] % pack == 0 and vector_width(channels_last(view)) >= pack
 
 
 def single_pixels(rows: View) -> View:
-    """[M, C] as [1, C, M, 1]."""
+    """A matrix [M, C] as an image [1, C, M, 1]."""
     (count, channels), (step, side) = rows.shape, rows.strides
     return replace(rows, shape=(1, channels, count, 1), strides=(count * step, side, step, step))
 
 
 def single_taps(weight: View) -> View:
-    """[N, C] as [N, C, 1, 1]."""
+    """A weight [N, C] as that of a 1 × 1 convolution, [N, C, 1, 1]."""
     return replace(weight, shape=(*weight.shape, 1, 1), strides=(*weight.strides, weight.strides[0], weight.strides[0]))

@@ -1,4 +1,4 @@
-"""Rules of what GPUs exchange, which NCCL does."""
+"""Rules of collective operations between GPUs, which NCCL executes."""
 
 from __future__ import annotations
 

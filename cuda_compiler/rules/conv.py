@@ -1,8 +1,8 @@
 """Rules of convolutions.
 
-A convolution over channels-last operands becomes a `ConvolutionLaunch`: the most promising kernel, what it computes,
-and alternative kernels. The runtime picks the fastest on its GPU, cuDNN included, which may be missing. That choice
-needs the GPU, so it is not made here.
+A convolution over channels-last operands becomes a `ConvolutionLaunch`: the most promising kernel, the convolution's
+definition, and alternative kernels. The runtime picks the fastest on its GPU among these and cuDNN, which may be
+missing. That choice needs the GPU, so it is not made here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def tuned(forms: Sequence[KernelCall], call: KernelCall) -> KernelCall:
-    """A convolution's kernels as one call, of which the runtime picks the fastest."""
+    """One call for a convolution that several kernels can compute; the runtime picks the fastest."""
     first, *others = forms
     launch = ConvolutionLaunch(
         kernel_launch_of(first),
@@ -68,7 +68,7 @@ def tuned(forms: Sequence[KernelCall], call: KernelCall) -> KernelCall:
 
 
 def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
-    """The kernels that can make a convolution, the most promising one first."""
+    """The calls of kernels that can compute a convolution, the most promising one first."""
     x, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
     images, channels, rows, columns = out.shape
@@ -96,7 +96,7 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
 
 
 def _tiled(make: Specializer, call: KernelCall, aligned: bool) -> Iterator[KernelCall]:
-    """Tilings of a convolution as a matrix product for each group, if its input channels are whole packs.
+    """The kernels that compute each group as a tiled matrix product; none unless its input channels are whole packs.
 
     Args:
         aligned: Whether bias, residual and output channels can be accessed as packs.
@@ -116,7 +116,10 @@ def _tiled(make: Specializer, call: KernelCall, aligned: bool) -> Iterator[Kerne
 
 
 def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
-    """Kernels for groups of few channels: a block makes a square of pixels of several groups."""
+    """The kernels for groups of few channels, whose blocks compute a square of pixels of several groups.
+
+    There are none for other convolutions.
+    """
     images, channels, rows, columns = call.outputs[0].shape
     _, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
     assert weight is not None and out is not None
@@ -153,7 +156,7 @@ def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
 
 
 def _group_bytes(call: KernelCall, packed: int, down: int, across: int) -> int:
-    """Shared memory of `conv_grouped`: the window of a block's pixels, and the factors of its groups."""
+    """Bytes of shared memory of `conv_grouped`: the input window of a block's pixels, and the weights of its groups."""
     weight = call.inputs[1]
     (stride, step), (reach, span) = call.params["stride"], call.params["dilation"]
     height = (down - 1) * stride + (weight.shape[2] - 1) * reach + 1
@@ -165,10 +168,10 @@ def _group_bytes(call: KernelCall, packed: int, down: int, across: int) -> int:
 
 
 def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
-    """A depthwise convolution by packs of channels and tiles of pixels.
+    """The call of a depthwise convolution, whose threads compute a pack of channels of a tile of pixels.
 
-    Both are the larger the more there is to do; large windows take fewer channels, since a thread has all products of a
-    tile's row in registers.
+    Packs and tiles are the larger the more there is to compute. Large windows take smaller packs, since a thread has
+    all products of a tile's row in registers.
     """
     images, channels, rows, columns = call.outputs[0].shape
     taps = call.inputs[1].shape[2] * call.inputs[1].shape[3]
@@ -207,10 +210,10 @@ class Tile:
     """The tiling of a convolution as an implicit matrix product.
 
     Attributes:
-        m, n: Pixels and channels of a tile, which a block makes with `warps_m` × `warps_n` warps.
+        m, n: Pixels and output channels of a tile, which a block computes with `warps_m` × `warps_n` warps.
         stages: Depth of the pipeline of asynchronous copies to shared memory.
-        splits: Split-K factor: blocks that divide the summation of one tile.
-        by_warpgroups: Four warps multiply 64 rows together, which only Hopper can.
+        splits: Split-K factor: number of blocks that divide the summation of one tile.
+        by_warpgroups: Whether groups of four warps multiply 64 rows together, which only Hopper can.
     """
 
     m: int
@@ -223,25 +226,25 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory for a step."""
+        """Bytes of shared memory for the operands of one step of the summation."""
         return (self.m + self.n) * ROW_BYTES
 
     @property
     def sum_bytes(self) -> int:
-        """Shared memory for the sums, whose rows are padded."""
+        """Bytes of shared memory for a tile's sums, whose rows are padded."""
         return 4 * self.m * (self.n + 4)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a kernel that puts sums where steps were."""
+        """Bytes of shared memory of a kernel whose sums reuse the memory of the steps."""
         return max(self.stages * self.stage_bytes, self.sum_bytes)
 
     def for_steps(self, steps: int) -> Tile:
-        """The tile with no more stages than a sum of `steps` steps can use."""
+        """The tile with no more stages than a summation of `steps` steps can use."""
         return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
     def blocks(self, pixels: int, channels: int, parts: int = 1) -> int:
-        """Number of tiles, whose channels are of one of `parts` groups each."""
+        """Number of tiles that cover all pixels and channels; a tile's channels belong to one of `parts` groups."""
         return groups(pixels, self.m) * groups(channels // parts, self.n) * parts
 
     def cost(self, pixels: int, channels: int, steps: int, shared: int, parts: int = 1) -> float:
@@ -275,7 +278,7 @@ class Tile:
         Args:
             functions: The kernel that multiplies by warps, and the one that does by warpgroups.
             shared: Bytes of shared memory.
-            inputs: Operands by name; by default the declaration's.
+            inputs: Operands by name; None means those of the kernel's declaration.
         """
         images, channels, rows, columns = call.outputs[0].shape
         shape = {name: getattr(self, name) for name in ("warps_m", "warps_n", "stages", "splits")}
@@ -322,7 +325,7 @@ def tiles(
     shared_bytes: Callable[[Tile], int],
     parts: int = 1,
 ) -> list[Tile]:
-    """The most promising tiles for [pixels, terms] times [terms, channels], in groups, on the target GPU.
+    """The most promising tiles for a product of [pixels, terms] and [terms, channels], in groups, on the target GPU.
 
     Args:
         row_bytes: Bytes of all terms of a row.
@@ -355,7 +358,7 @@ def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def packed_copy(make: Specializer, call: KernelCall, function: str) -> KernelCall:
-    """A copy to channels-last by a thread for each pack of channels."""
+    """The call of a copy to channels-last, in which each thread moves a pack of channels."""
     out = call.outputs[0]
     packs = BYTE_PACKS if itemsize(out.dtype) == 1 else (PACK,)
     pack = next(pack for pack in packs if is_packed(out, pack))
@@ -377,7 +380,7 @@ def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _squeeze_excite(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """A cluster of blocks for each image."""
+    """The call of squeeze-and-excitation, with a cluster of blocks for each image."""
     x, squeeze, *others = call.inputs
     squeeze_bias = others.pop(0) if call.params["squeeze_bias"] else None
     excite, excite_bias = others.pop(0), others[0] if call.params["excite_bias"] else None

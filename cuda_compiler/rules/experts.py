@@ -1,4 +1,4 @@
-"""Rules of products by experts."""
+"""Rules of mixture-of-experts products, whose tokens choose their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with the norm before them and the gate behind them, as in the feed-forward part of a language model."""
+"""Matrix products fused with the norm before and the gate after them, as in a language model's feed-forward part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ GATED = {
 
 
 def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> KernelCall | None:
-    """The product with its gate as one call, where `call` multiplies the activated first half with the second one.
+    """The product fused with its gate: `call` multiplies the product's activated first half with its second half.
+
+    None unless `call` is such a gate and the only reader of the product, which has no activation or residual of its
+    own.
 
     Args:
         readers: Buffer → how many operands of calls and program outputs read it.
@@ -55,11 +58,11 @@ def reads_halves(call: KernelCall, product: View) -> bool:
 def template_operands(
     call: KernelCall, inputs: Mapping[str, View | None], norm: KernelCall | None
 ) -> tuple[dict[str, View | None], dict[str, bool | int | float]]:
-    """The inputs of a product's template and the constants that say what it takes along.
+    """The inputs of a product's template, and the constants that say which norm and gate it applies.
 
     Args:
-        inputs: The product's, by name.
-        norm: The RMSNorm that makes x, without an offset to its gains; the product takes its place.
+        inputs: The product's inputs by name.
+        norm: The RMSNorm that computes x, without an offset to its gains, for the kernel to apply; None for none.
     """
     x, gain = inputs["x"], None
     if norm is not None:

@@ -30,7 +30,7 @@ _MEAN_LANES = 8
 
 
 def _tiled(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """A convolution over operands that `passes/integers.py` has packed."""
+    """The calls of an integer convolution on tensor cores, over operands that `passes/integers.py` has packed."""
     x, weight, scales, factors, *rest = call.inputs
     named = {"x": x, "weight": weight, "scales": scales, "factors": factors}
     inputs: dict[str, View | None] = {
@@ -49,7 +49,7 @@ def _tiled(make: Specializer, call: KernelCall) -> list[KernelCall]:
     steps = groups(row_bytes, 128)
 
     def ring_bytes(tile: Tile) -> int:
-        """Bytes of shared memory for copies of steps; partial sums lie there afterwards if blocks share a sum."""
+        """Bytes of shared memory for copies of steps; partial sums reuse it afterwards if blocks share a sum."""
         ring = min(tile.stages, steps) * tile.stage_bytes  # without clusters, one block makes all steps
         return max(ring, tile.sum_bytes) if tile.splits > 1 else ring
 
@@ -73,7 +73,7 @@ def _tiled(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _convolve(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """A convolution for which tensor cores have no use."""
+    """The calls of an integer convolution that does not use tensor cores."""
     x, weight, _, zeros, _, residual, out = KERNELS[CONVOLUTION].bind(call)
     assert x is not None and weight is not None and out is not None
     is_depthwise = call.params["groups"] == out.shape[1] == x.shape[1] and zeros is None

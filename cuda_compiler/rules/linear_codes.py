@@ -1,4 +1,7 @@
-"""Products of many rows and a weight in bytes by warpgroups, bound by the tensor cores; with what follows them."""
+"""Products of many rows of bytes and a weight of bytes by warpgroups, bound by the tensor cores.
+
+The kernels also apply scales, bias, residual and gate.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ class _Tiling:
 
     Attributes:
         weight_rows: Rows of the weight in a tile.
-        stages: Steps that the ring has room for.
+        stages: Number of steps of the summation that the ring in shared memory has room for.
         shared: Bytes of shared memory.
-        blocks: Number of blocks that go through all tiles.
+        blocks: Number of blocks, which process all tiles in turn.
     """
 
     weight_rows: int
@@ -47,7 +50,7 @@ class _Tiling:
 
 
 def suits_linear_codes(make: Specializer, call: KernelCall) -> bool:
-    """Whether a product of bytes is one that this kernel makes, with its scales and all that follows it."""
+    """Whether this kernel can compute a product of bytes with its scales and its whole epilogue."""
     inputs, out = operands(call), call.outputs[0]
     # The sums of float8 are the tensor cores' own, which are not exact enough for a result in float16.
     dtypes = ("bfloat16",) if CODE_FORMATS[call.params["codes"]].is_float else HALF_DTYPES
@@ -73,13 +76,15 @@ def linear_codes(
     out: View,
     function: str = "",
 ) -> KernelCall:
-    """A product for which `suits_linear_codes` holds.
+    """The call of the kernel for a product of bytes for which `suits_linear_codes` holds.
 
     Args:
-        rows: Codes [m, k].
-        scales: Scales of the rows [m] and of the columns.
+        rows: Quantized rows of x, [m, k].
+        scales: Scales of the rows [m] and of the columns [n].
         inputs: The weight's codes (`data`), bias, residual.
-        function: C of `float made(float a, float b)` of the halves of the product's columns; empty where there is none.
+        out: The result.
+        function: C definition of `float made(float a, float b)`, which joins the two halves of the product's columns;
+            empty for none.
     """
     data, residual = inputs["data"], inputs["residual"]
     (m, k), n = rows.shape, out.shape[1]
@@ -125,7 +130,7 @@ def linear_codes(
 
 @cache
 def _tiling(m: int, n: int, k: int, is_made: bool, shared_memory: int) -> _Tiling | None:
-    """The tiling with which the busiest block is done first, if there is one that fits."""
+    """The tiling whose busiest block finishes first; None if none fits in shared memory."""
     best, least = None, math.inf
     for weight_rows in _WEIGHT_ROWS:
         width = weight_rows // 2 if is_made else weight_rows

@@ -1,4 +1,7 @@
-"""Products of 9 to 64 rows by warpgroups, bound by reading their weight; with the gate behind, and often the norm."""
+"""Products of 9 to 64 rows by warpgroups, bound by reading their weight.
+
+The kernels also compute the norm before and the gate after the product.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,9 @@ class WarpgroupDivision:
     """The division of a product among blocks, as `templates/matmul/linear_wgmma.cu` describes it.
 
     Attributes:
-        splits, clusters: Blocks of a cluster, and the number of clusters.
-        width: Columns of the result that a cluster has.
-        stages: Steps that the ring has room for.
+        splits, clusters: Number of blocks per cluster, and of clusters.
+        width: Columns of the result that a cluster computes.
+        stages: Number of steps of the summation that the ring in shared memory has room for.
         shared: Bytes of shared memory of a block.
         resident: Blocks that a multiprocessor has room for: with two, those of the next kernel can begin.
     """
@@ -52,7 +55,11 @@ class WarpgroupDivision:
 
 
 def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> bool:
-    """Whether a product is one that this kernel makes faster than others, by its operands' names."""
+    """Whether this kernel can compute a product, and is expected to be the fastest for its size.
+
+    Args:
+        inputs: The product's operands by name.
+    """
     x, weight = (inputs.get(name) for name in ("x", "weight"))
     if x is None or weight is None or not make.gpu.has_warpgroups or x.dtype not in HALF_DTYPES:
         return False
@@ -76,11 +83,12 @@ def _division(make: Specializer, call: KernelCall) -> WarpgroupDivision | None:
 def warpgroup_product(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], norm: KernelCall | None = None
 ) -> KernelCall:
-    """A product for which `suits_warpgroups` holds.
+    """The call of the kernel for a product for which `suits_warpgroups` holds.
 
     Args:
         inputs: x, the weight, bias, residual.
-        norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
+        norm: The bfloat16 RMSNorm that computes x, without an offset to its gains, for the kernel to apply; None for
+            none.
     """
     division, weight = _division(make, call), inputs["weight"]
     assert division is not None and weight is not None
@@ -111,12 +119,15 @@ def warpgroup_product(
 
 @cache
 def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> WarpgroupDivision | None:
-    """The division in which a block reads the least, if there is one; of equal ones, that with room for two blocks."""
+    """The division in which a block reads the fewest bytes; None if none fits.
+
+    Of equal ones, one is chosen of which two blocks fit on a multiprocessor.
+    """
     return min(_divisions(m, n, k, gated, shared_memory), key=lambda division: division[0], default=(0, None))[1]
 
 
 def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Iterator[tuple[int, WarpgroupDivision]]:
-    """All divisions that fit, and for each how many bytes a block could read while it lasts."""
+    """All divisions that fit, each after its cost: the bytes that a block could read in the time that it runs."""
     unit, parts = (4, 2) if gated else (8, 1)
     steps, held = groups(k, _SLABS * _SLAB_TERMS), 8 * groups(m, 8)
     for splits in CLUSTERS:

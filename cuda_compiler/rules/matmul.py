@@ -34,10 +34,10 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
 def many_rows(
     make: Specializer, call: KernelCall, a: View, b: View, bias: View | None, residual: View | None
 ) -> list[KernelCall]:
-    """out = act(a · b + bias) + residual by cuBLASLt, with a kernel for the epilogue where cuBLASLt lacks it.
+    """The calls for act(a · b + bias) + residual by cuBLASLt, with a second kernel for an epilogue that cuBLASLt lacks.
 
-    The product between the two is float32, so that the result is rounded once; but where only a 16-bit activation is
-    missing, it is rounded before it too, as PyTorch does, which spares most of the memory traffic.
+    Between the two kernels the product is float32, so that the result is rounded once. Only if nothing but a 16-bit
+    activation is missing is it rounded before it too, as PyTorch does, which saves most of the memory traffic.
     """
     out, activation = call.outputs[0], call.params["activation"]
     if gemm(call, a, b, out) is None:
@@ -58,12 +58,15 @@ def many_rows(
 
 
 def cublas_activates(activation: str, dtype: str) -> bool:
-    """Whether cuBLASLt has an activation; the error of its tanh is about 1e-6, which only a 16-bit result hides."""
+    """Whether cuBLASLt's epilogue has an activation.
+
+    The error of its tanh is about 1e-6, which only a 16-bit result hides.
+    """
     return activation == "relu" or activation == "gelu_tanh" and dtype != "float32"
 
 
 def operands(call: KernelCall) -> dict[str, View | None]:
-    """The inputs by name; a gated product has no residual."""
+    """A product's inputs by name; `residual` is None for a gated product, which has none."""
     decl = KERNELS[call.kernel]
     bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
     return {**bound, "residual": bound.get("residual")}
@@ -98,7 +101,7 @@ def _matvec(
 def _matvec_along_terms(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View, gated: bool
 ) -> KernelCall:
-    """One warp per output column, or several where that would not saturate memory bandwidth."""
+    """The call of a kernel with one warp per output column, or several if one would not saturate memory bandwidth."""
     n, k = call.params["n"], call.params["k"]
     pack = min(vector_width(weight), vector_width(x), 16 // itemsize(weight.dtype))
     packs = groups(k, pack)
@@ -121,10 +124,10 @@ def _matvec_along_terms(
 
 
 def matvec_splits(teams: int, packs: int) -> int:
-    """Number of warps that share the terms of a result, so that there are enough warps to saturate memory bandwidth.
+    """Number of warps that divide the terms of one result, so that there are enough warps to saturate memory bandwidth.
 
     Args:
-        teams: Number of groups of such warps.
+        teams: Number of such groups of warps.
         packs: Vector accesses that the terms of a result take.
     """
     splits = 1
@@ -180,10 +183,10 @@ def epilogue(
     out: View,
     scales: tuple[View, View] | None = None,
 ) -> KernelCall:
-    """out = act(product + bias) + residual.
+    """The call of a kernel for out = act(product + bias) + residual.
 
     Args:
-        scales: Factors of the product's rows and columns, float32 [m] and [n], applied first.
+        scales: Float32 factors of the product's rows [m] and columns [n], applied first; None for none.
     """
     row_scales, column_scales = scales or (None, None)
     views = [view for view in (product, column_scales, bias, residual, out) if view is not None]
@@ -221,10 +224,10 @@ def gemm(
     residual: View | None = None,
     activation: str = "none",
 ) -> KernelCall | None:
-    """out[…, M, N] = act(alpha · a[…, M, K] · b[…, K, N] + residual[…, M, N] + bias[N]) as a cuBLASLt call.
+    """The cuBLASLt call for out[…, M, N] = act(alpha · a[…, M, K] · b[…, K, N] + residual[…, M, N] + bias[N]).
 
-    None where cuBLASLt does not take the operands: rows or columns of a matrix must be contiguous and, where there is
-    an epilogue, aligned and a whole number of vectors wide; addends must have the result's dtype.
+    None if cuBLASLt does not take the operands: rows or columns of a matrix must be contiguous and, if there is an
+    epilogue, aligned and a whole number of vectors wide; bias and residual must have the result's dtype.
     """
     has_epilogue = bias is not None or residual is not None or activation != "none"
     beneath = out if residual is None else residual
@@ -267,7 +270,7 @@ def gemm(
 
 
 def _fits_gemm(a: View, b: View, out: View, bias: View | None, residual: View | None) -> bool:
-    """Whether cuBLASLt takes the dtypes of a product's operands, and its bias runs along rows."""
+    """Whether cuBLASLt takes the dtypes of a product's operands, and the bias is one value per column."""
     floats = a.dtype == b.dtype and is_float(a.dtype) and out.dtype in (a.dtype, "float32")
     addends = all(view is None or view.dtype == out.dtype for view in (bias, residual))
     along_rows = bias is None or (_leading(out) is not None and _leading(bias.unsqueeze(0)) is not None)
@@ -275,16 +278,16 @@ def _fits_gemm(a: View, b: View, out: View, bias: View | None, residual: View | 
 
 
 def _fits_epilogue(a: View, b: View, beneath: View, out: View) -> bool:
-    """Whether cuBLASLt adds to a product of these operands: all rows are whole aligned vectors.
+    """Whether cuBLASLt adds bias and residual before rounding: all rows of the operands are whole aligned vectors.
 
-    Otherwise it rounds the product before it adds both bias and residual.
+    Otherwise it rounds the product before it adds them.
     """
     whole = out.shape[-1] * itemsize(out.dtype) % 16 == 0
     return whole and all(_is_aligned(view) for view in (a, b, beneath, out))
 
 
 def _is_aligned(matrix: View) -> bool:
-    """Whether each row, or each column, begins at a multiple of 16 bytes."""
+    """Whether every row of a matrix, or every column, begins at a multiple of 16 bytes."""
     return max(map(vector_width, (matrix, matrix.transpose(-1, -2)))) * itemsize(matrix.dtype) >= 16
 
 

@@ -52,7 +52,11 @@ def _vectors(make: Specializer, call: KernelCall, threads: int, width: int) -> K
 
 
 def transposing_copy(make: Specializer, call: KernelCall) -> KernelCall | None:
-    """A copy between two orders of memory, by squares; None where one dimension lies side by side on both sides."""
+    """The call of a copy between two orders of memory, by square tiles in shared memory.
+
+    None if a plain copy is as fast: for few elements, or if one dimension is contiguous in both; or if the copy
+    converts.
+    """
     (x,), (out,) = call.inputs, call.outputs
     if x.dtype != out.dtype or itemsize(x.dtype) > 4 or x.numel < _FEW:
         return None
@@ -84,7 +88,7 @@ def transposing_copy(make: Specializer, call: KernelCall) -> KernelCall | None:
 
 
 def _side_by_side(view: View) -> int:
-    """Elements of the last dimension per vector access, which divide its size."""
+    """Elements per vector access along the last dimension: a divisor of its size, at most 16 bytes."""
     width = min(vector_width(view), 16 // itemsize(view.dtype))
     while view.shape[-1] % width:
         width //= 2
@@ -92,7 +96,7 @@ def _side_by_side(view: View) -> int:
 
 
 def _common_vector(*views: View) -> int:
-    """Elements of the last dimension per vector access that all views allow."""
+    """Elements per vector access along the last dimension that all views allow, at most 16 bytes."""
     width = min(16 // max(itemsize(view.dtype) for view in views), *map(vector_width, views))
     while views[0].shape[-1] % width:
         width //= 2

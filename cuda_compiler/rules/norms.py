@@ -61,7 +61,10 @@ def _group_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _group_norm_by_pixels(make: Specializer, call: KernelCall, x: View, out: View, threads: int) -> list[KernelCall]:
-    """Channels-last images in chunks of pixels: one kernel for the chunks' means and squares, one that applies them."""
+    """The calls of a group norm of channels-last images, in chunks of pixels.
+
+    One kernel computes the means and squares of the chunks, another one applies them.
+    """
     images, _, pixels = x.shape
     _, weight, bias, _ = KERNELS[call.kernel].bind(call)
     chunks = max(1, min(groups(_FILLING_CHUNKS, images), groups(pixels, _CHUNK_PIXELS), _MOST_CHUNKS))
@@ -82,7 +85,10 @@ def _group_norm_by_pixels(make: Specializer, call: KernelCall, x: View, out: Vie
 
 
 def _group_norm_by_channels(make: Specializer, call: KernelCall) -> KernelCall:
-    """A vector access must not cross from one spatial row into the next, so its width divides the innermost size."""
+    """The call of a group norm of row-major images.
+
+    A vector access must not cross from one spatial row into the next, so its width divides the innermost size.
+    """
     x, out = call.inputs[0], call.outputs[0]
     spatial = numel(x.shape[2:])
     flat = [_spatial_merged(view) for view in (x, out)]

@@ -31,7 +31,7 @@ def _upsample(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def per_pack(make: Specializer, call: KernelCall, file: str, function: str) -> list[KernelCall]:
-    """A call whose threads make a pack of channels of an output pixel each."""
+    """The call of a kernel whose threads compute a pack of channels of one output pixel each."""
     out = call.outputs[0]
     pack = channel_pack(*call.inputs, out)
     while pack > 1 and out.numel // pack < _FULL:
@@ -42,13 +42,13 @@ def per_pack(make: Specializer, call: KernelCall, file: str, function: str) -> l
 
 
 def _max_pool_index(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """A thread makes one index."""
+    """The call of a kernel whose threads compute one index of a maximum each."""
     grid = (groups(call.outputs[0].numel, _THREADS), 1, 1)
     return [make.kernel(call, "conv/pool.cu", grid=grid, block=(_THREADS, 1, 1), constants={"pack": 1})]
 
 
 def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """Several lanes of a warp share each window: 8 with vectors of channels, else all 32."""
+    """The call of adaptive pooling: lanes of a warp share each window, 8 with vectors of channels, else all 32."""
     images, channels, rows, columns = call.outputs[0].shape
     pack = channel_pack(*call.inputs, *call.outputs)
     walkers = 8 if pack > 1 else WARP

@@ -1,4 +1,7 @@
-"""Rules of weights in few bits: kernels of our own for up to some hundred rows, else widened weights and cuBLASLt."""
+"""Rules of quantized weights.
+
+Products of up to some hundred rows run on our own kernels; for more rows, the weight is dequantized for cuBLASLt.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,14 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
 
 
 def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> list[KernelCall]:
-    """A product with a weight in few bits whose `x` may be another one than the call's.
+    """The calls of a product with a quantized weight, whose operands may differ from the call's.
 
     Args:
         inputs: The views by the names of the declaration's operands; None for one that the call lacks.
         gated: Whether the weight holds the rows of a gate, then those of what it multiplies; for one row of x only.
 
     Returns:
-        One kernel; or, for many rows, one that widens the weight and those of the dense product.
+        One call; or, for many rows, one that dequantizes the weight and those of the dense product.
     """
     x = inputs["x"]
     assert x is not None
@@ -65,7 +68,7 @@ def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], 
 
 
 def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> KernelCall:
-    """One warp per result or two, or several where that would not saturate memory bandwidth."""
+    """The call of a kernel with a warp for one or two results, or several warps if memory would not be saturated."""
     n, k = call.params["n"], call.params["k"]
     pack = code_pack(call)
     loads = n * groups(k, pack * WARP)  # of a warp, in all
@@ -91,7 +94,7 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
 
 
 def _suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None) -> bool:
-    """Whether codes can be operands of tensor cores, and that is fastest: few rows, a scale for 32 terms or more."""
+    """Whether tensor cores are the fastest for a product of codes: few rows, and a scale for at least 32 terms."""
     assert data is not None
     params = call.params
     fewest, most = _TILED_ROWS[CODE_FORMATS[params["codes"]].bits]
@@ -107,7 +110,10 @@ def _suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None
 
 
 def _tiles(make: Specializer, call: KernelCall, inputs: dict[str, View | None]) -> KernelCall:
-    """A product by tiles of rows and columns, whose terms the blocks of a cluster share where there are few tiles."""
+    """The call of a product by tiles of rows and columns.
+
+    With few tiles, the blocks of a cluster divide a tile's terms.
+    """
     m, n, k = (call.params[name] for name in "mnk")
     step = CODE_FORMATS[call.params["codes"]].per_byte * _STEP_BYTES
     tile_m = next(rows for rows in (16, 32, 64) if m <= rows or rows == 64)
@@ -166,7 +172,7 @@ def _embedding(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def code_pack(call: KernelCall) -> int:
-    """Elements that a lane takes at a time: up to 16 bytes of codes, and within a group where those of a byte are."""
+    """Elements of the weight that a lane reads at a time, within one quantization group: up to 16 bytes of codes."""
     data = next(view for view in call.inputs if view.dtype == "uint8")
     codes_per_byte = CODE_FORMATS[call.params["codes"]].per_byte
     pack = vector_width(data) * codes_per_byte

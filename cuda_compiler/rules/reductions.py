@@ -20,7 +20,7 @@ _CHUNKS = 128  # blocks per long row
 
 @dataclass(frozen=True)
 class _Extreme:
-    """The element that a reduction looks for, the least or the greatest, and whether its result is the index."""
+    """The kind of an extremum: the minimum or the maximum, and whether the result is its index."""
 
     least: bool
     wants_index: bool
@@ -35,7 +35,10 @@ _EXTREMES = {
 
 
 def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """One team of warps per output element. Dimensions are merged where possible, so that more calls share a kernel."""
+    """The call of a reduction, with one team of warps per output element.
+
+    Dimensions are merged where possible, so that more calls share a kernel.
+    """
     x, out = call.inputs[0], call.outputs[0]
     kept = x.rank - call.params["reduce_dims"]
     sizes, (x_steps, out_steps) = collapse(x.shape[:kept], x.strides[:kept], out.strides)
@@ -54,7 +57,10 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _extreme_of_long_rows(make: Specializer, call: KernelCall, extreme: _Extreme, pack: int) -> KernelCall:
-    """Several blocks per row, since one would leave the rest of the GPU idle; the last of a row to finish combines."""
+    """The call of an extremum with several blocks per row, since one would leave the rest of the GPU idle.
+
+    The block of a row that finishes last combines their results.
+    """
     (x,), (out,) = call.inputs, call.outputs
     x = x if x.rank == 2 else replace(x, shape=(1, *x.shape), strides=(0, *x.strides))
     rows, width = x.shape

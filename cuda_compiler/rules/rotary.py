@@ -1,4 +1,4 @@
-"""Rule of rotary embedding, alone or with the update of the KV cache behind it."""
+"""Rule of rotary embedding, alone or fused with the update of the KV cache that follows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rotary_kernel(
     outputs: Mapping[str, View],
     constants: Mapping[str, int],
 ) -> KernelCall:
-    """A kernel over the pairs of `x`; the index tensor, if there is one, is not accessed as vectors."""
+    """The call of a rotary kernel, whose threads process pairs of `x`; an index tensor is not accessed as vectors."""
     pack = shared_pack(view for name, view in (*inputs.items(), *outputs.items()) if name != "index")
     pairs = inputs["x"].shape[-1] // 2
     while pairs % pack:
@@ -60,7 +60,7 @@ def shown_heads(view: View, whole: View) -> range | None:
 
 
 def by_heads(view: View) -> View:
-    """[rows, heads, width], as a pool has them, as [images, heads, rows, width]; any other view as it is."""
+    """A view [rows, heads, width] of a paged pool as [1, heads, rows, width]; a view of another rank as it is."""
     return view.transpose(0, 1).unsqueeze(0) if view.rank == 3 else view
 
 

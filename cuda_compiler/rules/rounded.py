@@ -1,4 +1,4 @@
-"""Products whose rows are rounded first: of bytes on the tensor cores, else of the floats that the bytes stand for."""
+"""Products whose rows are quantized first: of bytes on the tensor cores, or of the floats that the bytes stand for."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _FEWEST_ROWS = 17  # of a product of int8 by cuBLASLt
 
 
 class RoundedForm(NamedTuple):
-    """The form in which a product reads its rounded rows.
+    """The form in which a product reads its quantized rows.
 
     Attributes:
         codes: Format that rows are rounded to, one of `ROW_FORMATS`.
-        dtype: `uint8` for the codes, which have a scale for each row; else that of the floats that these stand for.
+        dtype: `uint8` if the product reads the codes, with a scale for each row; else the dtype of the floats that the
+            codes stand for.
     """
 
     codes: str
@@ -38,14 +39,14 @@ class RoundedForm(NamedTuple):
 
 
 class RoundedRows(NamedTuple):
-    """Rounded rows [m, k], and a scale [m] for each where they are codes."""
+    """Quantized rows [m, k]; and a scale for each row [m] if they are codes, else None."""
 
     rows: View
     scales: View | None
 
 
 class UnscaledProduct(NamedTuple):
-    """A product [m, n] of codes before it is multiplied with scales of rows [m] and of columns [n]."""
+    """A product [m, n] of codes before it is multiplied by the scales of its rows [m] and its columns [n]."""
 
     out: View
     row_scales: View
@@ -54,16 +55,20 @@ class UnscaledProduct(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrigin:
-    """The computation of the rows [m, k] that are rounded; each step's result has the dtype `stored`.
+    """The computation of the rows [m, k] that are to be rounded, in the order of the attributes.
+
+    Each step's result has the dtype `stored`.
 
     Attributes:
-        x: The rows, or what they are made of.
-        row_scales, column_scales: Of x, where it is a product without its scales; the rows' are also those of `other`.
-        residual: Added to such a product.
-        total: The view in which the sum is stored.
-        function: C of an element-wise `float made(float a, float b)` of x and `other`; empty where there is none.
-        other, other_scales: Its second operand, and the scales of its columns, as for x.
-        weight, eps, weight_offset: Of the RMSNorm of the result; `eps` is None where there is none.
+        x: The rows, or the operand that they are computed from.
+        row_scales, column_scales: Scales of x if it is an unscaled product, else None. The row scales apply to `other`
+            too.
+        residual: Addend of an unscaled product x; None for none.
+        total: The view in which that sum is stored; None if nothing else reads it.
+        function: C definition of an element-wise `float made(float a, float b)` of x and `other`; empty for none.
+        other, other_scales: The function's second operand and the scales of its columns; None for none.
+        weight, eps, weight_offset: Parameters of the RMSNorm of the result; `eps` is None if there is no norm, `weight`
+            if the norm has no gains.
     """
 
     x: View
@@ -81,7 +86,10 @@ class RowOrigin:
 
 
 def wanted_form(call: KernelCall, gpu: GPU) -> RoundedForm | None:
-    """The form in which a call reads its rounded rows on this GPU; None where it rounds none."""
+    """The form in which a call reads its rounded rows on this GPU.
+
+    None if the call is no product that rounds its rows.
+    """
     if call.kernel not in RULES:
         return None
     codes = call.params["activations"]
@@ -91,7 +99,7 @@ def wanted_form(call: KernelCall, gpu: GPU) -> RoundedForm | None:
 
 
 def _multiplies_bytes(call: KernelCall, gpu: GPU) -> bool:
-    """Whether the codes are multiplied as they are: those of the weight have one scale for each row."""
+    """Whether the GPU multiplies the codes as they are: x and weight have one format, and each weight row one scale."""
     params, inputs, out = call.params, operands(call), call.outputs[0]
     data, scales = inputs["data"], inputs["scales"]
     assert data is not None and scales is not None
@@ -105,12 +113,12 @@ def _multiplies_bytes(call: KernelCall, gpu: GPU) -> bool:
 
 
 def scales_products(make: Specializer, call: KernelCall) -> bool:
-    """Whether cuBLASLt can multiply a product of codes with scales by row and column."""
+    """Whether cuBLASLt can multiply a product of codes by the scales of its rows and columns."""
     return CODE_FORMATS[call.params["codes"]].is_float and make.gpu.scales_products
 
 
 def row_teams(origin: RowOrigin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
-    """Constants, grid and block of the call that rounds rows, and whether its threads hold all of a row."""
+    """The constants, and the grid and block, of the call that rounds rows; and whether its threads hold a whole row."""
     views = (origin.x, origin.other, origin.residual, origin.total, origin.weight, out)
     pack = shared_pack(view for view in views if view is not None)
     for scales in (origin.column_scales, origin.other_scales):
@@ -123,17 +131,17 @@ def row_teams(origin: RowOrigin, out: View) -> tuple[dict[str, bool | int | floa
 
 
 def can_hold(rows: View) -> bool:
-    """Whether the threads that round rows hold all of a row, as a norm needs it."""
+    """Whether the threads that round rows hold a whole row in registers, as a fused norm needs."""
     return row_teams(RowOrigin(rows, rows.dtype), replace(rows, dtype="uint8"))[2]
 
 
 def round_rows(
     make: Specializer, call: KernelCall, form: RoundedForm, origin: RowOrigin
 ) -> tuple[KernelCall, RoundedRows]:
-    """The call that rounds rows, and where it stores them.
+    """The call that rounds rows, and the buffers in which it stores them.
 
     Args:
-        call: A call whose work it does besides, for reports.
+        call: The call that the rounding replaces or belongs to, for reports.
     """
     rows, width = origin.x.shape
     out = make.temporary(call.node, (rows, width), form.dtype)
@@ -171,12 +179,15 @@ def round_rows(
 
 
 def keep_rounded(make: Specializer, subject: View, form: RoundedForm, rounded: RoundedRows) -> None:
-    """Keep rounded rows, without scales, until `subject` is written: `_linear` finds them where they are floats."""
+    """Cache rounded rows until `subject` is written, so that `_linear` finds those that are floats."""
     make.cache((subject, form), rounded.rows)
 
 
 def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
-    """A product of the floats that codes stand for. Those of codes are made before, with all calls in sight."""
+    """The calls of a product of the floats that codes stand for, after the rounding of its rows if that is not cached.
+
+    Products of codes do not come here: `passes/rounded_rows.py` expands them, with all calls in sight.
+    """
     inputs, form = operands(call), wanted_form(call, make.gpu)
     x = inputs["x"]
     assert x is not None and form is not None and form.dtype != "uint8"
@@ -189,7 +200,10 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
 
 
 def product_of_codes(make: Specializer, call: KernelCall, rounded: RoundedRows) -> list[KernelCall]:
-    """act((rows · weightᵀ) · scales + bias) + residual: our kernel, or cuBLASLt and an epilogue for what it lacks."""
+    """The calls for act((rows · weightᵀ) · scales + bias) + residual over codes.
+
+    They are one kernel of ours, or cuBLASLt and an epilogue for what it lacks.
+    """
     inputs, out, activation = operands(call), call.outputs[0], call.params["activation"]
     bias, residual = inputs["bias"], inputs["residual"]
     if suits_linear_codes(make, call):
@@ -207,10 +221,12 @@ def product_of_codes(make: Specializer, call: KernelCall, rounded: RoundedRows) 
 
 
 def joined_product(make: Specializer, call: KernelCall, rounded: RoundedRows, function: str, out: View) -> KernelCall:
-    """A product of codes whose columns `function` joins in pairs, such as gate and up; see `suits_linear_codes`.
+    """The call of a product of codes whose columns `function` joins in pairs, such as gate and up.
+
+    `suits_linear_codes` must hold for the call.
 
     Args:
-        function: C of `float made(float a, float b)`.
+        function: C definition of `float made(float a, float b)`.
         out: The result, in the product's dtype.
     """
     return linear_codes(make, call, rounded.rows, _scales(call, rounded), operands(call), out, function)
@@ -219,7 +235,7 @@ def joined_product(make: Specializer, call: KernelCall, rounded: RoundedRows, fu
 def unscaled_product(
     make: Specializer, call: KernelCall, rounded: RoundedRows, dtype: str
 ) -> tuple[KernelCall, UnscaledProduct]:
-    """rows · weightᵀ of codes in a buffer of its own, and no more; in int32 for integers, else in `dtype`."""
+    """The call for rows · weightᵀ of codes, and its result in a new buffer: int32 for integers, else `dtype`."""
     kind = dtype if CODE_FORMATS[call.params["codes"]].is_float else "int32"
     out = make.temporary(call.node, call.outputs[0].shape, kind)
     return _gemm(call, rounded.rows, out), UnscaledProduct(out, *_scales(call, rounded))
@@ -232,7 +248,7 @@ def _scales(call: KernelCall, rounded: RoundedRows) -> tuple[View, View]:
 
 
 def _fits(view: View, out: View) -> bool:
-    """Whether cuBLASLt can add a view to the result, or store it there."""
+    """Whether cuBLASLt can add a view to the result, or write the result there: it is aligned and has that dtype."""
     return view.dtype == out.dtype and vector_width(view) * itemsize(view.dtype) >= _UNIT
 
 

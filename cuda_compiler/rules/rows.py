@@ -36,7 +36,10 @@ def teams_for(rows: int, items: int) -> tuple[dict[str, bool | int | float], Siz
 
 
 def small_teams_for(rows: int, items: int) -> tuple[dict[str, bool | int | float], Size3, Size3]:
-    """Constants, grid and block for teams that may be parts of a warp; with many rows, lanes hold several items."""
+    """Constants, grid and block of a kernel whose teams may be parts of a warp.
+
+    With many rows, lanes hold several items.
+    """
     held = next((held for held in (4, 2) if rows * items >= held * _BUSY), 1)
     lanes = 1
     while lanes < groups(items, held):

@@ -31,7 +31,7 @@ def _argsort(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _radix_sort(make: Specializer, call: KernelCall, rows: int, width: int) -> list[KernelCall]:
-    """Two kernels per digit: one counts, the other moves keys and indices from one pair of buffers to another."""
+    """The calls of a radix sort, two per digit: one counts, the other moves keys and indices to other buffers."""
     (x,), (out,) = call.inputs, call.outputs
     tiles = groups(width, _TILE)
     counts = make.temporary(out.buffer, (rows, tiles, 2**_DIGIT_BITS), "int32")

@@ -1,4 +1,7 @@
-"""Products of up to 16 rows on tensor cores, bound by reading their weight; with the norm before, the gate behind."""
+"""Products of up to 16 rows on tensor cores, bound by reading their weight.
+
+The kernels also compute the norm before and the gate after the product.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,11 @@ class WarpDivision:
     """The division of a product among blocks and warps, as `templates/matmul/streamed.cu` describes it.
 
     Attributes:
-        tile_m: Rows of x, rounded up to those of whole fragments.
-        warps, shared: Of a block; bytes of shared memory.
-        splits, clusters: Blocks of a cluster, and the number of clusters.
-        pieces: Number of pieces of 32 terms, of each row of x, that a warp holds.
-        stages: Units of the weight that the ring has room for.
+        tile_m: Rows of x, rounded up to whole tensor core fragments.
+        warps, shared: Warps per block, and bytes of shared memory.
+        splits, clusters: Number of blocks per cluster, and of clusters.
+        pieces: Number of pieces (32 terms of each row of x) that a warp holds in registers.
+        stages: Number of units (rows of the weight) that the ring in shared memory has room for.
     """
 
     tile_m: int
@@ -53,7 +56,11 @@ class WarpDivision:
 
 
 def suits_streaming(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> bool:
-    """Whether a product is one that this kernel makes faster than others, by its operands' names."""
+    """Whether this kernel can compute a product, and is expected to be the fastest for its size.
+
+    Args:
+        inputs: The product's operands by name.
+    """
     x, weight, data = (inputs.get(name) for name in ("x", "weight", "data"))
     m, n, k = (call.params[name] for name in "mnk")
     if (
@@ -91,11 +98,12 @@ def _division(make: Specializer, call: KernelCall, inputs: Mapping[str, View | N
 def streamed_product(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], norm: KernelCall | None = None
 ) -> KernelCall:
-    """A product for which `suits_streaming` holds.
+    """The call of the kernel for a product for which `suits_streaming` holds.
 
     Args:
-        inputs: x, the weight or its codes and what belongs to them, bias, residual.
-        norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
+        inputs: x, the weight or its codes, scales and offsets, bias, residual.
+        norm: The bfloat16 RMSNorm that computes x, without an offset to its gains, for the kernel to apply; None for
+            none.
     """
     division = _division(make, call, inputs)
     assert division is not None
@@ -130,7 +138,7 @@ def streamed_product(
 
 
 def _scaled_pieces(call: KernelCall, division: WarpDivision) -> int:
-    """Number of pieces of a warp's terms that have one scale, wherever they begin."""
+    """Number of consecutive pieces of a warp's terms that always share one scale."""
     if call.params["groups"] == 1:
         return division.pieces
     pieces = groups(call.params["k"], _PIECE_TERMS)
@@ -141,11 +149,11 @@ def _scaled_pieces(call: KernelCall, division: WarpDivision) -> int:
 def divided(
     m: int, n: int, k: int, gated: bool, shared_memory: int, bits: int = 16, sides: tuple[int, ...] = ()
 ) -> WarpDivision | None:
-    """The first division that fits the registers and half of the shared memory, or else all of that.
+    """The first division of which two blocks fit on a multiprocessor, or else the first that fits; None if none does.
 
     Args:
         bits: Bits of an element of the weight.
-        sides: Bytes of a row's scales and of its offsets, which a unit has of whole rows.
+        sides: Bytes of a whole row's scales and of its offsets, for a quantized weight.
     """
     units, pieces = groups(n, _UNIT_ROWS), groups(k, _PIECE_TERMS)
     tile_m = groups(m, _FRAGMENT_ROWS) * _FRAGMENT_ROWS

@@ -53,10 +53,10 @@ RULES = _joined(
 
 
 def expand(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """The calls of specialized kernels that do what an op-level call does.
+    """The calls of specialized kernels that replace an op-level call.
 
     Raises:
-        NPUError: there is no rule for its kernel.
+        NPUError: there is no rule for the call's kernel.
     """
     if call.kernel not in RULES:
         raise NPUError(f"the CUDA target has no template for kernel '{call.kernel}' (node '{call.node}')")

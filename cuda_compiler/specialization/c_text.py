@@ -31,7 +31,7 @@ def specialized(
     outputs: Mapping[str, View | None],
     constants: Mapping[str, bool | int | float],
 ) -> str:
-    """The definitions that a template refers to: a struct per operand, the call's parameters, further constants."""
+    """The C definitions that a template refers to: a struct per operand, the call's parameters, further constants."""
     return "\n".join(
         [
             *(_operand_struct(name, view) for name, view in (*inputs.items(), *outputs.items())),
@@ -46,7 +46,7 @@ def specialized(
 
 
 def index_type(views: list[View]) -> str:
-    """The declaration of `index_t`, wide enough for every element of every view."""
+    """The C declaration of `index_t`, wide enough to index every element of every view."""
     extent = max((_extent(view) for view in views), default=0)
     return f"typedef {'unsigned' if extent < 2**31 else 'unsigned long long'} index_t;\n"
 
@@ -57,7 +57,7 @@ def _extent(view: View) -> int:
 
 
 def offset_text(view: View, index: str) -> str:
-    """A C expression for the offset of the element with row-major number `index`."""
+    """A C expression for the offset in memory of the element of a view with row-major number `index`."""
     if view.numel == 0:
         return "0"
     sizes, (strides,) = collapse(view.shape, view.strides)
@@ -82,7 +82,7 @@ def float_text(value: float) -> str:
 
 
 def int_text(value: int) -> str:
-    """An int literal; INT_MIN, which has none in C, as an expression."""
+    """A C literal of an int32; for the least one, which has no literal, an expression."""
     value = as_int32(value)
     return f"({value + 1} - 1)" if value == -(2**31) else str(value)
 
@@ -141,19 +141,19 @@ _NEAR = {
 
 
 def expression(op: Elementwise, rounds: bool) -> str:
-    """The C expression of an element-wise op.
+    """The C expression of an element-wise op, faster and less exact if the result is rounded to 16 bits.
 
     Args:
-        rounds: The result is rounded to 16 bits.
+        rounds: Whether the result is rounded to 16 bits.
     """
     return _NEAR.get(op.name, op.expr) if rounds else op.expr
 
 
 def _parameters(fields: Mapping[str, str], params: Mapping[str, Any], rounds: bool) -> str:
-    """The declared parameters in namespace `param`, and the activations as functions.
+    """The C definitions of a call's parameters, in namespace `param`, and of its activations as functions.
 
     Args:
-        rounds: The results are rounded to 16 bits.
+        rounds: Whether the results are rounded to 16 bits.
     """
     lines = [line for name, fmt in fields.items() for line in _parameter(name, fmt, params)]
     text = "namespace param {\n" + "".join(f"{line}\n" for line in lines) + "}\n"
@@ -206,10 +206,10 @@ def kernel_signature(
     cluster: int,
     maps: Sequence[str],
 ) -> str:
-    """The macros with which a template starts its kernel.
+    """The C macros with which a template begins its kernel.
 
-    `KERNEL` waits for the preceding kernel at once; under `WAITING_KERNEL` the template itself calls `begin_in_turn`
-    when it needs that kernel's results, and it has the maps of operands.
+    A kernel that begins with `KERNEL` waits for the preceding kernel at once. One that begins with `WAITING_KERNEL`
+    calls `begin_in_turn` when it needs that kernel's results, and has parameters for tensor maps.
     """
     arguments: dict[str, str] = {}
     for side, const in ((inputs, "const "), (outputs, "")):

@@ -1,4 +1,4 @@
-"""`GPU`: the GPU that kernels are generated for; and CUDA's limits."""
+"""The GPU that kernels are generated for, and limits of CUDA."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class GPU:
     Attributes:
         capability: Compute capability as CUDA writes it: 90 is 9.0.
         shared_memory: Bytes of shared memory per block.
-        has_scaled_gemm: cuBLASLt is new enough to multiply float8 with scales by row and column: CUDA 12.9 and later.
-        reaches_peers: The GPUs of a group reach each other's memory, so kernels can exchange values themselves.
-        phase_clocks: Resident kernels record what each multiprocessor does when, which a profiler's trace shows.
+        has_scaled_gemm: Whether cuBLASLt can scale float8 products by row and column: CUDA 12.9 and later.
+        reaches_peers: Whether the GPUs of a group reach each other's memory, so that kernels can exchange values.
+        phase_clocks: Whether resident kernels record when each multiprocessor does what, for a profiler's trace.
     """
 
     capability: int = _HOPPER
@@ -41,12 +41,12 @@ class GPU:
 
     @property
     def has_warpgroups(self) -> bool:
-        """Whether four warps can multiply matrices together (`wgmma`), which later architectures lack again."""
+        """Whether four warps can multiply matrices together (`wgmma`), which only Hopper can."""
         return self.capability == _HOPPER
 
     @property
     def has_clusters(self) -> bool:
-        """Whether blocks form clusters, which share their memory."""
+        """Whether blocks can form clusters, whose blocks reach each other's shared memory."""
         return self.capability >= _HOPPER
 
     @property
@@ -66,5 +66,5 @@ class GPU:
 
     @property
     def scales_products(self) -> bool:
-        """Whether cuBLASLt multiplies float8 with scales by row and column."""
+        """Whether cuBLASLt can multiply a float8 product by scales of its rows and columns on this GPU."""
         return self.has_scaled_gemm and self.capability == _HOPPER

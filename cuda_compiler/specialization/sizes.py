@@ -15,7 +15,7 @@ WIDEST_VECTOR = 16  # elements
 
 
 def groups(count: int, size: int) -> int:
-    """Number of groups of `size` that hold `count` items; at least one."""
+    """Number of groups of `size` that hold `count` items: the quotient rounded up, at least one."""
     return max(1, -(-count // size))
 
 

@@ -20,10 +20,11 @@ from npu_compiler.program.views import View, contiguous_strides
 
 @dataclass(frozen=True)
 class _Template:
-    """A kernel's template and what decides its text besides the call's operands and parameters.
+    """A kernel's template, and what its text depends on besides the call's operands and parameters.
 
     Attributes:
-        shape: Threads per block, minimum of blocks per multiprocessor, size of the cluster, and operands with maps.
+        shape: Threads per block, minimum of blocks per multiprocessor, size of the cluster, and operands with tensor
+            maps.
     """
 
     file: str
@@ -52,28 +53,34 @@ class Specializer:
     _cached: dict[tuple[View, Hashable], View] = field(default_factory=dict)
 
     def never_written(self, view: View) -> bool:
-        """Whether no kernel ever writes a view's buffer."""
+        """Whether a view's buffer holds a weight or a constant, which no kernel writes."""
         buffer = self.buffers.get(view.buffer)
         return buffer is not None and buffer.kind in ("weight", "constant")
 
     def temporary(self, stem: str, shape: tuple[int, ...], dtype: str) -> View:
-        """A row-major arena buffer for a value between two kernels of one call."""
+        """A view of a new row-major arena buffer, for a value that passes from one kernel of a call to another."""
         return self._buffer(stem, "arena", shape, dtype)
 
     def cached(self, subject: tuple[View, Hashable]) -> View | None:
-        """The result that `cache` kept for a subject, if it is still valid."""
+        """The result that `cache` stored for a subject.
+
+        None if there is none, or the subject's buffer was written since.
+        """
         return self._cached.get(subject)
 
     def cache(self, subject: tuple[View, Hashable], result: View) -> None:
-        """Keep the view with a call's result about another view, for later calls, until that view is written."""
+        """Store `result`, computed from the view in `subject`, for later calls until that view's buffer is written.
+
+        A subject is that view and a key that says what was computed.
+        """
         self._cached[subject] = result
 
     def invalidate(self, written: Collection[str]) -> None:
-        """Drop the cached results about buffers that are written."""
+        """Drop the cached results whose subjects are views of buffers in `written`."""
         self._cached = {subject: result for subject, result in self._cached.items() if subject[0].buffer not in written}
 
     def counters(self, stem: str, count: int = 1) -> View:
-        """Persistent int32 counters: 0 when the program is loaded, kept from run to run."""
+        """A view of new persistent int32 memory: 0 when the program is loaded, kept from run to run."""
         return self._buffer(stem, "persistent", (count,), "int32")
 
     def _buffer(self, stem: str, kind: BufferKind, shape: tuple[int, ...], dtype: str) -> View:
@@ -104,17 +111,19 @@ class Specializer:
 
         Args:
             file: File in `templates`; its part for `function` is used.
-            grid, block: In blocks and threads; a grid of 0 becomes 1, so templates check their bounds.
+            grid, block: Number of blocks and of threads per block; a grid of 0 becomes 1, so templates check their
+                bounds.
             shared: Bytes of dynamic shared memory.
-            function: The kernel's name; by default the call's.
-            inputs, outputs: Operand name → view, None for an absent optional one; by default the declaration's.
+            function: The kernel's name; None means the call's.
+            inputs, outputs: Operand name → view, None for an absent optional one; None means the declaration's
+                operands.
             constants: Further `constexpr`s, by name.
             definitions: Further C that the template expects, such as a function.
             min_blocks: Minimum of resident blocks per multiprocessor, which limits the registers per thread. At 1 the
                 compiler prefers more threads to more loads in flight.
             cluster: Size of the thread block cluster along z (distributed shared memory), on GPUs that have clusters.
-            maps: Operand name → rows of the boxes of it that the kernel copies, for which it has a parameter
-                `<name>_map` behind all operands.
+            maps: Operand name → rows per box of its tensor map, which becomes a kernel parameter `<name>_map` after all
+                operands.
         """
         function = function or call.kernel
         if inputs is None or outputs is None:
@@ -149,7 +158,7 @@ class Specializer:
         inputs: Mapping[str, View | None],
         outputs: Mapping[str, View | None],
     ) -> str:
-        """The name of the source of a template's kernel for a call's operands and parameters."""
+        """Add the specialized source of a template's kernel to `sources`, and return its name."""
         shared = shared_buffers(inputs, outputs)
         geometry = [
             (name, view and (view.shape, view.strides, vector_width(view), view.dtype, view.buffer in shared))

@@ -20,7 +20,11 @@ def template_text(file: str) -> str:
 
 @cache
 def kernel_text(file: str, function: str) -> str:
-    """The text of one kernel of a template: everything before the first `#kernel` line, and the parts that name it."""
+    """The text of one kernel of a template: everything before the first `#kernel` line, and the parts that name it.
+
+    Raises:
+        NPUError: no part names it.
+    """
     head, *parts = template_text(file).split("\n#kernel ")
     chosen = [rest for names, _, rest in (part.partition("\n") for part in parts) if function in names.split()]
     if parts and not chosen:

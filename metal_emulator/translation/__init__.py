@@ -1,4 +1,4 @@
-"""Metal source as C++."""
+"""Translates Metal source to C++."""
 
 from metal_emulator.translation.kernels import Argument, FunctionConstant, KernelInfo
 from metal_emulator.translation.mutants import Mutant

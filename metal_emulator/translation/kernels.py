@@ -1,4 +1,4 @@
-"""Kernels: their arguments, the function constants, and the entries that bind them."""
+"""Kernels of a source: their arguments, function constants, and the C++ entry points that bind them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Argument:
         kind: `buffer`, `threadgroup` or `builtin`.
         index: Buffer or threadgroup index, -1 for a builtin.
         address_space: `device`, `constant`, `threadgroup`, or "" for a builtin.
-        constant: The function constant without which the argument does not exist.
+        constant: The function constant that has to be true for the argument to exist; None if it always exists.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class FunctionConstant:
-    """A `[[function_constant(index)]]`."""
+    """A constant declared with `[[function_constant(index)]]`, whose value is set when a function is specialized."""
 
     name: str
     index: int
@@ -62,7 +62,7 @@ class FunctionConstant:
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """A kernel's arguments, and what it or a function it calls may use.
+    """A kernel's arguments, and the features that it or a function it calls may use.
 
     Attributes:
         used_constants: Names of function constants.
@@ -77,7 +77,7 @@ class KernelInfo:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A kernel's parameter: what it is, and the expression that makes it from `launch` and `thread`."""
+    """A kernel's parameter: its `Argument`, and the C++ expression that computes it from `launch` and `thread`."""
 
     argument: Argument
     value: str
@@ -100,14 +100,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Constants:
-    """The function constants of a source, and (name, value) of the constants that are computed from them."""
+    """The function constants of a source, and (name, expression) of the constants that are computed from them."""
 
     declared: tuple[FunctionConstant, ...]
     derived: tuple[tuple[str, str], ...]
 
 
 def take_constants(source: Source, items: Sequence[Item], attributes: Attributes) -> Constants:
-    """Function constants become variables; so do the constants at program scope that depend on them."""
+    """Rewrite function constants, and constants at program scope that depend on them, as variables; return both."""
     declared = tuple(
         _function_constant(source, item, index, int(attribute[2].text, 0))
         for item in items
@@ -144,7 +144,7 @@ def _function_constant(source: Source, item: Item, name: int, number: int) -> Fu
 
 
 def find_kernels(source: Source, items: Sequence[Item]) -> list[Kernel]:
-    """The kernels of a source, those that an instantiation with a `host_name` makes included."""
+    """The kernels of a source, including those that a template instantiation with a `host_name` defines."""
     kernels, templates = [], {}
     for item in items:
         marks = [i for i in range(item.start, item.end) if source.text(i) == "kernel" and _is_mark(source, i)]
@@ -165,7 +165,10 @@ def _is_mark(source: Source, index: int) -> bool:
 
 
 def _instance(source: Source, item: Item, templates: Mapping[str, Item]) -> Kernel:
-    """Read an instance of a kernel template: `template [[host_name("name")]] kernel void function<arguments>(…);`."""
+    """The kernel that a template instantiation defines.
+
+    It reads `template [[host_name("name")]] kernel void function<arguments>(…);`.
+    """
     names = [token.text[1:-1] for token in source.tokens[item.start : item.end] if token.kind == "string"]
     angle = next((i for i in range(item.start, item.end) if source.text(i) == "<"), item.end)
     if not names or angle == item.end or item.declares not in templates:
@@ -175,7 +178,7 @@ def _instance(source: Source, item: Item, templates: Mapping[str, Item]) -> Kern
 
 
 def read_parameters(source: Source, kernel: Kernel, attributes: Attributes) -> list[Parameter]:
-    """A kernel's parameters, after their types were rewritten; an instantiation's text is no longer needed then."""
+    """A kernel's parameters, to be read after their types were rewritten; removes the text of an instantiation."""
     result: list[Parameter] = []
     own, declared = parameters(source, kernel.item), parameters(source, kernel.declaration)
     for place, declaration in zip(own, declared, strict=True):
@@ -219,7 +222,7 @@ def _read_parameter(
 def describe(
     kernel: Kernel, bound: Sequence[Parameter], items: Sequence[Item], constants: Sequence[FunctionConstant]
 ) -> KernelInfo:
-    """Return the facts about a kernel that a pipeline needs."""
+    """The facts about a kernel that a pipeline needs."""
     names_in: dict[str, set[str]] = {}
     for item in items:
         names_in.setdefault(item.declares, set()).update(item.names)
@@ -237,7 +240,7 @@ def describe(
 
 
 def entries(kernels: Sequence[tuple[Kernel, Sequence[Parameter]]], constants: Constants) -> str:
-    """Return C++ source of the symbols that the loader looks up: kernel entries and setters of function constants."""
+    """C++ source of the symbols that the loader looks up: kernel entries and setters of function constants."""
     lines = ['\n# 1 "entries"']
     for index, (kernel, bound) in enumerate(kernels):
         values = ", ".join(parameter.value for parameter in bound)

@@ -1,4 +1,4 @@
-"""Address spaces: pointer types, threadgroup variables, and the accesses that go through them."""
+"""Address spaces: translates pointer types, threadgroup variables, and the accesses that go through them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPACES = ("device", "constant", "threadgroup", "thread")
 
 
 def rewrite_address_spaces(source: Source, items: Sequence[Item]) -> None:
-    """Make pointers `…_pointer<T>`, references plain ones, and threadgroup variables arrays of the group."""
+    """Rewrite pointers as `…_pointer<T>`, references as plain ones, and threadgroup variables as arrays."""
     for item in items:
         arrays = count()
         for index in range(item.start, item.end):
@@ -93,7 +93,7 @@ def _declare_arrays(source: Source, first: int, name: int, kind: str, arrays: It
 
 
 def _mark_scalar(source: Source, start: int, end: int, name: str) -> None:
-    """Rewrite the uses of a threadgroup variable that is no array as `name[0]`: it is declared as an array of one."""
+    """Rewrite the uses of a scalar threadgroup variable as `name[0]`, since it is declared as an array."""
     for index in range(start, end):
         token = source.tokens[index]
         if token.text == name and source.text(index - 1) not in (".", "->", "::"):

@@ -1,4 +1,4 @@
-"""Mutation schemata: every barrier and bounds guard can be switched off at run time."""
+"""Mutation schemata: compiles a switch for every barrier and bounds guard, by which it can be disabled at run time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Mutant:
 
     Attributes:
         kind: `barrier` or `guard`.
-        function: The function that it stands in.
+        function: The function that contains it.
         text: The barrier call, or the comparison.
         file: The name that the source's #line directives give the file.
     """
@@ -36,11 +36,12 @@ class Mutant:
 def add_mutants(source: Source, items: Sequence[Item], not_guards: frozenset[tuple[str, int]]) -> tuple[Mutant, ...]:
     """Give every barrier and bounds guard a switch that turns it off; return these mutants, numbered from 1.
 
-    A guard is a comparison of indices in the condition of an `if` or a `?`. Switched off, it is as if the guard were
-    not there: true where it lets a thread go on (`i < n`), false where it makes one leave (`if (i >= n) return;`).
+    A guard is a comparison of indices in the condition of an `if` or a `?`. Switched off, it has a constant value, as
+    if there were no guard: true if it lets a thread continue (`i < n`), false if it makes one leave (`if (i >= n)
+    return;`).
 
     Args:
-        not_guards: (file, line) of lines whose comparisons are none.
+        not_guards: (file, line) of lines whose comparisons are no guards.
     """
     mutation = _Mutation(source, not_guards)
     for item in items:
@@ -87,6 +88,7 @@ class _Mutation:
         """Add the guards of the condition [start, end).
 
         Args:
+            floats: Names of floating-point values, whose comparisons are no guards.
             joined_by: The operator that joins this part of the condition to others.
             leaves: Whether a thread for which the condition holds leaves the function or loop.
         """
@@ -110,7 +112,7 @@ class _Mutation:
         self.add(item, start, end - 1, "guard", macro)
 
     def bounds_index(self, start: int, end: int, floats: frozenset[str]) -> bool:
-        """Whether a comparison is one of integers, and not marked as something else."""
+        """Whether the comparison in [start, end) compares integers, and is not marked as no guard."""
         for index in range(start, end):
             token = self.source.tokens[index]
             if (token.file, token.line) in self.not_guards:
@@ -124,7 +126,7 @@ class _Mutation:
 
 
 def _leaves(source: Source, index: int) -> bool:
-    """Whether the statement at `index` only leaves the function or loop."""
+    """Whether the statement at `index` consists of one `return`, `continue` or `break`."""
     if source.text(index) == "{":
         inside = [source.text(i) for i in range(index + 1, source.tokens[index].partner)]
         return inside[:1] in (["return"], ["continue"], ["break"]) and inside.count(";") == 1
@@ -132,7 +134,7 @@ def _leaves(source: Source, index: int) -> bool:
 
 
 def _top_level(source: Source, start: int, end: int) -> Iterator[int]:
-    """Indices in [start, end) that are inside no bracket, template brackets included."""
+    """Indices of the tokens in [start, end) that are inside no bracket, template brackets included."""
     index = start
     while index < end:
         if source.text(index) in ("(", "["):
@@ -150,7 +152,7 @@ def _opens_template(source: Source, index: int, end: int) -> bool:
 
 
 def _shared_floats(source: Source, items: Sequence[Item]) -> frozenset[str]:
-    """Functions that return floating-point values and members that hold them."""
+    """Names in all of a source that stand for floating-point values: functions, and members of structs."""
     names = {"float", "half", "bfloat", "compute_t"}
     for item in items:
         floats, _ = _declared(source, item)
@@ -160,7 +162,7 @@ def _shared_floats(source: Source, items: Sequence[Item]) -> frozenset[str]:
 
 
 def _declared(source: Source, item: Item) -> tuple[frozenset[str], frozenset[str]]:
-    """(names declared with a floating-point type alone, names declared with another) in an item."""
+    """Two sets of names declared in an item: those with a floating-point type only, and those with another type."""
     floats: set[str] = set()
     others: set[str] = set()
     for index in range(item.start + 1, item.end):

@@ -1,4 +1,4 @@
-"""Program scope: attributes, and the declarations that a source is made of."""
+"""Program scope: reads the attributes of a source, and splits it into declarations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Item:
     """A declaration at program scope: tokens [start, end).
 
     Attributes:
-        names: All names in it.
+        names: All names that occur in it.
         declares: The name of the function, type or constant that it declares; "" for anything else.
     """
 
@@ -27,7 +27,7 @@ class Item:
 
 
 def take_attributes(source: Source) -> Attributes:
-    """Blanks every `[[…]]`; the attributes by the index of the token before the first of them."""
+    """Blank every `[[…]]`; return the attributes by the index of the token before the first of them."""
     attributes: Attributes = {}
     index, owner = 0, -1
     while index < len(source.tokens):
@@ -92,7 +92,7 @@ def _item(source: Source, start: int, end: int) -> Item:
 
 
 def parameters(source: Source, item: Item) -> list[tuple[int, int]]:
-    """Token ranges of a function's parameters, attributes left out."""
+    """The token ranges [start, end) of a function's parameters, without their attributes."""
     opening = next(
         i
         for i in range(item.start, item.end)
@@ -116,7 +116,7 @@ def parameters(source: Source, item: Item) -> list[tuple[int, int]]:
 
 
 def _split(tokens: list[Token]) -> list[list[Token]]:
-    """The attributes of one `[[…]]`."""
+    """The attributes within one `[[…]]`, each as a list of tokens."""
     parts: list[list[Token]] = [[]]
     depth = 0
     for token in tokens:

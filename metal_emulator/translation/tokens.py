@@ -1,4 +1,4 @@
-"""Tokens of Metal source, and finding one's way among them."""
+"""Tokens of Metal source, and methods to find related tokens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MARKER = re.compile(r'#(?:line)?\s+(\d+)(?:\s+"([^"]*)")?')
 
 
 class TranslationError(Exception):
-    """Source that the emulator does not understand; the message starts with file and line."""
+    """An error for source that the emulator does not support; the message starts with file and line."""
 
 
 @dataclass(eq=False)
 class Token:
-    """A token: what it reads in the source, and what is written in its place."""
+    """A token: its text in the source, and the text that is written in its place."""
 
     kind: str
     text: str
@@ -44,13 +44,16 @@ class Token:
         return f"{self.before}{self.prefix}{self.output}{self.suffix}"
 
     def wrap(self, last: Token, opening: str, closing: str) -> None:
-        """Put text around the tokens from this one to `last`, outside text that was put there before."""
+        """Put text around the tokens from this one to `last`, outside of text that an earlier call put there."""
         self.prefix = opening + self.prefix
         last.suffix += closing
 
 
 def tokenize(text: str, file: str = "program_source") -> tuple[list[Token], str]:
-    """Tokens of preprocessed text, each with the white space and line markers before it; and what follows the last."""
+    """The tokens of preprocessed text, each with the white space and line markers before it.
+
+    They are followed by the text after the last token.
+    """
     tokens: list[Token] = []
     before, line, position = "", 1, 0
     while position < len(text):
@@ -91,38 +94,41 @@ class Source:
         self.tokens, self.rest = tokenize(text)
 
     def emit(self) -> str:
-        """The source as it is written now."""
+        """The rewritten source."""
         return "".join(token.emit() for token in self.tokens) + self.rest
 
     def error(self, index: int, message: str) -> TranslationError:
-        """An error at a token, to raise."""
+        """An error that names the file and line of a token, for the caller to raise."""
         token = self.tokens[min(index, len(self.tokens) - 1)]
         return TranslationError(f"{token.file}:{token.line}: error: {message}")
 
     def text(self, index: int) -> str:
-        """The token's text; "" outside the source."""
+        """The text of the token at `index`; "" outside the source."""
         return self.tokens[index].text if 0 <= index < len(self.tokens) else ""
 
     def is_name(self, index: int) -> bool:
         return 0 <= index < len(self.tokens) and self.tokens[index].kind == "name"
 
     def joined(self, start: int, end: int) -> str:
-        """The tokens' output on one line."""
+        """The rewritten text of the tokens [start, end), on one line."""
         return " ".join(f"{token.prefix}{token.output}{token.suffix}" for token in self.tokens[start:end]).strip()
 
     def original(self, start: int, end: int) -> str:
-        """The tokens as they stand in the source, on one line."""
+        """The original text of the tokens [start, end), on one line."""
         first, *others = self.tokens[start:end]
         return first.text + "".join((" " if token.before else "") + token.text for token in others)
 
     def blank(self, start: int, end: int, replacement: str = "") -> None:
-        """Write `replacement` in place of the tokens [start, end); line numbers stay."""
+        """Write `replacement` in place of the tokens [start, end), without a change of line numbers."""
         for token in self.tokens[start:end]:
             token.output = ""
         self.tokens[start].output = replacement
 
     def closing_angle(self, index: int) -> int:
-        """The index of the token that closes the template bracket at `index`; `index` itself if none does."""
+        """The index of the token that closes the template bracket at `index`.
+
+        `index` itself if `<` is no bracket there.
+        """
         depth, at = 0, index
         while at < len(self.tokens):
             text = self.text(at)
@@ -140,7 +146,7 @@ class Source:
         return index
 
     def parse_type(self, index: int) -> tuple[str, bool, int]:
-        """(type without const, whether it is const, index after it)."""
+        """The type that starts at `index`: its text without const, whether it is const, and the index after it."""
         words: list[str] = []
         is_const = False
         while True:
@@ -165,19 +171,19 @@ class Source:
                 return " ".join(words), is_const, index
 
     def after_dimensions(self, index: int) -> int:
-        """The index behind the `[…]` groups that start at `index`."""
+        """The index after the array dimensions `[…]` that start at `index`."""
         while self.text(index) == "[" and not self.tokens[index].in_attribute:
             index = self.tokens[index].partner + 1
         return index
 
     def scope_end(self, index: int) -> int:
-        """Return the index of the brace that closes the innermost block around `index`."""
+        """The index of the brace that closes the innermost block around `index`."""
         while index < len(self.tokens) and not (self.text(index) == "}" and self.tokens[index].partner < index):
             index = self.tokens[index].partner + 1 if self.text(index) in ("(", "[", "{") else index + 1
         return index
 
     def is_prefix(self, index: int) -> bool:
-        """Whether the operator at `index` has no operand on its left."""
+        """Whether the operator at `index` is a prefix operator: there is no operand on its left."""
         previous = self.tokens[index - 1] if index else None
         if previous is None or previous.text in ("return", "else", "case"):
             return True
@@ -187,7 +193,7 @@ class Source:
         return self.text(index) in KEYWORDS
 
     def postfix_end(self, index: int) -> int:
-        """Return the end of the postfix expression that starts at `index`; `index` if none starts there."""
+        """The index after the postfix expression that starts at `index`; `index` if none starts there."""
         if not self.is_name(index) and self.text(index) != "(":
             return index
         index = index + 1 if self.is_name(index) else self.tokens[index].partner + 1
@@ -201,7 +207,7 @@ class Source:
                 return index
 
     def postfix_start(self, end: int) -> int:
-        """Return the start of the postfix expression that ends before `end`."""
+        """The index at which the postfix expression that ends before `end` starts."""
         index = end - 1
         while True:
             text = self.text(index)
@@ -218,7 +224,7 @@ class Source:
             return index
 
     def statement_start(self, index: int) -> int:
-        """Return the start of the left-hand side of the assignment at `index`."""
+        """The index at which the left-hand side of the assignment at `index` starts."""
         at = index - 1
         while at >= 0:
             text = self.text(at)
@@ -234,7 +240,7 @@ class Source:
         return 0
 
     def condition_start(self, index: int) -> int:
-        """Return the start of the condition of the `?` at `index`."""
+        """The index at which the condition of the `?` at `index` starts."""
         at = index - 1
         while at >= 0:
             text = self.text(at)

@@ -1,7 +1,8 @@
-"""Rewrites preprocessed Metal source as C++, token by token, so that every line stays where it was.
+"""Rewrites preprocessed Metal source as C++, token by token, so that every line keeps its number.
 
 Address spaces become pointer types, threadgroup variables become arrays of the threadgroup, writes through pointers
-become calls that the runtime can check, attributes go, and every kernel gets an entry that binds its arguments.
+become calls that the runtime can check, attributes are removed, and every kernel gets an entry that binds its
+arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FLOAT = re.compile(r"(?i)(?:\d+\.\d*|\.\d+|\d+(?=e))(?:e[+-]?\d+)?")
 
 @dataclass(frozen=True)
 class Translation:
-    """C++ source, and what it holds."""
+    """The C++ source, and the kernels, function constants and mutants that it contains."""
 
     source: str
     kernels: tuple[KernelInfo, ...]
@@ -38,7 +39,7 @@ class Translation:
     mutants: tuple[Mutant, ...]
 
     def metadata(self) -> str:
-        """Everything but the source, as JSON."""
+        """Everything but the source, as JSON text."""
         return json.dumps(
             {
                 "kernels": [asdict(kernel) for kernel in self.kernels],
@@ -49,13 +50,13 @@ class Translation:
 
 
 def translate(preprocessed: str, not_guards: frozenset[tuple[str, int]] = frozenset()) -> Translation:
-    """C++ for Metal source that the preprocessor has been through.
+    """The C++ translation of preprocessed Metal source.
 
     Args:
         not_guards: (file, line) of lines whose comparisons are no bounds guards.
 
     Raises:
-        TranslationError: Something that Metal does not have, or that the emulator does not support.
+        TranslationError: Source that Metal does not have, or that the emulator does not support.
     """
     source = Source(preprocessed)
     rewrite_numbers(source)
@@ -74,7 +75,7 @@ def translate(preprocessed: str, not_guards: frozenset[tuple[str, int]] = frozen
 
 
 def rewrite_numbers(source: Source) -> None:
-    """Floating-point literals are float, or half with an `h`."""
+    """Rewrite floating-point literals as float, or as half if they end with `h`."""
     for index, token in enumerate(source.tokens):
         if token.kind == "name" and token.text == "double":
             raise source.error(index, "Metal has no type 'double'")

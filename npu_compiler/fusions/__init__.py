@@ -1,1 +1,1 @@
-"""The fusions, a family a file: pattern, rewrite and `Fusion` together. `fusion_patterns` lists them in order."""
+"""The fusions, one family per file: pattern, rewrite and `Fusion` together. `fusion_patterns` lists them in order."""

@@ -1,4 +1,4 @@
-"""Activations written out, and activations with the product or the sum beside them."""
+"""Activations that are written as several ops, and activations followed by a product or a sum."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _gelu_tanh_patterns() -> tuple[P, ...]:
 
 
 def rewrite_unary(op_type: str, **attrs: object) -> Callable[[Match, Rewriter], OpNode | None]:
-    """Return a rewrite that puts one op with these attributes, of the tensor bound to `x`, in place of a match."""
+    """Return a rewrite that replaces a match by one op of the tensor bound to `x`, with these attributes."""
 
     def rewrite(match: Match, rewriter: Rewriter) -> OpNode | None:
         return fused(op_type, match, (match.tensors["x"],), **attrs)

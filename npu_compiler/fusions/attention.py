@@ -1,4 +1,4 @@
-"""Attention written out as products and a softmax, shared KV heads, and the softmax of masked scores."""
+"""Attention written as products and a softmax, attention with shared KV heads, and the softmax of masked scores."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ def share_kv_heads(graph: IRGraph) -> IRGraph:
 
 
 def _through_transpose(name: str, producers: dict[str, OpNode], original: Callable[[str], str]) -> str:
-    """`original(name)`, or that of the tensor behind the two transposes that the attention fusion leaves at keys."""
+    """The result of `original` for a tensor, or else for the tensor before the two transposes between it and attention.
+
+    The attention fusion leaves these transposes at the keys. Empty if neither has a result.
+    """
     direct = original(name)
     if direct:
         return direct

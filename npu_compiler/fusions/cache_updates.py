@@ -1,4 +1,4 @@
-"""Updates of a KV cache that one call can make."""
+"""Fuses two updates of KV caches into one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npu_compiler.ops.registry import well_formed
 
 
 def pair_cache_updates(graph: IRGraph) -> IRGraph:
-    """One call for the new rows of two inputs: a layer's keys and values.
+    """Replace two row updates with the same index, of a layer's keys and values, by one op.
 
     Given:   k1 = index_copy(k0, dim, index, k);  v1 = index_copy(v0, dim, index, v)
     Result:  k1, v1 = index_copy_pair(k0, index, k, v0, v, dim)

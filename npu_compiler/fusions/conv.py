@@ -1,4 +1,4 @@
-"""Convolutions with what follows, a sum with a residual and an activation, and with the padding before them."""
+"""Convolutions fused with the padding before them, and with the residual sum and activation after them."""
 
 from __future__ import annotations
 

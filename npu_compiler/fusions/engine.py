@@ -1,4 +1,7 @@
-"""Match patterns, written as data, against the graph. The files beside this one hold the patterns."""
+"""Pattern matching: patterns, written as data, are matched against the graph.
+
+The other files here hold the patterns.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,21 @@ ACTIVATION_OPS = " ".join(name for name, op in OPS.items() if op.activation is n
 
 
 def activation(node: OpNode) -> str | None:
-    """The activation that a node is, as products and convolutions name it; None for any other node."""
+    """The name of the activation that a node computes, as fused kernels know it; None for any other node."""
     op = find_op(node.op_type)
     return op.activation(node.attrs) if op is not None and op.activation is not None else None
 
 
 @dataclass(frozen=True)
 class Var:
-    """Any tensor; the same name must match the same tensor everywhere in a pattern."""
+    """A pattern for any tensor; one name must match one tensor everywhere in a pattern."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Num:
-    """A scalar operand, bound under `name`; `value` (to 0.1%) or None for any."""
+    """A pattern for a scalar operand, bound under `name`; it must equal `value` (to 0.1%) unless that is None."""
 
     name: str = "_"
     value: float | None = None
@@ -38,7 +41,7 @@ class Num:
 
 @dataclass(frozen=True)
 class P:
-    """A node of one of `ops` (without overload) whose operands match `args` in schema order.
+    """A pattern for a node of one of `ops` (without overload) whose operands match `args` in schema order.
 
     Attributes:
         where: Further condition on the node.
@@ -55,7 +58,7 @@ class P:
 
 @dataclass(frozen=True)
 class Maybe:
-    """The inner pattern, or the inner pattern under one node of `ops` (by default a cast)."""
+    """A pattern that matches the inner pattern, or one node of `ops` (by default a cast) over the inner pattern."""
 
     inner: Pattern
     ops: str = CASTS
@@ -63,7 +66,7 @@ class Maybe:
 
 @dataclass(frozen=True)
 class Either:
-    """The first of two patterns that matches."""
+    """A pattern that matches what the first of two patterns matches, or else the second."""
 
     first: Pattern
     second: Pattern
@@ -86,7 +89,7 @@ def _plain_alpha(node: OpNode, graph: IRGraph) -> bool:
 
 @dataclass
 class Match:
-    """A successful match: bound tensors, scalars and nodes, and every node inside."""
+    """A successful match: the bound tensors, scalars and nodes, and every node that the pattern covers."""
 
     root: OpNode
     tensors: dict[str, str] = field(default_factory=dict)
@@ -99,7 +102,7 @@ class Match:
 
 
 class Matcher:
-    """A graph with the indexes that matching needs."""
+    """A graph with the indexes (producers and readers of tensors) that matching needs."""
 
     def __init__(self, graph: IRGraph) -> None:
         self.graph = graph
@@ -108,9 +111,9 @@ class Matcher:
         self.outputs = set(graph.outputs)
 
     def match(self, pattern: P, root: OpNode) -> Match | None:
-        """Match a pattern ending in `root`, such that nothing inside is read from outside or bound as an operand.
+        """Match a pattern that ends in `root`; None if it does not match.
 
-        Returns None if the pattern does not match so.
+        Intermediate results of the match may not be read by other nodes or bound as operands.
         """
         for match in self._node(pattern, root, Match(root)):
             if self._is_closed(match):
@@ -189,7 +192,7 @@ def _close(actual: float, wanted: float | None) -> bool:
 
 
 def _operands(node: OpNode) -> list[str | float | None]:
-    """Tensor arguments in schema order; those given as numbers come as numbers."""
+    """The arguments of a node in schema order: names of tensors, and numbers."""
     op = find_op(node.op_type)
     if op is None or any(name.startswith("*") for name in op.tensors):
         return list(node.inputs)
@@ -204,7 +207,7 @@ def _operands(node: OpNode) -> list[str | float | None]:
 
 @dataclass
 class Rewriter:
-    """Nodes, tensors and weights that a rewrite function adds to the graph besides the fused node."""
+    """The nodes, tensors and weights that a rewrite function adds to the graph besides the fused node."""
 
     graph: IRGraph
     tensors: dict[str, TensorSpec]
@@ -225,9 +228,9 @@ RewriteFn: TypeAlias = Callable[[Match, Rewriter], OpNode | None]
 
 @dataclass(frozen=True)
 class Fusion:
-    """A named fusion: patterns (tried in order) that end in the same kind of node, and what replaces a match.
+    """A named fusion: patterns (tried in order) that end in the same kind of node, and the rewrite of a match.
 
-    `rewrite` returns the fused node, which takes the root's outputs, or None to decline.
+    `rewrite` returns the fused node, which takes the outputs of the match's last node, or None to decline.
     """
 
     name: str
@@ -241,7 +244,7 @@ def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bo
     In a float32 model, a match stays as it is if it rounds to 16 bits and widens again: a fused kernel would not round.
 
     Args:
-        supports: Whether the target has a node; a match whose rewrite needs another one stays as it is.
+        supports: Whether the target has a node's op; a match whose rewrite would need another op stays as it is.
     """
     roots = {op for pattern in fusion.patterns for op in pattern.ops.split()}
     if not any(node.base in roots for node in graph.nodes):
@@ -274,9 +277,10 @@ def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bo
 
 
 def _widens(match: Match, graph: IRGraph) -> bool:
-    """Whether a 16-bit tensor within a match becomes float32 there again.
+    """Whether a 16-bit tensor inside a match is cast to float32 inside that match.
 
-    In a float32 model that rounds on purpose; one kernel would keep float32 in between. A 16-bit model gains by it.
+    A float32 model does this to round on purpose, which a fused kernel would not do. In a 16-bit model, it is only
+    better not to round.
     """
     halves = {out for node in match.nodes.values() for out in node.outputs if graph.tensors[out].dtype in HALF_DTYPES}
     return any(
@@ -287,5 +291,5 @@ def _widens(match: Match, graph: IRGraph) -> bool:
 
 
 def fused(op_type: str, match: Match, inputs: tuple[str, ...], **attrs: object) -> OpNode:
-    """The node that takes the place of a match: its root's name and outputs."""
+    """The node that replaces a match; it has the name and the outputs of the match's last node."""
     return OpNode(match.root.name, op_type, inputs, match.root.outputs, attrs)

@@ -1,10 +1,10 @@
-"""Convolutions and products between quantized tensors as kernels on integers.
+"""Convolutions and products between quantized tensors as integer kernels.
 
     Given:   f = dequantize(x);  v = dequantize(w);  c = conv2d(f, v, b);  r = relu(c);  y = quantize(r)
     Result:  y = npu.integer_conv2d(x, w, scales, b) {activation=relu}        x, w, y: int8 or uint8
 
-Sums with a residual are taken along, and so are max pooling, means of maps and sums of two quantized tensors. What
-quantizes or dequantizes a whole tensor by itself becomes `npu.quantize` and `npu.dequantize`.
+A residual sum is fused too. Max pooling, means of images and sums of two quantized tensors also become integer
+kernels. Any other quantize or dequantize op of a whole tensor becomes `npu.quantize` or `npu.dequantize`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_RESULT = {"out_scale": 1.0, "out_zero_point": 0, "low": 0, "high": 0}
 
 
 def fuse_integers(graph: IRGraph) -> IRGraph:
-    """Replace ops on quantized tensors by integer kernels; where there is none, return the graph as it is."""
+    """Replace ops on quantized tensors by integer kernels; if there are none, return the graph unchanged."""
     named = _name_parameters(graph)
     if not any(node.op_type == _DEQUANTIZE for node in named.nodes):
         return graph
@@ -46,7 +46,7 @@ def fuse_integers(graph: IRGraph) -> IRGraph:
 
 
 def _name_parameters(graph: IRGraph) -> IRGraph:
-    """`npu.quantize` and `npu.dequantize` for what has one scale and zero point, which are known."""
+    """Replace quantize and dequantize ops with one known scale by `npu.quantize` and `npu.dequantize`."""
     return graph.with_nodes([_named(node, graph) for node in graph.nodes])
 
 
@@ -85,7 +85,9 @@ def _number(graph: IRGraph, args: Args, name: str) -> float | None:
 
 
 def _move_through(graph: IRGraph) -> IRGraph:
-    """Let views and max pooling show and pool integers; the same graph object where nothing is left to do.
+    """Move views and max pooling before a dequantize or after a quantize op, so that they work on integers.
+
+    Returns the same graph object if there is nothing to move.
 
     Given:   f = dequantize(x);  p = max_pool2d(f)        and      p = max_pool2d(f);  y = quantize(p)
     Result:  q = max_pool2d(x);  p = dequantize(q)                 q = quantize(f);  y = max_pool2d(q)
@@ -105,7 +107,7 @@ def _move_through(graph: IRGraph) -> IRGraph:
 
 
 def _same_codes(source: OpNode, node: OpNode, graph: IRGraph) -> bool:
-    """Whether `node` quantizes to just what `source` dequantizes."""
+    """Whether `node` quantizes the result of the dequantize op `source` back to the integers it came from."""
     same_dtype = graph.tensors[source.inputs[0]].dtype == graph.tensors[node.outputs[0]].dtype
     scales = (source.attrs.get("x_scale"), source.attrs.get("zero_point"))
     whole = node.attrs["high"] - node.attrs["low"] >= 254 and node.outputs[0] not in graph.outputs
@@ -114,7 +116,7 @@ def _same_codes(source: OpNode, node: OpNode, graph: IRGraph) -> bool:
 
 
 def _moves(node: OpNode, graph: IRGraph) -> bool:
-    """Whether the node's results are some of its input's elements, or of the largest of several."""
+    """Whether the node's result consists of elements of its input, or of maxima of them, and so may be integers."""
     op = find_op(node.op_type)
     is_view = op is not None and op.view is not None and op.moves and not op.is_cast
     is_pool = _is_max_pool(node) and _pools_images(node, graph)
@@ -122,9 +124,9 @@ def _moves(node: OpNode, graph: IRGraph) -> bool:
 
 
 def _pools_images(node: OpNode, graph: IRGraph) -> bool:
-    """Whether a max pooling is one of images in a batch, each of whose results is a pixel.
+    """Whether a max pooling works on a batch of images, and each of its windows contains a pixel.
 
-    A window that holds none gives minus infinity, for which there is no code.
+    A window without pixels gives minus infinity, for which there is no integer.
     """
     shape, result = graph.tensors[node.inputs[0]].shape, graph.tensors[node.outputs[0]].shape
     if len(shape) != 4:
@@ -145,7 +147,11 @@ def _only_reader(source: OpNode, node: OpNode, graph: IRGraph, consumers: Mappin
 
 
 def _swapped(graph: IRGraph, first: OpNode, second: OpNode, keep_first: bool = False) -> IRGraph:
-    """The graph with `second(first(x))` as `first(second(x))`; `first` also stays where it is, for others to read."""
+    """The graph with `second(first(x))` as `first(second(x))`.
+
+    Args:
+        keep_first: Keep the old `first(x)` too, for its other readers.
+    """
     x, result = first.inputs[0], second.outputs[0]
     name = unique_name(f"{result}.moved", graph.tensors)
     quantizes = second.op_type == _QUANTIZE
@@ -173,7 +179,7 @@ def _replaced(graph: IRGraph, position: int, nodes: list[OpNode], renamed: dict[
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A tensor of integers, and what they stand for."""
+    """A tensor of integers, with the scale and zero point of the floats that they stand for."""
 
     name: str
     scale: float
@@ -182,7 +188,7 @@ class _Quantized:
 
 @dataclass
 class _Chain:
-    """The nodes after a product that become a part of its kernel."""
+    """The nodes after a product that are fused into its integer kernel, and the kernel's attributes."""
 
     last: OpNode
     taken: list[OpNode]
@@ -191,7 +197,7 @@ class _Chain:
 
 
 class _Fuser:
-    """One walk from the last node to the first, so that the last of several branches takes the sum along."""
+    """One pass from the last node to the first, so that the last of several branches fuses with their sum."""
 
     def __init__(self, graph: IRGraph) -> None:
         self.graph = graph
@@ -220,7 +226,7 @@ class _Fuser:
         return replace(self.graph, nodes=nodes, tensors=self.tensors, constants=self.constants)
 
     def _quantized(self, name: str) -> _Quantized | None:
-        """The quantized tensor of which a float tensor is the dequantized one, if there is one."""
+        """The quantized tensor that a dequantize op turns into the float tensor `name`; None if there is none."""
         node = self.producers.get(name)
         if node is None or node.op_type != _DEQUANTIZE or node.inputs[0] not in self.storable:
             return None
@@ -252,7 +258,10 @@ class _Fuser:
         self._make(op, chain, (x.name, *weight, *bias, *residual), attrs)
 
     def _weight(self, name: str) -> tuple[str, ...] | None:
-        """The integers of a dequantized weight, their scales [o] and, if they have any, their zero points [o]."""
+        """The names of a dequantized weight's int8 tensor, its scales [o] and, if it has any, its zero points [o].
+
+        None if the weight is not a known int8 tensor with one scale for all or one for each output channel.
+        """
         node = self.producers.get(name)
         if node is None or node.op_type not in _WEIGHT_OPS:
             return None
@@ -287,7 +296,7 @@ class _Fuser:
         return name
 
     def _follow(self, node: OpNode, tensor: str, may_add: bool) -> _Chain:
-        """The ops that can join an integer op: a sum, an activation and a rounding, each the last one's only reader."""
+        """The chain of a sum, an activation and a rounding after `node`, each the only reader of the one before."""
         chain = _Chain(node, [node], {**_NO_RESIDUAL, **_NO_RESULT, "activation": "none"})
         shape = self.tensors[tensor].shape
         reader = self._only_reader(tensor)
@@ -345,7 +354,7 @@ class _Fuser:
         self._make("npu.integer_mean", chain, (x.name,), attrs)
 
     def _sum(self, node: OpNode) -> None:
-        """Make one integer op of a sum of two quantized tensors, where no product computes it at its end."""
+        """Replace a sum of two quantized tensors by one integer op, unless it is fused into a product."""
         operands = [self._quantized(name) for name in node.inputs]
         if len(operands) != 2 or node.attrs.get("alpha", 1) != 1:
             return

@@ -1,4 +1,4 @@
-"""Linears with what follows, linears that share an input, and gated pairs of them."""
+"""Linears fused with what follows them, linears that share an input, and gated pairs of linears."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_compiler.program.views import numel
 
 
 def fuse_shared_input_linears(graph: IRGraph) -> IRGraph:
-    """One product for linears that read the same tensor (QKV; gate and up).
+    """Replace linears that read the same tensor (query, key and value; gate and up) by one product.
 
     Given:   q = linear(x, wq);  k = linear(x, wk);  v = linear(x, wv)
     Result:  t = linear(x, concat(wq, wk, wv));  q, k, v = slices of t   (free: they are views)
@@ -124,9 +124,9 @@ def _widens(node: OpNode, graph: IRGraph) -> bool:
 
 
 def _rewrite_linear_cast(match: Match, rewriter: Rewriter) -> OpNode | None:
-    """A product that is widened at once is stored wide: it was float32 in registers anyway.
+    """Fuse a linear with the cast of its result to float32: the product writes its float32 sums directly.
 
-    Not a 16-bit product of a float32 model, which rounds (see `apply_fusion`).
+    None, so that the cast stays, unless the weight is a matrix and the result has at least two dimensions.
     """
     linear = match.bound["linear"]
     if len(rewriter.tensors[linear.inputs[1]].shape) != 2 or len(rewriter.tensors[linear.outputs[0]].shape) < 2:
@@ -136,7 +136,7 @@ def _rewrite_linear_cast(match: Match, rewriter: Rewriter) -> OpNode | None:
 
 
 def _gated_linear_pattern() -> P:
-    """act(t[…, :n]) · t[…, n:], where t is one product with the rows of both in its weight."""
+    """The pattern of act(t[…, :n]) · t[…, n:], where t is one linear whose weight holds the rows of gate and up."""
     gate, up = (P("aten.slice", (P("aten.linear", bind="linear"),), bind=half) for half in ("gate", "up"))
     return P(" ".join(_GATED), (gate, up))
 
@@ -145,7 +145,11 @@ _GATED = {f"npu.{op}": activation for op, activation in GATES.items()}
 
 
 def _rewrite_gated_linear(match: Match, rewriter: Rewriter) -> OpNode | None:
-    """Fuse the gate of a product of one row; a library is faster for more rows, with the gating after it."""
+    """Fuse act(gate) · up, where gate and up are the two halves of a linear's result, with that linear.
+
+    None unless the result is one row and the halves match: for more rows, a library product and a separate gate are
+    faster.
+    """
     specs = rewriter.tensors
     linear, gate, up = (match.bound[name] for name in ("linear", "gate", "up"))
     *rows, width = specs[match.root.outputs[0]].shape

@@ -1,4 +1,4 @@
-"""Normalizations written out as element-wise ops and means."""
+"""Normalizations that are written as element-wise ops and means."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def _square(inner: Pattern) -> Either:
 
 
 def _rms_norm_patterns() -> tuple[P, ...]:
-    """RMSNorm as Hugging Face writes it: weight · cast(x · rsqrt(mean(x²) + eps)), casts and weight optional."""
+    """The pattern of RMSNorm as Hugging Face writes it: weight · cast(x · rsqrt(mean(x²) + eps)).
+
+    Casts and weight are optional.
+    """
     x32 = Maybe(x)
     rsqrt = P("aten.rsqrt", (add(_mean(_square(x32)), Num("eps")),))
     scale = Maybe(rsqrt, "aten.expand")
@@ -70,7 +73,7 @@ def _rewrite_rms_norm(match: Match, rewriter: Rewriter) -> OpNode | None:
 
 
 def _layer_norm_patterns() -> tuple[P, ...]:
-    """LayerNorm written out: (x − mean(x)) / sqrt(mean((x − mean(x))²) + eps) · w + b."""
+    """The pattern of LayerNorm as single ops: (x − mean(x)) / sqrt(mean((x − mean(x))²) + eps) · w + b."""
     centered = P("aten.sub", (x, _mean(x)))
     variance = add(_mean(_square(centered)), Num("eps"))
     normal = (P("aten.div", (centered, P("aten.sqrt", (variance,)))), mul(centered, P("aten.rsqrt", (variance,))))

@@ -1,11 +1,11 @@
-"""Quantization points of a float network: with them, `fuse_integers` makes one integer kernel of each layer.
+"""Inserts quantization points into a float network, from which `fuse_integers` makes one integer kernel of each layer.
 
     Given:   c = conv2d(x, w, b);  r = relu(c)
     Result:  q = quantize(x);  f = dequantize(q);  v = dequantize(codes of w)
              c = conv2d(f, v, b);  r = relu(c)
 
 A layer is a convolution or a linear with a known weight. Its input is quantized, and so are the operands of sums and
-of means. The sum with a residual and the activation that follow a layer stay floats: its kernel takes them along.
+of means. The residual sum and the activation that follow a layer stay floats, since its kernel computes them too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Layer:
 
     Attributes:
         node: The name of its node.
-        source: The tensor that its input shows: without views, paddings and max pooling, which integers go through.
-        weight, bias: Tensors; a layer may have no bias.
-        result: The tensor that its kernel makes, with the sum and the activation that it takes along.
+        source: The tensor that is quantized as its input: its input before views, paddings and max pooling, which work
+            on integers.
+        weight, bias: Names of its weight and its bias; `bias` is None if it has none.
+        result: The tensor that its kernel computes, after the residual sum and the activation that are fused with it.
     """
 
     node: str
@@ -47,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ActivationRange:
-    """A tensor's integers, uint8: rint(x / scale) + zero_point."""
+    """The scale and zero point by which a tensor is quantized to uint8: rint(x / scale) + zero_point."""
 
     scale: float
     zero_point: int
@@ -69,11 +70,11 @@ class Points:
     """The layers and tensors of a float graph that can be quantized.
 
     Args:
-        keep: Nodes of layers that stay floats.
+        keep: Names of nodes of layers that stay floats.
 
     Attributes:
         layers: Layers in the graph's order.
-        tensors: Tensors to quantize, in order, if all layers are.
+        tensors: Tensors to quantize, in order, if all layers but those in `keep` are quantized.
     """
 
     def __init__(self, graph: IRGraph, keep: Collection[str] = ()) -> None:
@@ -110,7 +111,10 @@ class Points:
         return Layer(node.name, self._source(node.inputs[0]), node.inputs[1], bias, result)
 
     def _end(self, node: OpNode, taken: set[str], inside: set[str]) -> str:
-        """The last tensor of what a layer's or a sum's kernel makes; enters what it takes along and passes inside."""
+        """The last tensor that the kernel of a layer or a sum computes.
+
+        Adds the fused sum to `taken`, and intermediate tensors to `inside`.
+        """
         tensor = node.outputs[0]
         reader = self._only_reader(tensor, taken)
         if reader is not None and reader.base == "aten.add" and node.base in _LAYERS:
@@ -146,11 +150,11 @@ class Points:
 def quantized_graph(
     graph: IRGraph, ranges: Mapping[str, ActivationRange], weights: Mapping[str, IntegerWeight]
 ) -> tuple[IRGraph, dict[str, np.ndarray]]:
-    """A graph that quantizes tensors and reads weights as integers, and the weights that it has instead.
+    """The graph with quantization points, and the integer weights that replace float weights, by `state_dict` key.
 
     Args:
-        ranges: Tensor → its range; all that reads it then reads it rounded.
-        weights: Weight tensor → its integers, under keys of their own: `<key>.codes` and `<key>.scales`.
+        ranges: Tensor → its range; all readers of the tensor then read it rounded.
+        weights: Weight tensor → its integers, stored under new keys: `<key>.codes` and `<key>.scales`.
     """
     tensors, recipes, state = dict(graph.tensors), dict(graph.weights), {}
     nodes: list[OpNode] = []

@@ -1,6 +1,6 @@
-"""KV caches of a byte an element: each becomes a tensor of codes and one of scales, a scale for each token and head.
+"""KV caches of one byte per element: each becomes a tensor of codes and a tensor of scales, one per token and head.
 
-Runs after storage is assigned, on what the fusions have left of attention and of the updates.
+Runs after storage dtypes are assigned, on the ops that the fusions have made of attention and of cache updates.
 
     Given:   k1 = index_copy(k0, 2, index, k);  v1 = index_copy(v0, 2, index, v)       k0, v0: bfloat16[1, H, S, D]
              y = attention(q, k1, v1, mask)
@@ -62,7 +62,7 @@ def quantize_caches(graph: IRGraph, kv_cache: str | None, config: TargetConfig) 
 
 @dataclass(frozen=True)
 class _Update:
-    """New rows of one cache: result = index_copy(cache, 2, index, source)."""
+    """The update of one cache with new rows: result = index_copy(cache, 2, index, source)."""
 
     cache: str
     index: str
@@ -76,7 +76,7 @@ class _Update:
 
 
 def _find_caches(graph: IRGraph) -> dict[str, _Update]:
-    """Updated cache → its update, for inputs that only their update reads, and of which attention alone reads more."""
+    """Updated cache → its update, for inputs that only the update reads, and whose result only attention reads."""
     consumers = graph.consumers()
     updates = [update for node in graph.nodes for update in _updates(node, graph)]
     caches = {x.result: x for x in updates if x.cache in graph.inputs and len(consumers[x.cache]) == 1}
@@ -106,7 +106,7 @@ def _updates(node: OpNode, graph: IRGraph) -> list[_Update]:
 
 
 def _add_scales(name: str, tensors: dict[str, TensorSpec]) -> str:
-    """Make a tensor one of codes, and add one for the scales."""
+    """Turn a tensor into one of codes, add a tensor for its scales, and return the latter's name."""
     spec = tensors[name]
     tensors[name] = replace(spec, dtype="uint8", storage="uint8", bounds=(0, 255))
     scales = unique_name(f"{name}.scales", tensors)
@@ -115,7 +115,7 @@ def _add_scales(name: str, tensors: dict[str, TensorSpec]) -> str:
 
 
 def _attending(node: OpNode, scales: dict[str, str], format: str) -> OpNode:
-    """The node, reading codes and scales if its keys are such."""
+    """The node, changed to read codes and scales if it is attention over a quantized cache."""
     if node.base not in _ATTENTION or node.inputs[1] not in scales:
         return node
     query, key, value, *mask = node.inputs

@@ -1,4 +1,4 @@
-"""Rotary embedding written out, and rotations of neighbouring heads."""
+"""Rotary embedding that is written as single ops, and rotary embeddings of neighbouring heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _half_slice(second: bool) -> Callable[[OpNode, IRGraph], bool]:
 
 
 def _rope_patterns() -> tuple[P, ...]:
-    """x · cos + cat(−x[half:], x[:half]) · sin, the half-rotation form."""
+    """The pattern of rotary embedding by halves: x · cos + cat(−x[half:], x[:half]) · sin."""
     first = P("aten.slice", (x,), where=_half_slice(False))
     second = P("aten.slice", (x,), where=_half_slice(True))
     rotated = P("aten.cat", (P("aten.neg", (second,)), first), where=_is_rotate_half)
@@ -52,10 +52,11 @@ ROPE = Fusion("rope", _rope_patterns(), _rewrite_rope)
 
 @dataclass(frozen=True)
 class _Heads:
-    """The heads that a rotation turns: columns `start` to `end` of a product [B, T, N], seen as `shape` [B, H, T, D].
+    """The heads that a rotary embedding reads, as a view of shape [B, H, T, D] of columns of a product [B, T, N].
 
     Attributes:
-        steps: The slice, the view and the transpose that make the one of the other.
+        start, end: The range of columns.
+        steps: The slice, the view and the transpose between the product and the rotary embedding.
     """
 
     node: OpNode
@@ -70,7 +71,7 @@ class _Heads:
 
 
 def share_rope(graph: IRGraph) -> IRGraph:
-    """One rotation for queries and keys that lie side by side in one product.
+    """Replace rotary embeddings of heads that are adjacent columns of one product by one.
 
     Given:   q = rope(heads(t[…, :n]), cos, sin);  k = rope(heads(t[…, n:m]), cos, sin)
              where heads(x) = transpose(view(x, [B, T, H, D]), 1, 2)
@@ -95,7 +96,7 @@ def share_rope(graph: IRGraph) -> IRGraph:
 
 
 def _rotated_heads(node: OpNode, graph: IRGraph, producers: dict[str, OpNode]) -> _Heads | None:
-    """The heads that a rotation turns, if they are columns of a product and all turn by the same angles."""
+    """The heads that a rotary embedding reads; None unless they are columns of a product and share their angles."""
     if node.base != "npu.rope" or node.outputs[0] in graph.outputs:
         return None
     shape = graph.tensors[node.inputs[0]].shape
@@ -123,7 +124,7 @@ def _varies_by_head(table: tuple[int, ...]) -> bool:
 
 
 def _neighbours(members: list[_Heads]) -> list[list[_Heads]]:
-    """Runs of at least two members whose columns follow each other."""
+    """Lists of at least two members whose columns in the product are adjacent, in order."""
     runs: list[list[_Heads]] = []
     for heads in sorted(members, key=lambda heads: heads.start):
         if runs and runs[-1][-1].end == heads.start:

@@ -1,1 +1,1 @@
-"""The graph: its data model, reading and writing it, and what its tensors are made of."""
+"""The graph: its data model, reading and writing it, and the dtypes, formats and recipes of its tensors."""

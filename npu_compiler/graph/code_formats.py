@@ -1,7 +1,8 @@
-"""Formats of single codes in few bits, a row each: what a code stands for, its range, and how codes lie in bytes.
+"""Formats of quantized codes, a row each: the number that a code stands for, its range, and how codes lie in bytes.
 
-A row alone lets a `QuantizedFormat` name the codes, and NumPy quantize and dequantize with them. Targets refuse weights
-in codes that their `TargetConfig.weight_codes` does not name. docs/quantization.md lists what a new format needs.
+A row is enough for a `QuantizedFormat` to name the codes, and for NumPy to quantize and dequantize with them. Targets
+refuse weights in codes that their `TargetConfig.weight_codes` does not name. docs/quantization.md lists what a new
+format needs.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from npu_compiler.errors import InputError
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """One kind of code. Without offsets, a code stands for the number that it is, less `zero`.
+    """One kind of code. Without offsets, a code stands for its own value minus `zero`.
 
     Attributes:
         name: The name by which formats and programs choose it.
-        bits: Bits of a code, 1, 2, 4 or 8; those of a byte lie one after the other, the first in the low bits.
-        dtype: The NumPy dtype of a byte that holds one code by itself: uint8 for less than 8 bits.
-        low, high: The smallest and the largest number of a code.
+        bits: Bits of a code: 1, 2, 4 or 8. Codes of less than 8 bits share a byte, the first in the lowest bits.
+        dtype: The NumPy dtype of a byte with one code: uint8 for less than 8 bits.
+        low, high: The smallest and the largest value of a code.
         zero: The code that stands for 0 without offsets.
-        largest: The distance from `zero` to which a group's largest magnitude is scaled without offsets. Codes that lie
-            further from `zero` are then left out.
+        largest: The distance from `zero` to which a group's largest magnitude is scaled without offsets. Codes further
+            from `zero` are then unused.
         is_float: Whether codes are floating-point numbers, which have no offsets.
     """
 
@@ -47,7 +48,7 @@ class CodeFormat:
 
     @property
     def per_byte(self) -> int:
-        """Number of codes in a byte."""
+        """Number of codes in one byte."""
         return 8 // self.bits
 
     def range(self, has_offsets: bool) -> tuple[float, float]:
@@ -55,7 +56,7 @@ class CodeFormat:
         return (self.low if has_offsets else int(self.zero - self.largest)), self.high
 
     def unpack(self, stored: np.ndarray) -> np.ndarray:
-        """Bytes uint8 [n, bytes] as codes one by one: `dtype` [n, bytes · 8 / bits]."""
+        """Single codes, `dtype` [n, bytes · 8 / bits], from packed bytes, uint8 [n, bytes]."""
         if self.bits == 8:
             return stored.view(self.dtype)
         unpacked = np.empty((*stored.shape, self.per_byte), np.uint8)
@@ -65,7 +66,10 @@ class CodeFormat:
         return unpacked.reshape(len(stored), -1)
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
-        """The inverse of `unpack`, for numbers [n, k] of any dtype that are codes: uint8 [n, k · bits / 8]."""
+        """Packed bytes, uint8 [n, k · bits / 8], from numbers [n, k] of any dtype that are codes.
+
+        This is the inverse of `unpack`.
+        """
         single = np.ascontiguousarray(codes.astype(self.dtype, copy=False)).view(np.uint8)
         if self.bits == 8:
             return single
@@ -76,11 +80,11 @@ class CodeFormat:
         return np.ascontiguousarray(stored)
 
     def nearest(self, numbers: np.ndarray) -> np.ndarray:
-        """The codes nearest to float32 numbers within `range`, one by one: `dtype`, of the same shape."""
+        """The codes nearest to float32 numbers that lie within `range`, unpacked: `dtype`, of the same shape."""
         return (numbers if self.is_float else np.rint(numbers)).astype(self.dtype)
 
     def zero_points(self, stored: np.ndarray) -> np.ndarray:
-        """Zero points, stored as uint8, as the numbers that they are: int16."""
+        """Zero points as int16 numbers, from how they are stored: as bytes, uint8."""
         return stored.view(self.dtype).astype(np.int16)
 
 
@@ -95,5 +99,5 @@ CODE_FORMATS = {
 
 
 def integer_codes(bits: int) -> str:
-    """The name of the format of integers with that many bits."""
+    """The name of the format of integer codes with `bits` bits."""
     return next(row.name for row in CODE_FORMATS.values() if row.bits == bits and not row.is_float)

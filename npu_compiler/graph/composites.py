@@ -1,4 +1,4 @@
-"""`as_written`: put an op back in the place of the ops that compute it.
+"""Replaces ops that were decomposed into several nodes by the original op (a "composite").
 
 Given:   y = slice(x, …);  z = slice(x, …);  …;  v = where(…)    # the parts of the composite v, w = cummax(x)
 Result:  v, w = cummax(x)
@@ -13,7 +13,7 @@ from npu_compiler.graph.model import Composite, IRGraph
 
 
 def as_written(graph: IRGraph, names: Collection[str]) -> IRGraph:
-    """The graph with these composites as the ops that they were written as.
+    """The graph with the named composites as single ops, as the model's author wrote them.
 
     Args:
         names: Names of closed composites.
@@ -30,7 +30,7 @@ def as_written(graph: IRGraph, names: Collection[str]) -> IRGraph:
 
 
 def _is_closed(composite: Composite, graph: IRGraph) -> bool:
-    """Whether a composite can take the place of its parts: all are there, and nothing else reads what is inside."""
+    """Whether a composite can replace its parts: all are in the graph, and no other node reads inner results."""
     parts = {node.name for node in composite.parts.nodes}
     if not parts <= {node.name for node in graph.nodes} or not graph.tensors.keys() >= set(composite.node.inputs):
         return False
@@ -40,5 +40,5 @@ def _is_closed(composite: Composite, graph: IRGraph) -> bool:
 
 
 def closed_composites(graph: IRGraph) -> tuple[Composite, ...]:
-    """The composites of a graph that may stand as they were written."""
+    """The composites of a graph that can be put back in place of their parts."""
     return tuple(composite for composite in graph.composites if _is_closed(composite, graph))

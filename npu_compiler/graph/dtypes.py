@@ -1,4 +1,4 @@
-"""Dtype names, sizes, and how a logical dtype is stored on a device."""
+"""Dtype names and sizes, and the dtype in which a device stores a tensor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 SignedInt: TypeAlias = Annotated[int, "signed 64 bits"]
-"""An integer that may be any of 64 bits, where files hold no other negative ones than -1."""
+"""An integer of up to 64 bits with sign; files hold no other negative integers than -1 elsewhere."""
 
 
 def is_float(dtype: str) -> bool:
@@ -77,10 +77,10 @@ _HUGE, _MASKING = 1e38, -1e9
 
 
 def saturate(value: float, dtype: str, *, masks: bool = True) -> float:
-    """Clamp a value that stands for an infinity to the finite range of a float dtype; other values pass.
+    """Clamp a value that stands for an infinity to the finite range of a float dtype; return other values unchanged.
 
     Args:
-        masks: Whether `_MASKING` and what is below stands for one too, not only what is huge.
+        masks: Whether values of at most `_MASKING`, as masks use them, stand for minus infinity too.
     """
     limit = FLOAT_MAX.get(dtype)
     if limit is None or not math.isfinite(value) or not (abs(value) >= _HUGE or (masks and value <= _MASKING)):
@@ -89,13 +89,16 @@ def saturate(value: float, dtype: str, *, masks: bool = True) -> float:
 
 
 def stands_for_infinity(values: np.ndarray) -> np.ndarray:
-    """A mask of the finite values of a float array that stand for an infinity."""
+    """A boolean mask of the finite values of a float array that are so large that they stand for an infinity."""
     result: np.ndarray = np.isfinite(values) & ((np.abs(values) >= _HUGE) | (values <= _MASKING))
     return result
 
 
 def misfit(values: np.ndarray, dtype: str) -> float | None:
-    """A finite value, none that stands for an infinity, that a float dtype cannot hold; None where there is none."""
+    """A finite value that a float dtype cannot hold; None if there is none.
+
+    Values that stand for an infinity do not count.
+    """
     limit, source = FLOAT_MAX.get(dtype), values.dtype.name
     wider = ("float32", "float64", "bfloat16") if dtype == "float16" else ("float64",)
     if limit is None or values.size == 0 or source not in wider:
@@ -110,7 +113,7 @@ def misfit(values: np.ndarray, dtype: str) -> float | None:
 
 
 def as_int32(value: float) -> int:
-    """A scalar as an int32 parameter: truncated, clamped to the range; 0 where it is no number."""
+    """A scalar as an int32 parameter: truncated and clamped to the range; 0 for NaN."""
     if value != value:
         return 0
     return int(min(max(value, INT32_MIN), INT32_MAX))

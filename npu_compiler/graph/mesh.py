@@ -1,7 +1,7 @@
-"""A graph's tensors over several devices: how many ranks there are, and which part of a tensor each holds.
+"""The division of a graph's tensors among several devices: number of ranks, and the part of a tensor on each.
 
-Every rank runs the same program, so all parts of a tensor have one shape. What differs between ranks is which part of
-the weights they load (`weight_recipe`).
+A rank is one of the devices. All ranks run one program, so all parts of a tensor have one shape. Ranks differ in the
+part of the weights that they load (`weight_recipe`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import TypeAlias
 from npu_compiler.errors import InputError
 
 Split: TypeAlias = tuple[tuple[int, int], ...]
-"""The dimensions along which a tensor is divided, outermost first, each with the number of its parts: `((1, 4),)` is
-four parts along dimension 1. A tensor of fewer parts than ranks is there several times, on ranks that follow each
-other: part i of p is that of the ranks r of n with r · p // n = i."""
+"""The dimensions along which a tensor is divided, outermost first, each with its number of parts.
+
+`((1, 4),)` is four parts along dimension 1. A tensor of p parts, fewer than the n ranks, is stored several times: rank
+r holds part r · p // n.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Mesh:
 
     Attributes:
         ranks: Number of ranks.
-        least_table: Tables of embeddings with fewer elements are on all ranks whole: dividing one costs a reduction.
+        least_table: Embedding tables with fewer elements are whole on all ranks, since dividing one costs a reduction.
     """
 
     ranks: int
@@ -41,7 +43,7 @@ def pieces(split: Split) -> int:
 
 
 def part_shape(shape: tuple[int, ...], split: Split) -> tuple[int, ...]:
-    """The shape of a part; where a dimension does not divide evenly, of the largest part."""
+    """The shape of a part; if a dimension does not divide evenly, that of the largest part."""
     sizes = list(shape)
     for dim, parts in split:
         sizes[dim] = -(-sizes[dim] // parts)
@@ -49,5 +51,5 @@ def part_shape(shape: tuple[int, ...], split: Split) -> tuple[int, ...]:
 
 
 def divides(shape: tuple[int, ...], split: Split) -> bool:
-    """Whether all parts are equally large."""
+    """Whether the parts of a split are all equally large."""
     return all(shape[dim] % parts == 0 for dim, parts in split)

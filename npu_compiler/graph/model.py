@@ -1,4 +1,4 @@
-"""The graph that every stage reads and makes: tensors, operations, weights, constants."""
+"""The graph that every stage reads and returns: tensors, operations, weights, constants."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class TensorSpec:
         shape: Static shape, in elements.
         dtype: The dtype PyTorch gives it.
         storage: The dtype it has in device memory; empty until the precision stage has run.
-        alloc_shape: Shape in device memory when channels are padded, else None (dense).
-        bounds: Smallest and largest value that an integer input or weight may hold, where the graph tells: an index
-            counts rows, from 0 or, below 0, from the end; other bounds keep int64 results that are made of it within
-            32 bits.
-        quantized: Format of a weight in few bits, until `split_quantized_weights` makes a tensor of each part.
+        alloc_shape: Shape in device memory if channels are padded; None if the tensor is dense.
+        bounds: Smallest and largest value that an integer input or weight may hold; None if the graph sets no limit. An
+            index counts rows, from 0 or, if negative, from the end; other bounds keep int64 results computed from it
+            within 32 bits.
+        quantized: Format of a quantized weight, until `split_quantized_weights` replaces it by a tensor for each part;
+            None if it is not quantized.
     """
 
     name: str
@@ -52,7 +53,7 @@ class TensorSpec:
 
     @property
     def is_index(self) -> bool:
-        """Whether its bounds are those of an index."""
+        """Whether the tensor's bounds are those of an index: from 0, or from minus the number of rows."""
         return self.bounds is not None and self.bounds[0] in (0, -self.bounds[1] - 1)
 
 
@@ -68,9 +69,9 @@ class OpNode:
 
     @property
     def tensor_names(self) -> list[str] | None:
-        """The schema's names of the tensor arguments that the inputs are, in order; None where the IR does not say.
+        """The schema's names of the arguments that `inputs` are, in order; None if the IR does not record them.
 
-        IR that names them does so where several are optional and some were left out.
+        IR records them for ops with several optional tensor arguments, some of which were omitted.
         """
         names, sizes = self.attrs.get(TENSOR_NAMES), self.attrs.get("_tensor_list_sizes") or []
         is_complete = names is not None and len(names) - len(sizes) + sum(sizes) == len(self.inputs)
@@ -90,10 +91,10 @@ class OpNode:
 
 @dataclass(frozen=True)
 class Composite:
-    """An op that other ops compute in its place, since the device has no kernel for it as a whole.
+    """An op that was decomposed into several nodes, since the device has no kernel for it as a whole.
 
     Attributes:
-        node: The op as it was written; it makes those tensors of its parts that others read.
+        node: The op as it was written; its outputs are the tensors of its parts that other nodes read.
         parts: The nodes that compute it, as a graph of their own.
     """
 
@@ -109,10 +110,10 @@ class IRGraph:
         tensors: Every tensor by name.
         outputs: Tensors that the graph returns; a pass may replace them.
         output_names: The names under which they are returned, unique and never changed.
-        weights: Weight tensor name → how it is made from the checkpoint.
+        weights: Weight tensor name → the recipe that computes it from the checkpoint.
         constants: Constant tensor name → its value, known at compile time.
         native_dtype: The float dtype of the model that this graph is a part of; empty for a whole model.
-        composites: Ops that may stand in the graph as they were written, or as the ops that compute them.
+        composites: Ops that may replace the nodes that compute them, as they were written.
     """
 
     name: str
@@ -131,7 +132,7 @@ class IRGraph:
         return self.tensors[name]
 
     def producers(self) -> dict[str, OpNode]:
-        """Tensor name → the node that makes it."""
+        """Tensor name → the node that computes it."""
         return {out: node for node in self.nodes for out in node.outputs}
 
     def consumers(self) -> dict[str, list[OpNode]]:
@@ -143,7 +144,7 @@ class IRGraph:
         return users
 
     def with_nodes(self, nodes: list[OpNode], tensors: Mapping[str, TensorSpec] | None = None) -> IRGraph:
-        """A copy with other nodes and, where given, further or changed tensors."""
+        """A copy with other nodes and, if given, further or changed tensors."""
         merged = {**self.tensors, **tensors} if tensors else self.tensors
         return replace(self, nodes=nodes, tensors=merged)
 
@@ -153,7 +154,10 @@ class IRGraph:
 
 @cache
 def base_op(op_type: str) -> str:
-    """The op without its overload: `aten.add` for `aten.add.Tensor`. Other namespaces stay, but for `getitem`."""
+    """The op without its overload, for `aten` and `npu` ops: `aten.add` for `aten.add.Tensor`; other ops are unchanged.
+
+    The built-in `getitem` is shortened to that name.
+    """
     if op_type == "<built-in function getitem>":
         return "getitem"
     if op_type.startswith(("aten.", "npu.")):

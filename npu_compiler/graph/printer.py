@@ -1,4 +1,4 @@
-"""Print a graph as text, one node a line; what the tests of passes compare."""
+"""Prints a graph as text, one node per line; tests of passes compare this text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 
 
 def print_graph(graph: IRGraph, *, types: bool = True) -> str:
-    """`%out: f16[1, 8] = aten.relu(%x)`, with attributes in braces; `types=False` leaves shapes out."""
+    """The graph as text, in lines such as `%out: f16[1, 8] = aten.relu(%x)`; without `types`, shapes are left out."""
 
     def tensor(name: str) -> str:
         return f"%{name}: {tensor_type(graph.tensors[name])}" if types else f"%{name}"

@@ -1,10 +1,10 @@
-"""Weights stored in few bits: the format, as data that the graph and programs carry, and arrays that are stored so.
+"""Quantized weights: the format, as data that the graph and programs carry, and arrays in such a format.
 
 A quantized matrix [n, k] is held as two or three arrays, its parts:
 
 - `codes`, uint8 [n, k · bits / 8]: the elements of a row one after the other. Of two 4-bit codes in a byte, the one in
   the low bits is first.
-- `scales`, float [n, groups]: what the codes of each group of a row's consecutive elements are multiplied with.
+- `scales`, float [n, groups]: factors of the codes; a group is a number of consecutive elements of a row.
 - `offsets` [n, groups]: a float `minimum` that is added to each product; or a `zero_point`, one uint8 each, that is
   subtracted from the codes before.
 
@@ -32,7 +32,7 @@ COMPUTING_DEVICES = ("cpu", "gpu")
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """The format of a matrix in few bits.
+    """The format of a quantized matrix.
 
     Attributes:
         codes: Name of a row of `CODE_FORMATS`.
@@ -40,7 +40,7 @@ class QuantizedFormat:
         scales: Dtype of the scales, and of minimums.
         offsets: `none`, `minimum` or `zero_point`.
         activations: Format to which products round the rows of their other operand, as `quantize_rows` does: `int8`,
-            `float8_e4m3`, or `none`. It is no part of how the matrix is stored.
+            `float8_e4m3`, or `none`. It does not affect how the matrix is stored.
     """
 
     codes: str
@@ -70,7 +70,7 @@ class QuantizedFormat:
 
     @property
     def stored(self) -> QuantizedFormat:
-        """The format without what is done to activations."""
+        """The format with unrounded activations: the part that determines how the matrix is stored."""
         return replace(self, activations="none")
 
     @property
@@ -85,7 +85,7 @@ class QuantizedFormat:
 
     @property
     def code_range(self) -> tuple[float, float]:
-        """The smallest and the largest number to which `quantize` rounds."""
+        """The smallest and the largest code value to which `quantize` rounds."""
         return self.code_format.range(self.offsets != "none")
 
     def groups(self, k: int) -> int:
@@ -93,7 +93,7 @@ class QuantizedFormat:
         return k // self.group if self.group else 1
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
-        """The reason why a tensor of this shape cannot be stored so, in words; None where it can."""
+        """The reason why a tensor of this shape cannot be stored in this format, in words; None if it can."""
         if len(shape) != 2 or 0 in shape:
             return f"shape {list(shape)} is not that of a matrix"
         if self.group and shape[1] % self.group:
@@ -154,10 +154,11 @@ def row_format(name: str, what: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedArray:
-    """A matrix [n, k] that is stored in few bits; what the parts are is at the top of this file.
+    """A quantized matrix [n, k]; the parts are described at the top of this file.
 
     Raises:
-        InputError: the parts do not have the shapes and dtypes that the format asks for, or it names activations.
+        InputError: the parts do not have the shapes and dtypes that the format asks for, or the format rounds
+            activations.
     """
 
     format: QuantizedFormat
@@ -179,12 +180,12 @@ class QuantizedArray:
                 raise InputError(f"the {name} of a matrix {list(self.shape)} in {self.format} are {layout}")
 
     def part(self, name: str) -> np.ndarray:
-        """One of `PARTS` that the format has."""
+        """One of the arrays named in `PARTS`, which the format must have."""
         part: np.ndarray = getattr(self, name)
         return part
 
     def rows(self, bounds: tuple[int, int] | None = None) -> QuantizedArray:
-        """The rows from one up to another; by default all."""
+        """The matrix of the rows from `bounds[0]` up to `bounds[1]`; None means all rows."""
         if bounds is None or bounds == (0, self.shape[0]):
             return self
         own = slice(*bounds)
@@ -198,7 +199,7 @@ class QuantizedArray:
         return self.format.size_bytes(self.shape)
 
     def numbers(self, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
-        """The codes as numbers, zero points subtracted: int16 [rows, k], or float32 for codes that are floats."""
+        """The codes as numbers, minus zero points: int16 [rows, k], or float32 if codes are floats."""
         kind = self.format.code_format
         codes = kind.unpack(self.codes[rows])
         if kind.is_float:
@@ -222,7 +223,7 @@ class QuantizedArray:
         return values
 
     def _spread(self, groups: np.ndarray) -> np.ndarray:
-        """A value per group as a value per element."""
+        """An array [rows, groups] repeated to one value per element, [rows, k]."""
         spread: np.ndarray = np.repeat(groups, self.shape[1] // groups.shape[1], axis=1)
         return spread
 
@@ -238,7 +239,7 @@ class QuantizedArray:
             yield "its scales are 0 where its codes are not"
 
     def _loses_codes(self) -> bool:
-        """Whether codes that are not 0 are multiplied with a scale of 0, which no writer of a checkpoint means."""
+        """Whether codes other than 0 have a scale of 0, which no writer of a checkpoint means."""
         rows = np.flatnonzero((self.scales == 0).any(axis=1))
         if not rows.size:
             return False
@@ -246,10 +247,10 @@ class QuantizedArray:
 
 
 def quantize(matrix: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
-    """Round each element of a matrix [n, k] to the nearest that the format can hold, activations aside.
+    """Round each element of a matrix [n, k] to the nearest value that the format can represent.
 
-    Scales are those of each group's largest magnitude, or of its range where the format has offsets, rounded to their
-    dtype before the codes are chosen.
+    Scales are chosen from each group's largest magnitude, or from its range if the format has offsets, and rounded to
+    their dtype before the codes are chosen. Activations are not affected.
 
     Raises:
         InputError: the matrix does not divide into groups, or holds values that are not finite.
@@ -265,7 +266,7 @@ def quantize(matrix: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
 
 
 def quantize_rows(rows: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]:
-    """Round each row to codes with a scale of its own, at run time: activations and KV caches.
+    """Round each row to codes with one scale per row, as is done at run time for activations and KV caches.
 
     The scale is the largest magnitude divided by 127 (`int8`) or 448 (`float8_e4m3`); a code is the nearest to
     element · (1 / scale). All of that is in float32. A scale below the least normal float32 becomes 0, with codes of
@@ -291,7 +292,7 @@ def quantize_rows(rows: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def dequantize_rows(codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:
-    """The rows [..., k] that `quantize_rows` made codes and scales of, in float32."""
+    """The float32 rows [..., k] that codes and scales from `quantize_rows` stand for."""
     rows: np.ndarray = CODE_FORMATS[kind].unpack(codes).astype(np.float32) * scales[..., None].astype(np.float32)
     return rows
 
@@ -299,7 +300,7 @@ def dequantize_rows(codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndar
 def with_scales(
     matrix: np.ndarray, format: QuantizedFormat, scales: np.ndarray, offsets: np.ndarray | None
 ) -> QuantizedArray:
-    """A matrix [n, k] with each element rounded to the nearest that is possible with these scales and offsets."""
+    """A matrix [n, k] quantized with these scales and offsets, each element to the nearest code."""
     n, k = matrix.shape
     grouped = np.asarray(matrix, np.float32).reshape(n, format.groups(k), -1)
     wide = scales.astype(np.float32)[..., None]
@@ -319,7 +320,10 @@ def with_scales(
 
 
 def _fit(grouped: np.ndarray, format: QuantizedFormat) -> tuple[np.ndarray, np.ndarray | None]:
-    """Scales and offsets [n, groups] for elements [n, groups, group]."""
+    """The best scales and offsets [n, groups] for elements [n, groups, group].
+
+    Offsets are None if the format has none.
+    """
     dtype = numpy_dtype(format.scales)
     if format.offsets == "none":
         largest = np.abs(grouped).max(axis=2)

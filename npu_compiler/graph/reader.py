@@ -22,8 +22,8 @@ IR_SOURCES = "npu_simulation.ir_sources"
 def read_ir(source: str | Path | Mapping[str, Any] | Any) -> IRGraph:
     """Build an `IRGraph` from a path to IR JSON, an IR dict, or an object with `to_dict()`.
 
-    What else can become IR, packages say: an entry point of the group `npu_simulation.ir_sources`, named by a file's
-    suffix (`pt2`) or an object's class (`ExportedProgram`), is a function from such a path or object to an IR dict.
+    Packages can add other sources: an entry point of the group `npu_simulation.ir_sources`, named by a file's suffix
+    (`pt2`) or an object's class (`ExportedProgram`), is a function from such a path or object to an IR dict.
 
     Raises:
         IRError: the file cannot be read or is not JSON; a field is missing or of the wrong kind; a shape is
@@ -45,7 +45,10 @@ def read_ir(source: str | Path | Mapping[str, Any] | Any) -> IRGraph:
 
 
 def _converter(source: object) -> Callable[[Any], Mapping[str, Any]] | None:
-    """The function that makes IR of a source that is no IR itself."""
+    """The function of an installed package that converts a source to an IR dict.
+
+    None if the source is IR, or unknown.
+    """
     is_path = isinstance(source, (str, Path))
     kind = Path(str(source)).suffix.removeprefix(".") if is_path else type(source).__name__
     if kind in ("", "json", "dict", "IR"):
@@ -76,7 +79,7 @@ def _load_json(path: Path) -> Mapping[str, Any]:
 
 
 class _Reader:
-    """One pass over the IR dict. Producer references are resolved to unique tensor names on the way."""
+    """One pass over the IR dict, which resolves references to producers to unique tensor names."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data = data
@@ -114,7 +117,7 @@ class _Reader:
         return replace(graph, composites=self._read_composites(graph))
 
     def _read_composites(self, graph: IRGraph) -> tuple[Composite, ...]:
-        """The ops that nodes of the graph compute in their place; each makes tensors that these nodes make."""
+        """The graph's composites: ops that were decomposed, and whose outputs nodes of the graph compute."""
         by_name, composites, taken = {node.name: node for node in graph.nodes}, [], set[str]()
         for index, raw in enumerate(self.data.get("composites") or []):
             raw_node = self._check_node(index, raw.get("node") if isinstance(raw, Mapping) else None)
@@ -137,7 +140,7 @@ class _Reader:
         return tuple(composites)
 
     def _read_output_names(self, outputs: list[str]) -> list[str]:
-        """The names that the IR gives its outputs, if it does; else those of the tensors."""
+        """The names that the IR gives to its outputs; if it gives none, those of the tensors."""
         given = self.data.get("output_names")
         if given is None:
             return unique_names(outputs)
@@ -290,7 +293,7 @@ class _Reader:
 
 
 def _subgraph(whole: OpNode, nodes: list[OpNode], graph: IRGraph) -> IRGraph:
-    """Some nodes of a graph by themselves, with the inputs and outputs of the op that they compute."""
+    """The nodes that compute the op `whole` as a graph of their own, with that op's inputs and outputs."""
     read = dict.fromkeys((*whole.inputs, *(name for node in nodes for name in node.inputs)))
     names = dict.fromkeys((*read, *(name for node in nodes for name in node.outputs)))
     made = {name for node in nodes for name in node.outputs}
@@ -308,7 +311,7 @@ def _subgraph(whole: OpNode, nodes: list[OpNode], graph: IRGraph) -> IRGraph:
 
 
 def _check_choice(node: OpNode) -> None:
-    """Raise an `IRError` unless the node makes one output: that of its inputs which its attribute `index` numbers."""
+    """Raise an `IRError` unless the node has one output and its attribute `index` is the number of an input."""
     index, count = node.attrs.get("index"), len(node.inputs)
     if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count or len(node.outputs) != 1:
         raise IRError(
@@ -318,7 +321,7 @@ def _check_choice(node: OpNode) -> None:
 
 
 def normalize_attr(value: Any) -> Any:
-    """Attributes as plain data: sequences become lists; torch objects become their names."""
+    """An attribute as plain data: sequences become lists; torch objects become their names."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.removeprefix("torch.") if isinstance(value, str) else value
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Symbolic sizes: IR whose shapes and attributes depend on sizes that are known when a program is wanted.
+"""Symbolic sizes: IR with shapes and attributes that depend on sizes which are chosen later.
 
-In such IR a size may be written `{"$size": "2*s0 + 1"}`. `specialize` puts numbers in for the symbols, which gives
-plain IR; nothing is traced again, and neither PyTorch nor SymPy is needed.
+In such IR a size may be written `{"$size": "2*s0 + 1"}`. `specialize` replaces symbols by numbers, which gives plain
+IR; nothing is traced again, and neither PyTorch nor SymPy is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY = "$size"
 
 
 def symbolic(text: str) -> dict[str, str]:
-    """The IR's form of an expression."""
+    """The form in which IR contains an expression: `{"$size": text}`."""
     return {KEY: text}
 
 
@@ -29,13 +29,13 @@ def is_symbolic(value: object) -> bool:
 
 
 def specialize(value: Any, sizes: Sizes) -> Any:
-    """IR, or a part of it, with numbers in place of expressions.
+    """IR, or a part of it, with expressions replaced by their values.
 
     Args:
         sizes: Symbol → its value.
 
     Raises:
-        IRError: an expression has an unknown symbol, or is none.
+        IRError: an expression has an unknown symbol, or is malformed.
     """
     if isinstance(value, dict):
         if is_symbolic(value):
@@ -47,7 +47,7 @@ def specialize(value: Any, sizes: Sizes) -> Any:
 
 
 def evaluate(expression: Any, sizes: Sizes) -> Any:
-    """The value of an expression as SymPy prints it, with PyTorch's functions of sizes.
+    """The value of an expression of sizes, in SymPy's notation with PyTorch's functions.
 
     Raises:
         IRError: it has an unknown symbol, uses anything but arithmetic, is too long or too deep, or has no value that
@@ -65,7 +65,7 @@ def evaluate(expression: Any, sizes: Sizes) -> Any:
 
 
 def symbols(expression: str) -> set[str]:
-    """The names of the symbols in an expression. Raises `IRError` for what `evaluate` could not take either."""
+    """The names of the symbols in an expression. Raises `IRError` if the expression is malformed."""
     nodes = ast.walk(_parsed(expression))
     return {node.id for node in nodes if isinstance(node, ast.Name)} - _FUNCTIONS.keys()
 
@@ -88,7 +88,7 @@ def _parsed(expression: str) -> ast.expr:
 
 @lru_cache(4096)
 def _compiled(expression: str) -> Callable[[Sizes], Any]:
-    """The function from sizes to an expression's value."""
+    """A function from sizes to the value of an expression, parsed once."""
     try:
         return _compile(_parsed(expression), 0)
     except _NoArithmeticError as error:
@@ -96,7 +96,7 @@ def _compiled(expression: str) -> Callable[[Sizes], Any]:
 
 
 class _NoArithmeticError(Exception):
-    """Says what an expression is or contains that no size can."""
+    """An error that says which part of an expression is not arithmetic on sizes."""
 
 
 def _compile(node: ast.AST, depth: int) -> Callable[[Sizes], Any]:

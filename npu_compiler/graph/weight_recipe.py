@@ -1,4 +1,4 @@
-"""Recipes, by which a program's weights are made from the checkpoint: small expressions over `state_dict` tensors."""
+"""Weight recipes: expressions over `state_dict` tensors that compute a program's weights from a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from npu_compiler.graph.quantization import PARTS, QuantizedArray, QuantizedForm
 
 Shape = tuple[int, ...]
 Piece = tuple[tuple[int, int], ...]
-"""The part of a tensor between two indices along each of its first dimensions; the others are whole."""
+"""A part of a tensor: (start, end) along each of its first dimensions; the remaining dimensions are whole."""
 UNCALIBRATED = "uncalibrated: timing only"
-"""Mark in the keys of weights that never had values."""
+"""A mark in the keys of quantized weights without values, which only serve to estimate times."""
 _STORED_FIELDS = ("codes", "group", "scales", "offsets")  # of a format
 
 
@@ -25,8 +25,8 @@ class WeightTransformRecipe:
     """One operation of a weight expression.
 
     Attributes:
-        op: `key` reads `state_dict[params["key"]]`; `quantized` one part of such a tensor in few bits, which it names
-            and whose format it gives; `shard`, `on_first_rank` and `rank_start` depend on the rank that loads it; the
+        op: `key` reads `state_dict[params["key"]]`; `quantized` reads one part of such a tensor, quantized to a format
+            that `params` give; `shard`, `on_first_rank` and `rank_start` depend on the rank that loads the weight; the
             others (see `apply_recipe`) combine `args`.
     """
 
@@ -50,7 +50,7 @@ class WeightTransformRecipe:
             yield from arg.keys()
 
     def leaves(self) -> Iterator[WeightTransformRecipe]:
-        """The recipes within this one, or itself, that take nothing from others."""
+        """The operations of the expression that have no arguments, such as reads of tensors."""
         if not self.args:
             yield self
         for arg in self.args:
@@ -58,7 +58,7 @@ class WeightTransformRecipe:
 
     @property
     def format(self) -> QuantizedFormat:
-        """The format of op `quantized`. Raises InputError if the parameters are not those of a format."""
+        """The format of op `quantized`. Raises InputError if the parameters do not describe one."""
         fields = self.params.get("format")
         if not isinstance(fields, Mapping) or fields.keys() != set(_STORED_FIELDS):
             raise InputError(f"{fields!r:.80} is not a quantized format")
@@ -74,30 +74,33 @@ class WeightTransformRecipe:
 
 
 def from_key(key: str) -> WeightTransformRecipe:
-    """The checkpoint's tensor as it is."""
+    """The recipe that reads a tensor of the checkpoint unchanged."""
     return WeightTransformRecipe("key", params={"key": key})
 
 
 def shard_recipe(weight: WeightTransformRecipe, axis: int, parts: int, ranks: int) -> WeightTransformRecipe:
-    """A rank's part of a weight: of `parts` equal ones along an axis, on `ranks` ranks (see `mesh.Split`).
+    """A rank's part of a weight that is divided along an axis into `parts`, on `ranks` ranks (see `mesh.Split`).
 
-    The last is filled up with zeros where the axis does not divide evenly. Only that part is read from the checkpoint.
+    The last part is padded with zeros if the axis does not divide evenly. Only the part is read from the checkpoint.
     """
     return WeightTransformRecipe("shard", (weight,), {"axis": axis, "parts": parts, "ranks": ranks})
 
 
 def on_first_rank(weight: WeightTransformRecipe) -> WeightTransformRecipe:
-    """The weight on rank 0, and zeros on the others: a summand that is to count once."""
+    """The weight on rank 0 and zeros on all other ranks: a summand that must count once in a sum over ranks."""
     return WeightTransformRecipe("on_first_rank", (weight,))
 
 
 def rank_start(size: int) -> WeightTransformRecipe:
-    """An integer [1]: where the rank's rows begin, if each rank has `size`."""
+    """An integer [1]: the first row of a rank's part of a table, if each part has `size` rows."""
     return WeightTransformRecipe("rank_start", (), {"size": size})
 
 
 def part_recipe(weight: WeightTransformRecipe, format: QuantizedFormat, part: str) -> WeightTransformRecipe | None:
-    """The recipe of one part of a weight in few bits; None for a weight that is neither a tensor nor several joined."""
+    """The recipe of one part (codes, scales or offsets) of a quantized weight.
+
+    None unless the weight is a tensor of the checkpoint, a rank's part of one, or several of them joined by rows.
+    """
     if weight.op == "key":
         fields = {name: getattr(format, name) for name in _STORED_FIELDS}
         return WeightTransformRecipe("quantized", params={**weight.params, "part": part, "format": fields})
@@ -117,13 +120,13 @@ def apply_recipe(
 ) -> np.ndarray:
     """Evaluate a recipe over a checkpoint; transforms compute in float32.
 
-    A tensor in few bits that is read whole is dequantized; one that is not, but is asked for a part, is quantized.
+    A quantized tensor that is read whole is dequantized; a float tensor of which a part is read is quantized first.
 
     Args:
-        rank: The rank that loads the weight, of a program for several.
+        rank: The rank that loads the weight, in a program for several.
 
     Raises:
-        InputError: a tensor is stored in another format than the one that a part is asked in; nothing is requantized.
+        InputError: a tensor is quantized to another format than the recipe wants; nothing is requantized.
     """
     if recipe.op in ("key", "quantized"):
         value = state[recipe.params["key"]]
@@ -146,10 +149,10 @@ def apply_recipe(
 
 
 def recipe_shape(recipe: WeightTransformRecipe, source_shapes: Mapping[str, Shape]) -> Shape:
-    """The shape of what a recipe makes.
+    """The shape of a recipe's result.
 
     Raises:
-        ValueError: it cannot make anything of tensors with these shapes, or its parameters are not those of its op.
+        ValueError: the recipe cannot be applied to tensors with these shapes, or its parameters do not suit its op.
     """
     if recipe.op == "key":
         return tuple(source_shapes[recipe.params["key"]])
@@ -181,7 +184,7 @@ def _part_shape(recipe: WeightTransformRecipe, source: Shape) -> Shape:
 def pieces_read(
     recipe: WeightTransformRecipe, source_shapes: Mapping[str, Shape], rank: int
 ) -> Iterator[tuple[str, Piece]]:
-    """The keys that a rank reads, each with the part of it."""
+    """The keys that a rank reads for a recipe, each with the part of the tensor that it reads."""
     if recipe.op == "shard" and not recipe.args[0].args and "key" in recipe.args[0].params:
         key, axis = recipe.args[0].params["key"], recipe.params["axis"]
         whole = tuple((0, size) for size in source_shapes[key])
@@ -194,7 +197,10 @@ def pieces_read(
 
 
 def _own(size: int, rank: int, parts: int, ranks: int) -> tuple[int, int]:
-    """The indices along an axis of `size` that a rank's part holds, which may be fewer than a whole part's."""
+    """The first index, and the index after the last, of a rank's part of an axis of `size`.
+
+    The last part may be smaller than the others.
+    """
     step, index = -(-size // parts), rank * parts // ranks
     return min(index * step, size), min((index + 1) * step, size)
 

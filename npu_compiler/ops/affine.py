@@ -1,7 +1,7 @@
-"""Quantizing activations and weights: a float x is the integer rint(x / scale) + zero_point, kept within limits.
+"""Quantizing activations and weights: a float x becomes the integer rint(x / scale) + zero_point, clamped to limits.
 
-These are the ops that PyTorch's PT2E quantization leaves in a graph, as element-wise kernels. Where a device multiplies
-integers, `fusions/integer.py` makes integer kernels of what stands between them.
+These are the ops that PyTorch's PT2E quantization leaves in a graph, lowered to element-wise kernels. For a device that
+multiplies integers, `fusions/integer.py` fuses the ops between them into integer kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ add_elementwise(
 
 
 def limits(node: OpNode) -> Range:
-    """The smallest and largest integer of a quantizing or dequantizing node.
+    """The smallest and largest integer that a quantizing or dequantizing node allows.
 
     Raises:
         ValueError: there is none, or one that the integers' dtype does not hold.
@@ -58,7 +58,7 @@ def _held_by(dtype: str) -> Range:
 
 
 def check_parameters(scale: Scalar, zero_point: Scalar, low: int, high: int) -> None:
-    """Raise `ValueError` where nothing can be quantized with these."""
+    """Raise `ValueError` if the scale, the zero point or the limits cannot be used to quantize."""
     if not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
         raise ValueError(f"its scale is {scale}; a scale is a finite number above 0")
     if not isinstance(zero_point, int) or not low <= zero_point <= high:
@@ -85,7 +85,7 @@ _PER_CHANNEL = ("input", "scales", "zero_points")
 
 
 def _emit(ctx: Lowering, node: OpNode, x: View, scale: View | Scalar, zero_point: View | Scalar, out: View) -> None:
-    """Emit the element-wise call of a node; the parameters broadcast to x."""
+    """Emit the element-wise call of a quantizing or dequantizing node; scale and zero point broadcast to x."""
     name = node.op_type.split(".")[1]
     if name.startswith("dequantize"):
         ctx.elementwise("dequantize", [x, scale, zero_point], out)  # type: ignore[list-item]
@@ -125,7 +125,7 @@ def lower_per_tensor(ctx: Lowering, node: OpNode) -> None:
 
 
 def _single(value: View | Scalar) -> View | Scalar:
-    """A tensor of one element without dimensions, which broadcasts to anything."""
+    """A tensor of one element as one without dimensions, which broadcasts to any shape; a number as it is."""
     shaped = value.reshape(()) if isinstance(value, View) else value
     if shaped is None:
         raise ValueError("a scale or zero point of a whole tensor has more than one element")
@@ -170,7 +170,10 @@ def _affine_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _split(shape: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The shape with each dimension as (blocks, elements of a block), and that of a parameter for each block."""
+    """Two shapes in which each dimension is two, (number of blocks, block size): of the tensor, and of its parameters.
+
+    In the second, the block size is 1, so that each block has one parameter.
+    """
     sizes = [size if block == -1 else block for size, block in zip(shape, blocks, strict=True)]
     if any(block < 1 or size % block for size, block in zip(shape, sizes, strict=True)):
         raise ValueError(f"blocks of {list(blocks)} do not divide the shape {list(shape)}")
@@ -193,7 +196,10 @@ def _split(shape: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list
     byte_storage=ByteStorage.ALLOWED,
 )
 def lower_affine(ctx: Lowering, node: OpNode) -> None:
-    """Blocks of any size along each dimension have a scale and a zero point each."""
+    """Lower quantization with a scale and a zero point for each block of a tensor.
+
+    A block may have any size along each dimension.
+    """
     args = Args(node)
     x = ctx.view(node.inputs[0])
     split, per_block = _split(x.shape, node.attrs["block_size"])

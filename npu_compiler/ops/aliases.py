@@ -1,7 +1,7 @@
-"""Ops that move nothing: the output is another view of the input. A reshape copies only where strides cannot say it.
+"""View ops, which move no elements: the output is another view of the input. Reshapes copy if no strides express them.
 
-Each is a function from the input's view to the output's, which is what lowering does with the op. Functionalization
-asks the same function what memory an in-place op changes, and each op for the op that writes a changed view back.
+Each is a function from the input's view to the output's, which lowering applies. Functionalization uses the same
+function to find the memory that an in-place op changes, and asks each op for the op that writes a changed view back.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from npu_compiler.program.views import View
 
 
 def view_rule(node: OpNode) -> ViewRule | None:
-    """The rule by which a node's output looks into its input's memory; None for an op that makes new memory."""
+    """The rule by which a node's output is a view of its input's memory; None for an op that writes new memory."""
     op = find_op(node.op_type)
     return op.view if op is not None else None
 
 
 def window(node: OpNode, source: View, out: TensorSpec) -> View | None:
-    """A view op's output as a view of its input's view; None where strides cannot express it."""
+    """The output of a view op as a view of its input's memory; None if no strides express it."""
     rule = view_rule(node)
     assert rule is not None, node.op_type
     return rule.window(node, source, out)
 
 
 def single_output(node: OpNode, graph: IRGraph, index: int) -> OpNode:
-    """Output `index` of a view op as a node of its own: a piece of `split` is a slice."""
+    """The node that computes output `index` of a view op alone: for `split`, a slice."""
     rule = view_rule(node)
     return node if rule is None or rule.part is None else rule.part(node, graph, index)
 
@@ -56,14 +56,17 @@ def lower_view(ctx: Lowering, node: OpNode) -> None:
 
 
 def write_whole(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack | None:
-    """The inverse of a view that shows every element once, in the same order; None for one that does not."""
+    """The write-back of a view that shows every element once, in order: a reshape; None for any other view."""
     if out.numel != base.numel:
         return None
     return WriteBack("aten.reshape.default", {"shape": list(base.shape)}, keeps_rest=False)
 
 
 def _write_permuted(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack:
-    """The inverse permutation, read off strides that number the dimensions."""
+    """The write-back of a permuted view: the inverse permutation.
+
+    It is read from strides that number the dimensions.
+    """
     dims = range(len(base.shape))
     turned = window(node, View(base.name, base.shape, tuple(dims), 0, base.dtype), out)
     assert turned is not None
@@ -84,7 +87,7 @@ def _write_narrow(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack:
 
 
 def _write_nothing(node: OpNode, base: TensorSpec, out: TensorSpec) -> None:
-    """Return no `WriteBack`: elements of the view overlap, so that the base cannot be rebuilt from it."""
+    """Return None for no `WriteBack`: elements of the view overlap, so that the base cannot be rebuilt from it."""
 
 
 def view_op(
@@ -98,7 +101,7 @@ def view_op(
     is_pure: bool = True,
     lower: LowerFn = lower_view,
 ) -> Callable[[ViewFn], ViewFn]:
-    """Decorator: add rows of ops whose output is the view that the decorated function makes of the input's."""
+    """Return a decorator that adds rows of ops whose output view the decorated function computes from the input's."""
 
     def add(function: ViewFn) -> ViewFn:
         rule = ViewRule(function, may_copy, None, write_back)
@@ -265,7 +268,7 @@ def _diagonal(node: OpNode, source: View, out: TensorSpec) -> View:
 
 
 def diagonal_view(source: View, node: OpNode) -> View:
-    """The diagonal of two dimensions, as the last dimension."""
+    """A view with two dimensions replaced by their diagonal, which becomes the last dimension."""
     offset = node.attrs.get("offset", 0)
     first, second = source.dim(node.attrs.get("dim1", 0)), source.dim(node.attrs.get("dim2", 1))
     start = source.offset + (offset * source.strides[second] if offset >= 0 else -offset * source.strides[first])
@@ -282,7 +285,7 @@ def _parts_op(
     part: Callable[[OpNode, IRGraph, int], OpNode],
     integer_range: RangeFn | None = None,
 ) -> None:
-    """Add rows of ops of several outputs, each of which another op makes alone."""
+    """Add rows of ops with several outputs, each of which another op (given by `part`) computes alone."""
     rule = ViewRule(_same, part=part)
     register_op(names, tensors=tensors, view=rule, moves=True, integer_range=integer_range, shard=shard_view)(
         lower_view
@@ -321,7 +324,7 @@ _parts_op("getitem", ("*outputs",), _chosen, lambda node, graph, operands: opera
 
 
 def _shuffle(ctx: Lowering, node: OpNode, split: tuple[int, ...], order: list[int]) -> None:
-    """Reshape, permute, reshape to the output: what every pixel and channel shuffle is."""
+    """Lower a pixel or channel shuffle: a reshape to `split`, a permutation by `order`, and a reshape to the output."""
     view = ctx.reshaped(ctx.view(node.inputs[0]), split)
     ctx.finish(ctx.reshaped(view.permute(order), ctx.spec(node.outputs[0]).shape))
 

@@ -1,4 +1,4 @@
-"""The int8 and uint8 tensors of a graph that are stored in a byte an element; all others are int32 on the device."""
+"""Chooses the int8 and uint8 tensors that are stored in one byte per element; all others are int32 on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from npu_compiler.ops.registry import ByteStorage, find_op
 
 
 def storable_in_bytes(graph: IRGraph) -> set[str]:
-    """The int8 and uint8 tensors of which all that reads or makes them, or a view of them, can handle bytes."""
+    """The int8 and uint8 tensors all of whose producers and readers, also through views, can handle bytes."""
     names = {name for name, spec in graph.tensors.items() if spec.dtype in BYTE_DTYPES}
     touched = _touching(graph, names)
     while refused := {x for x in names if not all(_handles_bytes(node, names) for node in touched[x])}:
@@ -17,7 +17,7 @@ def storable_in_bytes(graph: IRGraph) -> set[str]:
 
 
 def in_bytes(graph: IRGraph) -> set[str]:
-    """The tensors that are stored in a byte an element: those that integer kernels read and make, and views of them."""
+    """The tensors that are stored in one byte per element: those of integer kernels, and views of them."""
     names = storable_in_bytes(graph)
     touched = _touching(graph, names)
     needed = {name for name in names if any(_needs_bytes(node) for node in touched[name])}
@@ -31,7 +31,7 @@ def in_bytes(graph: IRGraph) -> set[str]:
 
 
 def _touching(graph: IRGraph, names: set[str]) -> dict[str, list[OpNode]]:
-    """Tensor → the nodes that read or make it."""
+    """Tensor → the nodes that read or write it."""
     touched: dict[str, list[OpNode]] = {name: [] for name in names}
     for node in graph.nodes if names else ():
         for name in {*node.inputs, *node.outputs} & names:
@@ -52,6 +52,6 @@ def _needs_bytes(node: OpNode) -> bool:
 
 
 def _is_view(node: OpNode) -> bool:
-    """Whether a node of one input shows it under another shape; where memory does not, it is copied."""
+    """Whether a node with one input is a view op that keeps the dtype; if no strides express the view, it copies."""
     op = find_op(node.op_type)
     return op is not None and op.view is not None and op.moves and not op.is_cast and len(node.inputs) == 1

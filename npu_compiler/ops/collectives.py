@@ -1,4 +1,4 @@
-"""Collectives: the sums and parts of tensors that ranks exchange.
+"""Collectives: ops by which the ranks of a group sum their tensors, or gather parts of one.
 
 Every rank of a program runs these calls in the same order.
 """

@@ -1,6 +1,6 @@
-"""Ops that compare every element with every one of a list: histograms, membership, the place among boundaries.
+"""Ops that compare every element with every entry of a list: histograms, membership, positions among boundaries.
 
-They need memory for a flag per pair; beyond `MOST_FLAGS` of them a node is refused.
+They need memory for one flag per pair; a node with more than `MOST_FLAGS` pairs is refused.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ MOST_FLAGS = 2**24
 
 
 def too_many_flags(places: int, indices: int, what: str) -> str | None:
-    """The reason to refuse a node that needs a flag for each of too many pairs, or None."""
+    """The reason to refuse a node that needs a flag for too many pairs; None if the pairs are few enough."""
     return f"{what} of {indices} indices over {places} places" if places * indices > MOST_FLAGS else None
 
 
 def counted(ctx: Lowering, count: int, dtype: str = "int32") -> View:
-    """0, 1, … count - 1."""
+    """A vector of the integers 0, 1, … count - 1."""
     view = ctx.temp((count,), dtype)
     emit_arange(ctx, view, 0, 1)
     return view
 
 
 def compared(ctx: Lowering, op: str, left: View, right: View, shape: Shape) -> View:
-    """The flags of a comparison, both sides broadcast to a shape."""
+    """The boolean result of a comparison of two views that are broadcast to `shape`."""
     flags = ctx.temp(shape, "bool")
     ctx.elementwise(op, [left.expand(shape), right.expand(shape)], flags)
     return flags
@@ -47,7 +47,7 @@ def _histc_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _histogram(node: OpNode) -> tuple[int, float, float]:
-    """The number of bins, and the limits."""
+    """The number of bins of a `histc` node, and its lower and upper limit."""
     return node.attrs.get("bins", 100), node.attrs.get("min", 0), node.attrs.get("max", 0)
 
 
@@ -57,7 +57,10 @@ def _histogram(node: OpNode) -> tuple[int, float, float]:
     integer_range=lambda node, graph, operands: (0, graph.tensors[node.inputs[0]].numel),
 )
 def lower_histc(ctx: Lowering, node: OpNode) -> None:
-    """Count the elements in each bin; one at the upper limit is in the last, one outside of the limits in none."""
+    """Count the elements in each bin.
+
+    The last bin includes the upper limit, and elements outside the limits do not count.
+    """
     bins, low, high = _histogram(node)
     view, out = ctx.view(node.inputs[0]), ctx.output()
     values = ctx.reshaped(ctx.cast(view, "float32"), (view.numel,))
@@ -88,7 +91,7 @@ def _listed_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _with_each(ctx: Lowering, op: str, elements: View, listed: View) -> View:
-    """[*elements, listed]: every element compared with every one of the list."""
+    """The result [*elements, listed] of comparing every element with every entry of a list."""
     flat = ctx.reshaped(listed, (listed.numel,))
     return compared(ctx, op, elements.unsqueeze(elements.rank), flat, (*elements.shape, listed.numel))
 
@@ -114,7 +117,7 @@ def _place_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) ->
     integer_range=_place_range,
 )
 def lower_bucketize(ctx: Lowering, node: OpNode) -> None:
-    """Count the boundaries below an element, or with `right` not above it."""
+    """Count the boundaries below each element (with `right`, those not above it)."""
     elements, boundaries = (ctx.view(name) for name in node.inputs)
     # Not "gt" and "ge": NaN comes after all boundaries.
     above = _with_each(ctx, "lt" if node.attrs.get("right") else "le", elements, boundaries)

@@ -127,7 +127,7 @@ def _pair(value: Any, default: int = 1) -> list[int]:
 
 
 def _padding(node: OpNode, kernel: tuple[int, ...], dilation: list[int], rank1: bool) -> list[int]:
-    """[top, bottom, left, right]; 'same' puts the odd pixel after, as PyTorch does."""
+    """The padding as [top, bottom, left, right]; for 'same', an odd pixel is at the end, as in PyTorch."""
     value = node.attrs.get("padding", 0)
     if value == "valid":
         return [0, 0, 0, 0]
@@ -165,24 +165,27 @@ def _conv_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _as_2d(view: View) -> View:
-    """[N, C, L] as [N, C, 1, L]."""
+    """An image [N, C, L] as [N, C, 1, L]; other ranks are unchanged."""
     return view.unsqueeze(2) if view.rank == 3 else view
 
 
 def _batched(view: View, spatial: int) -> View:
-    """An unbatched image gets a batch of 1."""
+    """An image with a batch dimension, which is added if it is missing."""
     return view.unsqueeze(0) if view.rank == spatial + 1 else view
 
 
 def _with_batch(view: View, spatial: int) -> View:
-    """An image without batch, or without channels too, gets both."""
+    """An image with batch and channel dimensions, which are added if they are missing."""
     while view.rank < spatial + 2:
         view = view.unsqueeze(0)
     return view
 
 
 def _channel_axis(node: OpNode) -> int | None:
-    """Transposed convolutions have their output channels second, and in groups not all of them."""
+    """The axis of a weight's output channels, for a factor per channel; None if no axis has all of them.
+
+    Transposed convolutions have their output channels second and, with groups, only a part of them.
+    """
     if not node.attrs.get("transposed") and "transpose" not in node.base:
         return 0
     return 1 if node.attrs.get("groups", 1) == 1 else None
@@ -209,7 +212,7 @@ def lower_conv(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("npu.conv2d", tensors=("input", "weight", "bias", "residual"), layout=Layout.CONVOLUTION)
 def lower_fused_conv(ctx: Lowering, node: OpNode) -> None:
-    """act(conv(x) + bias + residual)."""
+    """Lower act(conv(x) + bias + residual); attributes say which of bias and residual there are."""
     x, weight, *rest = (ctx.view(name) for name in node.inputs)
     bias = rest.pop(0) if node.attrs.get("has_bias") else None
     residual = rest.pop(0) if node.attrs.get("has_residual") else None
@@ -217,7 +220,10 @@ def lower_fused_conv(ctx: Lowering, node: OpNode) -> None:
 
 
 def conv_window(node: OpNode, weight: View, rank1: bool = False) -> dict[str, Any]:
-    """Parameters of a convolution by a weight [o, i, kh, kw]; `rank1` if the node's attributes are of one axis."""
+    """The parameters of a convolution by a weight [o, i, kh, kw].
+
+    With `rank1`, the node's attributes are of one axis.
+    """
     dilation = _per_axis(node.attrs.get("dilation", 1), 1, rank1)
     return {
         "stride": _per_axis(node.attrs.get("stride", 1), 1, rank1),
@@ -296,7 +302,7 @@ def _batch_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _reads_statistics(node: OpNode, graph: IRGraph) -> bool:
-    """Whether anything but output 0 of a node with several is used."""
+    """Whether an output other than the first one of a node is read."""
     others = set(node.outputs[1:])
     if not others:
         return False
@@ -319,7 +325,10 @@ BATCH_NORM_OPS = (
     one_dtype=True,
 )
 def lower_batch_norm(ctx: Lowering, node: OpNode) -> None:
-    """(x - mean) · gamma / sqrt(var + eps) + beta, where the statistics are not weights; see also graph_optimizer."""
+    """Lower (x - mean) · gamma / sqrt(var + eps) + beta for statistics that are not weights.
+
+    Other batch norms are folded or rewritten by `passes/batch_norm.py`.
+    """
     x, *affine, mean, var = (ctx.view(name) for name in node.inputs)
     std = ctx.temp(var.shape, "float32")
     ctx.elementwise("add", [var, float(node.attrs.get("eps", 1e-5))], std)
@@ -367,7 +376,7 @@ def lower_max_pool(ctx: Lowering, node: OpNode) -> None:
 
 
 def max_pool_window(node: OpNode, rank1: bool = False) -> dict[str, Any]:
-    """The parameters of a max pooling; one over one dimension is of height 1."""
+    """The parameters of a max pooling; with `rank1`, of one over one dimension, as a window of height 1."""
     attrs = node.attrs
     return {
         "window": _per_axis(attrs["kernel_size"], 1, rank1),
@@ -430,7 +439,7 @@ def _scales(node: OpNode, x: View, out: View) -> list[float]:
 
 
 def _scales_but(node: OpNode, x: View, out: View, fixed: tuple[int, ...]) -> list[float]:
-    """`_scales`, but for axes that grow by one of these factors, which PyTorch takes whatever scale was given."""
+    """`_scales`, except for axes that grow by one of the factors `fixed`: there PyTorch ignores a given scale."""
     sizes = zip(x.shape[2:], out.shape[2:], _scales(node, x, out), strict=True)
     return [
         source / target if target in [factor * source for factor in fixed] else scale for source, target, scale in sizes

@@ -1,4 +1,4 @@
-"""Convolutions of volumes, by products of linear layers with a row for each window; im2col and col2im."""
+"""Convolutions of volumes, as matrix products with a row for each window; im2col and col2im."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _per_axis(node: OpNode, name: str, default: int, spatial: int = 3) -> list[i
 
 
 def volumes_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    """The reason why a convolution by a weight of five dimensions cannot run on the device, or None."""
+    """The reason why a convolution by a weight of five dimensions cannot run on the device; None if it can."""
     if any(graph.tensors[name].dtype not in FLOAT_DTYPES for name in node.inputs):
         return "convolution of integers"
     x, weight = (graph.tensors[name].shape for name in node.inputs[:2])
@@ -72,7 +72,7 @@ def lower_conv3d(ctx: Lowering, node: OpNode) -> None:
     "aten.conv_transpose3d", tensors=("input", "weight", "bias"), unsupported=volumes_unsupported, one_dtype=True
 )
 def lower_conv_transpose3d(ctx: Lowering, node: OpNode) -> None:
-    """Each element times the weight of each tap goes where that tap puts it; the output is the sum over the taps."""
+    """Lower a transposed convolution: one product per tap of the weight, summed where the taps put the results."""
     x, weight, *biases = (ctx.view(name) for name in node.inputs)
     out = ctx.output()
     x, out = (view.unsqueeze(0) if view.rank == 4 else view for view in (x, out))
@@ -93,10 +93,10 @@ def lower_conv_transpose3d(ctx: Lowering, node: OpNode) -> None:
 
 
 def _sum_over_taps(ctx: Lowering, node: OpNode, sources: Sequence[View], window: Shape, out: View) -> None:
-    """Fill `out` with the sum of what the taps of a sliding window put there.
+    """Fill `out` with the sum of the values that the taps of a sliding window place in it.
 
     Args:
-        sources: Elements of each tap, [*lead, *places], which go into [*lead, *axes].
+        sources: For each tap, its values [*lead, *places], which are added to [*lead, *axes] of `out`.
     """
     summands = ctx.temp((len(sources), *out.shape), "float32")
     ctx.emit("fill_kernel", [], [summands], {"value": 0.0, "int_value": 0})
@@ -116,7 +116,7 @@ def _sum_over_taps(ctx: Lowering, node: OpNode, sources: Sequence[View], window:
 
 
 def _emit_grouped(ctx: Lowering, windows: View, weight: View, out: View, biases: list[View], groups: int) -> None:
-    """Emit a matrix product for each group: its channels of the windows by its part of the weight."""
+    """Emit one matrix product per group of channels: that group's part of the windows by its part of the weight."""
     places, channels, taps = windows.shape[:4], windows.shape[4] // groups, windows.shape[5:]
     split = windows.reshape((*places, groups, channels, *taps))
     packed = ctx.temp((groups, *places, channels, *taps), windows.dtype)
@@ -137,7 +137,7 @@ def _emit_grouped(ctx: Lowering, windows: View, weight: View, out: View, biases:
 
 
 def _paddings(node: OpNode, spans: list[int]) -> list[tuple[int, int]]:
-    """(before, after) along each axis; 'same' puts the odd element after, as PyTorch does."""
+    """The padding (before, after) along each axis; for 'same', an odd element is at the end, as in PyTorch."""
     padding = node.attrs.get("padding", 0)
     if padding == "same":
         return [(span // 2, span - span // 2) for span in spans]
@@ -145,7 +145,7 @@ def _paddings(node: OpNode, spans: list[int]) -> list[tuple[int, int]]:
 
 
 def _padded(ctx: Lowering, x: View, paddings: list[tuple[int, int]]) -> View:
-    """A copy of [batch, channels, *axes] with zeros around it."""
+    """A copy of a volume [batch, channels, *axes] with zeros around it; the volume itself if there is no padding."""
     if not any(map(any, paddings)):
         return x
     shape = (*x.shape[:2], *(size + sum(pair) for size, pair in zip(x.shape[2:], paddings, strict=True)))
@@ -157,7 +157,7 @@ def _padded(ctx: Lowering, x: View, paddings: list[tuple[int, int]]) -> View:
 
 
 def _windows(x: View, places: Shape, window: Shape, stride: list[int], dilation: list[int]) -> View:
-    """[batch, *places, channels, *taps]: a view of [batch, channels, *axes] in which windows overlap."""
+    """An overlapping view of a volume [batch, channels, *axes]: its windows [batch, *places, channels, *taps]."""
     batch, channel, *axes = x.strides
     steps = [size * step for size, step in zip(axes, stride, strict=True)]
     taps = [size * gap for size, gap in zip(axes, dilation, strict=True)]
@@ -174,7 +174,7 @@ def _im2col_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 @register_op("aten.im2col", unsupported=_im2col_unsupported)
 def lower_im2col(ctx: Lowering, node: OpNode) -> None:
-    """[batch, channels · taps, places]: what each window holds."""
+    """Write the contents of each window: [batch, channels · taps, places]."""
     x, out = ctx.view(node.inputs[0]), ctx.output()
     x, out = (view.unsqueeze(0) if view.rank == rank else view for view, rank in ((x, 3), (out, 2)))
     window, stride, dilation = (_per_axis(node, name, 1, 2) for name in ("kernel_size", "stride", "dilation"))
@@ -200,7 +200,7 @@ def _col2im_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 @register_op("aten.col2im", unsupported=_col2im_unsupported)
 def lower_col2im(ctx: Lowering, node: OpNode) -> None:
-    """[batch, channels · taps, places] → [batch, channels, height, width], the sum of all windows."""
+    """Sum windows [batch, channels · taps, places] into an image [batch, channels, height, width]."""
     x, out = ctx.view(node.inputs[0]), ctx.output()
     x, out = (view.unsqueeze(0) if view.rank == rank else view for view, rank in ((x, 2), (out, 3)))
     window = tuple(_per_axis(node, "kernel_size", 1, 2))

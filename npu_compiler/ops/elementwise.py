@@ -1,7 +1,7 @@
-"""Element-wise ops, as data: a name, a C expression over float operands, and the torch function that means the same.
+"""Element-wise ops, as data: a name, a C expression over float operands, and the equivalent torch function.
 
 The CPU device calls the torch function; the Metal and CUDA generators paste the expression. Operands are `a`, `b`,
-`c`; attributes appear under their own names. Comparisons are written so that a NaN operand gives what torch gives.
+`c`; attributes appear under their own names. Comparisons are written so that a NaN operand gives the same as in torch.
 """
 
 from __future__ import annotations
@@ -93,12 +93,15 @@ def elementwise(
 
 
 def _by_one(node: OpNode, dtype: str) -> bool:
-    """An `Op.identity`: whether the other operand is 1."""
+    """An `Op.identity` rule: whether the other operand is 1."""
     return len(node.inputs) == 1 and node.attrs.get("other") == 1
 
 
 def _adds_nothing(sign: int) -> Callable[[OpNode, str], bool]:
-    """An `Op.identity` of `self + sign · alpha · other`: whether that adds 0 (or, to floats, -0.0)."""
+    """An `Op.identity` rule for `self + sign · alpha · other`: whether that never changes `self`.
+
+    Integers do not change by 0, floats do not change by -0.0.
+    """
 
     def rule(node: OpNode, dtype: str) -> bool:
         other = node.attrs.get("other")
@@ -248,7 +251,7 @@ elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu
 
 
 def _scales_booleans(node: OpNode, graph: IRGraph) -> str | None:
-    """PyTorch makes `alpha` a boolean where it adds booleans."""
+    """The reason to refuse a sum of booleans with an `alpha`, which PyTorch makes a boolean; None for other nodes."""
     is_boolean = graph.tensors[node.outputs[0]].dtype == "bool"
     return "a sum of booleans with a factor" if is_boolean and node.attrs.get("alpha", 1) != 1 else None
 
@@ -463,7 +466,10 @@ def _gelu(attrs: Mapping[str, Any]) -> str:
     "aten.hardtanh", layout=Layout.ELEMENTWISE, activation=activation_rule("hardtanh"), shard=shard_elementwise
 )
 def lower_hardtanh(ctx: Lowering, node: OpNode) -> None:
-    """A least value above the largest counts as that, as in `clamp`."""
+    """Lower a clamp to [min_val, max_val].
+
+    If the minimum is above the maximum, it counts as the maximum, as in `clamp`.
+    """
     low, high = float(node.attrs.get("min_val", -1)), float(node.attrs.get("max_val", 1))
     params = {"min_val": min(low, high), "max_val": high}
     ctx.elementwise("hardtanh", [ctx.view(node.inputs[0])], ctx.output(), params)
@@ -476,14 +482,14 @@ def lower_gelu(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.bitwise_not", layout=Layout.ELEMENTWISE, integer_range=by_operands(ranges.bitwise_not))
 def lower_bitwise_not(ctx: Lowering, node: OpNode) -> None:
-    """torch inverts booleans and complements integers."""
+    """Lower a bitwise complement, which for booleans is a logical negation, as in torch."""
     view = ctx.view(node.inputs[0])
     ctx.elementwise("logical_not" if view.dtype == "bool" else "bitwise_not", [view], ctx.output())
 
 
 @register_op("aten.round.decimals", layout=Layout.ELEMENTWISE)
 def lower_round_decimals(ctx: Lowering, node: OpNode) -> None:
-    """round(x · 10ᵈ) / 10ᵈ; negative decimals the other way round, since 10ᵈ itself is inexact there."""
+    """Lower round(x · 10ᵈ) / 10ᵈ; for negative d, round(x / 10⁻ᵈ) · 10⁻ᵈ, since 10ᵈ is then inexact."""
     view, decimals = ctx.view(node.inputs[0]), node.attrs["decimals"]
     up, down = ("mul", "true_divide") if decimals >= 0 else ("true_divide", "mul")
     scaled, rounded = (ctx.temp(view.shape, "float32") for _ in range(2))
@@ -496,7 +502,7 @@ def lower_round_decimals(ctx: Lowering, node: OpNode) -> None:
     "aten.nan_to_num", layout=Layout.ELEMENTWISE, integer_range=by_operands(ranges.same), shard=shard_elementwise
 )
 def lower_nan_to_num(ctx: Lowering, node: OpNode) -> None:
-    """Replace NaN and infinities; by default these become the largest numbers of the result's stored dtype."""
+    """Replace NaN and infinities; infinities become, by default, the largest numbers of the result's stored dtype."""
     out = ctx.output()
     largest = FLOAT_MAX.get(out.dtype, 0.0)
     limits = {"nan": 0.0, "posinf": largest, "neginf": -largest}
@@ -533,7 +539,10 @@ def lower_div(ctx: Lowering, node: OpNode) -> None:
 
 
 def unclear_bound(node: OpNode) -> str | None:
-    """The reason why a clamp cannot be read, or None: the IR drops an omitted bound without a trace."""
+    """The reason why a clamp with one tensor bound is ambiguous; None if it is not.
+
+    The IR does not record which bound was omitted.
+    """
     is_clamp = node.base.removesuffix("_") in ("aten.clamp", "aten.clip")
     is_unclear = node.tensor_names is None and len(node.inputs) == 2
     if is_clamp and node.op_type.endswith(".Tensor") and is_unclear:
@@ -593,7 +602,7 @@ def _prelu_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 @register_op("aten._prelu_kernel", tensors=("self", "weight"), layout=Layout.ELEMENTWISE, one_dtype=True)
 def lower_prelu_kernel(ctx: Lowering, node: OpNode) -> None:
-    """The weight broadcasts against the input as in any element-wise op."""
+    """Lower prelu, whose weight broadcasts against the input as in any element-wise op."""
     ctx.elementwise("prelu", [ctx.view(name) for name in node.inputs], ctx.output())
 
 
@@ -632,7 +641,7 @@ _CAST: dict[str, Any] = {
 
 
 def lower_cast(ctx: Lowering, node: OpNode) -> None:
-    """Numbers that a narrow integer dtype does not hold lose their upper bits."""
+    """Lower a cast; numbers that a narrow integer dtype does not hold lose their upper bits."""
     view, (source, result) = ctx.view(node.inputs[0]), (ctx.spec(x).dtype for x in (node.inputs[0], node.outputs[0]))
     if result not in NARROW_INTS or source == "bool" or (is_int(source) and holds(result, source)):
         ctx.finish(view)
@@ -660,5 +669,5 @@ register_op("aten.lift_fresh_copy aten.lift_fresh", **_CAST)(lower_cast)
 
 
 def cast_node(source: str, result: str, dtype: str) -> OpNode:
-    """The node that makes `result`, which is its name too, of `source` in another dtype."""
+    """The node, named `result` like its output, that casts `source` to another dtype."""
     return OpNode(result, "aten.to.dtype", (source,), (result,), {"dtype": dtype})

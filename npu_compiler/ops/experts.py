@@ -1,7 +1,7 @@
-"""Products in groups: each row with the matrix of the expert that it is routed to.
+"""Mixture-of-experts products: each row is multiplied with the matrix of the expert that it is routed to.
 
-The CPU device sorts the rows by expert, so that it reads the matrix of each expert once and those of experts without
-rows never. The GPU kernels read a matrix for each row.
+The CPU device sorts the rows by expert, so that it reads the matrix of each expert once, and none of an expert without
+rows. The GPU kernels read a matrix for each row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npu_compiler.program.views import View
 
 
 def _shares_rows(call: SimpleNamespace) -> bool:
-    """Whether each row of x is that of as many rows of the output."""
+    """Whether the number of output rows is a multiple of the rows of x, each of which then serves several of them."""
     return bool(call.r > 0 and call.m % call.r == 0)
 
 
@@ -79,9 +79,9 @@ def _unsupported(node: OpNode, graph: IRGraph) -> str | None:
     quantized=QuantizedRule(1, "npu.quantized_expert_linear"),
 )
 def lower_expert_linear(ctx: Lowering, node: OpNode) -> None:
-    """out[m] = input[m · R / M] · weight[experts[m]]ᵀ + bias[experts[m]].
+    """Lower out[m] = input[m · R / M] · weight[experts[m]]ᵀ + bias[experts[m]].
 
-    Input [R, K], weight [E · N, K], experts [M], bias [E, N] → [M, N]. A row whose expert is none of 0..E - 1 is 0.
+    Input [R, K], weight [E · N, K], experts [M], bias [E, N] → [M, N]. A row whose expert is not in 0..E - 1 is 0.
     """
     x, weight, experts, *bias = (ctx.view(name) for name in node.inputs)
     n = ctx.output().shape[1]
@@ -91,7 +91,7 @@ def lower_expert_linear(ctx: Lowering, node: OpNode) -> None:
 
 
 def _emit(ctx: Lowering, x: View, weight: View, experts: View, bias: list[View], out: View) -> None:
-    """The product with dense matrices [E, N, K]."""
+    """Emit the product of rows with dense expert matrices [E, N, K]."""
     rows = packed_rows(ctx, x)
     inputs = [rows, weight, ctx.inner_contiguous(experts), *map(ctx.inner_contiguous, bias)]
     count, k = weight.shape[0], rows.shape[1]
@@ -103,7 +103,7 @@ def _emit(ctx: Lowering, x: View, weight: View, experts: View, bias: list[View],
 
 @register_op("npu.quantized_expert_linear", tensors=("input", "codes", "scales", "offsets", "experts", "bias"))
 def lower_quantized_expert_linear(ctx: Lowering, node: OpNode) -> None:
-    """`npu.expert_linear` with a weight in few bits."""
+    """Lower `npu.expert_linear` with a quantized weight."""
     parts, (experts, *bias), params = quantized_parts(ctx, node, 1)
     rows, out = packed_rows(ctx, ctx.view(node.inputs[0])), ctx.output()
     inputs = [rows, *parts, ctx.inner_contiguous(experts), *map(ctx.inner_contiguous, bias)]
@@ -129,7 +129,10 @@ def _grouped_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     one_dtype=True,
 )
 def lower_grouped_product(ctx: Lowering, node: OpNode) -> None:
-    """Rows below `offs[0]` are of the first group, and so on; those from the last offset on are 0."""
+    """Lower a product of row groups with one matrix each; group i ends before row `offs[i]`.
+
+    Rows after the last group are 0.
+    """
     args = Args(node)
     names = [args.tensor(name) for name in ("input", "weight", "offs")]
     rows, weight, ends = (ctx.view(name) for name in names if name is not None)

@@ -1,7 +1,7 @@
-"""Bounds of the finite elements of float tensors, as far as ops tell: a cast to an integer within them fits in 32 bits.
+"""Bounds of the finite elements of float tensors, by which casts to integers are known to fit in 32 bits.
 
-An interval is (lowest, highest) in exact arithmetic. NaN and infinities have no place in it: PyTorch does not promise
-which integer they become.
+An interval is (lowest, highest) in exact arithmetic. NaN and infinities are not covered: PyTorch does not promise which
+integer they become.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ROUNDING = 2.0**-6  # more than what the 16-bit floats of a chain of ops add to
 
 
 def of_dtype(dtype: str) -> Range:
-    """The finite values of a float dtype, in integers."""
+    """The range of the finite values of a float dtype, as integers; `UNBOUNDED` for all but float16."""
     largest = math.ceil(FLOAT_MAX.get(dtype, FLOAT_MAX["float32"]))
     return (-largest, largest) if dtype == "float16" else UNBOUNDED
 
 
 def as_integers(interval: Interval) -> Range:
-    """The integers that the elements of an interval may become, if they were rounded before."""
+    """The range of integers to which elements of an interval may be cast, allowing for their rounding as floats."""
     low, high = interval
     if max(abs(low), abs(high)) >= UNBOUNDED[1]:
         return UNBOUNDED
@@ -37,7 +37,7 @@ def as_integers(interval: Interval) -> Range:
 
 
 def interval_of(node: OpNode, graph: IRGraph, intervals: Mapping[str, Interval]) -> Interval:
-    """The interval of the elements of a node's float results; unbounded where no rule tells."""
+    """The interval of the elements of a node's float result; unbounded if there is no rule for its op."""
     low, high = _exact(node, graph, intervals)
     return max(low, UNBOUNDED[0]), min(high, UNBOUNDED[1])
 
@@ -76,7 +76,7 @@ def _interval(args: Args, name: str, intervals: Mapping[str, Interval]) -> Inter
 
 
 def _factor(args: Args, function: Callable[..., object]) -> list[Interval]:
-    """The interval of `alpha`, of the ops that have it."""
+    """The interval of the attribute `alpha`, as a list; empty for an op without it."""
     alpha = args.attr("alpha", 1)
     return [(alpha, alpha)] if function in (ranges.add, ranges.sub, ranges.rsub) else []
 

@@ -1,4 +1,4 @@
-"""Ops that pick elements by index tensors, and the in-place row update that makes a KV cache."""
+"""Ops that select elements by index tensors, and the in-place row update that KV caches use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from npu_compiler.program.views import MAX_RANK, Shape, View, broadcast_shapes, 
 
 
 def _with_size(shape: Shape, dim: int, size: int) -> Shape | None:
-    """A shape with another size of one dimension; None where there is no such dimension."""
+    """A shape with the size of one dimension replaced; None if it has no such dimension."""
     return (*shape[:dim], size, *shape[dim + 1 :]) if dim < len(shape) else None
 
 
 def _replaces_rows(whole: Shape, rows: Shape, dim: int, index: Shape) -> bool:
-    """Whether `rows`, one for each entry of a vector or scalar of indices, may replace rows of `whole`."""
+    """Whether `rows` has the shape of one row of `whole` for each entry of a vector or scalar of indices."""
     return len(index) <= 1 and rows == _with_size(whole, dim, numel(index))
 
 
@@ -94,25 +94,31 @@ declare_kernel(
 
 
 def is_checked_index(ctx: Lowering, name: str) -> int:
-    """1 if every value of an index tensor is known to be in range: it is an input, and inputs are checked on entry."""
+    """1 if every value of an index tensor is known to be in range, as inputs are checked on entry; else 0."""
     return int(name in ctx.graph.inputs and ctx.spec(name).bounds is not None)
 
 
 def rows_along_dim(node: OpNode, graph: IRGraph) -> dict[str, Range]:
-    """An `Op.index_bound`: the second input counts rows along a dimension of the first; a scalar is one row."""
+    """An `Op.index_bound` rule: the second input holds row numbers along a dimension of the first.
+
+    A scalar is one row.
+    """
     shape = graph.tensors[node.inputs[0]].shape
     return {node.inputs[1]: (0, shape[node.attrs["dim"]] - 1 if shape else 0)}
 
 
 def indexed_dims(node: OpNode, indices: int) -> list[int]:
-    """The dimensions that the node's index tensors (`indices` of them) apply to; others are taken whole."""
+    """The dimensions to which a node's index tensors (`indices` of them) apply.
+
+    All other dimensions are taken whole.
+    """
     masks = node.attrs.get("_tensor_list_none_masks")
     given = [not is_none for is_none in masks[0]] if masks else [True] * indices
     return [dim for dim, is_given in enumerate(given) if is_given]
 
 
 def counted_from_both_ends(node: OpNode, graph: IRGraph, indices: Sequence[str]) -> dict[str, Range]:
-    """The bounds of index tensors that count along a dimension of the first input each, below 0 from the end."""
+    """The bounds of index tensors, each along one dimension of the first input; negative indices count from the end."""
     shape = graph.tensors[node.inputs[0]].shape
     bounds: dict[str, Range] = {}
     for dim, name in zip(indexed_dims(node, len(indices)), indices, strict=True):
@@ -204,7 +210,7 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     shard=shard_rows_update,
 )
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
-    """Rows of `source` replace rows of `self`."""
+    """Lower the replacement of rows of `self` by rows of `source`."""
     _update_rows(ctx, node, "index_copy_kernel", bases=node.inputs[:1], sources=node.inputs[2:])
 
 
@@ -214,13 +220,13 @@ def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
     index_bound=rows_along_dim,
 )
 def lower_index_copy_pair(ctx: Lowering, node: OpNode) -> None:
-    """Replace equal rows of two tensors of one shape, each from a source of its own."""
+    """Lower the replacement of the same rows in two tensors of one shape, each from its own source."""
     base, _, source, other, other_source = node.inputs
     _update_rows(ctx, node, "index_copy_pair_kernel", bases=(base, other), sources=(source, other_source))
 
 
 def _update_rows(ctx: Lowering, node: OpNode, kernel: str, bases: Sequence[str], sources: Sequence[str]) -> None:
-    """Replace rows of each base by its source, in place where the base may be overwritten, else in a copy."""
+    """Replace rows of each base by its source, in place if the base may be overwritten, else in a copy."""
     outputs: list[View] = []
     for position, name in enumerate(bases):
         base = ctx.view(name)
@@ -245,10 +251,10 @@ def copy_rows(
     dim: int,
     checked: int = 0,
 ) -> None:
-    """Emit the replacement of rows of each output by those of its source.
+    """Emit the replacement of rows of each output by the rows of its source.
 
     Args:
-        index: The rows that are replaced, a vector.
+        index: The row numbers that are replaced, a vector.
         checked: 1 if every index is known to be in range.
     """
     params = {"dim": dim, "checked": checked}

@@ -1,7 +1,7 @@
-"""Kernels on 8-bit integers: what `fusions/integer.py` makes of convolutions and products between quantized tensors.
+"""Kernels on 8-bit integers, to which `fusions/integer.py` lowers convolutions and products of quantized tensors.
 
 A tensor is stored in int8 or uint8 and stands for (x - zero_point) · scale. Images lie in memory with their channels
-innermost. Sums are exact in int32; they become floats once, and are rounded once more where the result is quantized:
+innermost. Sums are exact in int32; they become floats once, and are rounded once more if the result is quantized:
 
     y = act(sum · x_scale · scales[o] + bias[o] + residual)
     out = y, or rint(y / out_scale) + out_zero_point within low..high
@@ -36,7 +36,7 @@ _HELD = {"int8": (-128, 127), "uint8": (0, 255)}
 
 
 def _fits_bytes(call: SimpleNamespace) -> bool:
-    """Whether the limits of a result in bytes are those of its dtype, or closer, and zero points are bytes."""
+    """Whether the limits and zero points of a call lie within the ranges of the 8-bit dtypes of its operands."""
     least, most = _HELD.get(call.out.dtype, (-255, 255))
     first, last = _HELD.get(call.x.dtype, (-255, 255))
     return bool(
@@ -114,7 +114,7 @@ declare_kernel(
 
 
 def _packed_image(ctx: Lowering, view: View) -> View:
-    """The view itself if its channels are innermost in memory and nothing lies between, else such a copy."""
+    """The view itself if its channels are innermost in memory without gaps, else a copy that is laid out so."""
     order = view.permute(_CHANNELS_LAST)
     if order.is_contiguous:
         return view
@@ -128,7 +128,7 @@ def _image_output(ctx: Lowering) -> View:
 
 
 def _product_inputs(ctx: Lowering, node: OpNode) -> tuple[list[View], dict[str, Any]]:
-    """The operands after x and the weight, and the parameters that all products have."""
+    """The operands after x and the weight, and the parameters that all integer products have."""
     params = {name: node.attrs[name] for name in _PRODUCT}
     present = {name: int(bool(node.attrs[name])) for name in ("has_weight_zeros", "has_bias", "has_residual")}
     return [ctx.view(name) for name in node.inputs[2:]], {**params, **present}
@@ -195,7 +195,7 @@ def lower_integer_max_pool2d(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("npu.integer_mean", tensors=("x",), byte_storage=ByteStorage.REQUIRED)
 def lower_integer_mean(ctx: Lowering, node: OpNode) -> None:
-    """The mean of each map, whatever the shape [n, c, …] of the result."""
+    """Lower the mean of each channel's image; the result has the shape [n, c, …] with any number of dimensions of 1."""
     x, out = _packed_image(ctx, ctx.view(node.inputs[0])), ctx.output()
     flat = out.reshape(x.shape[:2])
     assert flat is not None

@@ -1,4 +1,4 @@
-"""A KV cache of a byte an element: its update, which rounds the new rows, and the attention that reads it."""
+"""KV caches with one byte per element: the update, which rounds the new rows, and attention that reads codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ declare_kernel(
     "npu.quantized_index_copy", tensors=("codes", "index", "source", "scales"), byte_storage=ByteStorage.REQUIRED
 )
 def lower_quantized_index_copy(ctx: Lowering, node: OpNode) -> None:
-    """Rows of `source` [B, H, N, D], rounded as `quantize_rows` does, replace rows of codes [B, H, S, D] and scales."""
+    """Round rows of `source` [B, H, N, D] as `quantize_rows` does, and store them as codes [B, H, S, D] and scales."""
     codes, index, source, scales = node.inputs
     outputs: list[View] = []
     for position, name in enumerate((codes, scales)):
@@ -69,7 +69,7 @@ def lower_quantized_index_copy(ctx: Lowering, node: OpNode) -> None:
     byte_storage=ByteStorage.REQUIRED,
 )
 def lower_quantized_attention(ctx: Lowering, node: OpNode) -> None:
-    """`lower_attention` over [B, H, T, D] with keys and values that `quantize_rows` has rounded."""
+    """Lower attention over [B, H, T, D] whose keys and values are codes and scales from `quantize_rows`."""
     q, *cache = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:5])
     mask_name = Args(node).tensor("attn_mask")
     masks = [] if mask_name is None else [ctx.view(mask_name)]

@@ -1,4 +1,4 @@
-"""`Lowering`: what an op's lowering function is handed to turn its node into kernel calls and views."""
+"""`Lowering`: the context with which an op's lowering function turns its node into kernel calls and views."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOST_SLICES = 4096  # launches of one copy
 
 @dataclass
 class Lowering:
-    """State of one walk over the graph.
+    """The state of lowering a graph, node by node.
 
     Attributes:
-        views: Tensor name → where its elements are.
-        allocs: Buffer name → (shape in memory, storage dtype), for buffers made by calls.
+        views: Tensor name → the view of its elements in a buffer.
+        allocs: Buffer name → (shape in memory, storage dtype), for buffers that calls write.
         donations: Graph output's name → the graph input whose buffer it updates in place.
     """
 
@@ -37,10 +37,10 @@ class Lowering:
     node: OpNode | None = None
 
     def view(self, name: str) -> View:
-        """The view of a tensor: the place of its elements.
+        """The view of a tensor: its buffer, and where its elements are in that buffer.
 
         Raises:
-            IRError: the node that should make it lists more outputs than its op has.
+            IRError: the node that should compute it lists more outputs than its op has.
         """
         if name not in self.views:
             raise IRError(f"tensor '{name}': the op of the node that returns it has fewer outputs")
@@ -50,14 +50,14 @@ class Lowering:
         return self.graph.tensors[name]
 
     def alias(self, name: str, view: View) -> None:
-        """Let a tensor be a view of what exists: costs nothing at run time."""
+        """Make a tensor a view of an existing buffer, which costs nothing at run time."""
         self.views[name] = view
 
     def donate(self, source: str, result: str) -> bool:
-        """Let the node make `result` in the memory of the graph input `source`, if nothing is lost by that.
+        """Let the node compute `result` in the memory of the graph input `source`; returns whether that is possible.
 
-        Nothing is if the result is a graph output and neither a later node nor the caller reads the old value, under
-        whatever name: windows onto the input that exist by now are its only other names.
+        It is if `result` is a graph output of the same dtype, and neither a later node nor the caller reads the old
+        value under any name (existing views of the input count).
         """
         graph, node = self.graph, self.node
         assert node is not None
@@ -79,11 +79,11 @@ class Lowering:
         return True
 
     def output(self, index: int = 0, order: Sequence[int] | None = None) -> View:
-        """A new buffer for the node's output, channel-padded if layout says so.
+        """A new buffer for an output of the current node, with padded channels if the layout says so.
 
         Args:
-            order: Dimensions from outermost to innermost in memory, where another order than the shape's lets the
-                next ops read it without a copy.
+            order: Dimensions from outermost to innermost in memory, if another order than the shape's saves later ops a
+                copy; None for row-major.
         """
         assert self.node is not None
         name = self.node.outputs[index]
@@ -93,7 +93,7 @@ class Lowering:
         return view
 
     def temp(self, shape: Shape, dtype: str) -> View:
-        """A buffer for a value between two calls of the same node."""
+        """A new buffer for a value that passes between two calls of one node."""
         assert self.node is not None
         return self._allocate(self._fresh(f"{self.node.name}.tmp"), shape, dtype, None, None)
 
@@ -126,10 +126,11 @@ class Lowering:
         source: str | None = None,
         bytes_moved: int | None = None,
     ) -> None:
-        """Append a call; one that writes no element is dropped.
+        """Append a kernel call, unless it would write no elements.
 
         Args:
-            bytes_moved: Bytes that the kernel touches, where that is only a part of a view (a row of a table).
+            bytes_moved: Bytes that the kernel touches, if that is only a part of a view (a row of a table); None means
+                all of its views.
         """
         assert self.node is not None
         if all(view.numel == 0 for view in outputs):
@@ -144,7 +145,7 @@ class Lowering:
     def elementwise(
         self, op: str, operands: Sequence[View | float | int | bool], out: View, params: Mapping[str, Any] | None = None
     ) -> None:
-        """Append an element-wise call; tensors broadcast to the output's shape, scalars become parameters."""
+        """Append an element-wise call; tensors broadcast to the output's shape, and numbers become parameters."""
         inputs = [x.expand(out.shape) for x in operands if isinstance(x, View)]
         masks = ELEMENTWISE[op].masks
         scalars = [
@@ -159,7 +160,10 @@ class Lowering:
         self.emit(name, inputs, [out], merged, flops=out.numel, source=source)
 
     def copy(self, source: View, out: View) -> None:
-        """Copy elements (same shape, broadcast allowed), converting the dtype; slice by slice beyond MAX_RANK."""
+        """Copy elements of one shape, converting the dtype; the source may broadcast.
+
+        Views with more than MAX_RANK dimensions are copied slice by slice.
+        """
         source = source.expand(out.shape)
         dims, _ = collapse(out.shape, source.strides, out.strides)
         if len(dims) > MAX_RANK:
@@ -188,7 +192,7 @@ class Lowering:
         return view if inner.is_contiguous and 0 not in inner.strides else self.contiguous(view)
 
     def reshaped(self, view: View, shape: Shape) -> View:
-        """The view under another shape; copies only where strides cannot express it."""
+        """The view in another shape; copies only if no strides express it."""
         direct = view.reshape(shape)
         if direct is None:
             packed = self.temp(view.shape, view.dtype)
@@ -206,7 +210,7 @@ class Lowering:
         return converted
 
     def finish(self, view: View, index: int = 0) -> None:
-        """Make a view the node's output: an alias if it has the right storage dtype, else a converting copy."""
+        """Make a view the node's output: an alias if it has the right shape and storage dtype, else a copy."""
         assert self.node is not None
         name = self.node.outputs[index]
         spec = self.spec(name)

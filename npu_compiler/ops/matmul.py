@@ -76,7 +76,7 @@ declare_kernel(
 
 
 def packed_rows(ctx: Lowering, view: View) -> View:
-    """[…, K] as [M, K] with unit stride along K."""
+    """A view […, K] as rows [M, K] that are contiguous along K; copies if necessary."""
     shape = (numel(view.shape[:-1]), view.shape[-1])
     return ctx.inner_contiguous(ctx.reshaped(view, shape))
 
@@ -90,7 +90,7 @@ def emit_linear(
     residual: View | None = None,
     activation: str = "none",
 ) -> None:
-    """out[M, N] = act(x[M, K] · weight[N, K]ᵀ + bias) + residual; a transposed weight costs nothing."""
+    """Emit out[M, N] = act(x[M, K] · weight[N, K]ᵀ + bias) + residual; `weight` may be a transposed view."""
     if is_int(x.dtype) and activation in ("none", "relu"):  # PyTorch has no other activation of integers
         _emit_integer_linear(ctx, x, weight, out, bias, residual, activation)
         return
@@ -121,7 +121,7 @@ def emit_linear(
 def _emit_integer_linear(
     ctx: Lowering, x: View, weight: View, out: View, bias: View | None, residual: View | None, activation: str
 ) -> None:
-    """`emit_linear` of integers by the batched kernel: the linear ones sum in float, which is inexact beyond 2^24."""
+    """Emit a linear of integers by the batched kernel, as the linear kernels sum in float, inexact beyond 2^24."""
     steps: list[tuple[str, list[View]]] = [("add", [bias])] if bias is not None else []
     steps += [(activation, [])] if activation != "none" else []
     steps += [("add", [residual])] if residual is not None else []
@@ -136,7 +136,7 @@ def _emit_integer_linear(
 
 
 def emit_batched(ctx: Lowering, a: View, b: View, out: View, scale: float = 1.0) -> None:
-    """out[…, M, N] = scale · a[…, M, K] · b[…, K, N], batch dimensions broadcast; integers multiply exactly."""
+    """Emit out[…, M, N] = scale · a[…, M, K] · b[…, K, N] with broadcast batch dimensions; integers are exact."""
     batch = out.shape[:-2]
     (m, k), n = a.shape[-2:], b.shape[-1]
     a, b = a.expand((*batch, m, k)), b.expand((*batch, k, n))
@@ -152,7 +152,7 @@ def emit_batched(ctx: Lowering, a: View, b: View, out: View, scale: float = 1.0)
 
 
 def emit_matmul(ctx: Lowering, a: View, b: View, out: View, scale: float = 1.0) -> None:
-    """torch.matmul: vectors are promoted, a 2-D right side becomes one flat product."""
+    """Emit torch.matmul: vectors become matrices, and a product with a 2-D right side is one flat product."""
     if a.rank == 1:
         a, out = a.unsqueeze(0), out.unsqueeze(out.rank - (b.rank > 1))
     if b.rank == 1:
@@ -169,7 +169,7 @@ def _linear_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _product_range(node: OpNode, graph: IRGraph, operand_ranges: Mapping[str, Range]) -> Range:
-    """The range of a linear layer or a matrix product of the first two inputs, with the third added."""
+    """The integer range of a product of the first two inputs, plus the third one if there is one."""
     a, b, *bias = (operand_ranges[name] for name in node.inputs)
     products = ranges.total(ranges.mul(a, b), ranges.along(graph.tensors[node.inputs[0]].shape, -1))
     return ranges.add(products, bias[0]) if bias else products
@@ -205,7 +205,7 @@ def lower_linear(ctx: Lowering, node: OpNode) -> None:
     shard=shard_linear,
 )
 def lower_fused_linear(ctx: Lowering, node: OpNode) -> None:
-    """A linear with its epilogue; `attrs` say which of bias and residual are there."""
+    """Lower a linear with its epilogue; attributes say which of bias and residual there are."""
     views = [ctx.view(name) for name in node.inputs]
     x, weight = views[:2]
     rest = views[2:]
@@ -220,7 +220,7 @@ def lower_fused_linear(ctx: Lowering, node: OpNode) -> None:
     quantized=QuantizedRule(1, "npu.quantized_gated_linear"),
 )
 def lower_gated_linear(ctx: Lowering, node: OpNode) -> None:
-    """One row: act(x · gateᵀ) · (x · upᵀ), where the weight [2N, K] holds the rows of gate, then those of up."""
+    """Lower act(x · gateᵀ) · (x · upᵀ) for one row x; the weight [2N, K] holds the rows of gate, then those of up."""
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
     row, out = packed_rows(ctx, x), ctx.output()
     out_row = out.reshape((1, out.numel))
@@ -255,7 +255,7 @@ def _addmm_range(node: OpNode, graph: IRGraph, operand_ranges: Mapping[str, Rang
     integer_range=_addmm_range,
 )
 def lower_addmm(ctx: Lowering, node: OpNode) -> None:
-    """beta · self + alpha · (mat1 · mat2)."""
+    """Lower beta · self + alpha · (mat1 · mat2)."""
     args = Args(node)
     addend, a, b = (ctx.view(name) for name in node.inputs)
     out = ctx.output()
@@ -283,12 +283,12 @@ def _scaled(ctx: Lowering, view: View, factor: float) -> View:
 
 
 def _sum_dtype(view: View) -> str:
-    """The dtype of sums of elements: float32, or that of integers as they are."""
+    """The dtype in which elements are summed: float32 for floats, the integers' own dtype for integers."""
     return view.dtype if is_int(view.dtype) else "float32"
 
 
 def _parse_einsum(node: OpNode, graph: IRGraph) -> tuple[list[str], str] | None:
-    """The index letters of each operand and of the output; None if the form is beyond permute–multiply–sum."""
+    """The index letters of each operand and of the output; None unless permute, multiply and sum can express it."""
     equation = str(node.attrs.get("equation", "")).replace(" ", "")
     if "->" in equation:
         left, result = equation.split("->")
@@ -327,7 +327,7 @@ def _einsum_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _einsum_range(node: OpNode, graph: IRGraph, operand_ranges: Mapping[str, Range]) -> Range:
-    """A sum over the indices that the result lacks, of products of one element of each operand."""
+    """The integer range of an einsum: a sum over the indices missing in the result, of products of one element each."""
     parsed = _parse_einsum(node, graph)
     assert parsed is not None
     terms, result = parsed
@@ -389,7 +389,7 @@ def lower_einsum(ctx: Lowering, node: OpNode) -> None:
 
 
 def _permuted_output(ctx: Lowering, order: list[str], result: str) -> View:
-    """The output laid out in memory as the product makes it, returned in the product's order of dimensions."""
+    """The output as a view with dimensions in the product's `order`, in which it also lies in memory."""
     out = ctx.output(order=[result.index(x) for x in order])
     return out.permute([result.index(x) for x in order])
 

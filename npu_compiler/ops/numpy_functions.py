@@ -1,4 +1,4 @@
-"""Functions that the expressions of element-wise ops call, on NumPy arrays: name → function, for floats and ints."""
+"""NumPy versions of the functions that expressions of element-wise ops call: name → function, for floats and ints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_compiler.program.functions import FUNCTIONS
 
 
 def _erf(x: Value) -> Value:
-    """A rational approximation, as exact as float32 allows; that of Eigen's library."""
+    """The error function by a rational approximation from Eigen's library, as exact as float32 allows."""
     x = np.clip(x, np.float32(-4), np.float32(4))
     square = x * x
     above, below = (_polynomial(coefficients, square) for coefficients in (_ERF_ABOVE, _ERF_BELOW))
@@ -46,7 +46,7 @@ def _polynomial(coefficients: tuple[float, ...], x: Value) -> Value:
 
 
 def _trunc_div(a: Value, b: Value) -> Value:
-    """Integer division as in C, and 0 where the divisor is 0."""
+    """Integer division that truncates as in C; 0 if the divisor is 0."""
     divisor = np.where(b == 0, 1, b)
     quotient = np.abs(a.astype(np.int64)) // np.abs(divisor.astype(np.int64))
     return np.where(b == 0, 0, np.where((a < 0) != (b < 0), -quotient, quotient)).astype(np.int32)
@@ -72,7 +72,7 @@ def _floor_mod_of_floats(a: Value, b: Value) -> Value:
 
 
 def _int_pow(a: Value, b: Value) -> Value:
-    """Wraps around; a negative power of anything but 1 and -1 is 0."""
+    """Integer power that wraps around; a negative exponent gives 0 for all bases but 1 and -1."""
     of_negative = np.where(a == 1, 1, np.where(a == -1, np.where(b & 1, -1, 1), 0))
     return np.where(b < 0, of_negative, a ** np.maximum(b, 0)).astype(np.int32)
 

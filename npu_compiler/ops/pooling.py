@@ -1,4 +1,4 @@
-"""Max pooling with indices, and pooling and resampling of volumes, which take the planes first and then the depth."""
+"""Max pooling with indices; and pooling and resampling of volumes, first within planes, then along the depth."""
 
 from __future__ import annotations
 
@@ -31,19 +31,22 @@ Params = Mapping[str, Any]
 
 
 def _spatial(node: OpNode) -> int:
-    """The number of dimensions over which a pooling or resampling works, which is in its name."""
+    """Number of dimensions over which a pooling or resampling op works, read from its name."""
     return next(rank for rank in (1, 2, 3) if f"{rank}d" in node.base)
 
 
 def _per_axis(value: Any, spatial: int, default: int) -> list[int]:
-    """An attribute as a list of three: depth, height, width, of which the first do nothing in fewer dimensions."""
+    """An attribute as [depth, height, width].
+
+    With fewer dimensions, the leading entries are `default`, without effect.
+    """
     listed = [value] if isinstance(value, int) else list(value or [default])
     listed = listed * spatial if len(listed) == 1 else listed
     return [default] * (3 - spatial) + listed
 
 
 def _windows(node: OpNode) -> dict[str, Any]:
-    """The parameters of a pooling, each as a list of three."""
+    """The parameters of a pooling, each as [depth, height, width]."""
     attrs, spatial = node.attrs, _spatial(node)
     window = _per_axis(attrs["kernel_size"], spatial, 1)
     return {
@@ -56,7 +59,7 @@ def _windows(node: OpNode) -> dict[str, Any]:
 
 
 def _as_volumes(view: View, spatial: int) -> View:
-    """[batch, channels, depth, height, width], where sizes that are not there are 1."""
+    """A view as [batch, channels, depth, height, width], with sizes of 1 for missing dimensions."""
     view = view.unsqueeze(0) if view.rank == spatial + 1 else view
     for _ in range(3 - spatial):
         view = view.unsqueeze(2)
@@ -80,7 +83,7 @@ def _plane_params(params: Params) -> dict[str, Any]:
 
 
 def _depth_params(params: Params) -> dict[str, Any]:
-    """Parameters of the pooling along the depth, as a window one column wide over `_columns`."""
+    """The parameters of a pooling along the depth, as a 2-D window one column wide over `_columns`."""
     return {
         key: [value[0], int(key != "padding")] if isinstance(value, list) else value for key, value in params.items()
     }
@@ -126,7 +129,10 @@ def lower_max_pool3d(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.max_pool3d_with_indices", unsupported=_pooling_unsupported, integer_range=_plane_indices)
 def lower_max_pool3d_with_indices(ctx: Lowering, node: OpNode) -> None:
-    """A maximum of a plane's maxima is where both say: in that plane, and there where the plane has its own."""
+    """Lower a max pooling of volumes with the index of each maximum.
+
+    The index is found in two steps: which plane has the greatest of the planes' maxima, and where that plane has it.
+    """
     x, params = _as_volumes(ctx.view(node.inputs[0]), 3), _windows(node)
     planes, columns = _max_of_planes(ctx, node, x)
     out = _columns(ctx, _as_volumes(ctx.output(1), 3))
@@ -148,7 +154,7 @@ def lower_max_pool3d_with_indices(ctx: Lowering, node: OpNode) -> None:
 
 
 def _max_of_planes(ctx: Lowering, node: OpNode, x: View) -> tuple[View, View]:
-    """Make the first output; returns the maxima of the planes, as planes and as columns."""
+    """Emit the first output of a max pooling; returns the maxima within planes, viewed as planes and as columns."""
     params, out = _windows(node), _as_volumes(ctx.output(), 3)
     shape = (*x.shape[:3], *out.shape[3:])
     maxima = ctx.temp(shape, x.dtype)
@@ -163,7 +169,10 @@ def _max_of_planes(ctx: Lowering, node: OpNode, x: View) -> tuple[View, View]:
 
 @register_op("aten.avg_pool3d", unsupported=_pooling_unsupported)
 def lower_avg_pool3d(ctx: Lowering, node: OpNode) -> None:
-    """A window's number of elements is a product of one number per axis, so that its mean is a mean of means."""
+    """Lower an average pooling of volumes as a mean along the depth of means within planes.
+
+    That is exact because a window's number of elements is a product of one number per axis.
+    """
     params = {key: value for key, value in _windows(node).items() if key != "dilation"}
     include, divisor = node.attrs.get("count_include_pad"), node.attrs.get("divisor_override")
     params["count_include_pad"] = int(True if include is None else bool(include))
@@ -177,7 +186,10 @@ def lower_adaptive_avg_pool3d(ctx: Lowering, node: OpNode) -> None:
 
 
 def _scales(node: OpNode, graph: IRGraph) -> list[float]:
-    """Input elements per output element along depth, height and width; a factor that the user gave beats the sizes."""
+    """Input elements per output element along depth, height and width.
+
+    A given scale factor takes precedence over sizes.
+    """
     x, out = (graph.tensors[name].shape[2:] for name in (node.inputs[0], node.outputs[0]))
     given = node.attrs.get("scale_factors")
     if not isinstance(given, list):
@@ -196,7 +208,7 @@ def lower_upsample_nearest3d(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.upsample_trilinear3d", unsupported=_pooling_unsupported)
 def lower_upsample_trilinear3d(ctx: Lowering, node: OpNode) -> None:
-    """Planes are resampled by themselves; then each output plane is a mean of two, weighted by how near they are."""
+    """Lower trilinear resampling: resample within planes, then blend two planes for each output plane by distance."""
     x, out = _as_volumes(ctx.view(node.inputs[0]), 3), ctx.output()
     align_corners, (scale, *plane) = bool(node.attrs.get("align_corners")), _scales(node, ctx.graph)
     between = ctx.temp((*x.shape[:3], *out.shape[3:]), "float32")
@@ -216,10 +228,10 @@ def lower_upsample_trilinear3d(ctx: Lowering, node: OpNode) -> None:
 def _between_planes(
     ctx: Lowering, size: int, count: int, scale: float | None
 ) -> tuple[tuple[View, View], tuple[View, View]]:
-    """The two planes that each of `count` output planes lies between, and their weights.
+    """The two input planes between which each of `count` output planes lies, and the weights of both.
 
     Args:
-        scale: Input planes per output plane; None where the first and the last plane stay.
+        scale: Input planes per output plane; None if the first and the last plane stay in place.
     """
 
     def of_numbers(op: str, *operands: View | float) -> View:
@@ -240,7 +252,7 @@ def _between_planes(
 
 
 def _in_two_steps(ctx: Lowering, node: OpNode, kernel: str, planes: Params, columns: Params) -> None:
-    """Run a kernel over the planes of volumes, and then over the columns that its results make."""
+    """Run a kernel over the planes of volumes, and then over the columns of its results along the depth."""
     x, out = _as_volumes(ctx.view(node.inputs[0]), 3), _as_volumes(ctx.output(), 3)
     between = ctx.temp((*x.shape[:3], *out.shape[3:]), "float32" if x.dtype in FLOAT_DTYPES else x.dtype)
     source = ctx.inner_contiguous(_planes(ctx, x), 3)

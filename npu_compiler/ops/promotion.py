@@ -1,4 +1,4 @@
-"""The dtype in which PyTorch computes with operands of several dtypes, and its conversion of numbers to that dtype."""
+"""PyTorch's type promotion: the common dtype of operands of several dtypes, and the conversion of numbers to it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _WIDER_INTS = ("int8", "int16", "int32", "int64")
 def common_dtype(args: Args, graph: IRGraph, names: Iterable[str]) -> str:
     """The dtype to which PyTorch converts these arguments of a node, tensors or numbers, before it computes.
 
-    Tensors without dimensions change the dtype of others, and numbers that of tensors, only where they are of a higher
-    kind: booleans, integers, floats.
+    Tensors without dimensions change the dtype of other tensors, and numbers that of tensors, only if they are of a
+    higher kind; the kinds are booleans, integers and floats.
     """
     groups: dict[int, list[str]] = {}
     for name in names:
@@ -38,7 +38,7 @@ def _dtype_of_number(value: Scalar) -> str:
 
 
 def _promoted(a: str, b: str) -> str:
-    """The dtype of two operands of the same rank of importance."""
+    """The dtype to which PyTorch promotes two tensors with dimensions."""
     if a == b or b == "bool":
         return a
     if a == "bool":
@@ -54,14 +54,14 @@ def _promoted(a: str, b: str) -> str:
 
 
 def _under(dtype: str, less_important: str) -> str:
-    """The dtype of an operand together with a less important one."""
+    """The dtype of an operand after promotion with a less important one, which can only raise its kind."""
     if is_float(dtype) or not (dtype == "bool" or is_float(less_important)):
         return dtype
     return _promoted(dtype, less_important)
 
 
 def holds(dtype: str, other: str) -> bool:
-    """Whether an integer or boolean dtype has all values of another; True where one of the two is a float dtype."""
+    """Whether an integer or boolean dtype contains all values of another; True if one of the two is a float dtype."""
     if not (is_int(dtype) and is_int(other)):
         return True
     own, theirs = np.iinfo(numpy_dtype(dtype)), np.iinfo(numpy_dtype(other))
@@ -69,9 +69,9 @@ def holds(dtype: str, other: str) -> bool:
 
 
 def as_dtype(value: Scalar, dtype: str) -> Scalar:
-    """A number as PyTorch converts it to the dtype of an operation: integers wrap.
+    """A number as PyTorch converts it to the dtype of an operation: integers wrap around.
 
-    Numbers for an operation in 16-bit floats are rounded to those, but for ones that would become infinite.
+    For an operation in 16-bit floats, a number is rounded to those, unless it would become infinite.
     """
     if isinstance(value, str):
         return value

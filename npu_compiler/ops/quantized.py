@@ -1,4 +1,4 @@
-"""Products and lookups with weights in few bits, which the kernels take apart in registers."""
+"""Products and lookups with quantized weights, whose codes the kernels unpack in registers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUANTIZED_WEIGHT = "data:u[{rows},.bytes] scales:f[{rows},.groups] offset?:fu[{r
 
 
 def stores_rows(call: SimpleNamespace) -> bool:
-    """Whether the parts of a quantized weight are those of rows of k elements."""
+    """Whether the codes, scales and offsets of a call fit each other, as parts of rows of k elements."""
     dtype = None if call.offset is None else call.offset.dtype
     wanted = {"none": None, "minimum": call.scales.dtype, "zero_point": "uint8"}[call.offsets]
     divides = call.groups > 0 and call.k % call.groups == 0
@@ -36,7 +36,7 @@ def stores_rows(call: SimpleNamespace) -> bool:
 
 
 def _holds_gated_rows(call: SimpleNamespace) -> bool:
-    """Whether they are those of a gate and of what it multiplies, for one row of x."""
+    """Whether a call has one row of x, and a quantized weight with the rows of a gate and of what it multiplies."""
     return call.m == 1 and call.rows == 2 * call.n and stores_rows(call)
 
 
@@ -110,12 +110,12 @@ declare_kernel(
 
 
 def is_quantized(call: KernelCall) -> bool:
-    """Whether a kernel call reads a weight in few bits."""
+    """Whether a kernel call reads a quantized weight."""
     return "codes" in call.params
 
 
 def quantized_parts(ctx: Lowering, node: OpNode, first: int) -> tuple[list[View], list[View], dict[str, int | str]]:
-    """The parts of a weight, which begin at input `first`; the inputs after them; and the kernel's parameters."""
+    """The parts of a quantized weight, from input `first` on; the inputs after them; and the kernel's parameters."""
     format: QuantizedFormat = node.attrs["format"]
     views = [ctx.view(name) for name in node.inputs[first:]]
     count = 2 if format.offsets == "none" else 3
@@ -132,7 +132,7 @@ def quantized_parts(ctx: Lowering, node: OpNode, first: int) -> tuple[list[View]
 
 @register_op("npu.quantized_linear", tensors=("input", "codes", "scales", "offsets", "bias", "residual"))
 def lower_quantized_linear(ctx: Lowering, node: OpNode) -> None:
-    """act(x · weightᵀ + bias) + residual; `attrs` are those of `npu.linear`, and the weight's format."""
+    """Lower act(x · weightᵀ + bias) + residual; attributes are those of `npu.linear`, and the weight's format."""
     weight, rest, params = quantized_parts(ctx, node, 1)
     rows, out = packed_rows(ctx, ctx.view(node.inputs[0])), ctx.output()
     has_residual = bool(node.attrs.get("has_residual"))
@@ -158,7 +158,7 @@ def lower_quantized_linear(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("npu.quantized_gated_linear", tensors=("input", "codes", "scales", "offsets", "bias"))
 def lower_quantized_gated_linear(ctx: Lowering, node: OpNode) -> None:
-    """One row: act(x · gateᵀ) · (x · upᵀ), where the weight [2N, K] holds the rows of gate, then those of up."""
+    """Lower act(x · gateᵀ) · (x · upᵀ) for one row x; the weight [2N, K] holds the rows of gate, then those of up."""
     weight, bias, params = quantized_parts(ctx, node, 1)
     row, out = packed_rows(ctx, ctx.view(node.inputs[0])), ctx.output()
     out_row = out.reshape((1, out.numel))

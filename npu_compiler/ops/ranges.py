@@ -1,7 +1,7 @@
-"""Range rules of the op table: the integers that an op may return, given those that its operands may hold.
+"""Range rules of the op table: the integers that an op may return, computed from the ranges of its operands.
 
-A range is (lowest, highest), both included, in Python's unbounded integers: what the op would return in exact
-arithmetic. Booleans are 0 and 1; `float_ranges.py` says which integers a float may become.
+A range is (lowest, highest), both included, in Python's unbounded integers: the result in exact arithmetic. Booleans
+are 0 and 1; `float_ranges.py` says which integers a float may become.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def hull(*ranges: Range) -> Range:
 
 
 def of_scalar(value: float) -> Range:
-    """The integers next to a number."""
+    """The range between the integers below and above a number."""
     if not math.isfinite(value):
         return as_int32(value), as_int32(value)
     return math.floor(value), math.ceil(value)
 
 
 def by_operands(function: Callable[..., Range], *factors: str) -> RangeFn:
-    """The rule of an op whose result depends on its operands alone.
+    """The range rule of an op whose result depends only on its operands.
 
     Args:
-        function: Takes the range of each tensor argument in the schema's order, which may be a number instead (None if
-            it is not there), then those of `factors`.
+        function: Takes the range of each argument in the schema's order, tensor or number (None if it is omitted), then
+            the ranges of `factors`.
         factors: Names of attributes that are 1 unless given.
     """
 
@@ -48,7 +48,7 @@ def by_operands(function: Callable[..., Range], *factors: str) -> RangeFn:
 
 
 def moved(node: OpNode, graph: IRGraph, ranges: Ranges) -> Range:
-    """The range of an op that moves elements: that of its first input, or of all where it joins several."""
+    """The range of an op that moves elements: that of its first input, or of all inputs if it joins several."""
     op = find_op(node.op_type)
     assert op is not None, node.op_type
     joins = op.tensors[0].startswith("*") or "src" in op.tensors
@@ -56,7 +56,7 @@ def moved(node: OpNode, graph: IRGraph, ranges: Ranges) -> Range:
 
 
 def each(node: OpNode, graph: IRGraph, ranges: Ranges) -> tuple[Range, ...]:
-    """The ranges of an op that has an output for each input."""
+    """The ranges of an op that has one output for each input."""
     return tuple(ranges[name] for name in node.inputs)
 
 
@@ -120,7 +120,7 @@ def minimum(a: Range, b: Range) -> Range:
 
 
 def clamp(a: Range, low: Range | None = None, high: Range | None = None) -> Range:
-    """torch.clamp: the upper bound wins."""
+    """The range of torch.clamp, whose upper bound takes precedence over the lower."""
     raised = a if low is None else maximum(a, low)
     return raised if high is None else minimum(raised, high)
 
@@ -146,7 +146,7 @@ def second(a: Range, b: Range) -> Range:
 
 
 def power(base: Range, exponent: Range) -> Range:
-    """PyTorch's integer power: a negative exponent gives 1, -1 or 0."""
+    """The range of PyTorch's integer power, in which a negative exponent gives 1, -1 or 0."""
     low, high = (min(max(x, 0), _MOST_FACTORS) for x in exponent)
     exponents = {low, min(low + 1, high), max(high - 1, low), high}
     bases = {*base, *(x for x in (-1, 0, 1) if base[0] <= x <= base[1])}
@@ -156,7 +156,10 @@ def power(base: Range, exponent: Range) -> Range:
 
 
 def _quotients(a: Range, b: Range) -> list[tuple[int, int]]:
-    """Dividends and divisors between whose quotients all others lie, without division by zero, which raises."""
+    """Pairs of dividend and divisor between whose quotients all quotients lie.
+
+    Divisors of 0, which raise, are left out.
+    """
     divisors = {x for x in (*b, -1, 1) if x and b[0] <= x <= b[1]}
     return [(x, y) for x in {*a, *((0,) if a[0] <= 0 <= a[1] else ())} for y in divisors]
 
@@ -172,7 +175,7 @@ def trunc_divide(a: Range, b: Range) -> Range:
 
 
 def remainder(a: Range, b: Range) -> Range:
-    """The sign is the divisor's; where both are positive, no more than the dividend is left."""
+    """The range of a remainder with the divisor's sign; for non-negative operands it is at most the dividend."""
     high = max(b[1] - 1, 0)
     if a[0] >= 0 and b[0] >= 0:
         high = min(high, a[1])
@@ -180,7 +183,7 @@ def remainder(a: Range, b: Range) -> Range:
 
 
 def fmod(a: Range, b: Range) -> Range:
-    """The sign is the dividend's."""
+    """The range of a remainder with the dividend's sign."""
     most = max(absolute(b)[1] - 1, 0)
     return max(min(a[0], 0), -most), min(max(a[1], 0), most)
 
@@ -192,7 +195,7 @@ def bitwise(a: Range, b: Range) -> Range:
 
 
 def bitwise_and(a: Range, b: Range) -> Range:
-    """No more than a number that is never negative."""
+    """The range of a bitwise AND, which is at most any operand that is never negative."""
     high = [x[1] for x in (a, b) if x[0] >= 0]
     return (0, min(high)) if high else bitwise(a, b)
 
@@ -202,19 +205,19 @@ def bitwise_not(a: Range) -> Range:
 
 
 def total(a: Range, count: int) -> Range:
-    """The sum of `count` numbers."""
+    """The range of the sum of `count` numbers."""
     return a[0] * count, a[1] * count
 
 
 def product(a: Range, count: int) -> Range:
-    """The product of `count` numbers."""
+    """The range of the product of `count` numbers."""
     count = min(count, _MOST_FACTORS)
     most = absolute(a)[1] ** count
     return (a[0] ** count if a[0] >= 0 else -most), most
 
 
 def along(shape: tuple[int, ...], dim: int | None) -> int:
-    """The number of elements along a dimension, or of all of them."""
+    """The number of elements along a dimension of a shape; None means all elements."""
     return math.prod(shape) if dim is None else shape[dim] if shape else 1
 
 

@@ -43,7 +43,7 @@ declare_kernel(
 
 
 def _reduced_dims(view: View, dims: object) -> list[int]:
-    """The reduced dimensions, ascending; None or an empty list means all."""
+    """The reduced dimensions, ascending; `dims` of None or an empty list means all."""
     if dims is None or dims == []:
         return list(range(view.rank))
     listed = [dims] if isinstance(dims, int) else list(dims)  # type: ignore[call-overload]
@@ -51,7 +51,7 @@ def _reduced_dims(view: View, dims: object) -> list[int]:
 
 
 def reduce(ctx: Lowering, op: str, view: View, dims: object, out: View, **params: float) -> None:
-    """Emit a reduction of `view` over `dims` into `out`, which holds the kept dimensions (keepdim or not)."""
+    """Emit a reduction of `view` over `dims` into `out`, whose shape may keep the reduced dimensions as 1."""
     reduced = _reduced_dims(view, dims)
     kept = [d for d in range(view.rank) if d not in reduced]
     kept_shape = tuple(view.shape[d] for d in kept)
@@ -76,11 +76,11 @@ OF_NOTHING = {
     "norm": 0.0,
     "logsumexp": -math.inf,
 }
-"""A reduction → its result over no elements, where it has one."""
+"""Reduction → its result over no elements; reductions without such a result are missing."""
 
 
 def _extreme_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    """Refuse the largest or the smallest of no elements."""
+    """The reason to refuse a maximum or minimum of no elements; None for any other node."""
     x, out = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
     return "an extreme of no elements" if x.numel == 0 and out.numel else None
 
@@ -97,7 +97,7 @@ def _vector_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _reduction_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
-    """The range of a reduction of integers; the extremes are among the elements."""
+    """The range of a reduction of integers; maximum and minimum have that of the elements."""
     elements = operands[node.inputs[0]]
     count = graph.tensors[node.inputs[0]].numel // max(graph.tensors[node.outputs[0]].numel, 1)
     combine = {"aten.sum": ranges.total, "aten.prod": ranges.product}.get(node.base)
@@ -135,7 +135,7 @@ def lower_reduction(ctx: Lowering, node: OpNode) -> None:
 
 
 def _as_dtype_says(ctx: Lowering, node: OpNode, out: View) -> View:
-    """The input; where `dtype` makes integers of floats, or floats of integers, each element is converted first."""
+    """The input, converted first if the `dtype` attribute makes floats of integers or integers of floats."""
     view = ctx.view(node.inputs[0])
     if not node.attrs.get("dtype") or is_float(view.dtype) == is_float(out.dtype):
         return view
@@ -169,7 +169,7 @@ def lower_var_mean(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.max.dim aten.min.dim", unsupported=_extreme_unsupported, integer_range=_value_and_index_range)
 def lower_max_with_index(ctx: Lowering, node: OpNode) -> None:
-    """values, indices = the greatest elements along `dim` (of `min`: the least), and their places."""
+    """Lower values, indices = the greatest (for `min`: the least) elements along `dim`, and their positions."""
     view, op = ctx.view(node.inputs[0]), node.base.removeprefix("aten.")
     reduce(ctx, op, view, node.attrs["dim"], ctx.output(0))
     reduce(ctx, f"arg{op}", view, node.attrs["dim"], ctx.output(1))
@@ -211,7 +211,7 @@ def _weight_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 @register_op("aten._weight_norm", tensors=("v", "g"), unsupported=_weight_norm_unsupported)
 def lower_weight_norm(ctx: Lowering, node: OpNode) -> None:
-    """v · g / ‖v‖, the norm over every dimension but `dim`."""
+    """Lower v · g / ‖v‖, with the norm over every dimension but `dim`."""
     v, g = (ctx.view(name) for name in node.inputs)
     dim = node.attrs.get("dim", 0)
     norm = ctx.temp(g.shape, "float32")
@@ -227,7 +227,7 @@ def lower_weight_norm(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.cumsum", integer_range=_running_sum_range)
 def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
-    """Sum up along `dim`, which a transposed view makes the last dimension."""
+    """Lower a running sum along `dim`, which a transposed view makes the last dimension."""
     out = ctx.output()
     view = _as_dtype_says(ctx, node, out)
     if view.rank == 0:
@@ -245,7 +245,7 @@ def lower_softmax(ctx: Lowering, node: OpNode) -> None:
 
 
 def softmax(ctx: Lowering, kernel: str, inputs: list[View], dim: int, scale: float = 1.0) -> None:
-    """Softmax along `dim`: the kernels work on the last dimension, which a transposed view makes it."""
+    """Emit a softmax along `dim`, which a transposed view makes the last dimension for the kernel."""
     view, out = inputs[0], ctx.output()
     if view.rank == 0:
         inputs, out, dim = [x.unsqueeze(0) for x in inputs], out.unsqueeze(0), 0
@@ -261,7 +261,7 @@ def softmax(ctx: Lowering, kernel: str, inputs: list[View], dim: int, scale: flo
 
 @register_op("npu.masked_softmax", tensors=("self", "mask"))
 def lower_masked_softmax(ctx: Lowering, node: OpNode) -> None:
-    """softmax(self + mask) along the last dimension."""
+    """Lower softmax(self + mask) along the last dimension."""
     scores = ctx.view(node.inputs[0])
     mask = ctx.view(node.inputs[1]).expand(scores.shape)
     softmax(ctx, "masked_softmax_kernel", [scores, mask], -1, node.attrs.get("scale", 1.0))

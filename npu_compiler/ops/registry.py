@@ -27,7 +27,7 @@ UNSUPPORTED_DTYPES = frozenset({"complex64", "complex128"})
 
 
 class Layout(Enum):
-    """The treatment of 4-D activations whose channels are padded in memory."""
+    """The way an op handles 4-D activations whose channels are padded in memory."""
 
     DENSE = "its outputs are not padded"
     CONVOLUTION = "its outputs are padded, and so is a graph input that it convolves"
@@ -36,7 +36,7 @@ class Layout(Enum):
 
 
 class ByteStorage(Enum):
-    """Whether an op reads and makes int8 and uint8 tensors that are stored in a byte an element."""
+    """Whether an op can read and write int8 and uint8 tensors that are stored in one byte per element."""
 
     NONE = "they are int32"
     ALLOWED = "they may be"
@@ -45,10 +45,11 @@ class ByteStorage(Enum):
 
 @dataclass(frozen=True)
 class WriteBack:
-    """The op that puts a changed view back into what it is a view of.
+    """The op that writes a changed view back into its base.
 
     Attributes:
-        keeps_rest: Whether the view shows only a part, so that the op takes (whole, view); else it takes (view,).
+        keeps_rest: Whether the view shows only a part of the base, so that the op takes (base, view); else it takes
+            (view,).
     """
 
     op_type: str
@@ -58,16 +59,15 @@ class WriteBack:
 
 @dataclass(frozen=True)
 class ViewRule:
-    """The rule by which an op's output looks into the memory of its first input.
+    """The rule by which an op's output is a view of the memory of its first input.
 
     Attributes:
-        window: Function (node, its input's view, its output's spec) → the output's view; None where strides cannot
-            express it.
-        may_copy: Whether PyTorch copies where `window` gives None; an op without this always returns a view.
-        part: Function (node, graph, index) → the node that makes one of several outputs alone, or reads one of several
-            inputs.
+        window: Function (node, its input's view, its output's spec) → the output's view; None if no strides express it.
+        may_copy: Whether PyTorch copies if `window` gives None; an op without this always returns a view.
+        part: Function (node, graph, index) → the node that computes output `index` alone, or that reads only input
+            `index`; None for an op without such parts.
         write_back: Function (node, the base's spec, its output's spec) → the op that writes a changed output back, or
-            None where there is none.
+            None if there is none; None for an op that has none at all.
     """
 
     window: ViewFn
@@ -78,9 +78,9 @@ class ViewRule:
 
 @dataclass(frozen=True)
 class Shards:
-    """The division of a node's tensors among ranks; those that are not named are whole.
+    """The division of a node's tensors among ranks; tensors that are not named are whole.
 
-    A sharding rule returns None instead where the ranks could not each compute a part by themselves.
+    A sharding rule returns None instead if the ranks could not each compute a part independently.
 
     Attributes:
         splits: Tensor → (dimension, number of parts) for each of its dimensions that is divided.
@@ -97,17 +97,20 @@ TableFn: TypeAlias = Callable[
     [OpNode, IRGraph, str, int, Mapping[str, TensorSpec]], tuple[list[OpNode], dict[str, TensorSpec]]
 ]
 ShardFn: TypeAlias = Callable[[OpNode, IRGraph, str, Split], Shards | None]
-"""A rule (node, graph, a tensor of the node, its split) → the splits of the others; None where it cannot be so."""
+"""A sharding rule (node, graph, a tensor of the node, its split) → the splits of the node's other tensors.
+
+It returns None if the ranks could not each compute a part.
+"""
 
 
 @dataclass(frozen=True)
 class QuantizedRule:
-    """The variant of an op that reads a weight in few bits.
+    """The variant of an op that reads a quantized weight.
 
     Attributes:
         input: The weight's position among the inputs.
-        op: The op that takes the parts of the weight in its place.
-        is_table: Whether it picks rows of the weight instead of multiplying with all of it.
+        op: The op that has inputs for the parts of the weight in its place.
+        is_table: Whether it looks up rows of the weight instead of multiplying with all of it.
     """
 
     input: int
@@ -117,36 +120,39 @@ class QuantizedRule:
 
 @dataclass(frozen=True)
 class Op:
-    """A row of the op table: all there is to know of an op. Passes, fusions and checks ask here.
+    """A row of the op table: everything that passes, fusions and checks need to know of an op.
 
     Attributes:
         name: ATen name without overload (`aten.add`), with one where overloads differ (`aten.max.dim`), or a fused
             op's own (`npu.rms_norm`).
         tensors: Names of the schema's tensor arguments, in order; a leading `*` marks a tensor list.
         lower: Emits the node's kernel calls and views.
-        unsupported: Says why a given node cannot run on the device, or None.
-        view: Rule by which its output shares memory with its input in PyTorch; None for an op that makes new memory.
-        moves: Whether it only moves elements: computes nothing, so any dtype goes through it unchanged.
-        is_cast: Whether all it does is to change the dtype.
-        identity: Function (node, its first input's dtype): whether it returns that input, if shape and dtype are the
-            same.
+        unsupported: Function (node, graph) → the reason why the device cannot run the node; None if it can.
+        view: Rule by which its output shares memory with its input in PyTorch; None for an op that writes new memory.
+        moves: Whether it only moves elements: it computes nothing, so elements of any dtype stay unchanged.
+        is_cast: Whether it does nothing but change the dtype.
+        identity: Function (node, its first input's dtype) → whether the op returns that input, if shape and dtype are
+            equal; None for an op that never does.
         is_pure: Whether equal nodes have equal results.
         layout: Treatment of channel padding.
-        channel_axis: Function of a node: its weight's axis of output channels, where a factor per channel
-            can be folded into it; None for a node where it cannot.
-        index_bound: Function of a node that reads indices: their names, with the lowest and highest index allowed.
+        channel_axis: Function of a node → its weight's axis of output channels, for folding a factor per channel; None
+            for a node, or an op, for which that is impossible.
+        index_bound: Function (node, graph) → its index inputs with the lowest and highest index allowed; None for an op
+            without indices.
         selects: Whether its elements are some of the first input's, chosen by the other inputs.
-        activation: Function of an activation's attributes → its name in `ACTIVATIONS`, where it is one of them.
-        one_dtype: Whether PyTorch wants all its float operands in one dtype, instead of promoting them.
+        activation: Function of an activation's attributes → its name in `ACTIVATIONS`, or None; None for an op that is
+            no activation.
+        one_dtype: Whether PyTorch requires all its float operands to have one dtype, instead of promoting them.
         float32_parameters: Whether its inputs beyond the first stay float32 whatever the compute dtype.
         by_name: Whether its lowering asks for tensors by name, so that an earlier one may be left out.
-        integer_range: Function of its inputs' ranges: the lowest and highest integer that it may return, or a range
+        integer_range: Function of its inputs' ranges → the lowest and highest integer that it may return, or a range
             for each output. None for an op that moves elements or returns no int32 or int64.
-        quantized: Variant that reads a weight in few bits.
-        byte_storage: Whether its int8 and uint8 tensors may, or must, be stored in a byte an element.
+        quantized: Variant that reads a quantized weight; None if there is none.
+        byte_storage: Whether its int8 and uint8 tensors may, or must, be stored in one byte per element.
         shard: Rule for tensors that are divided among ranks; None for an op that needs them whole.
-        shard_table: Function that makes the nodes of a table lookup over some of the rows (see `shard_embedding`).
-        saturates: Whether its results in a narrow integer dtype never pass that dtype's range.
+        shard_table: Function that replaces a table lookup by nodes that look up a part of the rows (see
+            `shard_embedding`); None for an op that is none.
+        saturates: Whether its results in a narrow integer dtype never exceed that dtype's range.
     """
 
     name: str
@@ -178,7 +184,7 @@ OPS: dict[str, Op] = {}
 
 
 def supported(node: OpNode, graph: IRGraph) -> str | None:
-    """Return None, as the default of `Op.unsupported`: the device runs every node of the op."""
+    """Return None, as the default of `Op.unsupported`: the device can run every node of the op."""
     return None
 
 
@@ -209,7 +215,7 @@ class OpFacts(TypedDict, total=False):
 def register_op(
     names: str, *, tensors: tuple[str, ...] = ("self",), unsupported: SupportFn = supported, **facts: Unpack[OpFacts]
 ) -> Callable[[LowerFn], LowerFn]:
-    """Decorator: add a row for each name, lowered by the decorated function.
+    """Return a decorator that adds a row for each name, lowered by the decorated function.
 
     Args:
         names: Separated by spaces.
@@ -227,12 +233,15 @@ def register_op(
 
 
 def always(node: OpNode, dtype: str) -> bool:
-    """An `Op.identity`: equal shape and dtype are enough."""
+    """An `Op.identity` rule: the op returns its input whenever shape and dtype are equal."""
     return True
 
 
 def find_op(op_type: str) -> Op | None:
-    """The row of an op type: the exact overload, else the op without it; in-place names find their plain twin."""
+    """The row of an op type: of the exact overload, else of the op without overload; None if there is none.
+
+    In-place ops have the row of their out-of-place variant.
+    """
     base = base_op(op_type)
     for name in (op_type, base):
         if name in OPS:
@@ -252,7 +261,7 @@ def is_in_place(op_type: str) -> bool:
 
 
 def out_of_place(op_type: str) -> str:
-    """The op type without the underscore that marks in-place ops: `aten.add.Tensor` for `aten.add_.Tensor`."""
+    """The op type of an in-place op's out-of-place variant: `aten.add.Tensor` for `aten.add_.Tensor`."""
     base = base_op(op_type)
     return _OPERATORS.get(base, base[:-1]) + op_type[len(base) :]
 
@@ -290,7 +299,7 @@ def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
 
 @contextmanager
 def well_formed(node: OpNode) -> Iterator[None]:
-    """Turn what reading a malformed node raises into an `IRError` that names the node."""
+    """Context that turns errors of reading a malformed node into an `IRError` that names the node."""
     try:
         yield
     except MALFORMED as error:
@@ -301,7 +310,7 @@ def well_formed(node: OpNode) -> Iterator[None]:
 
 
 def _keeps_dtype(node: OpNode, graph: IRGraph) -> bool:
-    """Whether the node only moves elements, and out comes the dtype that went in."""
+    """Whether the node only moves elements, and its output has the dtype of its input."""
     op = find_op(node.op_type)
     same = all(graph.tensors[x].dtype == graph.tensors[node.outputs[0]].dtype for x in node.inputs[:1])
     return op is not None and op.moves and same
@@ -311,7 +320,7 @@ _UNBOUNDED_ATTRS = frozenset({"end", "start", "dim_size"})
 
 
 class Args:
-    """A node's arguments by schema name: tensors as names, the rest from attributes."""
+    """A node's arguments by schema name: tensors as their names, the rest from attributes."""
 
     def __init__(self, node: OpNode) -> None:
         op = find_op(node.op_type)
@@ -330,7 +339,7 @@ class Args:
                 self._tensors[name] = remaining.pop(0) if remaining else None
 
     def tensor(self, name: str) -> str | None:
-        """Name of a tensor argument, or None where it was omitted or is a scalar."""
+        """The name of a tensor argument; None if it was omitted or is a number."""
         value = self._tensors.get(name)
         assert not isinstance(value, list)
         return value
@@ -341,7 +350,10 @@ class Args:
         return value
 
     def ranges(self, operands: Mapping[str, Range], of_scalar: Callable[[float], Range]) -> list[Range | None]:
-        """The range of each tensor argument in the schema's order, be it a tensor or a number; None if omitted."""
+        """The range of each tensor argument in the schema's order, computed by `of_scalar` if it is a number.
+
+        An omitted argument has None.
+        """
         values = ((self.tensor(name), self.attr(name)) for name in self._names)
         return [operands[x] if x is not None else None if y is None else of_scalar(y) for x, y in values]
 
@@ -351,7 +363,7 @@ class Args:
 
 
 def operand(ctx: Lowering, args: Args, name: str) -> View | Scalar:
-    """An argument that may be a tensor or a scalar."""
+    """An argument that may be a tensor, as a view, or a number."""
     tensor = args.tensor(name)
     if tensor is not None:
         return ctx.view(tensor)

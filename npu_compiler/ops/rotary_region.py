@@ -1,4 +1,4 @@
-"""Open up the rotary-embedding region that `torch.export` leaves as one opaque node when gradients are enabled.
+"""Expands the rotary embedding that `torch.export` leaves as one opaque node (a region) when gradients are enabled.
 
     Given:   cos, sin = wrap_with_set_grad_enabled(position_ids, inv_freq)
     Result:  angle = position_ids[..., None] * inv_freq;  emb = cat(angle, angle)
@@ -22,7 +22,7 @@ OPAQUE_OP = "wrap_with_set_grad_enabled"
 def expand_rotary_regions(graph: IRGraph) -> IRGraph:
     """Replace each opaque region that has the signature of a rotary embedding by a standard one, with a warning.
 
-    Attention scaling is left out, and other regions stay as they are.
+    The standard one has no attention scaling. Other regions stay as they are.
     """
     if not any(node.op_type == OPAQUE_OP for node in graph.nodes):
         return graph
@@ -43,7 +43,7 @@ def expand_rotary_regions(graph: IRGraph) -> IRGraph:
 
 
 def is_rotary_region(node: OpNode, graph: IRGraph) -> bool:
-    """[B, T] integer positions and [D/2] frequencies in; two [B, T, D] float tensors out."""
+    """Whether a node takes [B, T] integer positions and [D/2] frequencies, and returns two [B, T, D] float tensors."""
     if len(node.inputs) != 2 or len(node.outputs) != 2:
         return False
     positions, frequencies = (graph.tensors[name] for name in node.inputs)
@@ -57,9 +57,10 @@ def is_rotary_region(node: OpNode, graph: IRGraph) -> bool:
 
 
 def _is_interleaved(node: OpNode, graph: IRGraph) -> bool:
-    """Whether the region repeats each angle in place: the model rotates even and odd elements and uses cos whole.
+    """Whether the region repeats each angle twice in a row, for a model that rotates even and odd elements.
 
-    (GLM and DeepSeek rotate even and odd elements too, but first take half of a concatenated cos.)
+    The sign is that elements are sliced with a step of 2 and cos is used whole. (GLM and DeepSeek rotate even and odd
+    elements too, but first take half of a concatenated cos.)
     """
     width = graph.tensors[node.outputs[0]].shape[-1]
     rotates_pairs = any(
@@ -72,7 +73,7 @@ def _is_interleaved(node: OpNode, graph: IRGraph) -> bool:
 
 
 def _is_sliced(name: str, graph: IRGraph) -> bool:
-    """Whether any reader of a tensor, seen through reshapes and casts, takes a slice of it."""
+    """Whether any node slices a tensor, directly or after reshapes and casts."""
     passing = {"getitem", "aten.unsqueeze", "aten.to", "aten.squeeze", "aten.expand"}
     for node in graph.consumers().get(name, []):
         if node.base == "aten.slice":

@@ -1,4 +1,4 @@
-"""Ops that write at indices: each place asks which of the indices names it, so no two threads write one place."""
+"""Ops that write at indices: each place looks for the indices that name it, so no two threads write one place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REDUCTIONS = {
 
 
 def _scattered_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]) -> Range:
-    """The range of a scatter's result: old and new values, and their sums or products where it adds or multiplies."""
+    """The range of a scatter's result: old and new values, and their sums or products if it adds or multiplies."""
     tensors = Args(node).ranges(operands, ranges.of_scalar)
     base, source = tensors[0], tensors[-1]
     assert base is not None and source is not None
@@ -48,7 +48,7 @@ def _scattered_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]
 
 
 def _reduction(node: OpNode) -> str:
-    """The mode of `scatter_kernel` that a node wants."""
+    """The mode of `scatter_kernel` that a node needs: `last` (overwrite), `sum` or another reduction."""
     if node.base in ("aten.scatter_add", "aten.index_add"):
         return "sum"
     if node.base in ("aten.index_put", "aten._unsafe_index_put"):
@@ -82,11 +82,14 @@ def _scatter(
     reduction: str,
     includes_self: bool = True,
 ) -> None:
-    """Write `source` to places of `out` along `dim`; the rest is `base`.
+    """Emit a scatter: write `source` to places of `out` along `dim`; all other elements are those of `base`.
 
     Args:
-        index: Places along `dim`. Along other dimensions it may have fewer elements than the base: those in front.
-        source: Values, which may be more than the index has.
+        index: Places along `dim`. Along other dimensions it may be smaller than the base; it then covers the first
+            elements.
+        source: Values; it may be larger than the index, whose shape counts.
+        reduction: How several values for one place are combined; `last` keeps the last one.
+        includes_self: Whether the element of `base` takes part in the reduction.
     """
     if base.rank == 0:
         base, index, source, out = (view.unsqueeze(0) for view in (base, index, source, out))
@@ -131,7 +134,7 @@ def lower_scatter_value(ctx: Lowering, node: OpNode) -> None:
     integer_range=_scattered_range,
 )
 def lower_scatter(ctx: Lowering, node: OpNode) -> None:
-    """Scatter values; of several for one place the last counts, or all are reduced."""
+    """Lower a scatter; of several values for one place the last is kept, or all are reduced."""
     base, index, source = (ctx.view(name) for name in node.inputs)
     dim = base.dim(node.attrs["dim"]) if base.rank else 0
     includes_self = bool(node.attrs.get("include_self", True))
@@ -161,7 +164,7 @@ def _rows_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     integer_range=_scattered_range,
 )
 def lower_index_add(ctx: Lowering, node: OpNode) -> None:
-    """Rows of `source` are joined with the rows of `self` that a vector of indices names."""
+    """Lower the reduction of rows of `source` into the rows of `self` that a vector of indices names."""
     base, index, source = (ctx.view(name) for name in node.inputs)
     out = ctx.output()
     dim = base.dim(node.attrs["dim"]) if base.rank else 0
@@ -215,7 +218,10 @@ def _index_put_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range]
     integer_range=_index_put_range,
 )
 def lower_index_put(ctx: Lowering, node: OpNode) -> None:
-    """Elements at the places of index tensors, which are broadcast together; an index below 0 counts from the end."""
+    """Lower the assignment of values at the places of index tensors, which are broadcast together, or of a mask.
+
+    A negative index counts from the end.
+    """
     base, *indices, values = (ctx.view(name) for name in node.inputs)
     used = indexed_dims(node, len(node.inputs) - 2)
     if indices[0].dtype == "bool":
@@ -246,7 +252,10 @@ def lower_index_put(ctx: Lowering, node: OpNode) -> None:
 
 
 def _linear_index(ctx: Lowering, indices: Sequence[View], sizes: Sequence[int]) -> View:
-    """The row-major number of each place; -1 where an index is out of range."""
+    """The row-major number of the place that index tensors name in dimensions of `sizes`; -1 if it is out of range.
+
+    Negative indices count from the end.
+    """
     total: View | None = None
     for index, size in zip(indices, sizes, strict=True):
         wrapped, counted, is_low, is_high, is_outside = (
@@ -274,7 +283,7 @@ def _linear_index(ctx: Lowering, indices: Sequence[View], sizes: Sequence[int]) 
 
 
 def _put_where(ctx: Lowering, node: OpNode, base: View, mask: View, values: View, first: int) -> None:
-    """Put (or add) one value, or one row of values, wherever a mask over the dimensions from `first` on is true."""
+    """Write (or add) one value, or one row of values, wherever a mask over the dimensions from `first` on is true."""
     rest = base.rank - first - mask.rank
     row = ctx.reshaped(values, values.shape[max(values.rank - rest, 0) :])
     for _ in range(rest):

@@ -1,7 +1,7 @@
-"""Sharding rules of the op table: ops over tensors that are divided among ranks.
+"""Sharding rules of the op table: ops over tensors that are divided among ranks (the devices of a group).
 
-A rule is asked with one tensor of a node and how that is divided. It answers how the node's other tensors must be
-divided for every rank to compute its part by itself, or None where that is impossible.
+A rule is given one tensor of a node and how that is divided. It returns how the node's other tensors must be divided
+for every rank to compute its part independently, or None if that is impossible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from npu_compiler.program.views import View, contiguous_strides
 
 
 def shard_elementwise(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """All operands that have the dimension are divided along it; those that are broadcast along it are whole."""
+    """Divide all operands that have the dimension along it; operands that are broadcast along it are whole."""
     shapes = {name: graph.tensors[name].shape for name in (*node.inputs, *node.outputs)}
     rank = len(shapes[node.outputs[0]])
     aligned = [(dim + rank - len(shapes[tensor]), parts) for dim, parts in split]
@@ -34,7 +34,7 @@ def shard_elementwise(node: OpNode, graph: IRGraph, tensor: str, split: Split) -
 
 
 def shard_view(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Divide a view by the op's own rule for views: a dimension is found again by the memory that it spans."""
+    """Divide a view op: a divided dimension of the input is found in the output by the memory that it spans."""
     op = find_op(node.op_type)
     assert op is not None and op.view is not None
     rule = op.view
@@ -58,7 +58,10 @@ def shard_view(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shard
 
 
 def _views(step: OpNode, graph: IRGraph) -> tuple[View, View | None]:
-    """A view op's input as if it lay there without gaps, and its output in that memory."""
+    """The input of a view op as a contiguous view, and its output as a view of that memory.
+
+    None if that is impossible.
+    """
     op = find_op(step.op_type)
     rule: ViewRule | None = None if op is None else op.view
     spec = graph.tensors[step.inputs[0]]
@@ -83,7 +86,10 @@ def _after(source: View, out: View | None, split: Split) -> Split | None:
 
 
 def _before(source: View, out: View | None, split: Split) -> Split | None:
-    """The split of a view's source: repeated dimensions stay whole, joined ones are divided along the outer one."""
+    """The split of a view's source, from that of the view; None if there is none.
+
+    Dimensions that the view repeats stay whole; if it joins dimensions, the outer one is divided.
+    """
     splits: list[tuple[int, int]] = []
     for dim, parts in split:
         if out is not None and out.strides[dim] == 0:
@@ -103,7 +109,7 @@ def _before(source: View, out: View | None, split: Split) -> Split | None:
 
 
 def shard_linear(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Divide a linear: each rank makes its columns of the output or, of a divided input, a summand of it."""
+    """Divide a linear: each rank computes a part of the output's columns or, if the input is divided, a summand."""
     x, weight, *bias = node.inputs
     (out,) = node.outputs
     if not {weight, *bias} <= graph.weights.keys() or tensor not in (x, out) or len(split) != 1:
@@ -117,7 +123,7 @@ def shard_linear(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Sha
 
 
 def shard_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Divide attention by heads; fewer heads of keys and values than ranks are on several ranks each."""
+    """Divide attention by heads; with fewer KV heads than ranks, several ranks hold the same KV head."""
     query, _, _, *mask = node.inputs
     if len(graph.tensors[query].shape) != 4 or len(split) != 1 or split[0][0] != 1 or tensor in mask:
         return None
@@ -130,7 +136,7 @@ def shard_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> 
 
 
 def _by_heads(node: OpNode, graph: IRGraph, split: Split) -> dict[str, Split]:
-    """The splits of queries, keys, values and output of an attention; dimension 1 of each is that of heads."""
+    """The splits of queries, keys, values and output of an attention, along dimension 1, the heads."""
     query, key, value = node.inputs[:3]
     ((_, parts),) = split
     shared = graph.tensors[key].shape[1]
@@ -140,7 +146,7 @@ def _by_heads(node: OpNode, graph: IRGraph, split: Split) -> dict[str, Split]:
 
 
 def shard_paged_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Divide paged attention by heads, as `shard_attention`; tables, sequences and positions are whole."""
+    """Divide paged attention by heads, like `shard_attention`; tables, sequences and positions are whole."""
     if len(split) != 1 or split[0][0] != 1:
         return None
     splits = _by_heads(node, graph, split)
@@ -148,7 +154,7 @@ def shard_paged_attention(node: OpNode, graph: IRGraph, tensor: str, split: Spli
 
 
 def shard_rows_update(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Divide an update along any dimension but the one whose rows are replaced."""
+    """Divide an update of rows along any dimension but the one whose rows are replaced."""
     whole, index, rows = node.inputs
     dim = int(node.attrs["dim"]) % len(graph.tensors[whole].shape)
     if tensor == index or any(d == dim for d, _ in split):
@@ -157,7 +163,7 @@ def shard_rows_update(node: OpNode, graph: IRGraph, tensor: str, split: Split) -
 
 
 def shard_along_others(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
-    """Divide an op that joins or reduces along some dimensions along one that it keeps."""
+    """Divide an op that joins or reduces along some dimensions, along a dimension that it keeps."""
     rank = len(graph.tensors[node.inputs[0]].shape)
     given: Any = node.attrs.get("dim", 0)
     dims = {int(dim) % rank for dim in (given if isinstance(given, (list, tuple)) else [given])}
@@ -172,7 +178,7 @@ def shard_along_others(node: OpNode, graph: IRGraph, tensor: str, split: Split) 
 
 
 def with_part_shapes(node: OpNode, graph: IRGraph) -> OpNode:
-    """The node with the shape of its output, where it states one, as the graph has it now."""
+    """The node with attributes that state its output's shape set to that shape in the divided graph."""
     shape = list(graph.tensors[node.outputs[0]].shape)
     stated = {key for key in ("size", "shape") if len(node.attrs.get(key) or ()) == len(shape)}
     return replace(node, attrs={**node.attrs, **dict.fromkeys(stated, shape)}) if stated else node
@@ -181,15 +187,15 @@ def with_part_shapes(node: OpNode, graph: IRGraph) -> OpNode:
 def shard_embedding(
     node: OpNode, graph: IRGraph, first: str, rows: int, taken: Mapping[str, TensorSpec]
 ) -> tuple[list[OpNode], dict[str, TensorSpec]]:
-    """An embedding over some rows of its table, 0 for the indices of the others, and the tensors that this needs.
+    """The nodes of an embedding over a part of its table, with 0 for indices of other parts, and the new tensors.
 
     Given:   out = embedding(table, ids)
     Result:  inside = 0 <= ids - first < rows;  out = where(inside, embedding(table, where(inside, ids - first, 0)), 0)
 
     Args:
-        first: An integer [1]: the first row that is in the table.
-        rows: Number of rows.
-        taken: All names of tensors there are.
+        first: Name of an integer [1]: the first row of the part.
+        rows: Number of rows of the part.
+        taken: Tensors whose names are in use.
     """
     table, ids = node.inputs
     (out,) = node.outputs

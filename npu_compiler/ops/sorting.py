@@ -1,4 +1,4 @@
-"""Ops that sort. One kernel finds the order; the sorted values are picked by it."""
+"""Ops that sort: one kernel computes the order, by which the sorted values are gathered."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lower_argsort(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.topk", moves=True, integer_range=_sorted_ranges)
 def lower_topk(ctx: Lowering, node: OpNode) -> None:
-    """The first `k` of all in order; of equals the earlier ones."""
+    """Lower the first `k` elements in sorted order, with their indices; of equal elements, earlier ones come first."""
     view, dim = ctx.view(node.inputs[0]), node.attrs.get("dim", -1)
     order = ctx.temp(view.shape, "int32")
     _argsort(ctx, view, order, dim, bool(node.attrs.get("largest", True)))

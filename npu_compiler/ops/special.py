@@ -1,4 +1,4 @@
-"""Special functions: the error function's relatives, gamma and zeta, Bessel and Airy functions, orthogonal polynomials.
+"""Special functions: relatives of the error function, gamma, zeta, Bessel and Airy functions, orthogonal polynomials.
 
 Each polynomial below was fitted to within 3e-8 of its function, in a variable `t` from -1 to 1.
 """
@@ -210,7 +210,7 @@ MOST_DERIVATIVES = 33  # beyond it, their factorial is no float32
     shard=shard_elementwise,
 )
 def lower_polygamma(ctx: Lowering, node: OpNode) -> None:
-    """(-1)ⁿ⁺¹ n! ζ(n + 1, x), and the digamma function for n = 0."""
+    """Lower (-1)ⁿ⁺¹ n! ζ(n + 1, x), or the digamma function for n = 0."""
     order = node.attrs["n"]
     factor = float((-1) ** (order + 1) * math.factorial(order))
     ctx.elementwise("polygamma", [ctx.view(node.inputs[0])], ctx.output(), {"order": float(order), "factor": factor})
@@ -218,7 +218,7 @@ def lower_polygamma(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.mvlgamma aten.special_multigammaln", layout=Layout.ELEMENTWISE, shard=shard_elementwise)
 def lower_mvlgamma(ctx: Lowering, node: OpNode) -> None:
-    """Σ log Γ(x - i / 2) for i below p, and a constant."""
+    """Lower the multivariate log-gamma function: Σ log Γ(x - i / 2) for i below p, plus a constant."""
     view, out, count = ctx.view(node.inputs[0]), ctx.output(), node.attrs["p"]
     total: View | float = count * (count - 1) / 4 * math.log(math.pi)
     for index in range(count):

@@ -1,4 +1,4 @@
-"""Ops that build a tensor out of pieces, or out of nothing: cat, stack, pad, repeat, roll, scatter, fill."""
+"""Ops that assemble or fill tensors: cat, stack, pad, repeat, roll, scatter, fill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from npu_compiler.program.views import Shape, View
 
 
 def _pads_fit(sizes: Shape, padded: Shape, pads: list[int], mode: str) -> bool:
-    """Whether `pads`, which lists (before, after) from the last dimension on, makes `padded` of `sizes`."""
+    """Whether `pads`, (before, after) for each dimension from the last one on, legally extend `sizes` to `padded`."""
     pairs = list(zip(pads[::2], pads[1::2], strict=True))
     if min(pads) < 0 or len(sizes) != len(padded) or len(sizes) > len(pairs) or any(map(any, pairs[len(sizes) :])):
         return False
@@ -291,7 +291,7 @@ def lower_arange(ctx: Lowering, node: OpNode) -> None:
 
 
 def emit_arange(ctx: Lowering, out: View, start: float, step: float) -> None:
-    """Fill a vector with start, start + step and so on."""
+    """Emit a call that fills a vector with start, start + step and so on."""
     params = {"start": start, "step": step, "int_start": as_int32(start), "int_step": as_int32(step)}
     ctx.emit("arange_kernel", [], [out], params)
 
@@ -341,7 +341,10 @@ def _difference_range(node: OpNode, graph: IRGraph, operands: Mapping[str, Range
     integer_range=_difference_range,
 )
 def lower_diff(ctx: Lowering, node: OpNode) -> None:
-    """One tensor to join, where the IR does not name it, is taken for `prepend`, as in masks of language models."""
+    """Lower torch.diff.
+
+    If the IR does not name a tensor to join, it is taken for `prepend`, as language model masks use it.
+    """
     view, out, args = ctx.view(node.inputs[0]), ctx.output(), Args(node)
     dim = view.dim(node.attrs.get("dim", -1))
     ends = [args.tensor(name) for name in ("prepend", "append")]

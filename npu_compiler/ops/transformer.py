@@ -17,7 +17,10 @@ from npu_compiler.program.views import View, numel
 
 
 def attention_products(call: SimpleNamespace) -> tuple[Product, ...]:
-    """Scores, then results: the rows are the queries of all heads that share keys and values."""
+    """The two matrix products of attention, scores and results.
+
+    A row is a query of one of the heads that share keys.
+    """
     rows, batch = call.t * (call.h // call.shared), call.b * call.shared
     return (Product(rows, call.keys, call.d, batch), Product(rows, call.e, call.keys, batch))
 
@@ -76,7 +79,7 @@ declare_kernel(
 
 
 def _paged_products(call: SimpleNamespace) -> tuple[Product, ...]:
-    """The products of paged attention: each token attends to a whole table of rows."""
+    """The matrix products of paged attention, as if each token attended to all keys of its sequence's table."""
     rows, keys, batch = call.h // call.shared, call.t * call.block_size, call.n * call.shared
     return (Product(rows, keys, call.d, batch), Product(rows, call.e, keys, batch))
 
@@ -106,7 +109,7 @@ def _rows(ctx: Lowering, x: View, width: int) -> View:
 
 
 def _as_float(ctx: Lowering, weight: View) -> View:
-    """A weight, or a float32 copy of one of integers or booleans, which PyTorch promotes."""
+    """A float weight as it is, or a float32 copy of an integer or boolean one, which PyTorch promotes."""
     if is_float(weight.dtype):
         return weight
     copy = ctx.temp(weight.shape, "float32")
@@ -116,7 +119,7 @@ def _as_float(ctx: Lowering, weight: View) -> View:
 
 @register_op("aten.rms_norm npu.rms_norm", tensors=("input", "weight"), one_dtype=True)
 def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
-    """x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over the trailing dimensions."""
+    """Lower x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over the trailing dimensions."""
     x, *weight = (ctx.view(name) for name in node.inputs)
     shape = node.attrs.get("normalized_shape") or [x.shape[-1]]
     width = numel(shape)
@@ -137,10 +140,10 @@ def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
 
 
 def unclear_affine(node: OpNode, graph: IRGraph) -> str | None:
-    """The reason why a norm cannot be read, or None: the IR drops omitted optional tensors without a trace.
+    """The reason why a norm's parameters are ambiguous; None if they are not.
 
-    One tensor of a layer norm is its weight (`nn.LayerNorm(bias=False)`), and two of an instance norm are its weight
-    and bias, unless their names tell otherwise.
+    The IR does not record omitted optional tensors. One tensor of a layer norm is its weight
+    (`nn.LayerNorm(bias=False)`), and two of an instance norm are its weight and bias, unless their names say otherwise.
     """
     if node.tensor_names is not None:
         return None
@@ -155,7 +158,7 @@ def unclear_affine(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def is_named(name: str, graph: IRGraph, ending: str) -> bool:
-    """Whether a tensor's name, or its key in the checkpoint, ends so."""
+    """Whether a tensor's name, or its key in the checkpoint, ends with `ending`."""
     keys = graph.weights[name].keys() if name in graph.weights else ()
     return any(key.endswith(ending) for key in (name, *keys))
 
@@ -171,7 +174,7 @@ def _layer_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     one_dtype=True,
 )
 def lower_layer_norm(ctx: Lowering, node: OpNode) -> None:
-    """out = (x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions, those of `normalized_shape`."""
+    """Lower (x - mean) / sqrt(variance + eps) * weight + bias over the last dimensions, those of `normalized_shape`."""
     x, *affine = (ctx.view(name) for name in node.inputs)
     width = numel(node.attrs.get("normalized_shape") or [x.shape[-1]])
     out, rows = ctx.output(), _rows(ctx, x, width)
@@ -223,7 +226,7 @@ def lower_instance_norm(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("npu.rope", tensors=("x", "cos", "sin"))
 def lower_rope(ctx: Lowering, node: OpNode) -> None:
-    """x · cos + rotate_half(x) · sin over the last dimension of [B, H, T, D]."""
+    """Lower x · cos + rotate_half(x) · sin over the last dimension of [B, H, T, D]."""
     x, cos, sin = (ctx.view(name) for name in node.inputs)
     x = ctx.inner_contiguous(x)
     lead = x.shape[:-1]
@@ -257,7 +260,10 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 def _with_rows(ctx: Lowering, mask: View) -> View:
-    """A mask whose rows are packed, or all of one element: kernels read vectors of them. A copy repeats nothing."""
+    """A mask with contiguous or constant rows, which kernels read as vectors; copied if it has other strides.
+
+    The copy does not repeat elements along broadcast dimensions.
+    """
     if mask.rank == 0 or mask.shape[-1] == 1 or mask.strides[-1] in (0, 1):
         return mask
     once = tuple(1 if stride == 0 else size for size, stride in zip(mask.shape, mask.strides, strict=True))
@@ -272,7 +278,7 @@ def _with_rows(ctx: Lowering, mask: View) -> View:
     shard=shard_attention,
 )
 def lower_attention(ctx: Lowering, node: OpNode) -> None:
-    """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D]; fewer KV heads than query heads are shared in order.
+    """Lower softmax(scale · q·kᵀ + mask) · v over [B, H, T, D]; query heads share KV heads in order if these are fewer.
 
     The output is laid out [B, T, H, D] in memory, which makes the transpose and reshape that follow free.
     """
@@ -297,7 +303,7 @@ def lower_attention(ctx: Lowering, node: OpNode) -> None:
 
 
 def attention_params(node: OpNode, query: View, has_mask: bool) -> dict[str, float | int]:
-    """The parameters of an attention kernel."""
+    """The parameters of an attention kernel; the scale is 1 / sqrt(head size) unless given."""
     scale = node.attrs.get("scale")
     return {
         "scale": 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
@@ -332,12 +338,12 @@ def _paged_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     shard=shard_paged_attention,
 )
 def lower_paged_attention(ctx: Lowering, node: OpNode) -> None:
-    """softmax(scale · q·kᵀ) · v for tokens of many sequences, whose keys and values lie in blocks of one pool.
+    """Lower softmax(scale · q·kᵀ) · v for tokens of many sequences, whose keys and values lie in blocks of one pool.
 
     Query [N, H, D], keys and values [rows, KV, D], tables [S, T], sequences and positions [N] → [N, H, D]. Token n
-    attends to positions 0..positions[n] of sequence sequences[n]; that at position p lies in row
-    tables[sequence, p // block_size] * block_size + p % block_size. Whatever is out of range counts as the nearest that
-    exists: a sequence among S, a position among T * block_size, a block among rows / block_size.
+    attends to positions 0..positions[n] of sequence sequences[n]; the key at position p is row
+    tables[sequence, p // block_size] * block_size + p % block_size. An entry that is out of range counts as the nearest
+    valid one: a sequence among S, a position among T * block_size, a block among rows / block_size.
     """
     q, k, v = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:3])
     tables, sequences, positions = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[3:])

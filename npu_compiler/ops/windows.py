@@ -1,7 +1,7 @@
-"""Sliding windows over images: which sizes and parameters of convolutions and poolings belong together.
+"""Sliding windows over images: conditions on sizes and parameters of convolutions and poolings.
 
-These conditions are parts of kernel declarations. Besides the formula for the output's size they bound how far a window
-may reach beyond the image, and with that the memory that a kernel may need for padded planes.
+These conditions are parts of kernel declarations. Besides the formula for the output's size, they bound how far a
+window may reach beyond the image, and with that the memory that a kernel may need for padded planes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ _SLACK = 2**16  # elements that a padded plane may have, however small the image
 
 
 def fits_convolution(call: SimpleNamespace) -> bool:
-    """x[n, c, h, w], weight[o, i, kh, kw] → out[n, o, p, q]; padding is top, bottom, left, right."""
+    """Whether sizes and parameters of a convolution agree: x[n, c, h, w], weight[o, i, kh, kw] → out[n, o, p, q].
+
+    The padding is top, bottom, left, right.
+    """
     top, bottom, left, right = call.padding
     pads = ((top, bottom), (left, right))
     return _slides((call.h, call.w), (call.kh, call.kw), call.stride, pads, call.dilation, (call.p, call.q))
 
 
 def convolution_products(call: SimpleNamespace) -> tuple[Product, ...]:
-    """One product, done once for each group: windows, a row for each pixel of the output, with a part of the weight."""
+    """The matrix product of a convolution, once per group: windows (a row per output pixel) by a part of the weight."""
     taps = call.kh * call.kw
     window = Window(taps, call.stride[1], call.q)
     return (Product(call.n * call.p * call.q, call.o // call.groups, call.i * taps, call.groups, window),)
 
 
 def fits_transposed_convolution(call: SimpleNamespace) -> bool:
-    """The convolution that takes out to x fits, but for the pixels that `output_padding` adds at the end."""
+    """Whether sizes and parameters of a transposed convolution agree: those of the convolution from out to x.
+
+    `output_padding` adds pixels at the end.
+    """
     spare = call.output_padding
     if any(extra >= max(step, gap) for extra, step, gap in zip(spare, call.stride, call.dilation, strict=True)):
         return False
@@ -47,7 +53,10 @@ def fits_transposed_convolution(call: SimpleNamespace) -> bool:
 
 
 def fits_pooling(call: SimpleNamespace) -> bool:
-    """x[n, c, h, w] → out[n, c, p, q]; padding is at most half a window, on both sides."""
+    """Whether sizes and parameters of a pooling agree: x[n, c, h, w] → out[n, c, p, q].
+
+    The padding is the same on both sides, and at most half a window.
+    """
     dilation = getattr(call, "dilation", (1, 1))
     if any(2 * pad > taps for pad, taps in zip(call.padding, call.window, strict=True)):
         return False
@@ -56,7 +65,7 @@ def fits_pooling(call: SimpleNamespace) -> bool:
 
 
 def reach_the_image(call: SimpleNamespace) -> bool:
-    """Whether each window of a pooling that fits holds a pixel: with dilation, all of one may be in the padding."""
+    """Whether each window of a valid pooling contains a pixel; with dilation, all of its taps may be in the padding."""
     axes = zip((call.h, call.w), (call.p, call.q), call.window, call.stride, call.padding, call.dilation, strict=True)
     return all(
         any(0 <= stop * step - pad + tap * gap < size for tap in range(taps))
@@ -67,7 +76,10 @@ def reach_the_image(call: SimpleNamespace) -> bool:
 
 
 def fits_resampling(call: SimpleNamespace) -> bool:
-    """x[n, c, h, w] → out[n, c, p, q], an output pixel at `scale` times its position."""
+    """Whether sizes and scales of a resampling are valid: x[n, c, h, w] → out[n, c, p, q].
+
+    An output pixel is read at `scale` times its position.
+    """
     return call.h > 0 and call.w > 0 and all(math.isfinite(scale) and 0 <= scale < 2**31 for scale in call.scale)
 
 
@@ -80,7 +92,10 @@ def _slides(
     out: tuple[int, int],
     ceil_mode: bool = False,
 ) -> bool:
-    """Whether a window that slides over a padded image stops `out` times, all of it (vertical, horizontal)."""
+    """Whether a window that slides over a padded image has exactly `out` positions.
+
+    All pairs are (vertical, horizontal).
+    """
     if min(*window, *stride, *dilation) < 1 or min(map(min, padding)) < 0:
         return False
     spans = [(taps - 1) * gap + 1 for taps, gap in zip(window, dilation, strict=True)]
@@ -92,9 +107,9 @@ def _slides(
 
 
 def _stops(padded: int, span: int, step: int, before: int, ceil_mode: bool) -> int:
-    """Number of positions of a window along one axis; with `ceil_mode` also where it ends behind the padded image.
+    """Number of positions of a window along one axis; with `ceil_mode`, the last may end beyond the padded image.
 
-    Such a one begins in the image or in the padding before it, which together have `before` pixels.
+    A window that ends beyond must begin in the image or in the padding before it, which together have `before` pixels.
     """
     if not ceil_mode:
         return (padded - span) // step + 1 if padded >= span else 0

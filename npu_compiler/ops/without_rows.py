@@ -1,4 +1,4 @@
-"""Facts about ops that have no row in the table, since only the CPU runs them."""
+"""Facts about ops without a row in the op table, which only the CPU runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ _ONE_DTYPE = frozenset({"aten.grid_sampler", "aten.masked_scatter"})
 
 
 def wants_one_dtype(node: OpNode) -> bool:
-    """Whether PyTorch wants all float operands of the node in one dtype, instead of promoting them."""
+    """Whether PyTorch requires all float operands of the node to have one dtype, instead of promoting them."""
     op = find_op(node.op_type)
     return node.base in _ONE_DTYPE if op is None else op.one_dtype

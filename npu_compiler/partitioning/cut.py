@@ -2,14 +2,14 @@
 
 A unit of work goes as a whole to the device or to the host. The price of a division is the sum of
 
-- each unit's time where it runs;
+- each unit's time on its side;
 - for each value that the other side needs, the time of its transfer, once in each direction;
 - the launch of the device, once for each of its runs.
 
-Without launches, a minimum cut between "host" and "device" is the cheapest division. Runs follow each other because a
-value goes from the device to the host and back, so their number is the largest number of stretches on the device along
+Without launches, a minimum cut between "host" and "device" is the cheapest division. A new run begins whenever a value
+goes from the device to the host and back, so the number of runs is the largest number of stretches on the device along
 any path of steps. The launches along one path can be written as a cut as well, which bounds the price of every
-division from below; `divide` branches on a unit where the bound and the price differ.
+division from below; `divide` branches on a unit if the bound and the price differ.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MOST_WORK = 60_000  # units × cuts
 
 @dataclass(frozen=True)
 class Unit:
-    """Work that goes to one side as a whole.
+    """A piece of work that runs as a whole on one side.
 
     Attributes:
-        device: Price on the device; None where it cannot run there.
+        device: Price on the device; None if it cannot run there.
         host: Price on the host.
     """
 
@@ -40,10 +40,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Value:
-    """A value that may cross.
+    """A value that may have to be transferred between the sides.
 
     Attributes:
-        maker: The unit that makes it; None for the caller, on the host.
+        maker: The unit that computes it; None for the caller, on the host.
         readers: The units that read it.
         returned: Whether the caller, on the host, reads it too.
         price: Price of a transfer, in either direction.
@@ -57,7 +57,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Problem:
-    """Units of work, what passes between them, and the order in which it is done. Prices are whole numbers of any unit.
+    """Units of work, the values between them, and the order of the work. Prices are integers in any unit of time.
 
     Attributes:
         steps: The steps of work in order: the unit that a step belongs to, and the earlier steps that it waits for.
@@ -75,7 +75,7 @@ class Problem:
         return self.work(on_device) + crossing + self.launch * self.runs(on_device)
 
     def work(self, on_device: Sequence[bool]) -> int:
-        """The time of the units, without what passes between them."""
+        """The total time of the units, without transfers and launches."""
         total = 0
         for unit, there in zip(self.units, on_device, strict=True):
             if there and unit.device is None:
@@ -84,17 +84,17 @@ class Problem:
         return total
 
     def crossings(self, value: Value, on_device: Sequence[bool]) -> int:
-        """Number of transfers of a value: one if any reader is on the other side, else none."""
+        """Number of transfers of a value: 1 if any reader is on the other side, else 0."""
         at_device = value.maker is not None and on_device[value.maker]
         elsewhere = any(on_device[reader] != at_device for reader in value.readers)
         return int(elsewhere or (value.returned and at_device))
 
     def runs(self, on_device: Sequence[bool]) -> int:
-        """The least number of runs of the device."""
+        """The least number of runs of the device that the order of the work allows."""
         return max((length for length, _ in self._stretches(on_device)), default=0)
 
     def longest_path(self, on_device: Sequence[bool]) -> list[int]:
-        """The steps of a path with the largest number of stretches on the device."""
+        """The steps of a path with the largest number of separate stretches on the device."""
         stretches = self._stretches(on_device)
         at = max(range(len(stretches)), key=lambda step: stretches[step][0], default=None)
         path = []
@@ -104,7 +104,10 @@ class Problem:
         return path[::-1]
 
     def _stretches(self, on_device: Sequence[bool]) -> list[tuple[int, int | None]]:
-        """The most stretches on the device along a path that ends at each step, with the step before on that path."""
+        """The most stretches on the device along a path that ends at each step, and that path's previous step.
+
+        The previous step is None at the beginning of a path.
+        """
         found: list[tuple[int, int | None]] = []
         for unit, before in self.steps:
             best: tuple[int, int | None] = (int(on_device[unit]), None)
@@ -117,10 +120,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Division:
-    """A division with its price.
+    """A division of the units, with its price.
 
     Attributes:
-        bound: A price below which no division is; the price itself where this one is proved to be the cheapest.
+        on_device: Whether each unit is on the device.
+        bound: A lower bound on the price of every division; equal to the price if this one is proved to be the
+            cheapest.
     """
 
     on_device: tuple[bool, ...]
@@ -129,10 +134,10 @@ class Division:
 
 
 def divide(problem: Problem) -> Division:
-    """The cheapest division.
+    """The cheapest division of a problem.
 
-    It is proved to be where its bound equals its price. A graph may be too large for the proof where launches cost
-    much; then the division is the cheapest of those that were tried.
+    It is proved to be the cheapest if its bound equals its price. For a large graph with costly launches the proof may
+    take too long; then it is the cheapest of those that were tried.
     """
     possible = tuple(unit.device is not None for unit in problem.units)
     best = min(((False,) * len(possible), possible), key=problem.price)
@@ -157,11 +162,11 @@ def divide(problem: Problem) -> Division:
 
 @dataclass(frozen=True)
 class _Relaxed:
-    """A minimum cut.
+    """The result of minimum cuts with some units fixed to a side.
 
     Attributes:
-        bound: A price below which no division with the same units fixed is.
-        on_device: The cheapest division that was met.
+        bound: A lower bound on the price of every division with these units fixed.
+        on_device: The cheapest division that was found.
         path: The path that has the most runs in that division.
     """
 
@@ -171,7 +176,11 @@ class _Relaxed:
 
 
 def _relaxed(problem: Problem, fixed: Mapping[int, bool], path: list[int]) -> _Relaxed:
-    """The bound of the best of a few paths; the worst path of one cut is the next to try."""
+    """The best bound from minimum cuts that count the launches along one path each.
+
+    The first cut counts those of `path`, each next one those of the path with the most runs in the best division so
+    far.
+    """
     bound, best = _cut(problem, fixed, path)
     for _ in range(2):
         if problem.price(best) <= bound:
@@ -182,17 +191,20 @@ def _relaxed(problem: Problem, fixed: Mapping[int, bool], path: list[int]) -> _R
 
 
 def _undecided(problem: Problem, on_device: Sequence[bool], fixed: Mapping[int, bool]) -> int | None:
-    """A unit whose side is open: where a run begins on the path with the most runs, if one is open there."""
+    """A unit that is not fixed yet, preferably where a run begins on the path with the most runs.
+
+    None if all are fixed.
+    """
     path = [problem.steps[step][0] for step in problem.longest_path(on_device)]
     begins = [b for a, b in pairwise(path) if on_device[b] and not on_device[a]]
     return next((unit for unit in (*begins, *path, *range(len(problem.units))) if unit not in fixed), None)
 
 
 def _cut(problem: Problem, fixed: Mapping[int, bool], path: Sequence[int]) -> tuple[int, tuple[bool, ...]]:
-    """The price of a minimum cut, with launches along one path, and its division.
+    """The price of a minimum cut that counts the launches along one path, and its division.
 
-    What is on the host's side of the cut is on the host. An edge costs its price where it leads from the host's side to
-    the device's.
+    Units on the host's side of the cut are on the host. An edge counts if it leads from the host's side to the
+    device's.
     """
     import networkx as nx
 

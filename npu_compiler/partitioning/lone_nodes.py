@@ -1,4 +1,4 @@
-"""A node by itself: the kernel calls that it becomes where nothing is fused with it."""
+"""Single nodes: the kernel calls to which a node is lowered if it is not fused with others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from npu_compiler.program.plan import ExecutionPlan
 
 
 class LoneNodes:
-    """Plans of single nodes for the op-level target, each made once for all nodes that are alike."""
+    """A cache of plans of single nodes for the op-level target; equal nodes share a plan."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, ExecutionPlan | None] = {}
 
     def plan(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> ExecutionPlan | None:
-        """The plan of a node; None where the op table cannot lower it, or not without its neighbours."""
+        """The plan of a node by itself; None if the op table cannot lower it without its neighbours."""
         key = (signature(node, graph), compute_dtype)
         if key not in self._plans:
             self._plans[key] = _plan(node, graph, compute_dtype)
@@ -29,7 +29,7 @@ class LoneNodes:
 
 
 def signature(node: OpNode, graph: IRGraph) -> Hashable:
-    """A key that is equal for nodes that do the same to tensors of the same kind."""
+    """A key that is equal for nodes with equal ops and attributes and equal specs of inputs and outputs."""
     tensors = (graph.tensors[name] for name in (*node.inputs, *node.outputs))
     places = tuple((name in graph.weights, name in graph.constants) for name in node.inputs)
     return node.op_type, repr(node.attrs), places, tuple((spec.shape, spec.dtype, spec.storage) for spec in tensors)
@@ -45,7 +45,7 @@ def _plan(node: OpNode, graph: IRGraph, compute_dtype: str) -> ExecutionPlan | N
 
 
 def alone(node: OpNode, graph: IRGraph) -> IRGraph:
-    """The graph of a node by itself; what it reads comes from outside, but for weights and constants."""
+    """The graph of a node by itself; its inputs are the tensors it reads, except weights and constants."""
     read = list(dict.fromkeys(node.inputs))
     parts = [other for other in graph.nodes if other.base == "getitem" and set(other.inputs) & set(node.outputs)]
     outputs = [name for part in parts for name in part.outputs] or list(node.outputs)

@@ -1,4 +1,4 @@
-"""`Prices`: what nodes take on a device and on its host, and what passes between the two takes."""
+"""`Prices`: the time of nodes on a device and on its host, and of transfers between the two."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from npu_compiler.program.target import CodegenTarget
 
 @dataclass(frozen=True)
 class Link:
-    """The way between the memories of a device and its host.
+    """The connection between the memories of a device and its host.
 
     Attributes:
         bytes_per_second: Bandwidth in either direction.
-        latency: Seconds of a transfer besides.
+        latency: Seconds of a transfer besides those of its bytes.
         launch: Seconds to begin a run of the device and to learn that it has ended.
     """
 
@@ -34,10 +34,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time of a node on a device that does not have its op.
+    """The estimated time of a node on a device that does not support its op.
 
     Attributes:
-        is_assumed: Whether no kernel computes the op, so that the time is that of its bytes and elements alone.
+        is_assumed: Whether no kernel exists for the op, so that the time is computed from bytes and elements alone.
     """
 
     seconds: float
@@ -48,7 +48,7 @@ class Prices(ABC):
     """The times by which a graph is divided between a device and its host, all in seconds.
 
     Attributes:
-        device: The device in words.
+        device: A text that describes the device.
     """
 
     device: str
@@ -56,11 +56,11 @@ class Prices(ABC):
 
     @abstractmethod
     def calls(self, program: CompiledProgram) -> Sequence[float]:
-        """Time of each kernel call of a program on the device; together that of a run."""
+        """Time of each kernel call of a program on the device; their sum is the time of a run."""
 
     @abstractmethod
     def if_supported(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> Estimate:
-        """Time that a node by itself would take on the device if that had its op."""
+        """Estimated time of a node by itself on the device if that supported its op."""
 
     @abstractmethod
     def host(self, node: OpNode, graph: IRGraph) -> float:
@@ -69,17 +69,17 @@ class Prices(ABC):
 
 @singledispatch
 def priced_target(npu: object) -> tuple[CodegenTarget, Prices]:
-    """The target and the prices that a description of a device stands for.
+    """The target and the prices for a description of a device.
 
     Raises:
-        InputError: it is no description of a device, or says too little for prices.
+        InputError: `npu` is no description of a device, or says too little for prices.
     """
     raise InputError(f"no prices are known for a {type(npu).__name__}; give a chip, as npu_model.load_chip returns it")
 
 
 @singledispatch
 def prices_of(target: CodegenTarget) -> Prices | None:
-    """The prices of a target's device; None where nothing is known of its host."""
+    """The prices of a target's device; None if its host's times are unknown."""
     return None
 
 

@@ -1,4 +1,4 @@
-"""`PlanPrice`: what a plan costs node by node, why each node runs where it does, and what other ops would gain."""
+"""`PlanPrice`: the time of a plan node by node, why each node runs on its side, and the gain from supporting more."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from npu_compiler.partitioning.prices import Estimate, Prices
 
 _TICKS = 1e15  # of a second: prices are whole femtoseconds, so that sums are exact
 Made = tuple[CompiledProgram, Mapping[str, Collection[str]]]
-"""A program of the device, and for each node that its calls name the graph's nodes which that stands for."""
+"""A compiled program of the device, and for each node that its calls name, the graph's nodes it was compiled from."""
 
 
 @dataclass(frozen=True)
 class UnitPrice:
-    """Nodes that run on one side together: one, or several that become one kernel on the device.
+    """The price of nodes that run on one side together: one node, or several that become one kernel on the device.
 
     Attributes:
-        ops: Ops of its nodes in order, without views unless there is nothing else; a composite counts as one.
-        device: Seconds on the device; None where it cannot run there.
+        ops: Ops of its nodes in order, without views unless it has nothing else; a composite (decomposed op) counts as
+            one.
+        device: Seconds on the device; None if it cannot run there.
         host: Seconds on the host.
-        if_supported: Time on the device if that had the op as it was written, where it has not.
+        if_supported: Time on the device if that supported the op as it was written; None if it does.
         reason: Why the device cannot run it, else why it is on the host; empty on the device.
     """
 
@@ -41,18 +42,18 @@ class UnitPrice:
 
     @property
     def name(self) -> str:
-        """The ops, each mentioned once."""
+        """The ops joined by " + ", each mentioned once."""
         return " + ".join(dict.fromkeys(self.ops))
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The effect of supporting an op that the device lacks.
+    """The time that would be saved if the device supported an op that it lacks.
 
     Attributes:
-        count: Number of its nodes that the host runs.
-        seconds: Time of the model that it saves.
-        is_assumed: Whether no kernel computes the op yet (see `Estimate`).
+        count: Number of nodes with this op that the host runs.
+        seconds: Time of the model that support would save.
+        is_assumed: Whether no kernel exists for the op yet (see `Estimate`).
     """
 
     op: str
@@ -66,10 +67,10 @@ class PlanPrice:
     """The price of a plan, in seconds.
 
     Attributes:
-        device, host, transfers: Time on the device, on its host, and of what crosses.
-        runs, launches: Number of runs of the device, and what they cost besides.
+        device, host, transfers: Time on the device, on its host, and of transfers between them.
+        runs, launches: Number of runs of the device, and the time of launching them.
         host_alone: Time of the whole graph on the host.
-        bound: Time below which no division of the same units is.
+        bound: A lower bound on the time of every division of these units.
     """
 
     units: tuple[UnitPrice, ...]
@@ -84,16 +85,16 @@ class PlanPrice:
 
     @property
     def seconds(self) -> float:
-        """Time of the plan: its parts run one after the other."""
+        """Total time of the plan, whose parts run one after the other."""
         return self.device + self.host + self.transfers + self.launches
 
     @property
     def beside_device(self) -> float:
-        """Time of all but the work on the device."""
+        """Time of everything but the work on the device."""
         return self.host + self.transfers + self.launches
 
     def with_ops(self, ops: Iterable[str]) -> PlanPrice:
-        """The price if the device had these ops too, by their names without overload."""
+        """The price if the device supported these ops too; they are named without overload."""
         wanted = set(ops)
         units = [
             replace(unit, device=_least(unit.device, unit.if_supported.seconds), if_supported=None, reason="")
@@ -108,13 +109,13 @@ class PlanPrice:
 
     @property
     def on_device(self) -> tuple[bool, ...]:
-        """The sides of the units: whether each runs on the device."""
+        """Whether each unit runs on the device, in the order of `units`."""
         return tuple(unit.on_device for unit in self.units)
 
     def gains(self) -> tuple[Gain, ...]:
-        """The ops that the device lacks here, the one whose support saves most first.
+        """The ops that the device lacks here, the one whose support would save the most time first.
 
-        What they could be fused with is not counted; see `what_if`.
+        Fusions that support would allow are not counted; see `what_if`.
         """
         counts: Counter[str] = Counter()
         assumed: set[str] = set()
@@ -129,7 +130,7 @@ class PlanPrice:
         return tuple(sorted(gains, key=lambda gain: (-gain.seconds, gain.op)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The price as JSON data; times in microseconds."""
+        """The price as JSON data, with times in microseconds."""
         totals = ("seconds", "device", "host", "transfers", "launches", "host_alone", "bound")
         return {
             **{f"{name.replace('seconds', 'total')}_us": 1e6 * getattr(self, name) for name in totals},
@@ -158,15 +159,15 @@ def price_graph(
     sizes: Mapping[str, int],
     source: IRGraph,
 ) -> PlanPrice:
-    """The cheapest division of a graph.
+    """The price of the cheapest division of a graph.
 
     Args:
         graph: A normalized graph.
         reasons: Node → why it cannot run on the device.
         programs: Programs of all nodes that can, as they run on the device together.
-        sizes: Tensor → its bytes where it crosses; weights and constants do not.
-        source: The graph before it was normalized. Its composites are on the device in parts or on the host as they
-            were written.
+        sizes: Tensor → the bytes of its transfer; weights and constants are never transferred.
+        source: The graph before it was normalized. Its composites (decomposed ops) are on the device in parts, or on
+            the host as single ops.
     """
     groups = _Groups(node.name for node in graph.nodes)
     producers = graph.producers()
@@ -192,10 +193,10 @@ def price_graph(
 
 
 def replaced(price: PlanPrice, on_device: Collection[str], graph: IRGraph) -> PlanPrice:
-    """The price where these nodes of a graph are on the device, and no others.
+    """The price with exactly these nodes of a graph on the device.
 
     Args:
-        graph: The graph that the price is of, with some of its composites as they were written.
+        graph: The graph of the price, in which some composites may be single nodes.
     """
     names = {node.name for node in graph.nodes}
     of_part = {
@@ -213,12 +214,12 @@ def replaced(price: PlanPrice, on_device: Collection[str], graph: IRGraph) -> Pl
 
 
 def on_host(price: PlanPrice) -> PlanPrice:
-    """The price where all is on the host."""
+    """The price with all nodes on the host."""
     return _price(price.units, price.problem, (False,) * len(price.units), round(price.bound * _TICKS))
 
 
 class _Written:
-    """The composites of a graph that stand there in parts, and the graph in which they stand as they were written."""
+    """The composites (decomposed ops) whose parts are in a graph, and that graph with the composites as single ops."""
 
     def __init__(self, source: IRGraph, names: Collection[str]) -> None:
         closed = closed_composites(source)
@@ -231,7 +232,7 @@ class _Written:
         self._nodes = {composite.node.name: composite.node for composite in closed}
 
     def ops(self, nodes: Sequence[OpNode]) -> list[tuple[OpNode, list[OpNode]]]:
-        """The ops that nodes stand for as they were written, each with the nodes."""
+        """The original ops that `nodes` belong to, each with those of the nodes that are its parts."""
         of_part = {part: name for name, parts in self.parts.items() for part in parts}
         grouped: dict[str, list[OpNode]] = {}
         for node in nodes:
@@ -239,13 +240,13 @@ class _Written:
         return [(self._nodes[name] if name in self.parts else parts[0], parts) for name, parts in grouped.items()]
 
     def host(self, op: OpNode, parts: Sequence[OpNode], graph: IRGraph, prices: Prices) -> float:
-        """Time of an op on the host: as it was written, or of its parts where the host cannot tell that."""
+        """Time of an op on the host; if the host's time of a composite is unknown, the sum of its parts."""
         own = prices.host(op, self.graph) if op.name in self.parts else 0.0
         return own or sum(prices.host(part, graph) for part in parts)
 
 
 class _Groups:
-    """Sets of names that are joined step by step."""
+    """Disjoint sets of names that are merged step by step (union-find)."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._above = {name: name for name in names}
@@ -318,7 +319,7 @@ def _ticks(seconds: float) -> int:
 
 
 def _price(units: Sequence[UnitPrice], problem: Problem, on_device: Sequence[bool], bound: int) -> PlanPrice:
-    """The price of a division, with the reason for each unit that the device could run and the host does."""
+    """The price of a division, in which each unit on the host has a reason for being there."""
     islands = _islands(problem, on_device)
     decided = []
     for index, (unit, there) in enumerate(zip(units, on_device, strict=True)):
@@ -340,9 +341,9 @@ def _price(units: Sequence[UnitPrice], problem: Problem, on_device: Sequence[boo
 
 
 def _islands(problem: Problem, on_device: Sequence[bool]) -> dict[int, str]:
-    """The reason for each unit that the device could run and the host does: the price of its island.
+    """The reason, in words, why the host runs each unit that the device could run.
 
-    An island is what hangs together of such units.
+    The reason compares the times of the unit's island on both sides: the connected units of this kind around it.
     """
     open_units = [index for index, unit in enumerate(problem.units) if unit.device is not None and not on_device[index]]
     is_open, groups = set(open_units), _Groups(map(str, open_units))
@@ -371,7 +372,7 @@ def _islands(problem: Problem, on_device: Sequence[bool]) -> dict[int, str]:
 
 
 def duration(seconds: float) -> str:
-    """A time in a unit that fits: 0.0123 as "12.3 ms"."""
+    """A time as text in a suitable unit: 0.0123 as "12.3 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:.4g} {unit}"

@@ -1,1 +1,1 @@
-"""Rewrites of the graph, a file each: plain functions `IRGraph → IRGraph`."""
+"""Rewrites of the graph, one per file: plain functions `IRGraph → IRGraph`."""

@@ -1,4 +1,4 @@
-"""Fold batch norms into the weights before them, or turn them into a multiply-add per channel."""
+"""Folds batch norms into the weights before them, or turns them into a multiply-add per channel."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def fold_batch_norm(graph: IRGraph) -> IRGraph:
     Given:   c = conv2d(x, w, b);  y = batch_norm(c, gamma, beta, mean, var)
     Result:  y = conv2d(x, w · s, b · s + t)    with s = gamma / sqrt(var + eps), t = beta − mean · s
 
-    A convolution of a 16-bit model gets them as float32: its own w is exact, and the rounding of w · s would move whole
-    channels, which no later average evens out.
+    A convolution of a 16-bit model stores w · s and b · s + t as float32: its own w is exact, and rounding w · s would
+    shift whole channels, which no later average evens out.
     """
     producers, consumers = graph.producers(), graph.consumers()
     tensors, weights = dict(graph.tensors), dict(graph.weights)
@@ -75,7 +75,7 @@ def _is_convolution(node: OpNode) -> bool:
 
 
 def _foldable_axis(source: OpNode, norm: OpNode, graph: IRGraph, consumers: dict[str, list[OpNode]]) -> int | None:
-    """The axis of a node's weight that a batch norm's factors go along; None where they cannot be folded into it."""
+    """The axis of a node's weight along which a batch norm's factors can be multiplied; None if that is impossible."""
     op = find_op(source.op_type)
     if op is None or op.channel_axis is None:
         return None
@@ -90,7 +90,7 @@ def _foldable_axis(source: OpNode, norm: OpNode, graph: IRGraph, consumers: dict
 
 
 def lower_batch_norm(graph: IRGraph) -> IRGraph:
-    """Turn each batch norm that was not folded into one multiply-add per channel, with constants made at load time.
+    """Turn each batch norm that was not folded into one multiply-add per channel, with constants computed at load time.
 
     Given:   y = batch_norm(x, gamma, beta, mean, var)
     Result:  y = x · s + t

@@ -1,4 +1,4 @@
-"""Compute equal nodes once."""
+"""Merges equal nodes (common subexpression elimination)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_compiler.ops.registry import find_op
 
 
 def eliminate_common_subexpressions(graph: IRGraph) -> IRGraph:
-    """Compute equal nodes once: exported masks and position chains repeat in every layer."""
+    """Keep one of several equal nodes, as masks and position computations that repeat in every layer."""
     seen: dict[Any, OpNode] = {}
     renamed: dict[str, str] = {}
     nodes = []

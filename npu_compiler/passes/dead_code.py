@@ -1,4 +1,4 @@
-"""Remove what nobody reads."""
+"""Removes nodes, tensors and weights without readers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from npu_compiler.graph.model import IRGraph, OpNode
 
 
 def eliminate_dead_code(graph: IRGraph) -> IRGraph:
-    """Remove nodes whose outputs nobody reads, then tensors and weights that no node mentions."""
+    """Remove nodes whose outputs have no readers, then tensors and weights that no node mentions."""
     live = set(graph.outputs)
     kept: list[OpNode] = []
     for node in reversed(graph.nodes):

@@ -1,4 +1,4 @@
-"""Make every op out-of-place, so that later stages may move, merge and split nodes freely.
+"""Makes every op out-of-place, so that later stages may move, merge and split nodes freely.
 
 `torch.export` keeps in-place ops, and an in-place op on a view changes its base and all of the base's other views:
 
@@ -6,7 +6,8 @@
     Result:  v = slice(x, 0, 0, 2);  v2 = add(v, 1);   x2 = slice_scatter(x, v2, 0, 0, 2);  y = relu(x2)
 
 Whether an op such as `reshape` returned a view or a copy depends on strides, which IR does not have. IR that PyTorch
-traced says it of each node (the attribute `SHARES`); for other IR every tensor but a view is taken to be contiguous.
+traced records it for each node (the attribute `SHARES`); for other IR, every tensor but a view is assumed to be
+contiguous.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from npu_compiler.program.views import View, contiguous_strides
 
 @dataclass(frozen=True)
 class _Step:
-    """A node of one output, and which of its inputs that shares memory with."""
+    """A node with one output, and the position of the input whose memory that output shares."""
 
     node: OpNode
     position: int = 0
@@ -33,7 +34,10 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Alias:
-    """A tensor that looks into its base: the chain of views from the base to it, and the base's version then."""
+    """A tensor that is a view: its base, the view ops from the base to it, and the base's version when it was computed.
+
+    If the base has a later version, an in-place op has changed the base since.
+    """
 
     base: str
     chain: tuple[_Step, ...]
@@ -41,11 +45,11 @@ class _Alias:
 
 
 def functionalize(graph: IRGraph) -> IRGraph:
-    """Replace in-place ops by their plain twins and redirect every later reader of the memory they changed.
+    """Replace in-place ops by their out-of-place variants, and redirect later readers of the memory that they change.
 
     Raises:
-        InPlaceError: an in-place op writes through a view that has no scatter twin (an expanded or overlapping one), or
-            what it changes is read through a view that cannot be taken again.
+        InPlaceError: an in-place op writes through a view that has no scatter variant (an expanded or overlapping one),
+            or the changed memory is read through a view that cannot be recomputed.
     """
     if not any(is_in_place(node.op_type) for node in graph.nodes):
         return graph
@@ -94,10 +98,10 @@ class _Functionalizer:
                 self.aliases[out] = _Alias(parent.base, (*parent.chain, _Step(step, position)), version)
 
     def _shared_input(self, node: OpNode, index: int, step: OpNode) -> int | None:
-        """Return the input that an output shares memory with, by position; None where it has memory of its own.
+        """The position of the input whose memory an output shares; None if the output has new memory.
 
         Raises:
-            IRError: the IR names an input that is not there.
+            IRError: the IR names an input that does not exist.
         """
         rule, shares = view_rule(step), node.attrs.get(SHARES)
         if shares is not None:
@@ -118,7 +122,7 @@ class _Functionalizer:
         return replace(self.graph, tensors=self.tensors)
 
     def _window(self, alias: _Alias) -> View:
-        """The part of a (dense) base that an alias shows, with its strides."""
+        """An alias as a strided view of its base, which is taken to be contiguous."""
         base = self.tensors[alias.base]
         view = View(base.name, base.shape, contiguous_strides(base.shape), 0, base.dtype)
         for step in alias.chain:
@@ -128,7 +132,10 @@ class _Functionalizer:
         return view
 
     def _latest(self, name: str) -> str:
-        """The tensor that now holds what `name` refers to; views of a changed base are taken again."""
+        """The tensor that now holds the value of `name`.
+
+        Adds nodes that recompute it if it is a view of a changed base.
+        """
         alias = self._alias(name)
         version = self.version.get(alias.base, 0)
         if alias.version == version and (alias.chain or version == 0):
@@ -169,7 +176,7 @@ class _Functionalizer:
             self.aliases[out] = replace(alias, version=self.version[alias.base]) if alias.chain else alias
 
     def _write_back(self, alias: _Alias, value: str, node: OpNode) -> None:
-        """Make `value` what the view shows, by scattering it into each tensor of the chain up to the base."""
+        """Write `value` to the base of a view, by scattering it into each view of the chain and then into the base."""
         steps = list(alias.chain)
         sources = [self.current.get(alias.base, alias.base)]
         for step in steps[:-1]:

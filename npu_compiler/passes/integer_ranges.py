@@ -1,16 +1,16 @@
-"""Keep integer arithmetic within the 32 bits in which devices do it.
+"""Keeps integer arithmetic within the 32 bits that devices compute with.
 
-PyTorch's int64 is stored as int32. From what inputs, weights and constants may hold, the op table says what each int64
-result may be in exact arithmetic. Where that may pass 32 bits, the inputs that it is made of get bounds, as wide as no
-result passes 32 bits, and are checked against them when they are written:
+PyTorch's int64 is stored as int32. From the possible values of inputs, weights and constants, the op table computes the
+range of each int64 result in exact arithmetic. If that may exceed 32 bits, the inputs that the result depends on get
+bounds, as wide as possible without a result exceeding 32 bits, and are checked against them when they are written:
 
     def main(x: int64[3], y: int64[3]):        x and y with bounds -46340..46340
         %mul = aten.mul(x, y)
 
 Where even small inputs would not do, nodes are refused: they run on the CPU, in 64 bits.
 
-A float may become an int64 on the device where ops tell that it is small enough (see `ops/float_ranges.py`): else the
-node that makes it one runs on the CPU. Infinities and NaN do not count: PyTorch does not say what they become.
+A float may be cast to int64 on the device only if ops show that it is small enough (see `ops/float_ranges.py`); else
+the casting node runs on the CPU. Infinities and NaN do not count: PyTorch does not say what they become.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class IntegerRanges:
     """The ranges of a graph's integers.
 
     Attributes:
-        ranges: Each tensor's lowest and highest value; of a float, those of the integer that it may become.
-        bounds: The inputs, weights and results of the CPU that have to be checked, so that `ranges` hold.
+        ranges: Each tensor's lowest and highest value; for a float, those of the integer that it may be cast to.
+        bounds: Tensor (an input, a weight or a result of the CPU) → the bounds it must be checked against for `ranges`
+            to hold.
         overflows: Node name → why the device cannot run it.
     """
 
@@ -48,7 +49,7 @@ class IntegerRanges:
 
 
 def find_integer_ranges(graph: IRGraph, on_cpu: Collection[str] = ()) -> IntegerRanges:
-    """The ranges of a graph whose nodes run on the device, but for those named in `on_cpu`.
+    """The ranges of a graph whose nodes run on the device, except those named in `on_cpu`.
 
     Raises:
         IRError: a node lacks an argument.
@@ -64,7 +65,10 @@ def find_integer_ranges(graph: IRGraph, on_cpu: Collection[str] = ()) -> Integer
 
 
 def _widest(walk: _Walk, sources: set[str]) -> dict[str, Range]:
-    """The widest bounds, the same for all these sources, with which no more overflows than with the narrowest."""
+    """The widest bounds, equal for all `sources`, with which no more nodes overflow than with the narrowest bounds.
+
+    Sources of nodes that overflow even with the narrowest bounds are left out.
+    """
 
     def overflowing(limit: int) -> list[OpNode]:
         return walk(dict.fromkeys(sources, (-limit, limit)))[1]
@@ -78,7 +82,7 @@ def _widest(walk: _Walk, sources: set[str]) -> dict[str, Range]:
 
 
 def _readers_of_wide_constants(graph: IRGraph) -> dict[str, str]:
-    """The nodes that read a constant which the device cannot hold, with that as the reason."""
+    """Node → the reason why it must run on the CPU: it reads a constant that does not fit in 32 bits."""
     consumers = graph.consumers()
     return {
         node.name: f"constant '{name}' holds integers that do not fit in 32 bits"
@@ -89,7 +93,7 @@ def _readers_of_wide_constants(graph: IRGraph) -> dict[str, str]:
 
 
 def bound_integers(graph: IRGraph) -> IRGraph:
-    """The graph with bounds on inputs and weights, so that no int64 result passes 32 bits."""
+    """The graph with bounds on inputs and weights, so that no int64 result exceeds 32 bits."""
     return with_bounds(graph, find_integer_ranges(graph).bounds)
 
 
@@ -98,7 +102,7 @@ def with_bounds(graph: IRGraph, bounds: Mapping[str, Range]) -> IRGraph:
 
 
 def index_bounds(graph: IRGraph, on_cpu: Collection[str] = ()) -> dict[str, Range]:
-    """The values that index ops on the device allow their index operands, tensor by tensor."""
+    """Index tensor → the range of values that all ops on the device that read it as an index allow."""
     bounds: dict[str, Range] = {}
     for node in graph.nodes:
         op = find_op(node.op_type)
@@ -114,9 +118,9 @@ def index_bounds(graph: IRGraph, on_cpu: Collection[str] = ()) -> dict[str, Rang
 
 
 class _Walk:
-    """Called with bounds of sources: the range of every tensor, and the nodes that overflow.
+    """A function of bounds of sources: the range of every tensor, and the nodes whose result may overflow.
 
-    A source is a tensor whose values only the run tells: an input, a weight, what the CPU has computed.
+    A source is a tensor whose values are only known when the program runs: an input, a weight, a result of the CPU.
     """
 
     def __init__(self, graph: IRGraph, on_cpu: Collection[str]) -> None:
@@ -162,7 +166,7 @@ class _Walk:
         return ranges, overflowing
 
     def groups_of(self, overflowing: Collection[OpNode]) -> list[set[str]]:
-        """The sources of these nodes; in one group are those that a node computes with."""
+        """The sources of these nodes, in disjoint groups; sources that influence one node are in one group."""
         groups: list[set[str]] = []
         for node in overflowing:
             sources = self.sources_of([node])
@@ -178,7 +182,7 @@ class _Walk:
         return {name for name, limits in widest.items() if narrowest[name] != limits}
 
     def sources_of(self, overflowing: Collection[OpNode]) -> set[str]:
-        """The sources whose bounds matter to what these nodes compute with."""
+        """The sources whose bounds influence the operands of these nodes."""
         producers = {out: node for node in self.nodes for out in node.outputs}
         pending = [name for node in overflowing for name in node.inputs]
         seen: set[str] = set()
@@ -209,7 +213,7 @@ def _finite_extremes(value: np.ndarray) -> Interval:
 
 
 def _ancestors(nodes: Collection[OpNode], among: Collection[OpNode]) -> set[str]:
-    """The names of the nodes of which these are made."""
+    """The names of the nodes in `among` on whose results `nodes` depend."""
     producers = {out: node for node in among for out in node.outputs}
     pending, seen = [name for node in nodes for name in node.inputs], set()
     while pending:
@@ -225,7 +229,7 @@ def _fits(limits: Range) -> bool:
 
 
 def _results(node: OpNode, graph: IRGraph, ranges: dict[str, Range]) -> tuple[Range, ...]:
-    """The range of each output; where no rule is known, what its dtype holds."""
+    """The range of each output of a node; that of its dtype if there is no rule for the op."""
     op = find_op(node.op_type)
     rule = (op.integer_range or (moved if op.moves else None)) if op is not None else None
     if rule is None:

@@ -1,7 +1,7 @@
-"""Choose each tensor's memory layout: dense, or NCHW with channels padded for convolution activations.
+"""Chooses each tensor's memory layout: dense, or NCHW with channels padded for convolution activations.
 
 A padded tensor is an ordinary view whose batch stride is larger, so only a consumer that needs the elements packed (a
-reshape that merges batch and channels) makes codegen insert a depadding copy.
+reshape that merges batch and channels) makes code generation insert a copy without padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def assign_layout(graph: IRGraph, config: TargetConfig) -> IRGraph:
     """Give 4-D convolution activations a channel-padded `alloc_shape`.
 
     Given:   y = conv2d(x: [2, 3, 8, 8], w)  with 16-bit storage and 64-byte alignment
-    Result:  x is allocated as [2, 32, 8, 8]; so is y, whatever its channel count rounds up to
+    Result:  x is allocated as [2, 32, 8, 8], and y with its channels rounded up likewise
     """
     padded: set[str] = set()
     for node in graph.nodes:
@@ -46,6 +46,6 @@ def pad_channels(channels: int, element_bytes: int, alignment_bytes: int) -> int
 
 
 def _reads_padded(node: OpNode, graph: IRGraph, padded: set[str]) -> bool:
-    """Whether one of the node's inputs is padded and has the shape of its output."""
+    """Whether one of the node's inputs is padded and has the shape of the node's output."""
     shape = graph.tensors[node.outputs[0]].shape
     return any(name in padded and graph.tensors[name].shape == shape for name in node.inputs)

@@ -1,4 +1,4 @@
-"""Remove nodes that return their input."""
+"""Removes nodes that return their input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from npu_compiler.ops.registry import find_op, is_assertion
 
 
 def is_noop(node: OpNode, graph: IRGraph) -> bool:
-    """Whether the node's output always equals its first input (the graph is functional: sharing does not matter)."""
+    """Whether the node's output always equals its first input.
+
+    The graph has no in-place ops, so it does not matter whether the two share memory.
+    """
     op = find_op(node.op_type)
     if op is None or op.identity is None or len(node.outputs) != 1 or not node.inputs:
         return False

@@ -1,9 +1,9 @@
-"""Decide each tensor's storage dtype.
+"""Decides each tensor's storage dtype.
 
-A model whose weights are 16-bit says itself where it wants float32, so its float32 tensors stay float32. A float32
-model compiled for 16 bits says nothing; there, what is computed from integers and constants alone (positions, rotary
-angles, masks) stays float32, because a position of 3000 has no 16-bit float; all else takes the compute dtype. What a
-float32 model that is compiled for float32 casts to 16 bits is stored in them: so the cast rounds.
+A model with 16-bit weights uses float32 on purpose, so its float32 tensors stay float32. A float32 model that is
+compiled for 16 bits gives no such hint; there, tensors computed from integers and constants alone (positions, rotary
+angles, masks) stay float32, because a position of 3000 has no 16-bit float, and all others get the compute dtype. In a
+float32 model that is compiled for float32, tensors that the model casts to 16 bits are stored so, which rounds them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npu_compiler.passes.integer_ranges import index_bounds
 
 
 def choose_compute_dtype(graph: IRGraph, requested: str | None = None) -> str:
-    """bfloat16 where the weights (or, without weights, the inputs) are bfloat16, else float16.
+    """The requested compute dtype; if None, bfloat16 for a model that is mostly bfloat16, else float16.
 
     Raises:
         NPUError: `requested` is not a compute dtype.
@@ -35,7 +35,7 @@ def choose_compute_dtype(graph: IRGraph, requested: str | None = None) -> str:
 
 
 def native_dtype(graph: IRGraph) -> str:
-    """The float dtype that holds most of the model's weights (of its inputs and nodes, where it has none)."""
+    """The float dtype of most of the model's weights; if it has none, of its inputs and nodes."""
     if graph.native_dtype:
         return graph.native_dtype
     sizes: Counter[str] = Counter()
@@ -50,7 +50,7 @@ def native_dtype(graph: IRGraph) -> str:
 
 
 def assign_storage(graph: IRGraph, compute_dtype: str) -> IRGraph:
-    """Fill in `TensorSpec.storage` for every tensor, splitting a weight that is needed in two dtypes."""
+    """Fill in `TensorSpec.storage` for every tensor; a weight that is needed in two dtypes becomes two weights."""
     native = native_dtype(graph)
     if native in HALF_DTYPES or compute_dtype == "float32":
         narrow = {name for name, spec in graph.tensors.items() if spec.dtype in HALF_DTYPES}
@@ -70,14 +70,17 @@ def assign_storage(graph: IRGraph, compute_dtype: str) -> IRGraph:
 
 
 def storage_dtype(dtype: str, float_dtype: str) -> str:
-    """The dtype in device memory of a tensor that has this one in PyTorch, floats being stored in `float_dtype`."""
+    """The dtype in device memory of a tensor of PyTorch's `dtype`, if floats are stored as `float_dtype`."""
     if dtype in FLOAT_DTYPES:
         return float_dtype
     return "int32" if dtype in INT_DTYPES else dtype
 
 
 def _is_wide(node: OpNode, graph: IRGraph, wide: set[str], neutral: set[str]) -> bool:
-    """Whether a float result is made of integers, constants and wide tensors only (weights may take part)."""
+    """Whether a float result stays float32: all its operands are integers, constants, such results, or weights.
+
+    Weights alone are not enough.
+    """
     op = find_op(node.op_type)
     if op is not None and (op.float32_parameters or (op.selects and node.inputs[0] not in wide)):
         return False
@@ -94,7 +97,10 @@ def _takes_float32(node: OpNode, name: str) -> bool:
 
 
 def _split_wide_weights(graph: IRGraph) -> tuple[IRGraph, set[str]]:
-    """The wide tensors of a float32 model. A weight read by both kinds of node is loaded twice, once in each dtype."""
+    """The graph of a float32 model in which some weights are split, and its tensors that stay float32.
+
+    A weight is split in two if nodes whose results stay float32 read it, and others too.
+    """
     wide = {name for name in graph.constants if graph.tensors[name].dtype in FLOAT_DTYPES}
     wide |= {name for name in graph.inputs if graph.tensors[name].storage == "float32"}
     neutral = {name for name in graph.weights if graph.tensors[name].dtype in FLOAT_DTYPES}
@@ -123,7 +129,7 @@ def _split_wide_weights(graph: IRGraph) -> tuple[IRGraph, set[str]]:
 
 
 def _with_index_bounds(graph: IRGraph, tensors: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Note on each integer input the range that the op reading it as an index allows."""
+    """The specs, with the allowed range of indices as bounds of each integer input that is read as an index."""
     bounds = index_bounds(graph)
     noted = {name: replace(tensors[name], bounds=bounds[name]) for name in graph.inputs if name in bounds}
     return {**tensors, **noted}

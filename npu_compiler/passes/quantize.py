@@ -1,6 +1,7 @@
-"""Weights in few bits: which tensors are stored so, and later a tensor for each of their parts.
+"""Quantized weights: marks the tensors to store so, and later replaces each by a tensor for each of its parts.
 
-`mark_quantized_weights` runs before the fusions, which go on as ever; `split_quantized_weights` after storage dtypes.
+`mark_quantized_weights` runs before the fusions, which are not affected; `split_quantized_weights` runs after storage
+dtypes are assigned.
 
     Given:   y = linear(x, w)                      w: bfloat16[256, 128], stored as int4 in groups of 64
     Result:  y = npu.quantized_linear(x, w.codes, w.scales)       uint8[256, 64], float16[256, 2]
@@ -21,18 +22,17 @@ from npu_compiler.ops.registry import QuantizedRule, find_op
 from npu_compiler.target_config import TargetConfig
 
 Quantization: TypeAlias = str | QuantizedFormat | Mapping[str, QuantizedFormat]
-"""The storage of weights: a name that `named_format` knows or a format, for all linear layers; or a format for each of
-some `state_dict` keys."""
+"""The formats of quantized weights: a format, or its name, for all linear layers; or `state_dict` key → format."""
 
 _GROUPS = (128, 64, 32)  # tried in this order where the rows of a weight are not a whole number of the first
 
 
 def find_formats(graph: IRGraph, quantization: Quantization) -> dict[str, QuantizedFormat]:
-    """`state_dict` key → format, for the weights that `quantization` is about.
+    """`state_dict` key → format, for the weights that `quantization` selects.
 
-    A named format is for linear layers: groups are as large as the rows allow, up to its own size. Where no group fits,
-    and where an embedding shares the weight, which 4 bits would harm most, it is int8. Other embeddings stay as they
-    are, unless their key is given.
+    A named format is for linear layers: groups are as large as the rows allow, up to its own size. A weight is int8 if
+    no group fits, or if an embedding shares it, which 4 bits would harm most. Other embeddings are not quantized unless
+    their key is given.
 
     Raises:
         InputError: there is no such named format; or a format does not fit the shape of its weight.
@@ -62,9 +62,9 @@ def find_formats(graph: IRGraph, quantization: Quantization) -> dict[str, Quanti
 
 
 def mark_quantized_weights(graph: IRGraph, quantization: Quantization | None, config: TargetConfig) -> IRGraph:
-    """Note on each weight how it is stored, where all nodes that read it can read it so.
+    """Record the format of each quantized weight in its spec, if nodes that can read that format read it.
 
-    A weight that other nodes read too is there twice: for them it is dequantized when it is loaded.
+    A weight that other nodes read too becomes two: for these nodes it is dequantized when it is loaded.
 
     Raises:
         InputError: a format does not fit its weight, has codes that the target's kernels do not know, or rounds
@@ -106,7 +106,7 @@ def mark_quantized_weights(graph: IRGraph, quantization: Quantization | None, co
 
 
 def _roles(graph: IRGraph) -> dict[str, set[str]]:
-    """Weight → what nodes read it as: `linear`, `table` (of an embedding) or `other`."""
+    """Weight → the roles in which nodes read it: `linear`, `table` (of an embedding) or `other`."""
     roles: dict[str, set[str]] = {name: set() for name in graph.weights}
     for node in graph.nodes:
         rule = _quantizable(node, graph)
@@ -120,7 +120,7 @@ def _roles(graph: IRGraph) -> dict[str, set[str]]:
 
 
 def _quantizable(node: OpNode, graph: IRGraph) -> QuantizedRule | None:
-    """The rule of the node's op, if this node may read its weight in few bits."""
+    """The rule by which the node reads a quantized weight; None if it cannot."""
     op = find_op(node.op_type)
     rule = None if op is None else op.quantized
     if rule is None or rule.input >= len(node.inputs) or node.inputs.count(node.inputs[rule.input]) != 1:
@@ -130,7 +130,7 @@ def _quantizable(node: OpNode, graph: IRGraph) -> QuantizedRule | None:
 
 
 def split_quantized_weights(graph: IRGraph) -> IRGraph:
-    """A tensor for each part of a weight in few bits, and nodes that read the parts."""
+    """Replace each quantized weight by a tensor for each of its parts, and its readers by nodes that read the parts."""
     if not any(graph.tensors[name].quantized for name in graph.weights):
         return graph
     tensors, weights = dict(graph.tensors), dict(graph.weights)

@@ -1,11 +1,11 @@
-"""Divide a graph among several devices, as Megatron-LM does (arxiv.org/abs/1909.08053), so that all run one program.
+"""Divides a graph among several devices, as Megatron-LM does (arxiv.org/abs/1909.08053), so that all run one program.
 
-What is divided is found from the graph. Starting with the columns of a product's weight, the division spreads from op
-to op by the rules on their rows (`Op.shard`): through views, rotations, KV caches and attention, where it becomes one
-by heads, until products take it as their input's columns. Of these each rank computes a summand; an all-reduce adds
-them.
-Where the division reaches a result of the graph, as logits do, the parts are gathered. Where an op needs what would be
-divided whole, nothing from that start is.
+The graph decides what is divided. Starting with the columns of a product's weight, the division spreads from op to op
+by the rules on their rows (`Op.shard`): through views, rotations, KV caches and attention, where it becomes one by
+heads, up to products whose input is divided by columns. Each rank (device) computes a summand of such a product, and an
+all-reduce adds them. The tensors that one start divides are a region.
+If the division reaches a result of the graph, such as logits, the parts are gathered. If an op needs a tensor of the
+region whole, nothing in the region is divided.
 
     Given:   h = linear(x, gate);  y = linear(silu(h), down)                     gate: [96, 64], down: [64, 96]
     Result:  h = linear(x, gate.shard);  s = linear(silu(h), down.shard);  y = npu.all_reduce(s) {ranks=2}
@@ -35,9 +35,9 @@ class ShardingPlan:
     """The division of a graph's tensors among ranks.
 
     Attributes:
-        splits: Tensor → how it is divided, weights aside.
-        nodes: Node → how its tensors are, its weights among them.
-        gathered: Tensors that are made in parts and then gathered.
+        splits: Tensor → how it is divided, except weights.
+        nodes: Node → how its tensors are divided, weights included.
+        gathered: Tensors that are computed in parts and then gathered.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
@@ -46,10 +46,10 @@ class ShardingPlan:
 
 
 def shard(graph: IRGraph, mesh: Mesh) -> IRGraph:
-    """The program of each rank.
+    """The graph that every rank runs; with one rank, the graph unchanged.
 
     Raises:
-        InputError: something that could be divided does not divide evenly; the message says what.
+        InputError: a tensor that should be divided does not divide evenly; the message names it.
     """
     if mesh.ranks == 1:
         return graph
@@ -59,7 +59,11 @@ def shard(graph: IRGraph, mesh: Mesh) -> IRGraph:
 
 
 def find_sharding(graph: IRGraph, mesh: Mesh) -> ShardingPlan:
-    """Find the tensors of a graph that can be divided, region by region. Raises InputError as `shard` does."""
+    """Find which tensors of a graph are divided, and how.
+
+    Each product with a weight starts a region: the tensors whose division follows from that of its columns. A region is
+    left whole if one of its ops cannot work on parts. Raises InputError if a tensor does not divide evenly.
+    """
     plan = ShardingPlan()
     for node in graph.nodes:
         if node.name in plan.nodes or not _starts_region(node, graph):
@@ -73,14 +77,14 @@ def find_sharding(graph: IRGraph, mesh: Mesh) -> ShardingPlan:
 
 
 def _starts_region(node: OpNode, graph: IRGraph) -> bool:
-    """Whether the node is a product with a weight of the checkpoint."""
+    """Whether the node is a product with a weight of the checkpoint, whose columns can be divided."""
     op = find_op(node.op_type)
     rule = None if op is None or op.shard is None else op.quantized
     return rule is not None and not rule.is_table and node.inputs[rule.input] in graph.weights
 
 
 class _Region(ShardingPlan):
-    """All tensors whose division follows from one product's."""
+    """The tensors whose division follows from that of one product's columns."""
 
     def __init__(self, graph: IRGraph, mesh: Mesh) -> None:
         super().__init__()
@@ -89,7 +93,7 @@ class _Region(ShardingPlan):
         self._queue: list[str] = []
 
     def grown_from(self, start: OpNode) -> ShardingPlan | None:
-        """The region of a product whose columns are divided; None where an op of it needs something whole."""
+        """The region of a product whose columns are divided; None if an op in it needs a tensor whole."""
         out = start.outputs[0]
         self._add(out, ((len(self._graph.tensors[out].shape) - 1, self._mesh.ranks),))
         while self._queue:
@@ -139,7 +143,7 @@ class _Region(ShardingPlan):
         return all(self._add(x, split) for x, split in shards.splits.items() if x not in self._graph.weights)
 
     def _is_consistent(self, node: OpNode) -> bool:
-        """Whether the node's tensors are divided as its op needs them, and the others whole."""
+        """Whether the node's tensors are divided as its op needs them, and all others are whole."""
         wanted = self.nodes[node.name].splits
         read = {name for name in node.inputs if name not in self._graph.weights}
         inputs = all(wanted.get(name) == (None if name in self.gathered else self.splits.get(name)) for name in read)
@@ -201,7 +205,7 @@ def _apply(graph: IRGraph, plan: ShardingPlan, mesh: Mesh) -> IRGraph:
 
 @dataclass
 class _Weights:
-    """Makes the weights of which ranks have parts; one for all that read the same part."""
+    """The weights that are divided among ranks; all nodes that read the same part share a weight."""
 
     tensors: dict[str, TensorSpec]
     weights: dict[str, WeightTransformRecipe]
@@ -217,7 +221,7 @@ class _Weights:
         return self._add(name, (), self.tensors[name].shape, on_first_rank(self.weights[name]))
 
     def first_row(self, rows: int) -> str:
-        """The name of a weight that holds the first of a rank's rows, in a table of which each rank has `rows`."""
+        """The name of a weight that holds the first row of a rank's part of a table, if each rank has `rows` rows."""
         key = "", ((0, rows),)
         if key not in self.names:
             name = self.names[key] = unique_name("first_row", self.tensors)
@@ -233,9 +237,9 @@ class _Weights:
 
 
 def _divide_tables(graph: IRGraph, mesh: Mesh) -> IRGraph:
-    """Embeddings by vocabulary: each rank has some rows of a table and 0 for the others, and an all-reduce adds them.
+    """Divide embedding tables by rows: each rank looks up its rows, with 0 for others, and an all-reduce adds them.
 
-    Tables that are a product's weight too are divided anyway; of the others, large ones.
+    Tables that are also a product's divided weight are always divided, others only if they are large.
     """
     tensors, weights = dict(graph.tensors), dict(graph.weights)
     divided = _Weights(tensors, weights, mesh)

@@ -1,7 +1,7 @@
-"""Whether a program holds together: what must be true of a file's content before anything is allocated or run for it.
+"""Checks the consistency of a program from a file, before anything is allocated or run for it.
 
-Types have been checked by then (`codec`). Here every name must refer to something, every view must lie in its buffer,
-and, where the kernels are declared ones, every call must fit its kernel's declaration.
+`codec` has already checked all types. Here every name must refer to something, every view must lie in its buffer, and,
+for kernels that are declared, every call must fit its kernel's declaration.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MOST_ELEMENTS = 2**48
 
 
 def check_program(compute_dtype: str, plan: ExecutionPlan) -> None:
-    """Check everything but what only the declarations of kernels tell.
+    """Check everything that can be checked without the declarations of kernels.
 
     Raises:
-        ProgramFormatError: says what does not hold, and where.
+        ProgramFormatError: says what is inconsistent, and where.
     """
     if compute_dtype not in COMPUTE_DTYPES:
         raise ProgramFormatError(f"its compute dtype is '{compute_dtype}'")
@@ -62,7 +62,7 @@ def check_calls(plan: ExecutionPlan) -> None:
 
 
 def undeclared_kernels(calls: Iterable[KernelCall], target: CodegenTarget) -> list[str]:
-    """Return a sentence for each kernel that a target names and nobody has declared: how to declare it."""
+    """A sentence for each kernel that a target names but nobody has declared, which says how to declare it."""
     op_level = {**{target.fused_kernel(name)[0]: decl for name, decl in KERNELS.items()}, **_products(target)}
     op_level |= {target.elementwise_kernel(name)[0]: decl for name, decl in ELEMENTWISE_KERNELS.items()}
     sentences: dict[str, str] = {}
@@ -80,7 +80,7 @@ def undeclared_kernels(calls: Iterable[KernelCall], target: CodegenTarget) -> li
 
 
 def _products(target: CodegenTarget) -> dict[str, KernelDecl]:
-    """The target's names of matrix products, with the op-level declaration of each."""
+    """The target's names of its matrix product kernels → the declarations of the equivalent op-level kernels."""
     plain = OpLevelTarget()
     forms = [(is_vec, transposed) for is_vec in (False, True) for transposed in (False, True)]
     return {target.matmul_kernel(*form)[0]: KERNELS[plain.matmul_kernel(*form)[0]] for form in forms}
@@ -196,7 +196,7 @@ def _check_outputs(plan: ExecutionPlan) -> None:
 
 
 def _check_writes(calls: Sequence[KernelCall], plan: ExecutionPlan) -> None:
-    """Refuse calls that write to a read-only buffer, or to one place under two indices."""
+    """Refuse calls that write to a read-only buffer, or that write several elements to one place."""
     donated = set(plan.donations.values())
     for call in calls:
         where = f"kernel '{call.kernel}' (node '{call.node}') writes"
@@ -210,7 +210,7 @@ def _check_writes(calls: Sequence[KernelCall], plan: ExecutionPlan) -> None:
 def _check_prologue(plan: ExecutionPlan) -> None:
     """Check that only the prologue writes persistent buffers, and that it reads only these, weights and constants.
 
-    (In programs that are code, calls may keep state there from run to run.)
+    Programs that are code are exempt: their calls may keep state there from run to run.
     """
     for calls, reads, writes in (
         (plan.prologue, {"weight", "constant", "persistent"}, {"persistent"}),
@@ -226,7 +226,7 @@ def _check_prologue(plan: ExecutionPlan) -> None:
 
 
 def _writes_apart(view: View) -> bool:
-    """Whether no two elements share a place: each step is longer than all shorter steps together."""
+    """Whether no two elements of a view share a place: each stride is longer than the reach of all shorter ones."""
     reach = 0
     for stride, size in sorted(
         (stride, size) for size, stride in zip(view.shape, view.strides, strict=True) if size > 1
@@ -238,7 +238,7 @@ def _writes_apart(view: View) -> bool:
 
 
 def _check_repeats(plan: ExecutionPlan, calls: Sequence[KernelCall]) -> None:
-    """Bound the elements that views with strides of 0 make of few: they cost no memory, but time."""
+    """Limit the elements of views that repeat a few by strides of 0: they take no memory, but they do take time."""
     declared = plan.arena_bytes + sum(buffer.size_bytes for buffer in plan.buffers.values()) + 1
     for call in calls:
         if any(view.numel > _MOST_REPEATS * declared for view in call.inputs):
@@ -248,7 +248,7 @@ def _check_repeats(plan: ExecutionPlan, calls: Sequence[KernelCall]) -> None:
 
 
 def _check_index(call: KernelCall, plan: ExecutionPlan) -> None:
-    """Check that an index that a call declares as checked is an input with bounds that fit."""
+    """Check that an index that a call declares as checked is a program input whose bounds are narrow enough."""
     checked = declaration(call).checked_index(call)
     if checked is None:
         return

@@ -1,4 +1,4 @@
-"""Dataclasses as msgpack of plain maps and lists, and back.
+"""Converts dataclasses to msgpack of plain maps and lists, and back.
 
 A dataclass is a map of its fields, and their type hints say what the file may hold: reading checks every value while it
 builds the objects. Fields may be `int`, `SignedInt`, `float`, `str`, `bool`, `bytes`, `Literal`, `X | None`,
@@ -32,7 +32,7 @@ MAX_NESTING = 64  # of dataclasses, and of lists and maps under `Any`, within ea
 
 
 def pack(record: Any) -> bytes:
-    """A dataclass object as msgpack.
+    """The msgpack bytes of a dataclass object.
 
     Raises:
         InputError: a text in it has half of a surrogate pair, or an integer more than 64 bits.
@@ -44,7 +44,7 @@ def pack(record: Any) -> bytes:
 
 
 def unpack(kind: type[T], data: bytes) -> T:
-    """The inverse of `pack`.
+    """A dataclass object of type `kind` from msgpack bytes; the inverse of `pack`.
 
     Raises:
         ProgramFormatError: the data is not msgpack, or not this dataclass; names the first place that differs.
@@ -57,7 +57,10 @@ def unpack(kind: type[T], data: bytes) -> T:
 
 
 class Misfit(ProgramFormatError):
-    """A value that does not fit its type. Its place grows from the inside out, by a step at each decoder on the way."""
+    """An error for a value that does not fit its type.
+
+    Each decoder on the way out adds its step to the place that the message names.
+    """
 
     def __init__(self, problem: str) -> None:
         self.place, self.problem = "", problem
@@ -72,7 +75,7 @@ class Misfit(ProgramFormatError):
 
 @dataclass(frozen=True)
 class _Array:
-    """A NumPy array as a file holds it."""
+    """The form in which a file holds a NumPy array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -96,7 +99,7 @@ def _stored(kind: Any) -> list[Field[Any]]:
 
 @cache
 def decoder(hint: Any) -> Decoder:
-    """The function from unpacked msgpack to a value of a type; it raises `Misfit`."""
+    """A function from unpacked msgpack to a value of a type, which raises `Misfit` if the data does not fit."""
     kind, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return _plain_data
@@ -210,7 +213,7 @@ def _array(value: Any, depth: int) -> np.ndarray:
 
 
 def _plain_data(value: Any, depth: int) -> Any:
-    """Numbers, strings, None, and lists and maps of them."""
+    """Check that a value consists of numbers, strings, None, and lists and maps of them, and return it."""
     if isinstance(value, (list, dict)):
         return decoder(list[Any] if isinstance(value, list) else dict[str, Any])(value, _deeper(depth))
     if value is not None and type(value) not in (bool, int, float, str):

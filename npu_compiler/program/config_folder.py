@@ -1,4 +1,4 @@
-"""The folder for what belongs to a user and cannot be made again: their key, and the keys that they trust."""
+"""The folder for a user's files that cannot be regenerated: their key, and the keys that they trust."""
 
 import os
 from pathlib import Path

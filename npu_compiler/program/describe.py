@@ -1,4 +1,4 @@
-"""The text dump of a plan: totals, and tables of kernels, buffers and weights in which repeated layers are folded."""
+"""The text dump of a plan: totals, and tables of kernels, buffers and weights, which show equal layers once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KERNELS = "     #  kernel                            output                    
 
 
 def describe_plan(plan: ExecutionPlan, *, tables: bool = True, full: bool = False) -> str:
-    """The totals first, then inputs and outputs and, with `tables`, kernels, buffers and weights.
+    """A text with totals, inputs and outputs and, with `tables`, the kernels, buffers and weights.
 
     Args:
         full: Show every line, also of layers that are like the one before.
@@ -44,7 +44,7 @@ def describe_plan(plan: ExecutionPlan, *, tables: bool = True, full: bool = Fals
 
 
 def print_calls(plan: ExecutionPlan) -> str:
-    """A line for each call of a plan, the prologue's first, and one for the size of the arena."""
+    """A line of text for each call of a plan, the prologue's first, and one for the size of the arena."""
     lines = []
     for call in (*plan.prologue, *plan.calls):
         outputs, inputs = (
@@ -59,10 +59,10 @@ def print_calls(plan: ExecutionPlan) -> str:
 def _table(
     title: str, rows: Sequence[str], alike: Sequence[Hashable], full: bool, heading: Sequence[str] = ()
 ) -> list[str]:
-    """A title and its rows, indented. Of rows that repeat, only the first period is shown, unless `full`.
+    """A title and its rows, indented. If groups of rows repeat, only the first group is shown, unless `full`.
 
     Args:
-        alike: A key for each row, which those that repeat it have too.
+        alike: A key for each row; rows with equal keys count as repetitions.
     """
     shown, what = [title, *(f"  {line}" for line in heading)], title.partition(" (")[0]
     for run in [Run(0, len(rows), 1)] if full else fold(alike):
@@ -81,7 +81,7 @@ def _kernel_table(title: str, calls: Sequence[KernelCall], full: bool) -> list[s
 
 
 def _work(call: KernelCall) -> Hashable:
-    """The key by which calls of equal layers are alike: all but their buffers, parameters and node."""
+    """A key that is equal for calls of equal layers: everything but their buffers, parameters and node."""
     views = (*call.inputs, *call.outputs)
     return call.kernel, len(call.inputs), tuple((view.shape, view.dtype) for view in views)
 
@@ -99,12 +99,12 @@ def _weight_table(weights: Mapping[str, WeightSpec], full: bool) -> list[str]:
 
 
 def _unnumbered(name: str) -> str:
-    """A name without its numbers, among which may be a layer's."""
+    """A name without the numbers in it, so that names of equal layers are equal."""
     return re.sub(r"_?\d+", "", name)
 
 
 def _totals(plan: ExecutionPlan) -> list[tuple[str, str]]:
-    """The rows of the summary."""
+    """The label and the text of each row of the summary."""
     facts = summary(plan)
     families = Counter(family_name(call) for call in plan.calls)
     prologue = f", and {len(plan.prologue)} once per set of weights" if plan.prologue else ""
@@ -122,7 +122,7 @@ def _totals(plan: ExecutionPlan) -> list[tuple[str, str]]:
 
 
 def family_name(call: KernelCall) -> str:
-    """The family of a call's kernel; "generated" for one that a target has named or generated."""
+    """The family of a call's kernel; "generated" for a kernel that a target has generated or named itself."""
     try:
         return declaration(call).family.value
     except KeyError:
@@ -130,12 +130,12 @@ def family_name(call: KernelCall) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """1536 as "1.5 KiB"."""
+    """A number of bytes as text: 1536 as "1.5 KiB"."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_flops(count: int) -> str:
-    """Floating-point operations: 2500000 as "2.5 MFLOP"."""
+    """A number of floating-point operations as text: 2500000 as "2.5 MFLOP"."""
     return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"))
 
 
@@ -147,7 +147,7 @@ def _scaled(count: int, base: int, units: Sequence[str]) -> str:
 
 
 def summary(plan: ExecutionPlan) -> dict[str, str | int]:
-    """Totals: launches by kernel, FLOPs, bytes, peak memory, padding waste."""
+    """Totals of a plan: launches by kernel, FLOPs, bytes, peak memory, padding waste."""
     counts = Counter(call.kernel for call in plan.calls)
     by_kind: Counter[str] = Counter()
     for buffer in plan.buffers.values():
@@ -168,14 +168,14 @@ def summary(plan: ExecutionPlan) -> dict[str, str | int]:
 
 
 def padding_waste(shape: tuple[int, ...], alloc_shape: tuple[int, ...] | None, dtype: str) -> int:
-    """Bytes allocated for channels that hold no data."""
+    """Bytes of a tensor's memory that are padding of its channels; 0 if it has none."""
     return 0 if alloc_shape is None else (numel(alloc_shape) - numel(shape)) * itemsize(dtype)
 
 
 def padding_by_buffer(plan: ExecutionPlan) -> dict[str, int]:
-    """Input, output or arena buffer → bytes of it that hold no data; those without padding are left out.
+    """Input, output or arena buffer → its bytes of padding; buffers without padding are left out.
 
-    A plan knows only views of what is in the arena: the largest tensor that a call writes there counts as its data.
+    In the arena, a buffer's data is the largest tensor that a call writes there, since a plan has no other specs of it.
     """
     waste = {spec.name: padding_waste(spec.shape, spec.alloc_shape, spec.storage) for spec in plan.inputs}
     for spec in plan.outputs:

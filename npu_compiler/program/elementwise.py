@@ -19,20 +19,20 @@ _OPERATIONS = re.compile(r"[a-z_]\w*\(|[-+*/?<>&|^~%]|[=!]=")
 
 @dataclass(frozen=True)
 class Elementwise:
-    """One element-wise op.
+    """An element-wise op.
 
     Attributes:
         operands: The schema's argument names that may be tensors.
         expr: The result in C, over floats `a`, `b`, `c` (the operands in order) and the attributes. Besides C's math
             library a target has `floor_div(a, b)` and `floor_mod(a, b)`, torch's floor division and remainder, and the
             functions of `program/functions.py`.
-        integer: The result in C over ints, for when no operand is a float; None where ints become floats first. Besides
+        integer: The result in C over ints, for when no operand is a float; None if ints become floats first. Besides
             operators a target has `int_pow` and, with quotient 0 and remainder `a` for a divisor of 0, `trunc_div`,
             `trunc_mod`, `floor_div` and `floor_mod`.
         torch: Dotted torch function, called with the operands and the attributes as keywords.
         attrs: Attribute → default.
-        masks: Whether a scalar such as -1e9 stands for minus infinity (see `dtypes.saturate`): the op passes it on or
-            adds it, where others would scale by it.
+        masks: Whether a number such as -1e9 stands for minus infinity (see `dtypes.saturate`), since the op passes it
+            on or adds it; ops that would scale by it must not.
         bytes: Whether its operands may be stored as int8 and uint8 too.
     """
 
@@ -52,7 +52,7 @@ class Elementwise:
 
     @property
     def operations(self) -> int:
-        """The operators and function calls of `expr`, at least one: the work for an element, in operations."""
+        """Work per element: the number of operators and function calls in `expr`, at least one."""
         return max(1, len(_OPERATIONS.findall(self.expr)))
 
 
@@ -77,7 +77,10 @@ ACTIVATION_OF = {op: name for name, op in ACTIVATIONS.items()}
 
 
 def activation_rule(op: str) -> Callable[[Mapping[str, Any]], str | None] | None:
-    """The `Op.activation` of an element-wise op: attributes → its name in `ACTIVATIONS`, where it is one of them."""
+    """The `Op.activation` of an element-wise op: a function from attributes to its name in `ACTIVATIONS`.
+
+    None if the op is no activation.
+    """
     if op == "hardtanh":
         return lambda attrs: "relu6" if (attrs.get("min_val", -1), attrs.get("max_val", 1)) == (0, 6) else None
     name = ACTIVATION_OF.get(op)
@@ -86,12 +89,14 @@ def activation_rule(op: str) -> Callable[[Mapping[str, Any]], str | None] | None
 
 @dataclass(frozen=True)
 class ElementwiseKernel(KernelDecl):
-    """A form of an element-wise op: over packed or strided operands, all of them tensors or some of them scalars.
+    """The kernel of an element-wise op in one of its four forms.
+
+    Operands are packed or strided, and all of them are tensors or some are numbers.
 
     Attributes:
         op: The element-wise op.
         is_strided: Whether operands are walked by their strides; else all of them are packed.
-        function: The name of the shader function, which serves both tensors and scalars.
+        function: The name of the shader function, which serves both tensors and numbers.
     """
 
     op: Elementwise = field(kw_only=True)
@@ -103,7 +108,7 @@ class ElementwiseKernel(KernelDecl):
         return f"{self.name}: {inputs} -> {outputs}, scalars, {self.op.expr}"
 
     def parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's parameters as `fields` has them; an absent operand's value is a scalar."""
+        """The values of `fields` for a call's parameters; the value of an operand that is no tensor is a number."""
         scalars = [0 if x is None else x for x in params["scalars"]]
         scalars += [0] * (3 - len(scalars))
         present = {f"has_{name}": x is None for name, x in zip("abc", params["scalars"], strict=False)}
@@ -163,15 +168,15 @@ def elementwise_kernel_name(op: str, *, has_scalars: bool, is_strided: bool) -> 
 
 
 def elementwise_kernel(call: KernelCall) -> ElementwiseKernel | None:
-    """The declaration of a call whose output elements each depend on the inputs' elements at the same place only.
+    """The declaration of a call's kernel if it is element-wise, else None.
 
-    None for any other call.
+    Each output element of such a kernel depends only on the inputs' elements at the same place.
     """
     return ELEMENTWISE_KERNELS.get(call.kernel)
 
 
 def declaration(call: KernelCall) -> KernelDecl:
-    """The declaration of an op-level call.
+    """The declaration of an op-level call's kernel.
 
     Raises:
         KeyError: no op-level kernel has that name; a target has named or generated it.

@@ -1,4 +1,4 @@
-"""The C expressions of the table of element-wise ops, evaluated on NumPy arrays.
+"""Evaluates the C expressions of element-wise ops on NumPy arrays.
 
 An expression is a conditional (`a < 0 ? 0 : a`) over the binary operators of C, unary `-`, `~` and `!`, calls of named
 functions, names and numbers.
@@ -27,7 +27,7 @@ _TOKEN = re.compile(
 
 
 def _arithmetic(function: Callable[[Value, Value], Value]) -> Callable[[Value, Value], Value]:
-    """Wrap a function of two numbers for booleans too, which are integers as in C."""
+    """Wrap a function of two numbers so that it treats booleans as integers, as C does."""
     return lambda a, b: function(_number(a), _number(b))
 
 
@@ -58,10 +58,10 @@ _UNARY: dict[str, Callable[[Value], Value]] = {
 
 @functools.cache
 def parse(text: str) -> Evaluator:
-    """A function of the values of an expression's names and functions.
+    """A function that evaluates an expression, given the values of its names and functions.
 
     Raises:
-        ValueError: it is no such expression.
+        ValueError: the text is no such expression.
     """
     reader = _Reader(text)
     evaluator = reader.conditional()
@@ -70,7 +70,7 @@ def parse(text: str) -> Evaluator:
 
 
 def called(function: Function, functions: Names, *values: Value) -> Value:
-    """The result of a function of the values of its parameters; `functions` are those that it may call."""
+    """The result of a function for the values of its parameters; `functions` are the functions that it may call."""
     names = {**functions, **dict(zip(function.parameters, values, strict=True))}
     for step in function.steps:
         if isinstance(step, Let):
@@ -96,7 +96,7 @@ class _Reader:
         self._advance()
 
     def _advance(self) -> str:
-        """Go to the next token, which is empty at the end; returns the one before."""
+        """Go to the next token, which is empty at the end; returns the previous one."""
         before, match = self.token, _TOKEN.match(self.text, self.position)
         if match is None and self.text[self.position :].strip():
             raise ValueError(f"cannot read {self.text[self.position :]!r} in the expression {self.text!r}")

@@ -26,7 +26,7 @@ FORMAT_VERSION = 4
 
 
 class Program(Protocol):
-    """A dataclass that holds a plan, and what else a program's file should say. Its trust is not in the body."""
+    """A dataclass with a plan, and other fields that a program's file contains. Its trust is not in the body."""
 
     compute_dtype: str
     plan: ExecutionPlan
@@ -38,14 +38,14 @@ P = TypeVar("P", bound=Program)
 
 
 def encode(program: Program) -> bytes:
-    """A whole file's content. Code that this user made is authenticated with this user's key."""
+    """The content of a program's file. Code that this user compiled is authenticated with this user's key."""
     body = pack(program)
     is_own_code = program.contains_code and program.trust == MADE_HERE
     return _seal(body, authenticate(_authenticated(body)) if is_own_code else {})
 
 
 def decode(kind: type[P], data: bytes, origin: str) -> P:
-    """The program of a file's content, with the trust that its authentication deserves.
+    """The program in a file's content, with the trust that its authentication deserves.
 
     Raises:
         ProgramFormatError: it is truncated, corrupted, of another format version, or inconsistent.
@@ -64,13 +64,13 @@ def decode(kind: type[P], data: bytes, origin: str) -> P:
 
 
 def sign(data: bytes, key_file: Path, origin: str) -> tuple[bytes, str]:
-    """A file's content with a signature instead of the one that it had, if any; and the fingerprint of the key.
+    """A file's content with a new signature, which replaces any other one; and the fingerprint of the key.
 
     Args:
         key_file: An Ed25519 private key as unencrypted PEM.
 
     Raises:
-        ProgramFormatError: the content is no envelope of a program.
+        ProgramFormatError: the content is not that of a program's file.
         InputError: there is no such key in the file.
     """
     from npu_compiler.program import signatures
@@ -90,7 +90,7 @@ def _authenticated(body: bytes) -> bytes:
 
 
 def _open_envelope(data: bytes, origin: str) -> tuple[bytes, dict[str, bytes]]:
-    """Body and authentication of a file's content."""
+    """The body and the authentication in a file's content."""
     if not data.startswith(MAGIC):
         raise ProgramFormatError(f"'{origin}' is not a .npubin program (it does not start with {MAGIC.decode()})")
     try:

@@ -1,7 +1,7 @@
-"""Functions of floats beyond C's math library, of which the expressions of element-wise ops are made.
+"""Functions of floats beyond C's math library, which the expressions of element-wise ops may call.
 
 A function is data: steps and a result in the language of those expressions (`program/elementwise.py`), over its
-parameters and the values of the steps before. Targets in C paste `c_text`; NumPy evaluates the same steps.
+parameters and the values of earlier steps. Targets in C paste `c_text`; NumPy evaluates the same steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_ROUNDS = 4096  # of a loop whose length an operand decides
 
 @dataclass(frozen=True)
 class Let:
-    """A name for a value."""
+    """A step that gives a name to the value of an expression."""
 
     name: str
     expr: str
@@ -24,10 +24,10 @@ class Let:
 
 @dataclass(frozen=True)
 class Loop:
-    """`count` rounds, at most `MOST_ROUNDS`, in which `k` is 0, 1, …; a round sets all variables at once.
+    """A step of `count` iterations, at most `MOST_ROUNDS`, with `k` = 0, 1, …; an iteration sets all variables at once.
 
     Attributes:
-        variables: Name → (value before the first round, value after a round).
+        variables: Name → (value before the first iteration, value after an iteration).
     """
 
     count: str
@@ -36,7 +36,7 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A function of floats."""
+    """A function of floats: parameters, steps and a result."""
 
     name: str
     parameters: tuple[str, ...]
@@ -56,12 +56,12 @@ _CALL = re.compile(r"([a-z_]\w*)\(")
 
 
 def declare_function(name: str, parameters: str, *steps: Let | Loop, result: str) -> None:
-    """Add a function; those that it calls have been declared before."""
+    """Add a function to the table; functions that it calls must have been added before."""
     FUNCTIONS[name] = Function(name, tuple(parameters.split()), steps, result)
 
 
 def polynomial(coefficients: Sequence[float], x: str) -> str:
-    """The expression of a polynomial of the variable `x`; the highest power's coefficient comes first."""
+    """The expression of a polynomial of the variable `x`; the coefficient of the highest power comes first."""
     text = _literal(coefficients[0])
     for coefficient in coefficients[1:]:
         text = f"({text} * {x} + {_literal(coefficient)})"

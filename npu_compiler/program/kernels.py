@@ -1,7 +1,7 @@
 """Kernel declarations and kernel calls.
 
-A declaration holds all that is known of a kernel besides its code: what it reads and writes, its parameters, what kind
-of work it does, and how that work divides among threads. Devices ask the declaration; none takes a kernel's name apart.
+A declaration holds everything known of a kernel besides its code: its operands, its parameters, its kind of work, and
+how that work divides among threads. Devices ask the declaration; none takes a kernel's name apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from npu_compiler.program.views import MAX_RANK, View
 
 
 class Family(Enum):
-    """The kind of work of a kernel."""
+    """The kind of a kernel's work, such as element-wise or convolution."""
 
     ELEMENTWISE = "elementwise"
     REDUCTION = "reduction"
@@ -60,10 +60,10 @@ class Grid(Enum):
 
 
 Condition: TypeAlias = Callable[[SimpleNamespace], bool]
-"""A condition on a call's sizes, parameters and views, which are the attributes of its argument."""
+"""A function of a call that checks a condition; sizes, parameters and views are attributes of its argument."""
 
 Products: TypeAlias = Callable[[SimpleNamespace], tuple[Product, ...]]
-"""The matrix products of a call, whose sizes, parameters and views are the attributes of its argument."""
+"""A function that returns a call's matrix products; sizes, parameters and views are attributes of its argument."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,14 @@ class KernelDecl:
         fields: Parameter name → format. A `struct` format (`I`, `i`, `f`, `4I`, …) is a member of the parameter struct,
             in order. `?` is a flag and `s a b c` one of the named variants: both choose code, so a device that
             specializes kernels compiles them in; they are not in the struct.
-        where: Further condition on a call, beyond its operands' shapes and dtypes and its parameters' formats.
-        index_limit: Number of rows that the index chooses among, for a kernel with a flag `checked`, which leaves out
-            its own check of the index.
-        products: Products of a kernel that multiplies matrices, whose first input holds the rows, each of which
-            reads the result of the one before.
-        counted: Whether the optional operands of a call are as many as it has inputs left for; otherwise its parameters
-            `has_<name>` say of each whether it is there.
+        where: Further condition on a call, beyond its operands' shapes and dtypes and its parameters' formats; None for
+            none.
+        index_limit: Function that returns the number of rows that the index chooses among, for a kernel whose flag
+            `checked` makes it skip its own check of the index; None for other kernels.
+        products: Function that returns the matrix products of a call, each of which reads the result of the one before;
+            the first input holds the rows. None for a kernel that multiplies no matrices.
+        counted: Whether the number of a call's inputs tells which optional operands are present; otherwise its
+            parameters `has_<name>` do.
     """
 
     name: str
@@ -99,13 +100,13 @@ class KernelDecl:
     counted: bool = False
 
     def __str__(self) -> str:
-        """The kernel's name, operands and parameters, as `declare_kernel` takes them."""
+        """The declaration as text: the kernel's name, operands and parameters, as `declare_kernel` takes them."""
         inputs, outputs = (" ".join(map(str, operands)) for operands in (self.inputs, self.outputs))
         fields = "".join(f", {name}={fmt!r}" for name, fmt in self.fields.items())
         return f"{self.name}: {inputs} -> {outputs}{fields}"
 
     def problem(self, call: KernelCall) -> str | None:
-        """The reason why a call does not fit this declaration, in words; None where it does.
+        """The reason why a call does not fit this declaration, in words; None if it does.
 
         A call that fits touches nothing outside its views, on any device.
         """
@@ -120,9 +121,9 @@ class KernelDecl:
         return None
 
     def checked_index(self, call: KernelCall) -> tuple[View, int] | None:
-        """The index that a call, which fits this declaration, takes for checked, and the limit of its values.
+        """The index that a valid call assumes to be checked already, and the limit of its values.
 
-        None if it takes no index so.
+        None if it assumes that of no index.
         """
         if self.index_limit is None or not call.params["checked"]:
             return None
@@ -132,7 +133,7 @@ class KernelDecl:
         return getattr(matched, index), self.index_limit(matched)
 
     def matrix_products(self, call: KernelCall) -> tuple[Product, ...]:
-        """The matrix products of a call, which fits this declaration; none where nothing is multiplied."""
+        """The matrix products of a valid call; none if nothing is multiplied."""
         if self.products is None or any(0 in view.shape for view in (*call.inputs, *call.outputs)):
             return ()
         matched = self._match(call)
@@ -140,7 +141,7 @@ class KernelDecl:
         return self.products(matched)
 
     def parameter_problem(self, call: KernelCall) -> str | None:
-        """The defect of a call's parameters by themselves, in words; None where there is none."""
+        """The defect of a call's parameters by themselves, in words; None if there is none."""
         present = [f"has_{operand.name}" for operand in self.inputs if operand.optional and not self.counted]
         for name in (*self.fields, *present):
             if name not in call.params:
@@ -171,7 +172,7 @@ class KernelDecl:
         return SimpleNamespace(**{**by_name, **sizes, **call.params})
 
     def _walked_rank(self, call: KernelCall) -> int:
-        """The number of dimensions that the kernel walks; operands fit the declaration."""
+        """The number of dimensions that the kernel iterates over, for a call that fits the declaration."""
         return max(view.rank for view in (*call.inputs, *call.outputs))
 
     def pack(self, params: Mapping[str, Any]) -> bytes:
@@ -187,7 +188,7 @@ class KernelDecl:
         return [(name, fmt) for name, fmt in self.fields.items() if fmt[0] not in "?s"]
 
     def variant(self, params: Mapping[str, Any]) -> dict[str, int]:
-        """Flag or variant name → its value (a variant's is its position in the declaration)."""
+        """Flag or variant parameter → its value; that of a variant is its position in the declaration."""
         chosen = {}
         for name, fmt in self.fields.items():
             if fmt == "?":
@@ -215,7 +216,10 @@ _RANGES = {"I": (0, INT32_MAX), "i": (INT32_MIN, INT32_MAX)}
 
 
 def _fits(fmt: str, value: Any) -> bool:
-    """Whether a parameter has its declared format. Unsigned integers are at most 2^31 - 1: all devices count so far."""
+    """Whether a parameter has its declared format.
+
+    Unsigned integers are at most 2^31 - 1, which all devices support.
+    """
     if fmt[0] == "s":
         return isinstance(value, str) and value in fmt.split()[1:]
     if fmt == "?":
@@ -231,12 +235,12 @@ def _fits(fmt: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch: a kernel, the views it reads and writes, and its parameters.
+    """One launch of a kernel: the views it reads and writes, and its parameters.
 
     Attributes:
-        node: The IR node it came from, for reports.
+        node: The IR node it was generated from, for reports.
         flops: Floating-point operations (a multiply-add is two).
-        bytes_moved: Bytes read and written, each distinct element once: the floor of its memory traffic.
+        bytes_moved: Bytes read and written, each distinct element once: the minimum of its memory traffic.
     """
 
     kernel: str
@@ -250,7 +254,7 @@ class KernelCall:
 
 
 def distinct_bytes(view: View) -> int:
-    """Bytes of a view's elements, those that a stride of 0 repeats counted once."""
+    """Bytes of a view's elements; elements that a stride of 0 repeats count once."""
     return _distinct_elements(view) * itemsize(view.dtype)
 
 
@@ -284,7 +288,7 @@ def declare_kernel(
         operands: `"x[m,.k] weight[n,k] bias?[n] -> out[m,n]"`, as `operands` explains.
         source: The shader file in `metal_kernels`, for a kernel that Metal has.
         where, index_limit, products, counted: As in `KernelDecl`: `lambda call: call.n % call.groups == 0`.
-        fields: Parameter name → format, as `KernelDecl.fields` has them.
+        fields: Parameter name → format, as in `KernelDecl.fields`.
     """
     if name in KERNELS:
         raise ValueError(f"kernel '{name}' is declared twice")

@@ -1,4 +1,4 @@
-"""Assign arena offsets: buffers whose lifetimes do not overlap share memory."""
+"""Assigns arena offsets: buffers whose lifetimes do not overlap share memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def plan_memory(plan: ExecutionPlan, alignment: int) -> ExecutionPlan:
 
     Largest buffers are placed first, each at the lowest offset that is free throughout its lifetime (greedy by size;
     Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). An element-wise call may
-    write over an input that dies with it.
+    write over an input that no later call reads.
     """
     lifetimes = _lifetimes(plan.calls)
     buffers = {}
@@ -44,7 +44,7 @@ def _lifetimes(calls: list[KernelCall]) -> dict[str, tuple[int, int]]:
 
 
 def _in_place_pairs(plan: ExecutionPlan, buffers: dict[str, BufferAllocation]) -> set[tuple[str, str]]:
-    """(dying input, new output) pairs of element-wise calls whose elements line up byte for byte."""
+    """Pairs (input that no later call reads, output) of element-wise calls whose elements line up byte for byte."""
     pairs = set()
     for index, call in enumerate(plan.calls):
         is_generated = call.source in plan.sources
@@ -76,7 +76,10 @@ def _overlap(a: BufferAllocation, b: BufferAllocation) -> bool:
 def _lowest_free_offset(
     buffer: BufferAllocation, placed: list[BufferAllocation], reuse: set[tuple[str, str]], alignment: int
 ) -> int:
-    """The partner of an in-place pair must share its partner's offset exactly, or not touch it at all."""
+    """The offset of a buffer's in-place partner if the buffer may share it, else the lowest free offset.
+
+    An offset is free if the buffer overlaps no placed buffer whose lifetime overlaps its own.
+    """
     rivals = [other for other in placed if _overlap(buffer, other)]
     for partner in rivals:
         if {(partner.name, buffer.name), (buffer.name, partner.name)} & reuse:

@@ -1,4 +1,4 @@
-"""The operands of a kernel, as its declaration says them in text, and the match of a call's views with that.
+"""The operands of a kernel, declared as text, and the check of a call's views against them.
 
 An operand is written `name?:kinds[sizes]`; only the name is needed.
 
@@ -32,9 +32,9 @@ class Operand:
     Attributes:
         optional: Whether a call may lack it.
         dtypes: Dtypes that it may be stored in.
-        sizes: The names of its dimensions; None where any shape will do.
-        packed: The first of the dimensions that are packed, from the end where some number of dimensions is before it;
-            None where none is packed.
+        sizes: The names of its dimensions; None if any shape is allowed.
+        packed: The first of the packed dimensions, counted from the end if a variable number of dimensions precedes it;
+            None if none is packed.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Operand:
     packed: int | None = None
 
     def __str__(self) -> str:
-        """The text that declares it."""
+        """The text that declares the operand."""
         kinds = "".join(kind for kind, names in _DTYPES.items() if self.dtypes.issuperset(names))
         text = f"{self.name}{'?' * self.optional}" + (f":{kinds}" if kinds != _ANY else "")
         if self.sizes is None:
@@ -53,7 +53,10 @@ class Operand:
         return f"{text}[{','.join('.' * (index == first) + size for index, size in enumerate(self.sizes))}]"
 
     def problem(self, view: View, bound: Sizes) -> str | None:
-        """The reason why a view does not fit, or None; adds to `bound` the sizes that the view is the first to have."""
+        """The reason why a view does not fit the operand; None if it does.
+
+        Adds sizes that were unknown so far to `bound`.
+        """
         if view.dtype not in self.dtypes:
             return f"'{self.name}' is stored as {view.dtype}, not as {' or '.join(sorted(self.dtypes))}"
         if self.sizes is not None and not _bind(self.sizes, view.shape, bound):
@@ -83,7 +86,7 @@ def _parse(text: str) -> Operand:
 
 
 def _bind(names: tuple[str, ...], shape: tuple[int, ...], bound: Sizes) -> bool:
-    """Whether a shape has these sizes, as far as `bound` has them; the others are added to it."""
+    """Whether a shape has the sizes that `bound` gives to its names; unknown names get their sizes from the shape."""
     star = next((index for index, name in enumerate(names) if name.startswith("*")), None)
     if star is None:
         pairs: list[tuple[str, Any]] = list(zip(names, shape, strict=False))

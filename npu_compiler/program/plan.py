@@ -1,4 +1,4 @@
-"""`ExecutionPlan`: calls, buffers and weights, as code generation makes them and a program keeps them."""
+"""`ExecutionPlan`: the calls, buffers and weights that code generation produces and a program contains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BufferAllocation:
         alloc_shape: Shape in memory, channel padding included.
         offset: Byte offset in the arena (kind `arena` only).
         first_use, last_use: Index of the first and last kernel call that touches it (-1: before the first).
-        donor: Name of the input that an output updates in place.
+        donor: Name of the input that an output updates in place; None for any other buffer.
     """
 
     name: str
@@ -40,7 +40,7 @@ class BufferAllocation:
 
     @property
     def is_constant(self) -> bool:
-        """Whether no call of a run writes it."""
+        """Whether no call of a run writes the buffer."""
         return self.kind in ("weight", "constant", "persistent")
 
     @property
@@ -53,7 +53,7 @@ class BufferAllocation:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A weight of the program: its spec in device memory and how it is made from the checkpoint."""
+    """A weight of the program: its spec in device memory, and the recipe that computes it from the checkpoint."""
 
     spec: TensorSpec
     recipe: WeightTransformRecipe
@@ -62,7 +62,7 @@ class WeightSpec:
 
 @dataclass
 class ExecutionPlan:
-    """Everything that codegen and the memory planner decided, before it is sealed into a program.
+    """Everything that code generation and the memory planner decide, before it becomes a program.
 
     Attributes:
         prologue: Calls that read only weights and constants: run once per set of weights.
@@ -70,7 +70,7 @@ class ExecutionPlan:
         donations: Output name → the input whose buffer it updates in place.
         unused_weights: `state_dict` keys that the model has but the program does not need.
         sources: Source text by the name that calls give as their `source`, for targets that generate kernels.
-        machine_code: The instructions of a target that runs no kernels by name, in its own encoding.
+        machine_code: The instructions for a target that runs no kernels by name, in its own encoding.
     """
 
     prologue: list[KernelCall]

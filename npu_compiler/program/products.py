@@ -1,4 +1,4 @@
-"""`Product`: the matrix products that a kernel computes, as its declaration says."""
+"""`Product`: the size of a matrix product that a kernel computes, as its declaration states it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npu_compiler.errors import InputError
 
 @dataclass(frozen=True)
 class Window:
-    """The window of a convolution.
+    """The sliding window of a convolution.
 
     Attributes:
         taps: Number of its pixels, each of which is multiplied with an element of the weight.
@@ -29,7 +29,7 @@ class Product:
     A convolution is the product of its windows (a row for each pixel of the output) with its weight.
 
     Attributes:
-        window: None where nothing is convolved.
+        window: The convolution's window; None for a product that is no convolution.
     """
 
     m: int

@@ -1,4 +1,4 @@
-"""Finding what repeats in a sequence, such as the layers of a network in a list of kernel calls."""
+"""Finds repetitions in a sequence, such as the layers of a network in a list of kernel calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORTHWHILE = 4  # elements that a run must leave out
 
 @dataclass(frozen=True)
 class Run:
-    """A part of a sequence: `count` times in a row the same `period` elements, the first of them at `start`."""
+    """A part of a sequence: `period` elements, the first at index `start`, `count` times in a row."""
 
     start: int
     period: int
@@ -25,13 +25,13 @@ class Run:
 
 
 def fold(keys: Sequence[Hashable]) -> list[Run]:
-    """Divide a sequence into runs, the longest first; what does not repeat is in runs with a count of 1.
+    """Divide a sequence into runs, in order; elements that do not repeat are in runs with a count of 1.
 
     Given: a b c b c b c d
     Result: (a) × 1, (b c) × 3, (d) × 1
 
-    Repetitions of more than `LONGEST_PERIOD` elements are not looked for, nor runs that leave out fewer than
-    `WORTHWHILE` elements.
+    The run that shortens the sequence most is taken first. Repetitions of more than `LONGEST_PERIOD` elements, and runs
+    that save fewer than `WORTHWHILE` elements, are not searched.
     """
     numbers: dict[Hashable, int] = {}
     ids = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
@@ -50,7 +50,10 @@ def fold(keys: Sequence[Hashable]) -> list[Run]:
 
 
 def _longest(ids: np.ndarray) -> Run | None:
-    """The run that shortens the sequence most; of equal ones, that of the shortest period, the first."""
+    """The run that shortens the sequence most; of equal ones, the first with the shortest period.
+
+    None if nothing repeats.
+    """
     best, saved = None, WORTHWHILE - 1
     for period in range(1, min(len(ids) // 2, LONGEST_PERIOD) + 1):
         same = ids[:-period] == ids[period:]

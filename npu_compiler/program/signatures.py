@@ -29,12 +29,12 @@ _LONGEST_PEM = 64 * 1024  # bytes; a key of this kind has some hundred
 
 
 def fingerprint(public_key: bytes) -> str:
-    """A public key's name: 32 hexadecimal digits."""
+    """The fingerprint of a public key: 32 hexadecimal digits."""
     return hashlib.sha256(public_key).hexdigest()[:32]
 
 
 def is_valid(content: bytes, signature: bytes, public_key: bytes) -> bool:
-    """Whether that key signed that content."""
+    """Whether `signature` is a signature of `content` by `public_key`."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, content)
     except (InvalidSignature, ValueError):
@@ -43,7 +43,7 @@ def is_valid(content: bytes, signature: bytes, public_key: bytes) -> bool:
 
 
 def sign(content: bytes, key_file: Path) -> dict[str, bytes]:
-    """The signature of content, as entries of its envelope.
+    """The entries `signature` and `public_key` of a file's authentication, for its content.
 
     Args:
         key_file: An Ed25519 private key as unencrypted PEM.
@@ -58,7 +58,7 @@ def sign(content: bytes, key_file: Path) -> dict[str, bytes]:
 
 
 def make_key_pair(path: Path) -> tuple[Path, str]:
-    """Write a new private key to a file that only this user can read, and its public key to another beside it.
+    """Write a new private key to a file that only this user can read, and its public key to a second file.
 
     Returns:
         The public key's file, which has `.pub` appended to its name, and its fingerprint.
@@ -79,7 +79,7 @@ def make_key_pair(path: Path) -> tuple[Path, str]:
 
 
 def trusted_keys() -> dict[str, Path]:
-    """Fingerprint → PEM file of the keys that this user trusts. Files that hold no key count as none."""
+    """Fingerprint → PEM file of the keys that this user trusts. Files without a key are ignored."""
     keys = {}
     try:
         files = sorted(_trusted_folder().glob("*.pem"))
@@ -94,7 +94,7 @@ def trusted_keys() -> dict[str, Path]:
 
 
 def trust_key(path: Path) -> str:
-    """Trust a public key from now on; returns its fingerprint.
+    """Add a public key to the trusted keys; returns its fingerprint.
 
     Raises:
         InputError: the file holds no Ed25519 public key, or the configuration folder cannot be written.
@@ -111,7 +111,7 @@ def trust_key(path: Path) -> str:
 
 
 def distrust_key(name: str) -> None:
-    """Remove a key from the trusted ones, by its fingerprint.
+    """Remove the key with this fingerprint from the trusted keys.
 
     Raises:
         InputError: no trusted key has it, or its file cannot be removed.

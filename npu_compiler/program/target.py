@@ -1,4 +1,4 @@
-"""`CodegenTarget`: names the kernels of a device. The only thing in which code generation differs between targets."""
+"""`CodegenTarget`: names the kernels of a device. Code generation differs between targets only in these names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 PLUGINS = "npu_simulation.targets"
 
 PlanStage: TypeAlias = tuple[str, Callable[[ExecutionPlan], ExecutionPlan]]
-"""A stage's name and the function that changes a plan."""
+"""A stage's name, and its function from plan to plan."""
 
 
 class CodegenTarget(ABC):
-    """Maps kernels to a target's kernel names and source files. Nothing else differs between targets.
+    """The mapping from kernels to a target's kernel names and source files, and the target's own stages.
 
     Attributes:
         config: The hardware's numbers. A program carries its name, and runs on devices of that name.
@@ -30,7 +30,7 @@ class CodegenTarget(ABC):
 
     @property
     def key(self) -> str:
-        """The key of this target in caches: targets whose programs differ have different ones."""
+        """The key of this target in caches; targets that compile different programs have different keys."""
         return self.config.name
 
     @abstractmethod
@@ -39,11 +39,11 @@ class CodegenTarget(ABC):
 
     @abstractmethod
     def matmul_kernel(self, is_vec: bool, transpose_b: bool) -> tuple[str, str]:
-        """(kernel, source file) of a matrix product; `is_vec` when it has one row."""
+        """(kernel, source file) of a matrix product; `is_vec` if it has one row."""
 
     @abstractmethod
     def fused_kernel(self, kernel_type: str) -> tuple[str, str]:
-        """(kernel, source file) of any other kernel, fused ones included."""
+        """(kernel, source file) of any other kernel, including fused ones."""
 
     @abstractmethod
     def shader_source(self, filename: str) -> str:
@@ -52,37 +52,39 @@ class CodegenTarget(ABC):
     def supports(self, op_type: str, attrs: Mapping[str, Any]) -> bool:
         """Whether the hardware has an op of the op table, or a fused one (`npu.…`); by default, it has all of them.
 
-        An op that it lacks is refused by `compile()`, and runs on the CPU where a graph is partitioned. A fusion that
-        would make one leaves the graph as it is. Views, such as `aten.slice`, are not asked about.
+        An op that it lacks is refused by `compile()`, and runs on the CPU if a graph is partitioned. A fusion that
+        would produce it leaves the graph as it is. Views, such as `aten.slice`, are not asked about.
         """
         return True
 
     def refusal(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> str | None:
-        """The reason why the hardware cannot run a node for its shapes, dtypes or attributes; by default None: it can.
+        """The reason why the hardware cannot run a node for its shapes, dtypes or attributes.
 
-        Nodes are asked about before they are fused, in the graph as `normalize` leaves it.
+        None if it can (the default).
+
+        Nodes are asked about before they are fused, in the graph that `normalize` returns.
         """
         return None
 
     @property
     def supports_all(self) -> bool:
-        """Whether this target has every op, since its class does not override `supports`."""
+        """Whether this target has every op: its class does not override `supports`."""
         return type(self).supports is CodegenTarget.supports
 
     def stages(self) -> list[PlanStage]:
-        """The target's own stages, by name and in order, before memory is planned: fuse calls, generate sources.
+        """The target's own stages, in order, which run before memory is planned: they fuse calls or generate sources.
 
-        They are run for one program; the list may share state between its stages.
+        The list is for one program; its stages may share state.
         """
         return []
 
     @property
     def assembles(self) -> bool:
-        """Whether this target makes machine code, and may then find calls that the hardware cannot run."""
+        """Whether this target generates machine code, and may then find calls that the hardware cannot run."""
         return type(self).assemble is not CodegenTarget.assemble
 
     def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Return a plan whose memory has been planned with this target's machine code.
+        """The plan, whose memory has been planned, with this target's machine code; unchanged by default.
 
         Raises:
             ConstraintError: the hardware cannot run some calls, whose nodes it names; `partition()` runs these on the
@@ -92,12 +94,15 @@ class CodegenTarget(ABC):
 
 
 class OpLevelTarget(CodegenTarget):
-    """The kernels of the op table by their own names, for devices that have them built in: calls carry no source."""
+    """A target with the op table's kernels under their own names, for devices that have them built in.
+
+    Calls carry no source.
+    """
 
     config: TargetConfig = OP_LEVEL
 
     def source(self, kernel: str) -> str:
-        """The source file that holds a kernel, or nothing."""
+        """The source file that contains a kernel; empty if there is none."""
         return ""
 
     def elementwise_kernel(self, kernel_name: str) -> tuple[str, str]:
@@ -116,7 +121,7 @@ class OpLevelTarget(CodegenTarget):
 
 
 class MetalCodegenTarget(OpLevelTarget):
-    """The op-level kernels as shaders in `metal_kernels`."""
+    """A target with the op table's kernels as shaders in `metal_kernels`."""
 
     config = METAL_GPU
 
@@ -145,10 +150,10 @@ def plugin_targets() -> list[str]:
 
 
 def load_plugin_target(name: str) -> CodegenTarget | None:
-    """The target of that name of an installed package, whose import declares its kernels; None if there is none.
+    """The target `name` of an installed package, whose import declares its kernels; None if no package has it.
 
     Raises:
-        InputError: the entry point of that name makes a target of another name.
+        InputError: the entry point of that name returns a target of another name.
     """
     from importlib.metadata import entry_points
 

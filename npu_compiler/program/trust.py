@@ -1,10 +1,10 @@
-"""Trust in programs whose content is code: who vouches for one, and whether this user trusts them.
+"""Trust in programs whose content is code: who authenticated one, and whether this user trusts them.
 
-A program for a target whose programs are code (`TargetConfig.programs_are_code`) runs only if this user made it, if a
-key that this user trusts signed it, or if the caller allows it. A file's envelope says so beside the body:
+A program for a target whose programs are code (`TargetConfig.programs_are_code`) runs only if this user compiled it, if
+a key that this user trusts signed it, or if the caller allows it. A file records that beside the body:
 
 - `hmac`: HMAC-SHA256 under this user's own key: 32 random bytes in the file `key` of the configuration folder, which is
-  made when it is needed first.
+  created when it is first needed.
 - `signature` and `public_key`: Ed25519, in `npu_compiler.program.signatures`.
 """
 
@@ -32,8 +32,8 @@ class Trust:
     """The origin of a program.
 
     Attributes:
-        origin: One of: this user, the owner of a trusted key, the caller who allowed it, or nobody known.
-        detail: The fingerprint of the key; or, of an unknown program, what speaks against it.
+        origin: One of: this user, the owner of a trusted key, the caller who allowed it, or unknown.
+        detail: The fingerprint of the key; or, for an unknown program, the reason why it is not trusted.
     """
 
     origin: Literal["made here", "signed", "allowed", "unknown"]
@@ -43,13 +43,13 @@ class Trust:
         return f"signed by {self.detail}" if self.origin == "signed" else self.origin
 
     def check(self, name: str) -> None:
-        """Refuse to run an unknown program's code.
+        """Refuse to run the code of a program of unknown origin.
 
         Args:
-            name: The program's, for the message.
+            name: The program's name, for the message.
 
         Raises:
-            UntrustedProgramError: nobody whom this user trusts vouches for it.
+            UntrustedProgramError: the origin is unknown.
         """
         if self.origin == "unknown":
             raise UntrustedProgramError(
@@ -65,11 +65,11 @@ UNKNOWN = Trust("unknown")
 
 
 class _NoKeyError(Exception):
-    """This user's key cannot be used; says why."""
+    """An error that says why this user's key cannot be used."""
 
 
 def authenticate(content: bytes) -> dict[str, bytes]:
-    """The entries of an envelope for content that this user made; none where there can be no key."""
+    """The authentication entries for content that this user compiled; empty if the user cannot have a key."""
     try:
         return {"hmac": _hmac(_user_key(), content)}
     except _NoKeyError:
@@ -77,7 +77,7 @@ def authenticate(content: bytes) -> dict[str, bytes]:
 
 
 def judge(content: bytes, authentication: Mapping[str, bytes]) -> Trust:
-    """Judge content by its envelope."""
+    """The trust in content, decided from its authentication entries."""
     doubts = []
     if "hmac" in authentication:
         try:
@@ -105,7 +105,7 @@ def _hmac(key: bytes, content: bytes) -> bytes:
 
 
 def _unmarked() -> str:
-    """The message about a program that carries no authentication."""
+    """The message about a program without a valid authentication."""
     try:
         _read_key()
     except _NoKeyError as error:
@@ -114,7 +114,7 @@ def _unmarked() -> str:
 
 
 def _user_key() -> bytes:
-    """This user's key, which is made where there is none. Raises `_NoKeyError`."""
+    """This user's key, which is created if there is none. Raises `_NoKeyError`."""
     path = _key_path()
     if not path.exists():
         try:
@@ -149,7 +149,7 @@ def _read_key() -> bytes:
 
 
 def _make_key(path: Path) -> None:
-    """Write a new key file that only this user may read; one that another process has written meanwhile stays."""
+    """Write a new key file that only this user may read; a file that another process wrote at the same time is kept."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".key.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)

@@ -1,4 +1,4 @@
-"""`View`: a strided window onto a buffer. Slices, transposes and broadcasts of a view are views: they move nothing."""
+"""`View`: a strided view of a buffer. Slices, transposes and broadcasts of a view are views too, and move no data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_RANK = 8  # of a tensor, and of what a kernel walks
 
 @dataclass(frozen=True)
 class View:
-    """A window onto a buffer: element (i, j, …) is at `offset + i·strides[0] + j·strides[1] + …`.
+    """A strided view of a buffer: element (i, j, …) is at `offset + i·strides[0] + j·strides[1] + …`.
 
     Attributes:
         buffer: Name of the buffer; several views may share one.
@@ -35,11 +35,11 @@ class View:
 
     @property
     def is_contiguous(self) -> bool:
-        """Row-major with no gaps, sizes of 1 aside."""
+        """Whether the view is row-major without gaps; strides of dimensions of size 1 do not matter."""
         return is_contiguous(self.shape, self.strides)
 
     def dim(self, index: int) -> int:
-        """A dimension index made non-negative."""
+        """A dimension number, from 0 on; negative ones count from the end."""
         return index + self.rank if index < 0 else index
 
     def _existing_dim(self, index: int) -> int:
@@ -59,7 +59,7 @@ class View:
         return self.permute(order)
 
     def slice(self, dim: int, start: int, stop: int, step: int = 1) -> View:
-        """Elements start, start+step, … below stop of one dimension; bounds are already clamped."""
+        """The elements start, start+step, … below stop of one dimension; bounds are already clamped."""
         dim = self._existing_dim(dim)
         if start < 0 or stop > self.shape[dim] or step < 1:
             raise ValueError(f"no slice {start}:{stop}:{step} of dimension {dim} of {list(self.shape)}")
@@ -92,7 +92,7 @@ class View:
         """Broadcast to a shape, aligning trailing dimensions; -1 keeps a size.
 
         Raises:
-            ValueError: a size is neither 1 nor the one wanted.
+            ValueError: a size is neither 1 nor the requested one.
         """
         lead = len(shape) - self.rank
         new_shape, strides = [], []
@@ -107,7 +107,7 @@ class View:
         return self._with(tuple(new_shape), tuple(strides))
 
     def reshape(self, shape: Shape) -> View | None:
-        """The view with its elements in order under another shape, or None where no strides show them so."""
+        """The view with its elements, in order, in another shape; None if no strides express that."""
         strides = reshape_strides(self.shape, self.strides, shape) if numel(shape) == self.numel else None
         return None if strides is None else self._with(tuple(shape), strides)
 
@@ -142,7 +142,7 @@ def is_contiguous(shape: Shape, strides: Shape) -> bool:
 
 
 def collapse(size: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """Drops dimensions of size 1 and merges neighbours that every operand can walk as one."""
+    """Sizes and strides without dimensions of size 1, with neighbours merged if every operand's strides allow it."""
     merged: list[int] = []
     merged_strides: list[list[int]] = [[] for _ in strides]
     for dim, length in enumerate(size):
@@ -161,7 +161,7 @@ def collapse(size: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], l
 
 
 def reshape_strides(shape: Shape, strides: Shape, new_shape: Sequence[int]) -> Shape | None:
-    """Strides that show (shape, strides) as new_shape, or None if no strides can.
+    """Strides by which memory viewed as (shape, strides) has `new_shape`; None if no strides do.
 
     Old dimensions are merged into the longest runs that are evenly spaced in memory; the new shape must split
     each run without crossing into the next.
@@ -196,7 +196,7 @@ def reshape_strides(shape: Shape, strides: Shape, new_shape: Sequence[int]) -> S
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> Shape:
-    """NumPy's broadcasting rule; the shapes are known to agree."""
+    """The shape to which shapes broadcast by NumPy's rule; they must be compatible."""
     rank = max((len(shape) for shape in shapes), default=0)
     result = []
     for axis in range(-rank, 0):

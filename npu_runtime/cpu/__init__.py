@@ -1,1 +1,1 @@
-"""The CPU device: the backend, what each kernel means in torch, and the native kernels that make it fast."""
+"""The CPU device: the backend, a reference implementation of each kernel, and the native kernels that make it fast."""

@@ -1,4 +1,4 @@
-"""Strided NumPy arrays over host memory: what the CPU device's kernels read and write. Strides here are in elements."""
+"""Strided NumPy arrays over host memory, which the CPU device's kernels read and write. Strides are in elements."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def address(array: np.ndarray) -> int:
 
 
 def memory_span(array: np.ndarray) -> tuple[int, int]:
-    """Return the first byte of the elements and the end of the last one, in bytes counted from element 0."""
+    """The first byte of an array's elements and the end of the last one, in bytes relative to element 0."""
     if array.flags.c_contiguous:
         return 0, array.nbytes
     if array.size == 0:
@@ -60,12 +60,12 @@ def strides_of(array: np.ndarray) -> tuple[int, ...]:
 
 
 def with_strides(array: np.ndarray, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
-    """The array's memory, from its first element on, under another shape and other strides."""
+    """The array's memory, from its first element on, with another shape and other strides."""
     return as_strided(array, shape, [step * array.itemsize for step in strides])
 
 
 def expand(array: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
-    """The array, broadcast to a shape; None where it does not broadcast to it."""
+    """The array, broadcast to a shape; None if that is impossible."""
     lead = len(shape) - array.ndim
     if lead < 0 or any(own not in (1, size) for own, size in zip(array.shape, shape[lead:], strict=True)):
         return None
@@ -74,7 +74,7 @@ def expand(array: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
 
 
 def reshaped(array: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
-    """View of the array's memory under another shape; None where no strides give one."""
+    """The array's memory as an array of another shape; None if no strides express it."""
     if numel(shape) != array.size:
         return None
     strides = reshape_strides(array.shape, strides_of(array), shape)

@@ -1,4 +1,7 @@
-"""`CPUBackend`: any CPU as a device. Native kernels run where they exist, else PyTorch's, else those in NumPy."""
+"""`CPUBackend`: any CPU as a device.
+
+Kernels are native if there is one, else PyTorch's, else the reference in NumPy.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ _PIECE = 4 * 2**20  # bytes
 
 
 class CPUBuffer(DeviceBuffer):
-    """Memory in a NumPy array; `native_handle` is the flat array of `alloc_shape`'s elements."""
+    """Memory in a NumPy array; `native_handle` is the flat array with the elements of `alloc_shape`."""
 
     native_handle: np.ndarray
 
@@ -79,7 +82,7 @@ class CPUBuffer(DeviceBuffer):
         return view_tensor(self.array())
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        """A capsule, by torch where it is installed; NumPy has none for bfloat16.
+        """A DLPack capsule, by torch if it is installed, as NumPy does not support bfloat16.
 
         Raises:
             BufferError: torch is not installed, and the buffer holds bfloat16.
@@ -101,13 +104,13 @@ def _build_kernels() -> None:
 
 
 class CPUBackend(Backend):
-    """Runs the op-level program on the CPU.
+    """A backend that runs op-level programs on the CPU.
 
     Args:
-        native: Use the native kernels where they exist; by default unless `NPU_SIM_NATIVE=0`. Without them PyTorch's
-            optimized kernels run on float32 copies of the weights, or NumPy where PyTorch is not installed.
-        tune: Choose between native and PyTorch's kernels by measuring them; by default unless `NPU_SIM_TUNE=0`.
-        pytorch: Use PyTorch's kernels where it is installed.
+        native: Use native kernels if they exist; None means unless `NPU_SIM_NATIVE=0`. Without them PyTorch's optimized
+            kernels run on float32 copies of the weights, or NumPy if PyTorch is not installed.
+        tune: Choose between native and PyTorch's kernels by measuring them; None means unless `NPU_SIM_TUNE=0`.
+        pytorch: Use PyTorch's kernels if it is installed.
     """
 
     config: TargetConfig = OP_LEVEL
@@ -125,17 +128,17 @@ class CPUBackend(Backend):
 
     @functools.cached_property
     def native(self) -> bool:
-        """Whether there are native kernels and they are wanted; waits for their compilation."""
+        """Whether native kernels are wanted and available; waits for their compilation."""
         return self._wants_native and native_available()
 
     @functools.cached_property
     def pytorch(self) -> bool:
-        """Whether there is PyTorch and it is wanted; imports it."""
+        """Whether PyTorch is wanted and installed; imports it."""
         return self._wants_pytorch and find_torch() is not None
 
     @functools.cached_property
     def choices(self) -> ChoiceTable:
-        """The table of what was measured on this machine."""
+        """The table of choices that were measured on this machine."""
         return ChoiceTable(machine(self.native))
 
     @functools.cached_property
@@ -150,7 +153,7 @@ class CPUBackend(Backend):
 
     @property
     def ceilings(self) -> Ceilings:
-        """Measured when first asked for, which takes some tenths of a second."""
+        """The peak bandwidth and rate of this CPU, measured at the first use, in some tenths of a second."""
         return measured_ceilings()
 
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CPUBuffer:
@@ -158,7 +161,7 @@ class CPUBackend(Backend):
         return CPUBuffer(shape, alloc_shape, dtype, host_memory(numel(memory), numpy_dtype(dtype)))
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Wait for the native kernels and import torch, so that no run has to."""
+        """Wait for the native kernels and import torch, so that no run has to wait for them."""
         _ = self.native, self.pytorch
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
@@ -185,7 +188,7 @@ class CPUBackend(Backend):
 
     @contextlib.contextmanager
     def without_trials(self) -> Iterator[None]:
-        """The table of choices is asked, but not added to."""
+        """Context in which the table of choices is read, but no trials add to it."""
         allowed = self._tuner.seconds_left
         try:
             self._tuner.seconds_left = 0.0
@@ -194,7 +197,10 @@ class CPUBackend(Backend):
             self._tuner.seconds_left = allowed
 
     def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
-        """A function that moves native launches to a buffer elsewhere; None where others than native ones use it."""
+        """A function that makes native launches use other memory in place of `buffer`.
+
+        None if other launches use it too.
+        """
         address = buffer.native_handle.ctypes.data
         fields = []
         for launch, operands in launches:
@@ -210,7 +216,7 @@ class CPUBackend(Backend):
         return move
 
     def sequence(self, launches: Sequence[Launch], plan: ExecutionPlan) -> Launch:
-        """Runs of native launches become one foreign call each."""
+        """One function that runs all launches; native launches that follow each other become one foreign call."""
         steps: list[Launch] = []
         run: list[NativeLaunch] = []
         for launch in (*launches, None):
@@ -232,11 +238,11 @@ class CPUBackend(Backend):
 
 
 def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Candidate]:
-    """The implementations of a call besides its `fallback`, the default first.
+    """The implementations of a call besides its `fallback`, the default first; possibly none.
 
     Args:
-        native: Whether native kernels are among them.
-        pytorch: Whether PyTorch's are.
+        native: Whether to include native kernels.
+        pytorch: Whether to include PyTorch's.
     """
     possible = native_candidates(call) if native else []
     if pytorch and not (possible and is_quantized(call.call)):  # which PyTorch's kernels would widen
@@ -248,7 +254,7 @@ def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Cand
 
 @functools.cache
 def _warn_of_missing_kernels(pytorch: bool) -> None:
-    """Warn that there are no native kernels: once in a process, when a program is about to run."""
+    """Warn that there are no native kernels, once in a process, before a program runs."""
     reason = (failure_reason() or "no reason given").splitlines()[0]
     library = "PyTorch" if pytorch else "NumPy"
     warnings.warn(
@@ -276,7 +282,7 @@ def bind(operand: Operand) -> np.ndarray:
 
 
 def fallback(call: ArrayCall, among_native: bool, pytorch: bool) -> Launch:
-    """The launch for a call that no candidate handles: PyTorch's kernel where it has a faster one, else the reference.
+    """The launch of a call that no candidate handles: PyTorch's kernel if it has a faster one, else the reference.
 
     Args:
         among_native: Whether native kernels run before and after it.

@@ -1,4 +1,4 @@
-"""`BoundCall`: a kernel call on memory, which is what implementations of a kernel are prepared from."""
+"""`BoundCall`: a kernel call with memory for its operands, from which implementations are prepared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BoundCall(Generic[ArrayT]):
     """A call with its operands as strided NumPy arrays, or as torch tensors over the same memory.
 
     Attributes:
-        operands: Tell which of the inputs are constant.
+        operands: The operands with their views, which tell which of the inputs are constant.
     """
 
     call: KernelCall
@@ -48,10 +48,12 @@ class BoundCall(Generic[ArrayT]):
         return self.operands[index].is_constant
 
     def prepared(self, index: int, kind: str, make: Callable[[ArrayT], Any], others: Sequence[int] = ()) -> Any:
-        """A constant input in a kernel's own layout, made once per buffer and view, however many calls share it.
+        """A constant input in a kernel's own layout, computed once per buffer and view, and shared by all calls.
 
         Args:
-            others: Further constant inputs that it is made from.
+            kind: Name of the layout.
+            make: Function that computes it from the input.
+            others: Further constant inputs that it is computed from.
         """
         cache = self.operands[index].memory.prepared
         others_memory = [self.operands[other].memory for other in others]
@@ -66,7 +68,10 @@ class BoundCall(Generic[ArrayT]):
         return cache[key][0]
 
     def optional(self, flags: Sequence[str], first: int) -> list[int | None]:
-        """Input positions of optional operands, which follow the fixed ones in order when their flag is set."""
+        """Input positions of optional operands; None for each whose flag is not set.
+
+        They follow the fixed operands, from position `first` on, in order.
+        """
         positions: list[int | None] = []
         for flag in flags:
             positions.append(first if self.params[flag] else None)
@@ -86,8 +91,9 @@ class Candidate:
 
     Attributes:
         name: Name in the table of choices, which must not change its meaning.
-        make: Prepares it for a call; None where it does not handle the call.
-        variant_of: Name of the candidate that it is a variant of; where that one is far behind, it is not tried.
+        make: Function that prepares it for a call; returns None if it does not handle the call.
+        variant_of: Name of the candidate that this is a variant of, which is not tried if that one is far behind; empty
+            for none.
         uses_pytorch: Whether it runs on PyTorch's threads instead of the native kernels' own.
     """
 
@@ -98,7 +104,7 @@ class Candidate:
 
 
 def reporting(call: KernelCall, run: Launch) -> Launch:
-    """`run`, with its library's errors as a `DeviceError` that names the call."""
+    """A launch that turns errors of `run` into a `DeviceError` that names the call."""
     name, node = call.kernel, call.node
 
     def launch() -> None:

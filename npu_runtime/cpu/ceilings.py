@@ -1,4 +1,4 @@
-"""Highest rates of this CPU, measured with NumPy: no table has the bandwidth of a machine's memory."""
+"""Peak rates of this CPU, measured with NumPy, since no table has the bandwidth of a machine's memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MULTIPLIES_16_BITS = {"avx512_bf16", "amx_bf16", "bf16"}
 def measured_ceilings() -> Ceilings:
     """The bandwidth of reading 128 MiB by all threads, and the rate of NumPy's matrix product, the best of four each.
 
-    Takes some tenths of a second, once per process. A 16-bit dtype has float32's rate where the CPU has to widen it,
-    and is left out elsewhere.
+    Takes some tenths of a second, once per process. A 16-bit dtype has float32's rate if the CPU has to widen it, and
+    is left out otherwise.
     """
     words = np.ones(_READ, np.uint64)
     bandwidth = words.nbytes / _best(lambda: in_pieces(lambda part: np.bitwise_or.reduce(words[part]), _READ, _PIECE))
@@ -36,7 +36,7 @@ def measured_ceilings() -> Ceilings:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """The shortest of some runs, in seconds."""
+    """The shortest of some runs of `work`, in seconds."""
     seconds = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The CPU device's launches of collective kernels, over arrays in host memory."""
+"""Launches of collective kernels on the CPU device, over arrays in host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLLECTIVE_KERNELS: dict[str, Callable[[HostCollectives, np.ndarray, np.ndarray]
 
 
 def collective_launch(call: ArrayCall, group: Collectives | None) -> Launch:
-    """A launch that exchanges a call's operands with the other ranks.
+    """A launch of a collective operation between a call's operands and those of the other ranks.
 
     Raises:
         DeviceError: the device has joined no group, or one of another size.

@@ -18,10 +18,10 @@ TIMEOUT = 60.0  # seconds after which a rank that does not take part counts as g
 
 
 class GlooCollectives(HostCollectives):
-    """A group of processes.
+    """A group of processes that exchange arrays by gloo.
 
-    Rank 0 opens a port that is free, and names its address and a random prefix of the group's entries to the others
-    through `share`.
+    Rank 0 opens a free port, and tells the others its address and a random prefix of the group's entries through
+    `share`.
 
     Raises:
         DeviceError: PyTorch is missing or built without gloo, or the others cannot be reached.

@@ -1,4 +1,4 @@
-"""CPU levels: the instruction sets that the native kernels can be compiled for, and those that this machine runs.
+"""CPU levels: the instruction sets that native kernels can be compiled for, and those that this machine supports.
 
 The levels of x86-64 are those of its psABI, with four more for products of bytes and of bfloat16. The best one is used,
 unless `NPU_SIM_CPU_LEVEL` (the command's `--cpu-level`) names another when the kernels are first needed.
@@ -27,7 +27,7 @@ class Level:
         name: Name in `NPU_SIM_CPU_LEVEL` and in reports.
         machine: The architecture: "x86_64" or "aarch64"; empty for any.
         flags: The compiler's options.
-        features: Features that the CPU must have, in the words of Linux's /proc/cpuinfo.
+        features: Features that the CPU must have, by their names in Linux's /proc/cpuinfo.
     """
 
     name: str
@@ -87,14 +87,14 @@ _SYSCTL_FEATURES = {
 
 @dataclass(frozen=True)
 class CPU:
-    """A machine's processor: architecture, model and features, in Linux's words."""
+    """A machine's processor: architecture, model and features, with Linux's names."""
 
     machine: str
     model: str
     features: frozenset[str]
 
     def levels(self) -> tuple[Level, ...]:
-        """The levels that it runs, in ascending order; at least `PORTABLE`."""
+        """The levels that the CPU supports, in ascending order; at least `PORTABLE`."""
         return PORTABLE, *(x for x in LEVELS if x.machine == self.machine and x.features <= self.features)
 
 
@@ -107,23 +107,23 @@ def find_level(name: str) -> Level:
 
 
 def detected_level() -> Level:
-    """The highest level that this machine runs."""
+    """The highest level that this machine supports."""
     return this_cpu().levels()[-1]
 
 
 def forced_level() -> Level | None:
-    """The level that `NPU_SIM_CPU_LEVEL` names, or None.
+    """The level that `NPU_SIM_CPU_LEVEL` names; None if it is not set.
 
     Raises:
         InputError: there is no such level.
-        DeviceError: this machine cannot run it.
+        DeviceError: this machine does not support it.
     """
     name = os.environ.get(VARIABLE)
     return forced_on(this_cpu(), name) if name else None
 
 
 def forced_on(cpu: CPU, name: str) -> Level:
-    """The level of that name, for that CPU. Errors as in `forced_level`."""
+    """The level `name`, checked against what that CPU supports. Errors as in `forced_level`."""
     level, runs = find_level(name), cpu.levels()
     if level in runs:
         return level
@@ -136,7 +136,7 @@ def forced_on(cpu: CPU, name: str) -> Level:
 
 
 def cpu_identity() -> str:
-    """The CPU's model and the level in use, for what is measured once a machine: "AMD EPYC, x86-64-v3".
+    """The CPU's model and the level in use, as a key of measurements on this machine: "AMD EPYC, x86-64-v3".
 
     Errors as in `forced_level`.
     """
@@ -155,7 +155,7 @@ def this_cpu() -> CPU:
 
 
 def from_cpuinfo(machine: str, text: str) -> CPU:
-    """A CPU from Linux's /proc/cpuinfo. Of cores that differ, it has the features that all have."""
+    """A CPU from the text of Linux's /proc/cpuinfo. If its cores differ, it has the features that all cores have."""
     fields: dict[str, list[str]] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -168,7 +168,7 @@ def from_cpuinfo(machine: str, text: str) -> CPU:
 
 
 def from_sysctl(machine: str, settings: str, model: str) -> CPU:
-    """A CPU from what macOS's `sysctl hw.optional` prints: a line "name: value" for each feature."""
+    """A CPU from the output of macOS's `sysctl hw.optional`: a line "name: value" for each feature."""
     present = {name for name, _, value in (line.partition(": ") for line in settings.splitlines()) if value == "1"}
     return CPU(machine, model or machine, frozenset(_SYSCTL_FEATURES[name] for name in present & set(_SYSCTL_FEATURES)))
 

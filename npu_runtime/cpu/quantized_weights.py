@@ -1,4 +1,4 @@
-"""The weight in few bits that a kernel's operands are the parts of, and rows that are rounded before a product."""
+"""Quantized weights as operands of a kernel call, and rounding of rows before a product."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 def weight_parts(inputs: Sequence[T], params: Params, first: int) -> tuple[list[T], list[T]]:
-    """The operands that are the weight's parts, which begin at `first`, and the others."""
+    """The operands that are a quantized weight's parts, which begin at `first`; and all other operands."""
     end = first + 2 + bool(params["has_offset"])
     return list(inputs[first:end]), [*inputs[:first], *inputs[end:]]
 
 
 def stored_weight(parts: Sequence[np.ndarray], params: Params) -> QuantizedArray:
-    """The weight whose parts are in device memory."""
+    """The quantized weight whose parts (codes, scales, offsets) are arrays in device memory."""
     codes, scales, *offsets = parts
     k: int = params["k"]
     format = QuantizedFormat(params["codes"], k // params["groups"], scales.dtype.name, params["offsets"])
@@ -28,6 +28,9 @@ def stored_weight(parts: Sequence[np.ndarray], params: Params) -> QuantizedArray
 
 
 def rounded_rows(x: np.ndarray, params: Params) -> np.ndarray:
-    """The rows of x [m, k] as a product reads them: as they are, or rounded to what `activations` says, in float32."""
+    """The rows of x [m, k] as a product multiplies them, in float32.
+
+    They are unchanged, or rounded to the format that the parameter `activations` names.
+    """
     kind = params.get("activations", "none")
     return x if kind == "none" else dequantize_rows(*quantize_rows(x, kind), kind)

@@ -11,7 +11,7 @@ def window_lengths(
     """Number of elements that each of `count` windows averages along one axis of `size`: float32 [count].
 
     Args:
-        before, after: The axis's padding, of which a window that goes beyond counts no more.
+        before, after: The axis's padding; elements of a window beyond the padding do not count.
         count_padding: Whether padding counts as elements.
     """
     start = np.arange(count) * stride - before

@@ -1,1 +1,1 @@
-"""The Metal device: pyobjc calls on the shaders of `metal_kernels`."""
+"""The Metal device: calls of Metal through pyobjc, with the shaders of `metal_kernels`."""

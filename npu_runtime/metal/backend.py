@@ -1,4 +1,4 @@
-"""`MetalBackend`: the Apple GPU. Kernels are the shaders in `metal_kernels`; bare matrix products go to MPS."""
+"""`MetalBackend`: the Apple GPU. Kernels are the shaders in `metal_kernels`; plain matrix products go to MPS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from npu_runtime.metal.mps_accel import MPSLaunch, Product, addend_of, as_produc
 
 
 class MetalBuffer(DeviceBuffer):
-    """Memory in an `MTLBuffer` (`native_handle`) that the CPU shares."""
+    """Memory in an `MTLBuffer` (`native_handle`) that the CPU and the GPU share."""
 
     dlpack_copies = True
 
@@ -41,7 +41,7 @@ class MetalBuffer(DeviceBuffer):
             self.native_handle = device.allocate(self.size_bytes)
 
     def _bytes(self) -> np.ndarray:
-        """The memory itself; not to be kept, since it does not keep the buffer."""
+        """The memory as an array, for immediate use: the array does not keep the buffer alive."""
         whole = self.native_handle.contents().as_buffer(self.native_handle.length())
         return np.frombuffer(whole, np.uint8)[: self.size_bytes]
 
@@ -65,7 +65,7 @@ class MetalBuffer(DeviceBuffer):
         self._bytes()[:] = 0
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        """A copy in host memory: a view could outlive the buffer, which it cannot keep alive."""
+        """A DLPack capsule of a copy in host memory; a view could outlive the buffer, as it does not keep it alive."""
         from npu_runtime.torch_arrays import numpy_to_tensor
 
         return numpy_to_tensor(self.to_numpy()).__dlpack__(**kwargs)
@@ -76,7 +76,7 @@ class MetalBuffer(DeviceBuffer):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A kernel's arguments, pipeline and grid."""
+    """A dispatch of one of our kernels: its arguments, pipeline and grid."""
 
     binding: Binding
     pipeline: Any
@@ -85,9 +85,9 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """Part of a call that does not depend on memory: an MPS product, a dispatch of a kernel of ours, or both.
+    """The part of a call that does not depend on memory: an MPS product, a dispatch of a kernel of ours, or both.
 
-    The dispatch comes first where the product is added to what it writes.
+    If there are both, the dispatch comes first if the product is added to its result, and last otherwise.
     """
 
     product: Product | None
@@ -118,10 +118,10 @@ class ComputeLaunch:
 
 
 class MetalLaunch:
-    """A prepared call; calling it runs it alone, `MetalBackend.sequence` puts many into one command buffer.
+    """A prepared call; calling it runs it by itself, while `MetalBackend.sequence` puts many into one command buffer.
 
     Attributes:
-        encode: Each puts one product or dispatch into a command buffer.
+        encode: Functions that each encode one product or dispatch into a command buffer.
     """
 
     def __init__(self, device: MetalDevice, work: Sequence[ComputeLaunch | MPSLaunch]) -> None:
@@ -132,19 +132,19 @@ class MetalLaunch:
         self.timed()
 
     def timed(self) -> float:
-        """Run it alone; returns the GPU's seconds."""
+        """Run the call by itself; returns the GPU's seconds."""
         return self._device.run(self.encode, len(self.encode))
 
 
 class MetalBackend(Backend):
-    """Runs op-level programs on an Apple GPU.
+    """A backend that runs op-level programs on an Apple GPU.
 
     Args:
-        api: The Metal API to call: pyobjc's by default, or `metal_emulator.api()`.
-        mps: Leave matrix products to Metal Performance Shaders; else our kernels make all of them.
+        api: The Metal API to call: pyobjc's if None, or `metal_emulator.api()`.
+        mps: Use Metal Performance Shaders for matrix products; else our kernels compute all of them.
 
     Attributes:
-        counters: Counts of what was made, packed and encoded so far (see `MetalDevice.counters`).
+        counters: Counts of objects created, parameters packed and commands encoded so far (see `MetalDevice.counters`).
     """
 
     config: TargetConfig = METAL_GPU
@@ -165,19 +165,19 @@ class MetalBackend(Backend):
 
     @property
     def target(self) -> CodegenTarget:
-        """Metal's own target: the integer kernels and rounded rows of the op-level target are the CPU's."""
+        """Metal's own target, without the integer kernels and rounded rows that the op-level target has for the CPU."""
         return self._target
 
     @property
     def counters(self) -> Counter[str]:
-        """Number of command buffers, dispatches and the like since the backend was opened."""
+        """Counts of command buffers, dispatches and the like since the backend was opened."""
         return self._device.counters
 
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> MetalBuffer:
         return MetalBuffer(self._device, shape, alloc_shape, dtype)
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Make the pipelines and pack the parameters of a program's calls, those that fix a library's dtype first."""
+        """Create the pipelines and pack the parameters of a program's calls, first those that need a certain dtype."""
         for call in sorted(calls, key=lambda call: compute_half(call) is None):
             self._compile(call)
         self._device.save_archive()
@@ -216,7 +216,7 @@ class MetalBackend(Backend):
         return MetalLaunch(self._device, work)
 
     def sequence(self, launches: Sequence[Launch], plan: ExecutionPlan) -> Launch:
-        """All launches in one command buffer (more only beyond `max_dispatches_per_batch`)."""
+        """One function that runs all launches in one command buffer, or more if `max_dispatches_per_batch` is less."""
         encode = [part for launch in launches if isinstance(launch, MetalLaunch) for part in launch.encode]
 
         def run() -> None:
@@ -230,7 +230,7 @@ class MetalBackend(Backend):
 
 
 def _place(operand: Operand) -> tuple[Any, int]:
-    """The buffer an operand lies in, and the byte where its view begins."""
+    """The Metal buffer in which an operand lies, and the byte at which its view begins."""
     view = operand.view
     first = view.offset * itemsize(view.dtype) if view.numel else 0
     return operand.memory.native_handle, operand.byte_offset + first

@@ -1,6 +1,6 @@
-"""A kernel call in the form that a Metal function takes: its constants, parameter struct and operand geometry.
+"""Kernel calls in the form that Metal functions take: constants, a parameter struct and the geometry of operands.
 
-`metal_kernels/README.md` is the other side of this contract.
+`metal_kernels/README.md` describes the shaders' side.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MAX_ELEMENTS = 2**32  # kernels count elements in 32 bits
 
 @dataclass(frozen=True)
 class Binding:
-    """A kernel call as a Metal function takes it; nothing here depends on the memory of its operands.
+    """A kernel call in the form that a Metal function takes; nothing here depends on the memory of its operands.
 
     Attributes:
-        call: The call with its views collapsed, which is what the grid is computed from.
-        operands: The view bound at each buffer index; None where an optional operand is absent.
-        params: The parameter struct, empty where the kernel has none.
-        geometry: One `Strided` per operand.
+        call: The call with its views collapsed, from which the grid is computed.
+        operands: The view bound at each buffer index; None for an absent optional operand.
+        params: The parameter struct, empty if the kernel has none.
+        geometry: A `Strided` struct per operand.
         constants: Function constant → value.
     """
 
@@ -42,10 +42,10 @@ class Binding:
 
 
 def bind(call: KernelCall) -> Binding:
-    """Work out everything about a call that does not depend on memory.
+    """Compute everything about a call that does not depend on memory.
 
     Raises:
-        DeviceError: no such kernel, or an operand that Metal kernels cannot address.
+        DeviceError: there is no such kernel, or Metal kernels cannot address an operand.
     """
     elementwise = elementwise_kernel(call)
     if elementwise is not None:
@@ -57,12 +57,12 @@ def bind(call: KernelCall) -> Binding:
 
 
 def compute_half(call: KernelCall) -> str | None:
-    """The 16-bit dtype that a call's kernel is compiled for, its result's where that has one; None: any will do."""
+    """The 16-bit dtype that a call's kernel must be compiled for, that of its result if it has one; None for any."""
     return next((view.dtype for view in (*call.outputs, *call.inputs) if view.dtype in HALF_DTYPES), None)
 
 
 def _bind_elementwise(call: KernelCall, kernel: ElementwiseKernel) -> Binding:
-    """Element-wise operands are read in the same order, so dimensions that can be merged in all of them are merged."""
+    """The binding of an element-wise call, with dimensions merged where all operands' strides allow it."""
     views = collapse_views([*call.inputs, *call.outputs])
     if kernel.is_strided:
         views = [_at_least_rank(view, 2) for view in views]

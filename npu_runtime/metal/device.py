@@ -1,4 +1,4 @@
-"""The Metal device by pyobjc's calls: memory, libraries and pipelines (each made once), command buffers.
+"""The Metal device by pyobjc's calls: memory, libraries and pipelines (each created once), command buffers.
 
 `api` is what `import Metal` and `import MetalPerformanceShaders` give on a Mac, or the emulator's objects of that name.
 """
@@ -41,7 +41,7 @@ class MetalAPI:
 
 
 def load_api() -> MetalAPI:
-    """pyobjc's bindings.
+    """Import pyobjc's bindings of Metal.
 
     Raises:
         DeviceError: this is no Mac, or pyobjc is not installed.
@@ -61,15 +61,16 @@ def load_api() -> MetalAPI:
 
 @cache
 def _constant_kinds(filename: str) -> dict[str, str]:
-    """Function constant → its type, of a shader file."""
+    """Function constant → its type, for those in a shader file."""
     return {name: kind for kind, name in _CONSTANT.findall(shader_source(filename))}
 
 
 class MetalDevice:
-    """One GPU.
+    """One GPU, with the objects that Metal creates for it.
 
     Attributes:
-        counters: Buffers, libraries, pipelines, command buffers and encoders made, dispatches and MPS products encoded.
+        counters: Counts of buffers, libraries, pipelines, command buffers and encoders created, and of dispatches and
+            MPS products encoded.
     """
 
     def __init__(self, api: MetalAPI, config: TargetConfig, archive: Path | None = None) -> None:
@@ -92,10 +93,10 @@ class MetalDevice:
         return str(self.handle.name())
 
     def allocate(self, size: int) -> Any:
-        """An `MTLBuffer` in memory that CPU and GPU share.
+        """A new `MTLBuffer` in memory that CPU and GPU share.
 
         Raises:
-            MemoryError: it would not fit in what Metal says the GPU can work with.
+            MemoryError: it would exceed the GPU's working set as Metal reports it.
         """
         size = max(size, _SMALLEST_BUFFER)
         used, budget = self.handle.currentAllocatedSize(), self.handle.recommendedMaxWorkingSetSize()
@@ -111,10 +112,10 @@ class MetalDevice:
     def pipeline(
         self, filename: str, function: str, dtype: str | None, constants: Mapping[str, int], macros: Mapping[str, str]
     ) -> Any:
-        """The pipeline of a function with its constants compiled in; made on the first call.
+        """The pipeline of a function with its constants compiled in, created on the first call.
 
         Args:
-            dtype: The compute dtype; None where no operand has it, so that any library of the file serves.
+            dtype: The compute dtype; None if no operand has it, so that any library of the file serves.
             macros: Preprocessor macros of that file, beyond the target's.
 
         Raises:
@@ -179,15 +180,15 @@ class MetalDevice:
         return pipeline
 
     def save_archive(self) -> None:
-        """Keep the pipelines made so far on disk, for the next process."""
+        """Store the pipelines created so far on disk, for the next process."""
         if self._archive is not None:
             self._archive.save()
 
     def run(self, encode: Sequence[Callable[[CommandEncoder], None]], batch: int) -> float:
-        """Encode, commit and wait; returns the GPU's seconds.
+        """Encode calls, commit them and wait; returns the GPU's seconds.
 
         Args:
-            batch: Calls per command buffer.
+            batch: Maximum number of calls per command buffer.
 
         Raises:
             DeviceError: a command buffer failed, with Metal's message.
@@ -216,7 +217,10 @@ class MetalDevice:
 
 
 class CommandEncoder:
-    """One command buffer; its compute encoder stays open from call to call and is ended only for MPS."""
+    """A command buffer under construction.
+
+    Its compute encoder stays open from call to call and is ended only for MPS.
+    """
 
     def __init__(self, device: MetalDevice) -> None:
         self._device = device
@@ -225,14 +229,14 @@ class CommandEncoder:
         device.counters["command_buffers"] += 1
 
     def compute(self) -> Any:
-        """The open compute encoder."""
+        """The open compute encoder; creates one if there is none."""
         if self._compute is None:
             self._compute = self._buffer.computeCommandEncoder()
             self._device.counters["encoders"] += 1
         return self._compute
 
     def command_buffer(self) -> Any:
-        """The command buffer itself, for calls that encode into it on their own."""
+        """The command buffer itself, for calls that encode into it directly; ends the compute encoder."""
         self.end()
         return self._buffer
 
@@ -249,7 +253,7 @@ class CommandEncoder:
 
 
 class PipelineArchive:
-    """Compiled pipelines on disk (`MTLBinaryArchive`): a second process finds them instead of compiling them."""
+    """An archive of compiled pipelines on disk (`MTLBinaryArchive`), so that a second process need not compile them."""
 
     def __init__(self, device: MetalDevice, path: Path) -> None:
         self._path = path
@@ -272,7 +276,7 @@ class PipelineArchive:
         self._added += bool(done)
 
     def save(self) -> None:
-        """Write the archive if it has grown. A failure to write is a warning: the next start is slower, no more."""
+        """Write the archive if it has grown. A failure to write only warns, as the next start is slower."""
         if not self._added:
             return
         try:

@@ -27,17 +27,20 @@ Shape: TypeAlias = Callable[[KernelCall, TargetConfig], tuple[Size3, Size3]]
 
 
 class MetalDispatchStrategy(DispatchStrategy):
-    """Grids for the kernels in `metal_kernels`; whole threadgroups, so kernels guard their edges."""
+    """Grids for the kernels in `metal_kernels`, of whole threadgroups, so that kernels have to check their bounds."""
 
     def __init__(self, config: TargetConfig) -> None:
         self.config = config
 
     def compute_dispatch(self, call: KernelCall, pipeline: Any) -> tuple[Size3, Size3]:
-        """No kernel's grid depends on its pipeline: pipelines are made for the largest threadgroups."""
+        """The grid of a call.
+
+        It does not depend on the pipeline, as all pipelines are compiled for the largest threadgroups.
+        """
         return _SHAPES[declaration(call).grid](call, self.config)
 
     def function(self, call: KernelCall) -> str:
-        """The Metal function that runs a call: one kernel may have several, for different shapes."""
+        """The Metal function that runs a call; one kernel may have several, for different shapes."""
         decl = declaration(call)
         if decl.grid is Grid.QUERIES:
             return _attention_form(call)
@@ -68,7 +71,7 @@ def _four_elements(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3
 
 
 def _planes(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One thread per output element: columns, rows, and everything outside them along z."""
+    """A grid of one thread per output element: columns along x, rows along y, all other dimensions along z."""
     *outer, rows, columns = call.outputs[0].shape
     width = _whole_simdgroups(columns, config.max_threadgroup_1d)
     height = max(1, min(rows, config.max_threadgroup_1d // width))
@@ -84,7 +87,7 @@ def _embedding(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _source_elements(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One thread per element of the rows that replace others."""
+    """A grid of one thread per element of the rows that replace others in an update."""
     count, threads = call.inputs[1].numel, config.max_threadgroup_1d
     return (_groups(count, threads), 1, 1), (threads, 1, 1)
 
@@ -139,24 +142,27 @@ def _matmul_vec(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _quantized_matmul_vec(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """Grid of a product of one row with codes; a thread takes 16 bytes of each row's codes at a time."""
+    """A grid for a product of one row and a quantized weight; a thread reads 16 bytes of a row's codes at a time."""
     return _columns(call.params["n"], _groups(call.inputs[1].shape[-1], CODE_BYTES), config)
 
 
 def _columns(count: int, steps: int, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per few columns, with a thread for every step of the reduction, or every few of them."""
+    """A grid of one threadgroup per few columns, with a thread for each step, or every few steps, of the reduction."""
     rounds = _groups(steps, config.max_threadgroup_1d)
     threads = _whole_simdgroups(_groups(steps, rounds), config.max_threadgroup_1d)
     return (_groups(count, VEC_COLUMNS), 1, 1), (threads, 1, 1)
 
 
 def _matmul_vec_notrans(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per SIMD width of output columns, which lie side by side; K is split over its SIMD groups."""
+    """A grid of one threadgroup per SIMD width of adjacent output columns; its SIMD groups divide K."""
     return (_groups(call.params["n"], SIMD_WIDTH), 1, 1), (config.max_threadgroup_1d, 1, 1)
 
 
 def _conv(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """Pixels along x, channels along y, images along z; a threadgroup takes a tile, or a thread a few pixels."""
+    """A grid with pixels along x, channels along y, images along z.
+
+    A threadgroup takes a tile, or a thread a few pixels.
+    """
     images, channels, rows, columns = call.outputs[0].shape
     pixels = rows * columns
     if call.params.get("direct"):
@@ -177,7 +183,7 @@ def _rope(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _attention_form(call: KernelCall) -> str:
-    """Tiles of queries where there are enough of them, else single queries."""
+    """The Metal function for attention: tiles of queries if there are many, else single queries, or wide heads."""
     q, k, v = call.inputs[:3]
     if _is_wide(call):
         return "attention_wide_kernel"
@@ -188,7 +194,7 @@ def _attention_form(call: KernelCall) -> str:
 
 
 def _is_wide(call: KernelCall) -> bool:
-    """Whether a head of queries or values exceeds what is held in registers."""
+    """Whether a head of queries or values is wider than kernels can hold in registers."""
     q, _, v = call.inputs[:3]
     return max(q.shape[-1], v.shape[-1]) > ATTENTION_WIDTH
 

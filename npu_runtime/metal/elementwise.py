@@ -1,4 +1,4 @@
-"""The rows of the element-wise table as the macro that the shader templates expand."""
+"""The table of element-wise ops as a macro that the shader templates expand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from npu_compiler.program.target import MetalCodegenTarget
 
 @cache
 def elementwise_macro(filename: str) -> str:
-    """The value of `ELEMENTWISE_OPS` for a shader file; empty for a file that holds no element-wise kernels.
+    """The value of `ELEMENTWISE_OPS` for a shader file; empty for a file without element-wise kernels.
 
-    It is the functions that the ops need and a row per op, as `elementwise_template.metal` takes them. A kernel and its
-    `_scalar` form are one row, which reads an absent operand from the parameters.
+    It has the functions that the ops need and a row per op, as `elementwise_template.metal` takes them. A kernel and
+    its `_scalar` form share a row; the latter reads operands that are numbers from the parameters.
     """
     target = MetalCodegenTarget()
     rows: dict[str, str] = {}

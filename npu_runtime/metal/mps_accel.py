@@ -1,4 +1,7 @@
-"""Matrix products by `MPSMatrixMultiplication`; what a linear does beyond its product is a dispatch of its own."""
+"""Matrix products by `MPSMatrixMultiplication`.
+
+The rest of a linear (bias, activation, residual) is a separate dispatch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from npu_runtime.metal.device import CommandEncoder, MetalDevice
 
 @dataclass(frozen=True)
 class Matrix:
-    """A view as MPS describes matrices: rows of `columns` elements, `row_stride` apart; `count` of them."""
+    """A view as MPS describes matrices: `count` matrices with rows of `columns` elements, `row_stride` apart."""
 
     view: View
     rows: int
@@ -25,7 +28,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Product:
-    """result = alpha · left · right + beta · result, either side transposed."""
+    """A product result = alpha · left · right + beta · result, in which left and right may be transposed."""
 
     left: Matrix
     right: Matrix
@@ -38,9 +41,10 @@ class Product:
 
 
 def as_product(call: KernelCall) -> Product | None:
-    """The call as an MPS product, or None where one of our own kernels has to make it.
+    """The call as an MPS product; None if one of our own kernels has to compute it.
 
-    MPS takes one dtype throughout; one row is left to the vector kernels, which read the weights at full bandwidth.
+    MPS requires one dtype for all matrices; products of one row are left to our kernels, which read the weights at full
+    bandwidth.
     """
     params = call.params
     if call.kernel in ("matmul_kernel", "matmul_notrans_kernel"):
@@ -68,8 +72,8 @@ def as_product(call: KernelCall) -> Product | None:
 def addend_of(call: KernelCall) -> KernelCall | None:
     """The call that writes a linear's bias or residual to the output, for MPS to add the product to it.
 
-    MPS rounds such a sum once, where an epilogue would round it twice. None where there is nothing to add, or more
-    than a sum: PyTorch itself rounds before an activation, and between a bias and a residual.
+    MPS rounds such a sum once, where an epilogue would round it twice. None if there is nothing to add, or more than
+    one sum: PyTorch itself rounds before an activation, and between a bias and a residual.
     """
     params, out = call.params, call.outputs[0]
     if len(call.inputs) != 3 or params.get("activation", "none") != "none":
@@ -81,7 +85,7 @@ def addend_of(call: KernelCall) -> KernelCall | None:
 
 
 def epilogue_of(call: KernelCall) -> KernelCall | None:
-    """The rest of a linear once its product is in the output; None where there is no rest."""
+    """The call that applies bias, activation and residual to a linear's product in the output; None if not needed."""
     params = call.params
     if addend_of(call) is not None:
         return None
@@ -92,7 +96,7 @@ def epilogue_of(call: KernelCall) -> KernelCall | None:
 
 
 def _batches(view: View) -> tuple[int, int] | None:
-    """(count, distance) of the matrices in a view, or None where they are not evenly spaced or one is repeated."""
+    """(count, distance) of the matrices in a view; None if they are not evenly spaced, or one is repeated."""
     shape, (strides,) = collapse(view.shape[:-2], view.strides[:-2])
     if not shape:
         return 1, 0
@@ -100,7 +104,7 @@ def _batches(view: View) -> tuple[int, int] | None:
 
 
 def _matrix(view: View, batch: tuple[int, int]) -> tuple[Matrix, bool] | None:
-    """The matrix in memory and whether the view is its transpose; None where neither dimension is packed."""
+    """The matrix in memory, and whether the view is its transpose; None if neither dimension is contiguous."""
     (rows, columns), (row_stride, column_stride) = view.shape[-2:], view.strides[-2:]
     if column_stride == 1 or columns == 1 and row_stride != 1:
         return _fitting(view, rows, columns, row_stride, batch, False)
@@ -112,9 +116,11 @@ def _matrix(view: View, batch: tuple[int, int]) -> tuple[Matrix, bool] | None:
 def _fitting(
     view: View, rows: int, columns: int, row_stride: int, batch: tuple[int, int], transposed: bool
 ) -> tuple[Matrix, bool] | None:
-    """MPS counts a matrix as whole rows: one that begins within a longer row could end beyond its buffer.
+    """A matrix of whole rows, and `transposed`.
 
-    For the same reason matrices must be whole rows apart.
+    None if it begins inside a longer row, or matrices are not whole rows apart.
+
+    MPS counts a matrix as whole rows, so such a matrix could end beyond its buffer.
     """
     count, distance = batch
     stride = row_stride if rows > 1 else columns
@@ -125,10 +131,10 @@ def _fitting(
 
 
 class MPSLaunch:
-    """A product with its MPS objects, made once for fixed memory."""
+    """A prepared product with its MPS objects, which are created once for fixed memory."""
 
     def __init__(self, device: MetalDevice, product: Product, memory: list[tuple[Any, int]]) -> None:
-        """Make the MPS objects; `memory` has (buffer, byte offset) of the left, right and result matrices."""
+        """Create the MPS objects; `memory` has (buffer, byte offset) of the left, right and result matrices."""
         self._device = device
         self._matrices = [
             self._describe(matrix, buffer, offset)

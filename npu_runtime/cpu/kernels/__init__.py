@@ -1,4 +1,4 @@
-"""The CPU device's reference kernels: the meaning of each, in NumPy.
+"""The CPU device's reference kernels, which define the meaning of each kernel, in NumPy.
 
 Faster ones are in `cpu.native` and `cpu.torch_kernels`.
 """

@@ -1,4 +1,4 @@
-"""Element-wise kernels: the C expressions of the compiler's table, evaluated by NumPy, a piece of the arrays a time."""
+"""Element-wise kernels: the C expressions of the compiler's table, evaluated by NumPy piece by piece."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _PIECE = 2**16  # elements: the intermediate results of a piece stay in the cach
 
 
 def bound_elementwise(op: Elementwise, inputs: Arrays, out: np.ndarray, params: Params) -> Launch:
-    """out = op(operands…) on fixed arrays: in float32, rounded once, or in int32 where no operand is a float."""
+    """A launch of out = op(operands…) on fixed arrays.
+
+    It computes in float32, rounded once, or in int32 if no operand is a float.
+    """
     scalars = params["scalars"]
     if op.name == "copy":
         return partial(_copy, out, inputs[0] if inputs else scalars[0])
@@ -57,7 +60,7 @@ def _copy(out: np.ndarray, value: Value) -> None:
 
 
 def _one_dimensional(arrays: Arrays) -> list[np.ndarray] | None:
-    """The arrays, all of one shape, as vectors of the same memory; None where one stride does not walk each."""
+    """Arrays of one shape as vectors over the same memory; None if an array cannot be walked with one stride."""
     size, strides = collapse(arrays[0].shape, *map(strides_of, arrays))
     if len(size) != 1 or 0 in size:
         return None

@@ -1,4 +1,4 @@
-"""Integer kernels in NumPy: sums that are exact, in float64, then float32 arithmetic as in torch."""
+"""Integer kernels in NumPy: exact sums, in float64, then float32 arithmetic as in torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dequantize_activation(inputs: Arrays, outputs: Arrays, params: Params) -> No
 
 
 def _operands(inputs: Arrays, params: Params) -> tuple[np.ndarray, np.ndarray, Arrays]:
-    """x and the weight as what their integers count from their zero points, and the operands after the scales."""
+    """x and the weight with their zero points subtracted, and the operands after them, scales first."""
     x, weight, scales, *rest = inputs
     zeros = rest.pop(0) if params["has_weight_zeros"] else np.zeros(len(scales))
     weight = weight.astype(np.float64) - zeros.reshape(-1, *[1] * (weight.ndim - 1))
@@ -51,7 +51,10 @@ def _operands(inputs: Arrays, params: Params) -> tuple[np.ndarray, np.ndarray, A
 
 
 def _scaled(sums: np.ndarray, rest: Arrays, out: np.ndarray, params: Params) -> None:
-    """out of sums [..., o, p, q] or, for a linear, [m, o]."""
+    """Write a product's result to `out`, from its sums [..., o, p, q] or, for a linear, [m, o].
+
+    It applies scales, bias, residual, activation and rounding.
+    """
     scales, *others = rest
     shape = (-1,) if sums.ndim == 2 else (-1, 1, 1)
     y = sums.astype(np.float32) * (scales * np.float32(params["x_scale"])).reshape(shape)

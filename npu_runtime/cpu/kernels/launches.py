@@ -1,4 +1,4 @@
-"""A call as its reference kernel."""
+"""Launches of reference kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAVY = (Family.MATMUL, Family.CONV)
 
 
 def reference_launch(call: KernelCall, inputs: Arrays, outputs: Arrays) -> Launch:
-    """Bind a call to arrays: the result runs its reference kernel.
+    """A launch of a call's reference kernel on arrays.
 
     Raises:
         DeviceError: the program names a kernel that this device does not have.
@@ -38,7 +38,7 @@ def _run(kernel: Kernel, inputs: Arrays, outputs: Arrays, params: Params) -> Non
 
 
 def bound_reference(call: ArrayCall) -> Launch:
-    """Bind a call to its memory: the result runs its reference kernel, on constants that were widened once.
+    """A launch of a call's reference kernel on the call's memory, with 16-bit constants widened once.
 
     Raises:
         DeviceError: the program names a kernel that this device does not have.
@@ -50,7 +50,7 @@ def bound_reference(call: ArrayCall) -> Launch:
 
 
 def _widened(call: ArrayCall, index: int) -> np.ndarray:
-    """A constant 16-bit operand in float32, made once."""
+    """A constant 16-bit operand in float32, converted once; any other operand as it is."""
     array = call.inputs[index]
     if array.dtype not in HALVES:
         return array

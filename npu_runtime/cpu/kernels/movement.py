@@ -1,4 +1,4 @@
-"""Kernels that make, rearrange and pick elements, in NumPy."""
+"""Kernels that fill, rearrange and select elements, in NumPy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arange(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @cpu_kernel("pad_kernel")
 def pad(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """Grow the trailing dimensions; `pads` lists (before, after) from the last dimension on."""
+    """Pad the trailing dimensions; `pads` lists (before, after) from the last dimension on."""
     x, out, pads = inputs[0], outputs[0], params["pads"]
     grown = list(zip(pads[::2], pads[1::2], strict=True))[: x.ndim]
     pairs = [(0, 0)] * (x.ndim - len(grown)) + grown[::-1]
@@ -110,7 +110,7 @@ def index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @cpu_kernel("scatter_kernel")
 def scatter(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """out = base, with each element of `source` put at its index within a row, or joined with what is there."""
+    """out = base, with each element of `source` stored at its index within a row, or reduced with the element there."""
     base, index, source = inputs
     mode, joins = params["reduce"], params["include_self"]
     places: tuple[np.ndarray, ...] = (*np.indices(index.shape, sparse=True)[:-1], in_range(index, base.shape[-1]))
@@ -135,7 +135,7 @@ def scatter(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @cpu_kernel("argsort_kernel")
 def argsort(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """Positions of each row's elements in sorted order; equal ones keep their order."""
+    """Positions of each row's elements in sorted order; equal elements keep their order."""
     x = to_float(inputs[0])
     if params[
         "descending"

@@ -13,7 +13,10 @@ from npu_runtime.cpu.kernels.rows import softmax_of
 
 
 def activated(array: np.ndarray, activation: str) -> np.ndarray:
-    """A float32 array under one of `npu_compiler`'s `ACTIVATIONS`, or as it is under "none"; it is overwritten."""
+    """The activation of a float32 array, by its name in `npu_compiler`'s `ACTIVATIONS`, or "none".
+
+    Overwrites the array.
+    """
     if activation != "none":
         op = ELEMENTWISE[ACTIVATIONS[activation]]
         bound_elementwise(op, [array], array, {"scalars": [None], **op.attrs})()
@@ -47,7 +50,7 @@ def gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @cpu_kernel("expert_matmul_kernel")
 def expert_product(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """out[m] = x[m · R / M] · weight[experts[m]]ᵀ + bias[experts[m]], or 0 where there is no such expert."""
+    """out[m] = x[m · R / M] · weight[experts[m]]ᵀ + bias[experts[m]], or 0 if there is no such expert."""
     x, weight, experts, *bias = inputs
     shared = len(experts) // len(x)
     outputs[0][...] = 0
@@ -87,7 +90,7 @@ def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @cpu_kernel("paged_attention_kernel")
 def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """Attention of the tokens of each sequence to the rows of the pool that its table names."""
+    """Attention of tokens to the rows of a pool of keys and values that their sequences' tables name."""
     q, k, v, tables, sequences, positions = inputs
     block = params["block_size"]
     sequences = np.clip(sequences, 0, len(tables) - 1)

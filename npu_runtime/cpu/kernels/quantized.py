@@ -1,4 +1,4 @@
-"""Products and lookups with weights in few bits, and KV caches, in NumPy: those of what is dequantized."""
+"""Products and lookups with quantized weights, and KV caches, in NumPy: operands are dequantized first."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def quantized_index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> Non
 
 @cpu_kernel("quantized_attention_kernel")
 def quantized_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """`attention` with keys and values that are rounded by row."""
+    """Attention with keys and values that are quantized by row."""
     q, keys, key_scales, values, value_scales, *mask = inputs
     k, v = (
         dequantize_rows(codes, scales, params["format"])

@@ -17,7 +17,7 @@ CPU_KERNELS: dict[str, Kernel] = {}
 
 
 def cpu_kernel(*names: str) -> Callable[[Kernel], Kernel]:
-    """Decorator: the function is the meaning of these kernels."""
+    """Return a decorator that registers a function as the reference of these kernels."""
 
     def add(kernel: Kernel) -> Kernel:
         CPU_KERNELS.update(dict.fromkeys(names, kernel))
@@ -27,7 +27,7 @@ def cpu_kernel(*names: str) -> Callable[[Kernel], Kernel]:
 
 
 def to_float(array: np.ndarray) -> np.ndarray:
-    """16-bit floats as float32; everything else unchanged."""
+    """An array of 16-bit floats as float32; any other array unchanged."""
     return as_float32(array) if array.dtype in HALVES else array
 
 
@@ -42,10 +42,10 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def in_range(index: np.ndarray, size: int) -> np.ndarray:
-    """An index from the front.
+    """The index, after a check that all of it is in 0..size - 1.
 
     Raises:
-        IndexError: it leaves 0..size - 1.
+        IndexError: it is not.
     """
     if index.size and not (index.min() >= 0 and index.max() < size):
         worst = index.min() if index.min() < 0 else index.max()

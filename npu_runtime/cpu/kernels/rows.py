@@ -61,7 +61,7 @@ for _op in _FLAT:
 
 
 def softmax_of(x: np.ndarray) -> np.ndarray:
-    """softmax over the last dimension of a float32 array; NaN where a row is -inf throughout."""
+    """Softmax over the last dimension of a float32 array; NaN for a row that is -inf throughout."""
     exponentials = np.exp(x - x.max(-1, keepdims=True, initial=-np.inf))
     result: np.ndarray = exponentials / exponentials.sum(-1, keepdims=True)
     return result
@@ -127,7 +127,7 @@ def group_norm(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 
 def _shifted(x: np.ndarray, affine: Arrays, shape: tuple[int, ...]) -> np.ndarray:
-    """x · weight + bias, as far as there are these two."""
+    """x · weight + bias, with those of the two that `affine` has."""
     if affine:
         x = x * affine[0].reshape(shape)
     return x + affine[1].reshape(shape) if len(affine) > 1 else x

@@ -33,7 +33,7 @@ def conv2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 
 def _depthwise(x: np.ndarray, weight: np.ndarray, shape: tuple[int, ...], params: Params) -> np.ndarray:
-    """The convolution of padded maps where each output channel reads one map: tap by tap."""
+    """The convolution of padded images in which each output channel reads one input channel, tap by tap."""
     x = np.repeat(x, shape[1] // x.shape[1], 1)
     result = np.zeros(shape, np.float32)
     for (row, column), place in _taps(weight.shape[2:], shape[2:], params["stride"], params["dilation"]):
@@ -42,7 +42,7 @@ def _depthwise(x: np.ndarray, weight: np.ndarray, shape: tuple[int, ...], params
 
 
 def by_columns(x: np.ndarray, weight: np.ndarray, params: Params, result: np.ndarray) -> np.ndarray:
-    """Write the convolution of padded maps to `result`, as a product with what each window holds, and return it."""
+    """Write the convolution of padded images to `result`, as a product with the contents of windows, and return it."""
     groups, kernel = params["groups"], weight.shape[2:]
     (down, right), (below, beside) = params["stride"], params["dilation"]
     spans = [(count - 1) * apart + 1 for count, apart in zip(kernel, params["dilation"], strict=True)]
@@ -80,7 +80,7 @@ Place = tuple[slice, ...]
 def _taps(
     kernel: Sequence[int], size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Iterator[tuple[tuple[int, int], Place]]:
-    """Each tap of a window, and which elements of a map the windows, `size` many, meet with it."""
+    """Each tap of a window, with the slices of an image that the windows (`size` of them) multiply with it."""
     for row, column in np.ndindex(*kernel):
         starts = (row * dilation[0], column * dilation[1])
         ends = (start + (count - 1) * step + 1 for start, count, step in zip(starts, size, stride, strict=True))
@@ -89,7 +89,7 @@ def _taps(
 
 
 def _padded(x: np.ndarray, out: np.ndarray, params: Params, dilation: Sequence[int], value: float) -> np.ndarray:
-    """The maps with all that windows touch of their surroundings."""
+    """The images, padded with `value` as far as windows reach beyond them."""
     pads = [(0, 0), (0, 0)]
     axes = zip(x.shape[2:], out.shape[2:], params["window"], params["stride"], params["padding"], dilation, strict=True)
     for size, count, taps, step, before, apart in axes:
@@ -111,7 +111,7 @@ def max_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 
 @cpu_kernel("max_pool2d_index_kernel")
 def max_pool2d_index(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """Compute the place of each maximum in its plane, row by row: the first of equal ones, the last of several NaNs."""
+    """Compute the position of each maximum in its plane, counted by rows: of the first one, or of the last NaN."""
     x, out = as_float32(inputs[0]), outputs[0]
     height, width = x.shape[2:]
     padded = _padded(x, out, params, params["dilation"], -np.inf)
@@ -157,7 +157,7 @@ def adaptive_avg_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None
 
 @cpu_kernel("upsample_nearest_kernel")
 def upsample_nearest(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """Output pixel i reads input pixel floor(i · scale), or floor((i + ½) · scale) in the exact form."""
+    """Resample: output pixel i reads input pixel floor(i · scale), or floor((i + ½) · scale) in the exact form."""
     x, out = inputs[0], outputs[0]
     shift = np.float32(0.5 if params["exact"] else 0.0)
     rows, columns = (

@@ -1,4 +1,4 @@
-"""Loads the compiled kernels and wraps them as prepared launches."""
+"""Loads the compiled library of native kernels, and wraps kernels as prepared launches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _Launch(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded kernels, or None where they cannot be built (`build.failure_reason` tells why).
+    """The loaded library of kernels; None if it cannot be built (`build.failure_reason` says why).
 
     Raises:
-        DeviceError: the system does not load them: they lie in a folder from which nothing is executed, for example.
+        DeviceError: the system refuses to load it, for example as its folder does not allow execution.
     """
     path = library_path()
     if path is None:
@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes that packed operands follow; they depend on the instruction set that the library was compiled for.
+    """The sizes by which operands are packed, which depend on the instruction set that the library was compiled for.
 
     Attributes:
         lanes: Floats in a vector.
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def panel(self) -> int:
-        """Columns of a panel (kPanel in gemm.h)."""
+        """Number of columns of a panel (kPanel in gemm.h)."""
         return 2 * self.lanes
 
 
@@ -104,14 +104,14 @@ def _kernel(name: str, args_type: type[ArgumentBlock]) -> Any:
 
 
 def _failure(launch: NativeLaunch) -> DeviceError:
-    """The error that the thread's latest failed kernel reports."""
+    """The error for the latest kernel of this thread that failed, with the reason that the library reports."""
     loaded = library()
     reason = loaded.npu_failure().decode() if loaded is not None else "no native kernels"
     return DeviceError(f"{reason} in kernel {launch.name}{launch.origin}")
 
 
 def operand(array: np.ndarray | None) -> View:
-    """Describes an array of up to four dimensions; the array's storage must stay where it is."""
+    """The C description of an array of up to four dimensions; the array's memory must not move."""
     if array is None:
         return View()
     missing = 4 - array.ndim
@@ -123,16 +123,16 @@ def operand(array: np.ndarray | None) -> View:
 
 
 class NativeLaunch:
-    """A kernel with its argument block; calling it runs the kernel on whatever the operands hold by then.
+    """A kernel with its argument block; calling it runs the kernel on the current contents of its operands.
 
-    A function that prepares one runs nothing, and returns None instead where there are no native kernels, or none for
-    such dtypes, strides or numbers of dimensions.
+    A function that prepares one runs nothing. It returns None instead if there are no native kernels, or none for such
+    dtypes, strides or numbers of dimensions.
 
-    The block points into the arrays' storage, so the launch keeps them alive. Calling it raises `DeviceError` where
+    The block points into the arrays' memory, so the launch keeps them alive. Calling it raises `DeviceError` if
     there is no memory for the kernel's own work.
 
     Attributes:
-        origin: Words behind the kernel's name in an error: the call that it was prepared for.
+        origin: Text that follows the kernel's name in an error: the call that it was prepared for.
 
     Raises:
         DeviceError: the kernel would touch memory beyond an operand.
@@ -154,12 +154,12 @@ class NativeLaunch:
             raise _failure(self)
 
     def addresses(self) -> tuple[int, int]:
-        """The kernel's and the argument block's address."""
+        """The addresses of the kernel's function and of its argument block."""
         return ctypes.cast(self._function, ctypes.c_void_p).value or 0, self._args_address
 
 
 def pointers(args: ctypes.Structure, start: int, size: int) -> list[tuple[ctypes.c_uint64, int]]:
-    """The fields of an argument block that point into `size` bytes from `start`, each with its distance from there."""
+    """The fields of an argument block that point into `size` bytes from `start`, each with its offset from `start`."""
     fields = []
     for name, kind, *_ in args._fields_:
         place = ctypes.addressof(args) + getattr(type(args), name).offset
@@ -173,7 +173,7 @@ def pointers(args: ctypes.Structure, start: int, size: int) -> list[tuple[ctypes
 
 
 class NativeSequence:
-    """Launches that run one after the other within a single foreign call, up to one that fails (`DeviceError`)."""
+    """Launches that run one after the other within a single foreign call; it ends at one that fails (`DeviceError`)."""
 
     __slots__ = ("launches", "_table", "_run", "_table_address", "_count")
 
@@ -195,5 +195,5 @@ class NativeSequence:
 
 
 def launch(name: str, args: ArgumentBlock, *keep: object) -> NativeLaunch:
-    """Prepares kernel `name` on `args`, which point into the arrays in `keep`."""
+    """Prepare kernel `name` with the arguments `args`, which point into the arrays in `keep`."""
     return NativeLaunch(name, args, keep)

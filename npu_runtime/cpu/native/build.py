@@ -1,4 +1,4 @@
-"""Finds the native kernels as one shared library: the one that a wheel brings, else a cached one, else compiled now.
+"""Finds the library of native kernels: the one in the package (from a wheel), else a cached one, else compiled now.
 
 A library that is compiled here is compiled once per machine, CPU level and source version.
 """
@@ -88,8 +88,8 @@ class Library:
     Attributes:
         path: The shared library.
         level: CPU level that it was compiled for.
-        compiler: The path of the compiler; None for a library that the package brings.
-        seconds: Seconds that compiling took; None where nothing was compiled.
+        compiler: The path of the compiler; None for a library that came with the package.
+        seconds: Seconds that compiling took; None if nothing was compiled.
     """
 
     path: Path
@@ -103,30 +103,33 @@ class CompilerError(RuntimeError):
 
 
 def library_path() -> Path | None:
-    """The library, compiled now if there is none yet; None when it cannot be had (see `failure_reason`)."""
+    """The path of the library, compiled now if there is none yet; None if that is impossible (see `failure_reason`)."""
     library = compiled_library()
     return None if library is None else library.path
 
 
 def failure_reason() -> str | None:
-    """Reason why `library_path` returned None; None when it did not."""
+    """The reason why `library_path` returns None; None if it does not."""
     outcome = _outcome()
     return None if isinstance(outcome, Library) else outcome
 
 
 def compiled_library() -> Library | None:
-    """The library of `library_path`, and how it was made; None if there is none, and `failure_reason` says why.
+    """The library of `library_path`, with how it was compiled; None if there is none (see `failure_reason`).
 
     Raises:
         InputError: `NPU_SIM_CPU_LEVEL` names no level.
-        DeviceError: it names one that this machine cannot run or its compiler cannot build.
+        DeviceError: it names one that this machine does not support or its compiler cannot build.
     """
     outcome = _outcome()
     return outcome if isinstance(outcome, Library) else None
 
 
 def _outcome() -> Library | str:
-    """The library, or why there is none. Whoever asks first builds it; others meanwhile wait, for the same outcome."""
+    """The library, or the reason why there is none.
+
+    The first caller builds it; other threads wait for that and get the same result.
+    """
     with _one_at_a_time:
         outcome = _find()
     if isinstance(outcome, NPUError):
@@ -158,9 +161,9 @@ def _find() -> Library | str | NPUError:
 
 
 def shipped_library(level: Level) -> Library | None:
-    """The library for that level that the package brings; None where it brings none, or for other sources than these.
+    """The library for a level that came with the package; None if there is none for these sources.
 
-    `NPU_SIM_NATIVE=compile` and `NPU_SIM_SANITIZE` pass over it.
+    `NPU_SIM_NATIVE=compile` and `NPU_SIM_SANITIZE` ignore it.
     """
     if os.environ.get("NPU_SIM_NATIVE") == "compile" or os.environ.get("NPU_SIM_SANITIZE") or not _SHIPPED.is_dir():
         return None
@@ -169,14 +172,14 @@ def shipped_library(level: Level) -> Library | None:
 
 
 def shipped_name(level: Level) -> str:
-    """The file name of a level's library in a wheel, which the options and sources that it was compiled from decide."""
+    """The file name of a level's library in a wheel, which contains a hash of its compiler options and sources."""
     sources = sorted(path for path in SOURCE_FOLDER.rglob("*") if path.suffix in {".cpp", ".h"})
     options = "\n".join((*FLAGS, *level.flags))
     return f"kernels-{level.name}-{_digest(options.encode(), *(path.read_bytes() for path in sources))}.so"
 
 
 def find_compiler() -> str | None:
-    """The path of the C++ compiler to use: $CXX, else the first usual name on PATH."""
+    """The path of the C++ compiler to use: $CXX, else the first usual name on PATH; None if there is none."""
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         path = shutil.which(name) if name else None
         if path:
@@ -185,7 +188,10 @@ def find_compiler() -> str | None:
 
 
 def _build_best(compiler: str) -> Library:
-    """The library for the highest level that this machine runs and the compiler can build; errors as of `build`."""
+    """Build the library for the highest level that this machine supports and the compiler can build.
+
+    Errors are those of `build`.
+    """
     failures: list[tuple[Level, CompilerError]] = []
     for level in reversed(this_cpu().levels()):
         try:
@@ -205,14 +211,15 @@ def _build_best(compiler: str) -> Library:
 
 
 def build(compiler: str, level: Level, tuning: str | None = "-mtune=native") -> Library:
-    """The library for that level, which need not be one that this machine runs; from the cache if it is there.
+    """The library for a level, which this machine need not support; from the cache if it is there.
 
-    Where the cache folder cannot be written, it goes to a folder of the user's among the temporary files.
+    If the cache folder cannot be written, it goes to a temporary folder of the user's.
 
     Args:
         compiler: Path of the compiler.
         level: The level to compile for.
-        tuning: An option that chooses among equal instructions, used for levels that this machine runs.
+        tuning: A compiler option that chooses among equivalent instructions, for levels that this machine supports;
+            None for none.
 
     Raises:
         CompilerError: the compiler fails.
@@ -252,14 +259,14 @@ def _sanitizer_flags() -> tuple[str, ...]:
 
 
 def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], command: list[str]) -> float | None:
-    """Makes the library at `path`, where no other process sees it before it is whole.
+    """Compile the library at `path`, which other processes only see once it is whole.
 
     Args:
         objects: Unit → name of its object file, which goes into the same folder.
         command: The compiler with its options, which reads a source from its standard input.
 
     Returns:
-        How long compiling took in seconds, or None where another process has just done it.
+        Seconds that compiling took; None if another process has just compiled it.
     """
     folder = path.parent
     compiling = "compiling the CPU kernels, once on this machine"
@@ -289,7 +296,7 @@ def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], com
 
 
 def _object(path: Path, work: Path, command: list[str], unit: tuple[Path, ...]) -> Path:
-    """A unit's object file in the folder `work`; `path` is its place in the cache."""
+    """The object file of a group of sources in the folder `work`, compiled unless it is in the cache at `path`."""
     result = work / path.name
     content = read_entry(path)
     if content is not None:
@@ -308,7 +315,7 @@ def _check_room(folder: Path) -> None:
 
 
 def _units() -> list[tuple[Path, ...]]:
-    """The source files, in the groups that are compiled as one."""
+    """The source files, in the groups that are compiled together."""
     files = {path.stem: path for path in sorted(SOURCE_FOLDER.rglob("*.cpp"))}
     grouped = [tuple(files.pop(name) for name in unit if name in files) for unit in _UNITS]
     return [unit for unit in grouped if unit] + [(path,) for path in files.values()]
@@ -320,7 +327,10 @@ def _source(unit: tuple[Path, ...]) -> str:
 
 @contextmanager
 def _alone_in(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Keeps other processes from building in the folder meanwhile; says so where that takes waiting for one."""
+    """Context that keeps other processes from building in the folder.
+
+    If it has to wait for one, it says so by `say`.
+    """
     with (folder / "kernels.lock").open("w") as lock:
         with suppress(OSError):  # some network folders have no locks: the work may then be done twice
             try:
@@ -352,7 +362,7 @@ def _run(command: list[str], source: str = "") -> str:
 
 
 def _stop_compilers() -> None:
-    """End the compilers that run, with the processes that they have started."""
+    """Kill the compilers that are running, with the processes that they have started."""
     for process in tuple(_running):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

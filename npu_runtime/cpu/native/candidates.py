@@ -1,4 +1,4 @@
-"""Candidates among the native kernels for a call."""
+"""The native kernels that can run a call, as candidates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACCELERATORS: dict[str, Accelerator] = {}
 
 
 def native_candidates(call: ArrayCall) -> list[Candidate]:
-    """The native kernels that may run the call, the default first; none where there is none of that name."""
+    """The native kernels that may run the call, the default first; empty if there is none of that name."""
     accelerate = _ACCELERATORS.get(call.name)
     if accelerate is None or not native.available():
         return []
@@ -87,7 +87,7 @@ def _quantized_gated_linear(call: ArrayCall) -> NativeLaunch | None:
 
 
 def _packed_quantized(call: ArrayCall, bias: int | None) -> native.PackedQuantized | None:
-    """The weight, packed; None where it or the bias is not constant."""
+    """A call's quantized weight in the kernels' layout; None if the weight or the bias is not constant."""
     operands, _ = weight_parts(call.operands, call.params, 1)
     if not all(part.is_constant for part in operands) or (bias is not None and not call.is_constant(bias)):
         return None
@@ -303,7 +303,7 @@ def _conv2d_by(algorithm: str | None, call: ArrayCall) -> NativeLaunch | None:
 
 
 def _conv_variants(call: ArrayCall) -> list[Candidate]:
-    """Every algorithm that the default choice may have passed over."""
+    """Candidates for every convolution algorithm that the default choice may have passed over."""
     params = call.params
     others = convolutions.alternatives(
         call.inputs[0],

@@ -1,8 +1,8 @@
-"""Checks of the memory that native kernels touch, made when a launch is prepared: a kernel itself checks nothing.
+"""Checks of the memory that native kernels touch, when a launch is prepared; a kernel itself checks nothing.
 
-Every argument block tells, from its own fields and nothing else, which memory its kernel reads or writes. So a binding
-that changes sizes or strides (rows that run together, a stride that does not count) is held to what it says in the end,
-whatever it was derived from. The other side are the arrays that the launch keeps alive.
+Every argument block computes, from its own fields and nothing else, which memory its kernel reads or writes. So the
+final values of sizes and strides are checked, however a binding derived them. That memory must lie within the arrays
+that the launch keeps alive.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _BYTE = 1  # of any other dtype: codes
 
 
 class Extent(NamedTuple):
-    """Memory that a kernel may touch through a field of its argument block.
+    """The memory that a kernel may touch through one field of its argument block.
 
     Attributes:
         operand: The field's name.
-        address: Address to which the field points; None where the operand is absent.
-        begin, end: The range, in bytes from there; empty where nothing is touched.
+        address: Address to which the field points; None if the operand is absent.
+        begin, end: The range of bytes relative to the address; empty if nothing is touched.
     """
 
     operand: str
@@ -38,7 +38,7 @@ class Extent(NamedTuple):
 
 
 def strided(operand: str, start: int | None, item: int, sizes: Iterable[int], strides: Iterable[int]) -> Extent:
-    """The extent of an operand of `item` bytes an element; strides are in elements."""
+    """The extent of a strided operand with elements of `item` bytes; strides are in elements."""
     begin, end = 0, item
     for size, stride in zip(sizes, strides, strict=True):
         reach = (size - 1) * stride * item
@@ -52,25 +52,25 @@ def strided(operand: str, start: int | None, item: int, sizes: Iterable[int], st
 
 
 def packed(operand: str, start: int | None, size: int) -> Extent:
-    """The extent of `size` bytes that follow each other."""
+    """The extent of `size` consecutive bytes."""
     return Extent(operand, start, 0, size)
 
 
 def item_size(dtype: int) -> int:
-    """Bytes of an element, by the dtype's number."""
+    """Bytes of an element, by the number of its dtype."""
     return _ITEM_SIZES.get(dtype, _BYTE)
 
 
 class ArgumentBlock(ctypes.Structure):
-    """Argument block of a kernel, field by field as in its C++ declaration."""
+    """The argument block of a kernel, with the fields of its C++ declaration."""
 
     def extents(self, kernel: str) -> Iterable[Extent]:
-        """All memory that `kernel` may touch, its own scratch memory apart."""
+        """All memory that `kernel` may touch, except its own scratch memory."""
         raise NotImplementedError
 
 
 class View(ctypes.Structure):
-    """A strided operand as the kernels see it (`View` in kernel.h)."""
+    """A strided operand in the form that the kernels read (`View` in kernel.h)."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -80,17 +80,17 @@ class View(ctypes.Structure):
     ]
 
     def extent(self, operand: str, sizes: Sequence[int] | None = None) -> Extent:
-        """The extent of the view's strides under `sizes`, those that the kernel goes by; by default the view's own."""
+        """The extent of a view with the sizes that the kernel goes by; None means the view's own."""
         if not self.data:
             return Extent(operand, None, 0, 0)
         return strided(operand, self.data, item_size(self.dtype), self.size if sizes is None else sizes, self.stride)
 
 
 def check_extents(kernel: str, extents: Iterable[Extent], kept: object) -> None:
-    """Hold what a kernel would touch against the arrays that its operands begin with.
+    """Check that the memory a kernel would touch lies within the arrays that its operands begin with.
 
     Raises:
-        DeviceError: it would touch memory beyond one of them, or that of no array that the launch keeps.
+        DeviceError: it would touch memory beyond one of them, or of no array that the launch keeps alive.
     """
     spans: dict[int, tuple[int, int]] = {}
     for array in arrays_in(kept):
@@ -112,7 +112,7 @@ def check_extents(kernel: str, extents: Iterable[Extent], kept: object) -> None:
 
 
 def arrays_in(kept: object) -> Iterator[np.ndarray]:
-    """The arrays among what a launch keeps, and in dataclasses among it (packed weights)."""
+    """The arrays among the objects that a launch keeps, including those in dataclasses (packed weights)."""
     if isinstance(kept, np.ndarray):
         yield kept
     elif isinstance(kept, (tuple, list)):
@@ -123,11 +123,11 @@ def arrays_in(kept: object) -> Iterator[np.ndarray]:
 
 
 def prefixed(prefix: str, extents: Iterable[Extent]) -> Iterator[Extent]:
-    """Extents of a block within a block, named after both."""
+    """The extents of an argument block within another one, with both names."""
     for extent in extents:
         yield Extent(f"{prefix}.{extent.operand}", extent.address, extent.begin, extent.end)
 
 
 def floats(operand: str, start: Any, count: int) -> Extent:
-    """The extent of `count` elements of four bytes."""
+    """The extent of `count` consecutive 4-byte elements."""
     return packed(operand, start, 4 * count)

@@ -1,4 +1,4 @@
-"""Memory for packed weights on huge pages: walking small ones costs a streaming kernel a tenth of the bandwidth."""
+"""Memory for packed weights on huge pages; with small pages, a streaming kernel loses a tenth of the bandwidth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _chunk = np.empty(0, np.uint8)
 
 
 def weight_memory(size: int) -> np.ndarray:
-    """Uninitialized bytes on a cache line.
+    """Uninitialized bytes that begin on a cache line.
 
     Less than a huge page is taken from a chunk of several, which lives as long as anything taken from it.
     """

@@ -1,4 +1,4 @@
-"""Numbers that stand for names in the argument blocks: the enumerators of the kernels' C++ enums, in their order."""
+"""Numbers that stand for names in argument blocks: the values of the kernels' C++ enums, in order."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_threads() -> int:
-    """$NPU_SIM_THREADS, else the cores that this process may run on, or fewer where a cgroup limits its CPU time.
+    """Number of threads: $NPU_SIM_THREADS, else the cores that this process may use, limited by its cgroup's CPU time.
 
     Raises:
         ValueError: NPU_SIM_THREADS is not a positive number.
@@ -26,7 +26,10 @@ def usable_threads() -> int:
 
 
 def cgroup_cores(folder: Path) -> float | None:
-    """The CPU time that the cgroup file system at `folder` allows, in cores; None where it sets no limit."""
+    """The CPU time that the cgroup file system mounted at `folder` allows, in cores.
+
+    None if it sets no limit, or there are no such files.
+    """
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):

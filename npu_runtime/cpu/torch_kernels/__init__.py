@@ -1,4 +1,4 @@
-"""The CPU device's kernels by PyTorch, where it is installed."""
+"""The CPU device's kernels by PyTorch, if it is installed."""
 
 from npu_runtime.cpu.torch_kernels import attention, elementwise, indexing, products, rows, windows
 from npu_runtime.cpu.torch_kernels.launches import torch_launch

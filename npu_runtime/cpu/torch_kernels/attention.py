@@ -1,4 +1,4 @@
-"""Attention by PyTorch's own; float32 arithmetic."""
+"""Attention by PyTorch's own kernel, in float32 arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Element-wise kernels: the torch functions that the compiler's table of element-wise ops names."""
+"""Element-wise kernels: calls of the torch functions that the compiler's table of element-wise ops names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def _remainder(function: Callable[..., torch.Tensor], a: Any, b: Any) -> torch.Tensor:
-    """PyTorch's remainder; where its vectors give NaN, since the quotient passes what they hold, the exact one."""
+    """PyTorch's remainder, corrected where its vector code gives NaN because the quotient is too large."""
     result = function(a, b)
     if not result.is_floating_point() or not result.isnan().any():
         return result
@@ -65,7 +65,7 @@ _TENSOR_ONLY = frozenset(
 
 @functools.cache
 def torch_function(dotted: str) -> Callable[..., torch.Tensor]:
-    """The function of an element-wise op's `torch` name."""
+    """The torch function for a dotted name in the table of element-wise ops."""
     if dotted in _COMPOSED:
         return _COMPOSED[dotted]
     value: object = torch
@@ -75,7 +75,7 @@ def torch_function(dotted: str) -> Callable[..., torch.Tensor]:
 
 
 def elementwise_by_torch(op: Elementwise) -> Kernel:
-    """out = op(operands…), in float32 wherever a 16-bit float takes part, rounded once."""
+    """A kernel for out = op(operands…), in float32 if an operand is a 16-bit float, rounded once."""
     return _copy if op.name == "copy" else functools.partial(_compute, op)
 
 

@@ -1,4 +1,4 @@
-"""Kernels that pick elements by index."""
+"""Kernels that select or store elements by index."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def gather(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 
 @torch_kernel("scatter_kernel")
 def scatter(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """out = base, with each element of `source` put at its index within a row, or joined with what is there.
+    """out = base, with each element of `source` stored at its index within a row, or reduced with the element there.
 
-    Of several with the mode `last` the last one counts, in order of the last dimension.
+    With the mode `last`, the last of several elements for one place is kept, in order of the last dimension.
     """
     base, index, source = inputs
     if params["reduce"] == "last":
@@ -33,5 +33,5 @@ def scatter(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 
 @torch_kernel("argsort_kernel")
 def argsort(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """Positions of each row's elements in sorted order; equal ones keep their order."""
+    """Positions of each row's elements in sorted order; equal elements keep their order."""
     outputs[0].copy_(torch.argsort(inputs[0], dim=-1, descending=bool(params["descending"]), stable=True))

@@ -1,4 +1,4 @@
-"""A call as PyTorch's kernel."""
+"""Launches of PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def on_tensors(call: ArrayCall) -> BoundCall[torch.Tensor]:
 
 
 def torch_launch(call: ArrayCall, among_native: bool) -> Launch | None:
-    """PyTorch's kernel for a call, on the call's memory; None where there is none of that name.
+    """A launch of PyTorch's kernel for a call on the call's memory; None if there is none of that name.
 
     Args:
         among_native: Whether native kernels run before and after it. PyTorch's threads help little with a small call,
@@ -39,7 +39,7 @@ def torch_launch(call: ArrayCall, among_native: bool) -> Launch | None:
 
 
 def _kernel(name: str) -> Kernel | None:
-    """PyTorch's kernel of that name; an element-wise one calls the function that the table of such ops names."""
+    """PyTorch's kernel of that name, which may be an element-wise op's; None if there is none."""
     if name not in TORCH_KERNELS and name in ELEMENTWISE_KERNELS:
         return elementwise_by_torch(ELEMENTWISE_KERNELS[name].op)
     return TORCH_KERNELS.get(name)

@@ -1,7 +1,7 @@
 """PyTorch's own optimized kernels (MKL and oneDNN) as candidates, on weights that are prepared once per buffer.
 
-They mean what the reference kernels mean: 16-bit operands go up to float32, and the result is rounded once. Of 16-bit
-kernels only those are used that accumulate in float32 and round nothing but the result, except for attention, whose
+They agree with the reference kernels: 16-bit operands are widened to float32, and the result is rounded once. 16-bit
+kernels are only used if they accumulate in float32 and round nothing but the result, except for attention, whose
 16-bit form also rounds the softmax's weights, as PyTorch does.
 
 Bias and weight are read when a launch is prepared, the other operands whenever it runs. `out` may be the residual.
@@ -53,7 +53,7 @@ _MAKERS: dict[str, list[tuple[str, Maker]]] = {}
 
 
 def prepacked_candidates(call: ArrayCall) -> list[Candidate]:
-    """PyTorch's kernels that may run the call, the default first; none where only the reference can."""
+    """PyTorch's kernels that may run the call, the default first; empty if only the reference can."""
     possible = [Candidate(name, partial(_make, make), uses_pytorch=True) for name, make in _MAKERS.get(call.name, ())]
     if call.name == "conv2d_kernel" and call.inputs[1].size < call.out.size:
         # Packing a small weight at every call takes less than the layout in which a packed one leaves a large result.
@@ -89,13 +89,13 @@ def _has_onednn() -> bool:
 
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies a 16-bit dtype on this processor, with sums in float32."""
+    """Whether oneDNN multiplies matrices of a 16-bit dtype on this processor, with sums in float32."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
     return _has_onednn() and hasattr(torch.ops.mkldnn, name) and bool(getattr(torch.ops.mkldnn, name)())
 
 
 def _can_prepare(call: TensorCall, bias: int | None) -> bool:
-    """Whether weight and bias are constant, all is floating point, and there is room for the weight in float32."""
+    """Whether weight and bias are constant, all operands are floats, and there is memory for a float32 weight."""
     if any(t.dtype not in _FLOATS for t in (*call.inputs, call.out)):
         return False
     if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
@@ -104,7 +104,7 @@ def _can_prepare(call: TensorCall, bias: int | None) -> bool:
 
 
 def _available_bytes() -> float:
-    """Memory that can be had without swapping; infinite where the system does not tell."""
+    """Memory that can be allocated without swapping; infinite if the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
@@ -171,7 +171,7 @@ def _plain_linear(call: TensorCall) -> Launch | None:
 
 @_candidate("16-bit", *_LINEAR)
 def _half_linear(call: TensorCall) -> Launch | None:
-    """The product in the weight's own dtype, where nothing but its end is rounded."""
+    """A launch of a linear in its 16-bit dtype, if that rounds nothing but the result; else None."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     x, weight, out, shift, added = call.inputs[0], call.inputs[1], call.out, call.at(bias), call.at(residual)
     dtype, activation = out.dtype, call.params["activation"]
@@ -214,12 +214,12 @@ def _gated_linear(call: TensorCall) -> Launch | None:
 
 
 def dequantized(parts: Tensors, params: Params) -> Tensor:
-    """The weight [n, k] in float32."""
+    """A quantized weight [n, k] in float32."""
     return torch.from_numpy(stored_weight([tensor_to_numpy(part) for part in parts], params).dequantize())
 
 
 def _widened(maker: Maker) -> Maker:
-    """The maker of a launch for a plain weight, for one in few bits: on its float32 copy."""
+    """A maker of launches for a quantized weight, from one for a float weight, which gets a float32 copy."""
 
     def make(call: TensorCall) -> Launch | None:
         parts, inputs = weight_parts(call.inputs, call.params, 1)
@@ -241,7 +241,10 @@ _candidate("sgemm", "quantized_gated_matmul_vec_kernel")(_widened(_gated_linear)
 
 
 def _padded(call: TensorCall) -> tuple[Callable[[], Tensor], list[int]]:
-    """A function that returns the input in float32, and the padding that is left to apply on both sides."""
+    """A function that returns the input in float32, and the padding that the convolution itself has to apply.
+
+    Only padding that is equal on opposite sides is left to it.
+    """
     x = call.inputs[0]
     top, bottom, left, right = call.params["padding"]
     if (top, left) == (bottom, right):
@@ -299,7 +302,7 @@ def _plain_conv(call: TensorCall) -> Launch | None:
 
 @_candidate("sgemm", "conv2d_kernel")
 def _pointwise_conv(call: TensorCall) -> Launch | None:
-    """A 1×1 convolution as a product of the weight and the maps, which need not change their layout."""
+    """A launch of a 1×1 convolution as a product of the weight and the images in their layout; None for any other."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     params, x = call.params, call.inputs[0]
     window = (tuple(call.inputs[1].shape[2:]), tuple(params["stride"]), tuple(params["padding"]), params["groups"])
@@ -319,7 +322,7 @@ def _pointwise_conv(call: TensorCall) -> Launch | None:
 
 @_candidate("torch", "attention_kernel", "batched_matmul_kernel", "max_pool2d_kernel", "avg_pool2d_kernel")
 def _unprepared(call: TensorCall) -> Launch | None:
-    """PyTorch's kernel as it is, where there is no weight to prepare."""
+    """A launch of PyTorch's kernel as it is, for a call without a weight to prepare."""
     return partial(TORCH_KERNELS[call.name], call.inputs, call.outputs, call.params)
 
 

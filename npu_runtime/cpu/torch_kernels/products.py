@@ -1,4 +1,4 @@
-"""Matrix products, and the activations that follow them."""
+"""Matrix products, and the activations after them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_runtime.cpu.torch_kernels.registry import Params, Tensors, to_float, to
 
 
 def activated(tensor: torch.Tensor, activation: str) -> torch.Tensor:
-    """A tensor under one of `npu_compiler`'s `ACTIVATIONS`, or as it is under "none"."""
+    """The activation of a tensor, by its name in `npu_compiler`'s `ACTIVATIONS`, or "none"."""
     return tensor if activation == "none" else torch_function(ELEMENTWISE[ACTIVATIONS[activation]].torch)(tensor)
 
 

@@ -1,7 +1,7 @@
 """PyTorch's kernels by name. A kernel is a function of its operands' tensors and parameters; it writes its outputs.
 
-They are for calls that no native kernel handles, where PyTorch is faster than NumPy. The meaning of a kernel is its
-reference in `cpu.kernels`.
+They are for calls that no native kernel handles, if PyTorch is faster than NumPy. The reference in `cpu.kernels`
+defines what a kernel computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TORCH_KERNELS: dict[str, Kernel] = {}
 
 
 def torch_kernel(*names: str) -> Callable[[Kernel], Kernel]:
-    """Decorator: the function runs these kernels."""
+    """Return a decorator that registers a function as PyTorch's version of these kernels."""
 
     def add(kernel: Kernel) -> Kernel:
         TORCH_KERNELS.update(dict.fromkeys(names, kernel))
@@ -32,5 +32,5 @@ def torch_kernel(*names: str) -> Callable[[Kernel], Kernel]:
 
 
 def to_float(tensor: torch.Tensor) -> torch.Tensor:
-    """16-bit floats as float32; everything else unchanged."""
+    """A tensor of 16-bit floats as float32; any other tensor unchanged."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

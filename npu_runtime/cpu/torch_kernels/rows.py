@@ -10,7 +10,7 @@ from npu_runtime.cpu.torch_kernels.registry import Params, Tensors, to_float, to
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
-    """Booleans as 0 and 1, of which PyTorch finds the place of an extreme."""
+    """A boolean tensor as 0 and 1, for which PyTorch has positions of extremes; any other tensor unchanged."""
     return x.byte() if x.dtype is torch.bool else x
 
 

@@ -47,7 +47,7 @@ def max_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 
 @torch_kernel("max_pool2d_index_kernel")
 def max_pool2d_index(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """Compute the place of each maximum in its plane, counted row by row."""
+    """Compute the position of each maximum in its plane, counted by rows."""
     kernel, stride, padding, dilation = (tuple(params[key]) for key in ("window", "stride", "padding", "dilation"))
     ceil_mode = bool(params["ceil_mode"])
     result = torch.ops.aten.max_pool2d_with_indices(

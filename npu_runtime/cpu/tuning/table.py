@@ -1,4 +1,4 @@
-"""`ChoiceTable`: which implementation was found the fastest for a kernel call, in one JSON file per machine."""
+"""`ChoiceTable`: the implementation that was the fastest for each kernel call, in one JSON file per machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Choice:
 
     Attributes:
         chosen: Name of the implementation.
-        microseconds: Name → the time of one call, for all that were tried.
+        microseconds: Name → the time of one call, for all implementations that were tried.
     """
 
     chosen: str
@@ -45,7 +45,7 @@ class _Content:
 
 
 def machine(native: bool) -> dict[str, str]:
-    """All that decides which implementation is the fastest, besides the call itself.
+    """Everything that decides which implementation is the fastest, besides the call itself.
 
     Args:
         native: Whether native kernels are among the implementations.
@@ -62,11 +62,12 @@ def machine(native: bool) -> dict[str, str]:
 class ChoiceTable:
     """The choices of one machine.
 
-    A file that cannot be read, or is another machine's, is ignored with a warning and replaced by the next `keep`.
-    Processes that write at the same time leave a whole file; one of them may lose an entry, which is then tried again.
+    A file that cannot be read, or that belongs to another machine, is ignored with a warning and replaced by the next
+    `keep`. Processes that write at the same time leave a whole file; one of them may lose an entry, which is then tried
+    again.
 
     Args:
-        identity: Result of `machine`; the file's name is made of it.
+        identity: Result of `machine`, from which the file is named.
     """
 
     def __init__(self, identity: Mapping[str, str], folder: Path | None = None) -> None:
@@ -87,7 +88,10 @@ class ChoiceTable:
             return {}
 
     def keep(self, key: str, choice: Choice) -> None:
-        """Add a choice, here and in the file; a file that cannot be written only makes the next start slower."""
+        """Add a choice to this table and to the file.
+
+        Failure to write is ignored, as it only makes the next start slower.
+        """
         self.choices[key] = choice
         try:
             others = self._read()
@@ -97,12 +101,12 @@ class ChoiceTable:
         keep_entry(self.path, json.dumps(asdict(content), indent=1).encode())
 
     def _read(self) -> dict[str, Choice]:
-        """The file's choices; none where there is no file.
+        """The choices in the file; empty if there is no file.
 
         Raises:
-            OSError: the file is there, but cannot be read.
-            ValueError: it is damaged, or belongs to another machine or version.
-            ProgramFormatError: it holds other JSON than it should.
+            OSError: the file exists, but cannot be read.
+            ValueError: it is damaged or no JSON, or belongs to another machine or version.
+            ProgramFormatError: its JSON does not have the structure of a table.
         """
         try:
             data = unseal(self.path.read_bytes(), self.path.name)

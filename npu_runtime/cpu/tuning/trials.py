@@ -1,11 +1,11 @@
-"""Timing implementations of a kernel call against each other, on memory of their own.
+"""Times implementations of a kernel call against each other, on memory of their own.
 
-A trial must not change memory that the program keeps: a cache that is updated in place, an arena that other values live
-in. So it runs on stand-ins of the same shapes, strides and dtypes. Only constant operands, which are never written, are
-the real ones. What is prepared from them for a trial is freed with it.
+A trial must not change memory that the program keeps, such as a cache that is updated in place, or an arena that holds
+other values. So it runs on stand-ins of the same shapes, strides and dtypes. Only constant operands, which are never
+written, are the real ones. Layouts that are prepared from them for a trial are freed with it.
 
-A run of a program reads each weight once, from memory, while small activations come from the cache, where the call
-before left them. So before each measurement a buffer larger than the caches is read, then the small activations.
+A run of a program reads each weight once, from memory, while small activations come from the cache, where the previous
+call left them. So before each measurement a buffer larger than the caches is read, then the small activations.
 That reading also takes the time in which the threads of PyTorch's or our pool, whichever ran last, stop spinning.
 """
 
@@ -55,14 +55,14 @@ def stand_in(call: ArrayCall) -> ArrayCall:
 
 
 def _apart(operand: Operand) -> Operand:
-    """The operand with a memory that remembers nothing of what is prepared from it."""
+    """The operand with a copy of its memory object that shares no prepared layouts with the original."""
     memory = copy.copy(operand.memory)
     memory.prepared = {}
     return replace(operand, memory=memory)
 
 
 def _random(like: np.ndarray) -> np.ndarray:
-    """Normal numbers in the array's layout, zeros where it holds no floats."""
+    """Normally distributed numbers in the array's layout; zeros if it does not hold floats."""
     strides = strides_of(like)
     steps = ((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
     flat = host_memory(1 + sum(steps) if like.size else 0, like.dtype)
@@ -77,7 +77,7 @@ def _random(like: np.ndarray) -> np.ndarray:
 
 
 def _half_visible(mask: np.ndarray) -> None:
-    """Make it the mask of a half full cache: what hides more keys than another can be the faster for it."""
+    """Fill an attention mask as that of a half full cache, as kernels that skip hidden keys may then be faster."""
     queries, keys = mask.shape[-2:] if mask.ndim > 1 else (1, mask.shape[-1])
     seen = np.tri(queries, keys, (keys - queries) // 2, dtype=bool)
     values = expand(seen if mask.dtype == bool else np.where(seen, 0.0, -math.inf), mask.shape)
@@ -91,9 +91,9 @@ class Times:
     """Result of a trial.
 
     Attributes:
-        seconds: Name → seconds of one launch, the least of all rounds; infinite where a launch fails. In the order of
+        seconds: Name → seconds of one launch, the least of all rounds; infinite if a launch fails. In the order of
             the candidates, without those that do not handle the call or were not tried.
-        agree: Whether the rounds agree; on a busy machine they do not, and another trial may find otherwise.
+        agree: Whether the rounds agree; on a busy machine they may not, and another trial may differ.
     """
 
     seconds: dict[str, float]
@@ -138,7 +138,7 @@ def measure(call: ArrayCall, candidates: Sequence[Candidate]) -> Times:
 
 
 def _bearable(first: Mapping[str, float]) -> float:
-    """Seconds that a first launch may take without being given up."""
+    """The time that a first launch may take without its candidate being given up, from the times of others."""
     return _HOPELESS * min(first.values(), default=math.inf) + _SETTING_UP
 
 
@@ -151,7 +151,7 @@ def _agree(taken: Mapping[str, Sequence[float]], names: Sequence[str]) -> bool:
 
 
 def _first_seconds(launch: Launch) -> float:
-    """Seconds of the first launch, in which a library also sets up; infinite where it fails."""
+    """Seconds of the first launch, in which a library also sets up; infinite if it fails."""
     start = time.perf_counter()
     try:
         launch()
@@ -161,7 +161,7 @@ def _first_seconds(launch: Launch) -> float:
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
-    """All memory from the array's first to its last element."""
+    """All memory from the array's first to its last element, as bytes."""
     steps = ((size - 1) * stride for size, stride in zip(array.shape, strides_of(array), strict=True))
     return with_strides(array, [1 + sum(steps) if array.size else 0], [1]).view(np.uint8)
 
@@ -178,7 +178,7 @@ def _larger_than_caches() -> np.ndarray:
 
 
 def _last_cache_bytes() -> int:
-    """The size of the largest cache of the first core; 0 where the system does not tell."""
+    """The size of the largest cache of the first core; 0 if the system does not tell."""
     units = {"K": 2**10, "M": 2**20}
     try:
         texts = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
@@ -188,10 +188,10 @@ def _last_cache_bytes() -> int:
 
 
 def best_of(seconds: Mapping[str, float], margin: float, extra: Mapping[str, float]) -> str:
-    """The fastest candidate's name; to be preferred, a later one must be faster by `margin` than all before it.
+    """The fastest candidate's name; a later candidate is only preferred if it is faster by `margin` than all before it.
 
     Args:
-        extra: Name → seconds that it costs besides its own.
+        extra: Name → seconds that a candidate costs besides its own time.
     """
     best, least = next(iter(seconds)), math.inf
     for name in seconds:

@@ -1,4 +1,4 @@
-"""`Tuner`: prepares each call on the fastest of its candidates."""
+"""`Tuner`: prepares each call with the fastest of its candidates."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SPINNING = 4e-3  # seconds
 
 
 class Tuner:
-    """Chooses among candidates, by the table, else by a trial; without either, the first that handles the call.
+    """Chooses a candidate for each call from the table, else by a trial, else the first that handles the call.
 
     A choice, once made, is kept, so that results are the same from run to run.
 
     Attributes:
-        trials: Number of calls that were tried.
-        seconds_left: Seconds left for trials of this start.
+        trials: Number of calls for which candidates were tried.
+        seconds_left: Seconds left for trials in this process.
     """
 
     def __init__(self, table: ChoiceTable) -> None:
@@ -44,7 +44,7 @@ class Tuner:
         self.trials = 0
 
     def launch(self, call: ArrayCall, candidates: Sequence[Candidate]) -> Launch | None:
-        """The call prepared on the fastest candidate; None where no candidate handles it."""
+        """The call prepared with the fastest candidate; None if no candidate handles it."""
         chosen = self._chosen(call, candidates) if len(candidates) > 1 and _is_worth_a_trial(call) else None
         return default_launch(call, sorted(candidates, key=lambda candidate: candidate.name != chosen))
 
@@ -60,7 +60,10 @@ class Tuner:
         return self._without_table.get(key)
 
     def _try(self, key: str, call: ArrayCall, candidates: Sequence[Candidate]) -> str | None:
-        """The fastest by a trial, which goes into the table if it is certain; None where there is nothing to choose."""
+        """The name of the fastest candidate by a trial; None if fewer than two handle the call, or all fail.
+
+        The choice goes into the table if the rounds of the trial agree.
+        """
         self.trials += 1
         with background_work("measuring which kernels are the fastest here"):
             times = measure(stand_in(call), candidates)
@@ -78,12 +81,12 @@ class Tuner:
 
 
 def _switching_seconds() -> float:
-    """Seconds that native kernels lose after one of PyTorch's."""
+    """Seconds that native kernels lose after one of PyTorch's, whose threads keep spinning."""
     return 0.0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else _SPINNING
 
 
 def default_launch(call: ArrayCall, candidates: Sequence[Candidate]) -> Launch | None:
-    """The call prepared on the first candidate that handles it, or None if none does."""
+    """The call prepared with the first candidate that handles it; None if none does."""
     for candidate in candidates:
         launch = candidate.make(call)
         if launch is not None:
@@ -92,7 +95,7 @@ def default_launch(call: ArrayCall, candidates: Sequence[Candidate]) -> Launch |
 
 
 def call_key(call: ArrayCall) -> str:
-    """All that decides which candidate is the fastest for a call on a given machine, as text."""
+    """Everything that decides which candidate is the fastest for a call on a given machine, as text."""
     views = [
         f"{array.dtype.name}{list(array.shape)}:{list(strides_of(array))}{constant}"
         for array, constant in (

@@ -1,1 +1,1 @@
-"""Attention over contiguous and paged caches, and updates of rounded caches."""
+"""Attention over contiguous and paged KV caches, and updates of quantized caches."""

@@ -1,4 +1,4 @@
-"""Attention on fixed arrays, also over a paged KV cache, and the update of a KV cache whose rows are rounded."""
+"""Attention on fixed arrays, also over a paged KV cache, and updates of KV caches whose rows are quantized."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _AttentionArgs(ArgumentBlock):
 
 @dataclass(frozen=True)
 class RoundedCache:
-    """Keys and values as `quantize_rows` rounds them.
+    """The format and scales of keys and values that `quantize_rows` has rounded to codes.
 
     Attributes:
         format: One of `ROW_FORMATS`.
@@ -61,7 +61,7 @@ class RoundedCache:
     v_scales: np.ndarray
 
     def fits(self, k: np.ndarray, v: np.ndarray) -> bool:
-        """Whether these are the codes of keys and values."""
+        """Whether `k` and `v` are codes in the shapes that the scales are for."""
         return all(
             codes.dtype == np.uint8 and scales.dtype == np.float32 and scales.shape == codes.shape[:3]
             for codes, scales in ((k, self.k_scales), (v, self.v_scales))
@@ -78,13 +78,14 @@ def attention(
     out: np.ndarray,
     rounded: RoundedCache | None = None,
 ) -> NativeLaunch | None:
-    """out[B, H, M, Dv] = softmax(scale * q[B, H, M, D] · k[B, KV, S, D]ᵀ + mask) · v[B, KV, S, Dv].
+    """Prepare out[B, H, M, Dv] = softmax(scale * q[B, H, M, D] · k[B, KV, S, D]ᵀ + mask) · v[B, KV, S, Dv].
 
     H is a multiple of KV. The mask broadcasts to [B, H, M, S]; True in a boolean one means "attend". `causal` lets
-    query i attend keys up to i. A row that attends nothing is zero.
+    query i attend keys up to i. A row that attends to nothing is zero. None if there is no native kernel for the
+    operands.
 
     Args:
-        rounded: Format and scales of k and v, where they are codes.
+        rounded: Format and scales of k and v if they are codes; None if they are floats.
     """
     if not available() or any(t.ndim != 4 or t.size == 0 or not has_contiguous_rows(t) for t in (q, k, v, out)):
         return None
@@ -166,10 +167,10 @@ def paged_attention(
     scale: float,
     out: np.ndarray,
 ) -> NativeLaunch | None:
-    """Attention of q [N, H, D] over pools k [rows, KV, D] and v [rows, KV, Dv] into out [N, H, Dv].
+    """Prepare attention of q [N, H, D] over pools k [rows, KV, D] and v [rows, KV, Dv] into out [N, H, Dv].
 
-    Tables [S, T], sequences and positions [N] are int32; see `npu_compiler.ops.transformer.lower_paged_attention`. The
-    pools must be contiguous.
+    Tables [S, T], sequences and positions [N] are int32; see `npu_compiler.ops.transformer.lower_paged_attention`. None
+    if there is no native kernel for the operands; the pools must be contiguous.
     """
     floats, integers = (q, k, v, out), (tables, sequences, positions)
     if not available() or any(t.ndim != 3 or t.size == 0 or not has_contiguous_rows(t) for t in floats):
@@ -211,10 +212,10 @@ class _IndexCopyArgs(ArgumentBlock):
 def quantized_index_copy(
     codes: np.ndarray, scales: np.ndarray, index: np.ndarray, source: np.ndarray, format: str
 ) -> NativeLaunch | None:
-    """codes[:, :, index], scales[:, :, index] = quantize_rows(source, format); indices out of range are left out.
+    """Prepare codes[:, :, index], scales[:, :, index] = quantize_rows(source, format), without indices out of range.
 
-    Codes are uint8 [B, H, S, D], scales float32 [B, H, S], the source [B, H, N, D]. Rows and the last dimension of the
-    scales must be contiguous.
+    Codes are uint8 [B, H, S, D], scales float32 [B, H, S], the source [B, H, N, D]. None if there is no native kernel
+    for the operands; rows and the last dimension of the scales must be contiguous.
     """
     if not available() or source.ndim != 4 or source.dtype not in DTYPES or source.size == 0:
         return None

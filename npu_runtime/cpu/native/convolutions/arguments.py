@@ -1,4 +1,4 @@
-"""The argument block of convolutions and pooling, and which operands their kernels take."""
+"""The argument block of convolutions and pooling, and checks whether their kernels take the operands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KERNELS = {  # algorithm → kernel, and its variant
 
 
 class ConvArgs(ArgumentBlock):
-    """ConvArgs in conv_args.h."""
+    """The C struct ConvArgs in conv_args.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "residual", "out")] + [
         (name, ctypes.c_int64)
@@ -73,7 +73,7 @@ class ConvArgs(ArgumentBlock):
         yield floats("weight", self.weight, self._weight_size(kernel))
 
     def _weight_size(self, kernel: str) -> int:
-        """Elements of four bytes, pairs of bfloat16 among them."""
+        """Number of 4-byte elements (floats, or pairs of bfloat16) of the packed weight that a kernel reads."""
         taps, outs = self.kernel_h * self.kernel_w, self.out_channels
         if kernel == "avg_pool2d":  # divisors, and a vector behind them
             return int(self.out_h * self.out_w + layout().lanes)
@@ -92,7 +92,7 @@ class ConvArgs(ArgumentBlock):
 
 
 class Window(NamedTuple):
-    """Sliding window over a plane; pairs are (vertical, horizontal), padding is (top, bottom, left, right)."""
+    """A sliding window over an image; pairs are (vertical, horizontal), padding is (top, bottom, left, right)."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -107,7 +107,7 @@ class Window(NamedTuple):
         return rows, columns
 
     def is_pointwise(self, x: np.ndarray, out: np.ndarray) -> bool:
-        """Whether each output pixel reads the one input pixel at its own place, and every input pixel is read."""
+        """Whether each output pixel reads exactly the input pixel at its own position."""
         unmoved = self.kernel == (1, 1) and self.stride == (1, 1) and not any(self.padding)
         return unmoved and x.shape[2:] == out.shape[2:]  # a window with one position has a stride of 1 on any map
 
@@ -116,25 +116,25 @@ class Window(NamedTuple):
         return min(self.stride + self.dilation + self.kernel) > 0 and min(self.padding) >= 0
 
     def simplified(self, out: np.ndarray) -> Window:
-        """Window with a stride of 1 along axes where it has one position only."""
+        """The window with a stride of 1 along axes on which it has only one position."""
         rows, columns = (step if size > 1 else 1 for step, size in zip(self.stride, out.shape[2:], strict=True))
         return self._replace(stride=(rows, columns))
 
     def begins_inside(self, x: np.ndarray, out: np.ndarray) -> bool:
-        """Whether each position begins in the padded map; with ceil_mode it may end behind it."""
+        """Whether each position of the window begins within the padded image; with ceil_mode it may end beyond it."""
         before, behind = self.padding[::2], self.padding[1::2]
         axes = zip(x.shape[2:], out.shape[2:], self.stride, before, behind, strict=True)
         return all((count - 1) * step < size + first + last for size, count, step, first, last in axes)
 
     def padded_size(self, out: np.ndarray) -> int:
-        """The elements of a map that the window's positions span, padding included."""
+        """Number of pixels that the window's positions span, padding included."""
         axes = zip(out.shape[2:], self.stride, self.kernel, self.dilation, strict=True)
         height, width = ((count - 1) * step + (size - 1) * apart + 1 for count, step, size, apart in axes)
         span: int = height * width
         return span
 
     def fields(self) -> dict[str, int]:
-        """The window's part of the argument block."""
+        """The fields of the argument block that describe the window."""
         pairs = {"kernel": self.kernel, "stride": self.stride, "dilation": self.dilation}
         sizes = {f"{name}_{axis}": size for name, pair in pairs.items() for axis, size in zip("hw", pair, strict=True)}
         return sizes | {"pad_top": self.padding[0], "pad_left": self.padding[2]}
@@ -148,7 +148,7 @@ def conv_args(
     out: np.ndarray,
     window: Window,
 ) -> ConvArgs:
-    """The argument block without what only some kernels have."""
+    """The argument block with the fields that all convolution kernels have."""
     args = ConvArgs(
         x=address(x),
         bias=address(bias),
@@ -178,12 +178,12 @@ def all_handled(x: np.ndarray, residual: np.ndarray | None, out: np.ndarray) -> 
 
 
 def is_bounded(window: Window, x: np.ndarray, out: np.ndarray) -> bool:
-    """Whether a padded map, of which kernels make copies, is about as large as the maps that are there."""
+    """Whether a padded image, which kernels copy, is not much larger than the input and output images."""
     return window.padded_size(out) <= _SMALL_MAP + 4 * (numel(x.shape[2:]) + numel(out.shape[2:]))
 
 
 def _is_handled(array: np.ndarray) -> bool:
-    """Whether the kernels read this dtype and layout: NCHW with dense planes that follow each other."""
+    """Whether the kernels can read an array: its dtype is known, and it is NCHW with dense, adjacent planes."""
     if array.ndim != 4 or array.dtype not in DTYPES or array.size == 0:
         return False
     dense = (array.shape[2] * array.shape[3], array.shape[3], 1)

@@ -1,8 +1,9 @@
 """2-d convolution: chooses an algorithm, checks operands, and prepares launches of the C++ kernels.
 
-The functions return None for what the kernels do not handle, and the caller then uses another: other dtypes than
-float32, bfloat16 and float16, planes that are not dense, or a machine without the compiled library. Bias and weight are
-read when a launch is prepared; the other operands whenever it runs. `out` may be the residual, but not x.
+The functions return None for operands that the kernels do not handle, and the caller then uses another kernel: other
+dtypes than float32, bfloat16 and float16, planes that are not dense, or a machine without the compiled library. Bias
+and weight are read when a launch is prepared; the other operands whenever it runs. `out` may be the residual, but not
+x.
 """
 
 from __future__ import annotations
@@ -41,11 +42,15 @@ def conv2d(
     residual_before_activation: bool = True,
     algorithm: str | None = None,
 ) -> NativeLaunch | None:
-    """Prepares out = activation(conv(x, weight) + bias + residual), or the residual added last.
+    """Prepare out = activation(conv(x, weight) + bias + residual), or with the residual added last.
 
-    Padding is (top, bottom, left, right). Arithmetic is float32, rounded once to out's dtype; where x and the weight
-    are both bfloat16, their exact products are summed in float32. `algorithm` overrides the choice made by shape:
-    "pixels", "channels", "tiles" (bfloat16, on a machine that has them), "winograd2", "winograd4" or "depthwise".
+    Padding is (top, bottom, left, right). Arithmetic is float32, rounded once to out's dtype; if x and the weight are
+    both bfloat16, their exact products are summed in float32. None if there is no native kernel for the operands.
+
+    Args:
+        residual_before_activation: Whether the activation applies to the residual too.
+        algorithm: "pixels", "channels", "tiles" (bfloat16, on a machine that has them), "winograd2", "winograd4" or
+            "depthwise"; None means a choice by shape.
     """
     weight = packed.weight
     kernel_h, kernel_w = weight.shape[2:]
@@ -84,7 +89,7 @@ def conv2d(
 
 
 def _choose(weight: np.ndarray, window: Window, groups: int, out: np.ndarray, pairs: bool) -> str:
-    """The fastest algorithm by measurements on two cores of a Zen 4 (16 lanes) and of a Zen 3 (8 lanes)."""
+    """The fastest algorithm for a convolution, by measurements on a Zen 4 (16 lanes) and a Zen 3 (8 lanes)."""
     out_channels, in_channels = weight.shape[:2]
     pixels = out.shape[2] * out.shape[3]
     if in_channels == 1:
@@ -105,7 +110,7 @@ def _choose(weight: np.ndarray, window: Window, groups: int, out: np.ndarray, pa
 
 
 def _column_bytes(weight: np.ndarray, out: np.ndarray) -> int:
-    """Maximum bytes of columns that "channels" gathers for one batch item."""
+    """Maximum bytes of columns (windows of pixels) that the algorithm "channels" gathers for one batch item."""
     return 4 * numel(out.shape[2:]) * numel(weight.shape[1:])
 
 
@@ -118,7 +123,7 @@ def alternatives(
     groups: int,
     out: np.ndarray,
 ) -> list[str]:
-    """The other values of `conv2d`'s `algorithm` for these operands, besides the one that it chooses itself."""
+    """The algorithms that `conv2d` could use for these operands, besides the one that it chooses itself."""
     window = Window((weight.shape[2], weight.shape[3]), stride, padding, dilation).simplified(out)
     pairs = _multiplies_pairs(x, weight)
     chosen = _choose(weight, window, groups, out, pairs)

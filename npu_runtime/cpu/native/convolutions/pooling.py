@@ -1,6 +1,6 @@
 """Maximum and average pooling: checks operands and prepares launches of the C++ kernels.
 
-The functions return None for what the kernels do not handle, as those of `conv`.
+The functions return None for operands that the kernels do not handle, as those of `conv` do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ def max_pool2d(
     dilation: tuple[int, int],
     out: np.ndarray,
 ) -> NativeLaunch | None:
-    """Prepares a maximum pooling; out's size decides about windows that leave the padded input (ceil_mode)."""
+    """Prepare a maximum pooling; None if there is no native kernel for the operands.
+
+    The size of `out` decides about windows that reach beyond the padded input (ceil_mode).
+    """
     return _pool("max_pool2d", x, Window(kernel, stride, padding, dilation), None, out)
 
 
@@ -33,7 +36,10 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> NativeLaunch | None:
-    """Prepares an average pooling; out's size decides about windows that leave the padded input (ceil_mode)."""
+    """Prepare an average pooling; None if there is no native kernel for the operands.
+
+    The size of `out` decides about windows that reach beyond the padded input (ceil_mode).
+    """
     if not available():
         return None
     window = Window(kernel, stride, padding)
@@ -59,7 +65,7 @@ def avg_pool2d(
 
 
 def global_avg_pool2d(x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """Prepares the average of each map into out[N, C, 1, 1]."""
+    """Prepare the average of each channel's image into out[N, C, 1, 1]; None if there is no native kernel for it."""
     height, width = x.shape[2:]
     return avg_pool2d(x, (height, width), (1, 1), (0, 0, 0, 0), out)
 

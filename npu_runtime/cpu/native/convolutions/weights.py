@@ -1,4 +1,4 @@
-"""Weights of convolutions in the layouts of the kernels."""
+"""Convolution weights in the layouts that the kernels read."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _WINOGRAD_WEIGHTS = {  # the transform of a 3-tap filter, by output tile size
 
 @dataclass
 class PackedConv:
-    """A constant weight, and the layouts of it that kernels have asked for so far."""
+    """A constant convolution weight, and its layouts that kernels have asked for so far."""
 
     weight: np.ndarray
     groups: int = 1
     _layouts: dict[tuple[str, bool], np.ndarray] = field(default_factory=dict, repr=False)
 
     def layout(self, algorithm: str, pairs: bool = False) -> np.ndarray:
-        """The weight as `algorithm` reads it, one row per group: float32, or pairs of bfloat16 seen as int32."""
+        """The weight in the layout of `algorithm`, one row per group: float32, or pairs of bfloat16 as int32."""
         if (algorithm, pairs) not in self._layouts:
             elements = _pair_depth(self.weight) if pairs else widened(self.weight)
             groups = elements.reshape(self.groups, -1, *elements.shape[1:])
@@ -46,14 +46,17 @@ class PackedConv:
 
 
 def pack_conv_weight(weight: np.ndarray, groups: int = 1) -> PackedConv:
-    """Prepares weight[Co, Ci / groups, Kh, Kw], which must not change afterwards, for any number of convolutions."""
+    """Prepare weight[Co, Ci / groups, Kh, Kw], which must not change afterwards, for any number of convolutions."""
     if weight.ndim != 4 or weight.shape[0] % groups:
         raise ValueError(f"no convolution weight of {groups} groups: {weight.shape}")
     return PackedConv(weight, groups)
 
 
 def _pair_depth(weight: np.ndarray) -> np.ndarray:
-    """A bfloat16 weight[Co, ...] as [Co, pairs of successive values], a zero after an odd last one."""
+    """A bfloat16 weight[Co, ...] as int32 pairs of successive values, [Co, pairs].
+
+    An odd last value is paired with 0.
+    """
     flat = _rows(weight)
     return np.pad(flat.view(np.int16), ((0, 0), (0, flat.shape[1] % 2))).view(np.int32)
 
@@ -63,7 +66,7 @@ def _rows(weight: np.ndarray) -> np.ndarray:
 
 
 def _row_blocks(rows: int) -> list[slice]:
-    """The split of rows into blocks (RowBlocks in gemm.h)."""
+    """The division of rows into blocks of about equal size, as RowBlocks in gemm.h does it."""
     count = -(-rows // layout().max_rows)
     least, larger = divmod(rows, count)
     begins = [block * least + min(block, larger) for block in range(count + 1)]
@@ -71,26 +74,26 @@ def _row_blocks(rows: int) -> list[slice]:
 
 
 def _pack_pixel_lanes(weight: np.ndarray) -> np.ndarray:
-    """Blocks of output channels, each with the channels innermost."""
+    """The weight in blocks of output channels, each with the channels innermost."""
     flat = _rows(weight)
     return np.concatenate([flat[block].T.reshape(-1) for block in _row_blocks(len(flat))])
 
 
 def _pack_channel_lanes(weight: np.ndarray) -> np.ndarray:
-    """Panels of output channels, each with the channels innermost; zeros fill the last panel."""
+    """The weight in panels of output channels, each with the channels innermost; zeros fill the last panel."""
     flat, panel = _rows(weight), layout().panel
     flat = np.pad(flat, ((0, -len(flat) % panel), (0, 0)))
     return flat.reshape(-1, panel, flat.shape[1]).transpose(0, 2, 1).reshape(-1)
 
 
 def _pack_tiles(weight: np.ndarray) -> np.ndarray:
-    """Rows of pairs, one for each output channel, with zeros after the last row and pair up to whole tiles."""
+    """The weight as a row of pairs per output channel, with zeros appended to rows and pairs up to whole tiles."""
     flat = _rows(weight)
     return np.pad(flat, ((0, -len(flat) % TILE_ROWS), (0, -flat.shape[1] % TILE_PAIRS))).reshape(-1)
 
 
 def _pack_winograd(weight: np.ndarray, tile: int) -> np.ndarray:
-    """Blocks of output channels, each with the transformed points one after the other and the channels innermost."""
+    """The Winograd-transformed weight in blocks of output channels: point after point, with the channels innermost."""
     transform = np.array(_WINOGRAD_WEIGHTS[tile])
     taps = weight.reshape(*weight.shape[:2], -1).transpose(2, 1, 0).reshape(weight[0, 0].size, -1)
     points = (np.kron(transform, transform) @ taps).astype(np.float32).reshape(-1, *weight.shape[1::-1])

@@ -1,1 +1,1 @@
-"""Convolutions, products, pooling and sums of bytes."""
+"""Convolutions, products, pooling and sums of 8-bit integers."""

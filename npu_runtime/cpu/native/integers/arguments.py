@@ -1,4 +1,4 @@
-"""The argument block of the integer kernels, and which operands they take."""
+"""The argument block of the integer kernels, and checks whether they take the operands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TILE_STEPS = 16  # kTileSteps in vec.h
 
 
 class IntegerArgs(ArgumentBlock):
-    """Args in integer_args.h."""
+    """The C struct Args in integer_args.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "scales", "bias", "offsets", "residual", "out")),
@@ -47,7 +47,7 @@ class IntegerArgs(ArgumentBlock):
         yield packed("out", self.out, results * item_size(self.out_type))
 
     def _convolution(self, algorithm: str) -> Iterator[Extent]:
-        """Extents of a convolution, which reads whole vectors of scales, biases and offsets, and whole panels."""
+        """The extents of a convolution, which reads whole vectors of scales, biases and offsets, and whole panels."""
         features, pixels = self.groups * self.out_channels, self.batch * self.out_h * self.out_w
         yield packed("x", self.x, self.batch * self.groups * self.in_channels * self.in_h * self.in_w)
         yield packed("residual", self.residual, pixels * features * item_size(self.residual_type))
@@ -89,7 +89,7 @@ def is_image(array: np.ndarray) -> bool:
 
 
 def base_args(x: np.ndarray, residual: np.ndarray | None, out: np.ndarray, params: Params) -> IntegerArgs:
-    """The argument block without shapes."""
+    """The argument block of an integer kernel, without its shapes."""
     scale = np.float32(params.get("out_scale", 1.0))
     args = IntegerArgs(
         x=address(x),

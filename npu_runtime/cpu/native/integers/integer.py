@@ -1,7 +1,7 @@
 """Native kernels on 8-bit integers: packs weights, checks operands, and prepares launches of the C++ kernels.
 
-The functions return None for what the kernels do not handle: images whose channels are not innermost in memory, or
-operands that are read when a launch is prepared (weights, scales, biases) and not constant.
+The functions return None for calls that the kernels do not handle: images whose channels are not innermost in memory,
+or operands that are read when a launch is prepared (weights, scales, biases) but are not constant.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ _FEWEST_WINOGRAD_TILES = 12  # of 4 x 4 results; with fewer, products of bytes a
 
 
 def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[IntegerArgs, tuple[object, ...]] | None:
-    """The argument block of a product without its shapes, and what the launch must keep alive."""
+    """The argument block of a product without its shapes, and the objects that the launch must keep alive.
+
+    None if the weight, its scales or zero points, or the bias are not constant.
+    """
     zeros, bias, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
     read = [1, 2, *(index for index in (zeros, bias) if index is not None)]
     params = call.params
@@ -91,7 +94,14 @@ def _activations(call: ArrayCall) -> list[np.ndarray]:
 
 
 def conv2d(call: ArrayCall, algorithm: str | None = None) -> NativeLaunch | None:
-    """Prepares an integer_conv2d_kernel; `algorithm` overrides the choice made by shape: one of `_KERNELS`."""
+    """Prepare an `integer_conv2d_kernel` call.
+
+    None if its images are not channels-last, its padding is negative, its weight, scales or bias are not constant, or
+    this CPU lacks the algorithm.
+
+    Args:
+        algorithm: One of `_KERNELS`; None means a choice by shape.
+    """
     x, weight = call.inputs[:2]
     if not all(map(is_image, _activations(call))):
         return None
@@ -112,7 +122,7 @@ def conv2d(call: ArrayCall, algorithm: str | None = None) -> NativeLaunch | None
 
 
 def _choose(call: ArrayCall) -> str:
-    """The algorithm for a convolution."""
+    """The algorithm for a convolution, chosen by its shape and the CPU's instructions."""
     weight = call.inputs[1]
     if weight.shape[1] == 1 and call.params["groups"] == len(weight) and len(weight) % layout().lanes == 0:
         return "columns" if _may_be_columns(call) else "depthwise"
@@ -131,7 +141,7 @@ def _may_be_bytes(call: ArrayCall) -> bool:
 
 
 def _has_zeros(call: ArrayCall) -> bool:
-    """Whether the weight has zero points that are not 0."""
+    """Whether the weight has zero points other than 0."""
     (zeros,) = call.optional(("has_weight_zeros",), 3)
     return zeros is not None and bool(call.inputs[zeros].any())
 
@@ -145,7 +155,7 @@ def _may_be_columns(call: ArrayCall) -> bool:
 
 
 def _winograd(call: ArrayCall) -> list[str]:
-    """The algorithms of Winograd's kind that are exact for a convolution, the one that should be fastest first."""
+    """The Winograd algorithms that are exact for a convolution, the one expected to be the fastest first."""
     x, weight, params = call.inputs[0], call.inputs[1], call.params
     steps = (*params["stride"], *params["dilation"], params["groups"])
     zero, limits = params["zero_point"], np.iinfo(x.dtype)
@@ -159,7 +169,7 @@ def _winograd(call: ArrayCall) -> list[str]:
 
 
 def alternatives(call: ArrayCall) -> list[str]:
-    """The other values of `conv2d`'s `algorithm` for a call, besides the one that it chooses itself."""
+    """The algorithms that `conv2d` could use for a call, besides the one that it chooses itself."""
     chosen = _choose(call)
     if chosen in ("depthwise", "columns"):
         return []
@@ -171,7 +181,7 @@ def alternatives(call: ArrayCall) -> list[str]:
 
 
 def linear(call: ArrayCall) -> NativeLaunch | None:
-    """Prepares an integer_linear_kernel: a convolution of images of one pixel."""
+    """Prepare an `integer_linear_kernel` call, as a convolution of images of one pixel; None as for `conv2d`."""
     x, weight = call.inputs[:2]
     if not all(map(is_packed, _activations(call))):
         return None
@@ -189,7 +199,7 @@ def linear(call: ArrayCall) -> NativeLaunch | None:
 
 
 def _same_order(x: np.ndarray, out: np.ndarray) -> bool:
-    """Whether both hold the same elements at the same places, without gaps."""
+    """Whether two arrays of one shape have their elements in the same order in memory, without gaps."""
     if x.shape != out.shape:
         return False
     orders = (tuple(range(x.ndim)), CHANNELS_LAST) if x.ndim == 4 else (tuple(range(x.ndim)),)
@@ -197,7 +207,10 @@ def _same_order(x: np.ndarray, out: np.ndarray) -> bool:
 
 
 def quantize(call: ArrayCall) -> NativeLaunch | None:
-    """Prepares a quantize_activation_kernel, also from channels that lie apart to channels that are innermost."""
+    """Prepare a `quantize_activation_kernel` call, which may also change the layout to channels innermost.
+
+    None if the kernel does not handle the layouts.
+    """
     (x,), out = call.inputs, call.out
     if x.dtype not in DTYPES:
         return None
@@ -212,7 +225,7 @@ def quantize(call: ArrayCall) -> NativeLaunch | None:
 
 
 def dequantize(call: ArrayCall) -> NativeLaunch | None:
-    """Prepares a dequantize_activation_kernel."""
+    """Prepare a `dequantize_activation_kernel` call; None if operand and result differ in layout."""
     (x,), out = call.inputs, call.out
     if not _same_order(x, out):
         return None
@@ -222,7 +235,7 @@ def dequantize(call: ArrayCall) -> NativeLaunch | None:
 
 
 def add(call: ArrayCall) -> NativeLaunch | None:
-    """Prepares an integer_add_kernel."""
+    """Prepare an `integer_add_kernel` call; None if operands and result differ in layout."""
     (x, residual), out = call.inputs, call.out
     if not (_same_order(x, out) and _same_order(residual, out)):
         return None
@@ -232,7 +245,7 @@ def add(call: ArrayCall) -> NativeLaunch | None:
 
 
 def max_pool2d(call: ArrayCall) -> NativeLaunch | None:
-    """Prepares an integer_max_pool2d_kernel."""
+    """Prepare an `integer_max_pool2d_kernel` call; None if images are not channels-last."""
     (x,), out, params = call.inputs, call.out, call.params
     if not (is_image(x) and is_image(out)):
         return None
@@ -244,7 +257,7 @@ def max_pool2d(call: ArrayCall) -> NativeLaunch | None:
 
 
 def mean(call: ArrayCall) -> NativeLaunch | None:
-    """Prepares an integer_mean_kernel."""
+    """Prepare an `integer_mean_kernel` call; None if the image is not channels-last, or the result not contiguous."""
     (x,), out = call.inputs, call.out
     if not (is_image(x) and is_packed(out)):
         return None

@@ -1,4 +1,4 @@
-"""Weights of 8-bit integers in the layouts of the kernels."""
+"""8-bit weights in the layouts that the kernels read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npu_runtime.cpu.native.bindings import layout
 
 @dataclass(frozen=True)
 class PackedIntegers:
-    """A weight as a kernel reads it, a row for each group; and the sum of each output channel.
+    """A weight in a kernel's layout, one row per group; and the sum of each output channel's weights.
 
     Attributes:
         order: The output channel of each element in the arrays of scales, biases and offsets.
@@ -24,7 +24,7 @@ class PackedIntegers:
 
 
 def _centred(weight: np.ndarray, zeros: np.ndarray | None) -> np.ndarray:
-    """A weight [o, ...] counted from its zero points, int16."""
+    """A weight [o, ...] minus its zero points, as int16."""
     wide = weight.astype(np.int16)
     if zeros is not None:
         wide -= zeros.astype(np.int16).reshape(-1, *[1] * (weight.ndim - 1))
@@ -38,13 +38,13 @@ def _stored(rows: np.ndarray, wide: np.ndarray) -> PackedIntegers:
 
 
 def pack_panels(weight: np.ndarray, zeros: np.ndarray | None, groups: int) -> PackedIntegers:
-    """A weight [o, i, kh, kw] or [o, i] in panels of int16 (integer_gemm.h), the channels of its window innermost."""
+    """A weight [o, i, kh, kw] or [o, i] in int16 panels (integer_gemm.h), with the channels of a window innermost."""
     wide = _centred(weight, zeros)
     return _stored(_panels(wide, groups, 2), wide)
 
 
 def pack_byte_panels(weight: np.ndarray, groups: int, multiple: int = 1) -> PackedIntegers:
-    """A weight in panels of int8, for weights without zero points.
+    """A weight without zero points in int8 panels.
 
     Args:
         multiple: The number of steps of a panel is a multiple of this.
@@ -62,7 +62,7 @@ def _panels(weight: np.ndarray, groups: int, step: int, multiple: int = 1) -> np
 
 
 def pack_windows(weight: np.ndarray) -> PackedIntegers:
-    """A weight [o, i, 3, 3] without zero points in panels: taps of pairs of inputs (conv_integer_winograd.cpp)."""
+    """A weight [o, i, 3, 3] without zero points in panels of taps of input pairs (conv_integer_winograd.cpp)."""
     panel, (out, channels) = layout().panel, weight.shape[:2]
     padded = np.pad(weight, ((0, -out % panel), (0, 0), (0, 0), (0, 0)))
     pairs = padded.reshape(-1, panel, channels // 2, 2, 9).transpose(0, 2, 4, 1, 3)
@@ -84,7 +84,7 @@ def pack_taps(weight: np.ndarray, zeros: np.ndarray | None) -> PackedIntegers:
 
 
 def pack_columns(weight: np.ndarray, zeros: np.ndarray | None) -> PackedIntegers:
-    """A weight [o, 1, k, k] as quads or pairs of taps for each column and channel (conv_integer_columns.cpp)."""
+    """A weight [o, 1, k, k] as groups of two or four taps for each column and channel (conv_integer_columns.cpp)."""
     quads, lanes, taps = layout().has_byte_quads, layout().lanes, weight.shape[-1]
     block, step = (4 * lanes, 4) if quads else (lanes, 2)
     within = np.arange(block)

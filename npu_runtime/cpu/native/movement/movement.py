@@ -53,7 +53,7 @@ class _IndexedArgs(ArgumentBlock):
 
 
 def _in_bytes(operand: str, start: int | None, last: int, sizes: Sequence[int], strides: Sequence[int]) -> Extent:
-    """The extent of runs of `last` bytes, whose strides are in bytes too."""
+    """The extent of runs of `last` consecutive bytes, with strides in bytes."""
     return strided(operand, start, 1, (*sizes, last), (*strides, 1))
 
 
@@ -66,7 +66,10 @@ class _IndexedPairArgs(ArgumentBlock):
 
 
 def copy(source: np.ndarray, target: np.ndarray) -> NativeLaunch | None:
-    """target = source, broadcast to its shape: same dtype, any strides, no overlap."""
+    """Prepare target = source, broadcast to its shape; None without a native kernel for the operands.
+
+    Both have one dtype and any strides, and do not overlap.
+    """
     item_size = source.itemsize
     if not available() or source.dtype != target.dtype or item_size not in (1, 2, 4, 8) or target.size == 0:
         return None
@@ -98,10 +101,10 @@ def copy(source: np.ndarray, target: np.ndarray) -> NativeLaunch | None:
 
 
 def embedding(ids: np.ndarray, table: np.ndarray, out: np.ndarray, checked: bool = True) -> NativeLaunch | None:
-    """out[..., :] = table[ids[...], :] for int32 or int64 ids.
+    """Prepare out[..., :] = table[ids[...], :] for int32 or int64 ids; None without a native kernel for them.
 
     Args:
-        checked: The ids have been checked: one out of range gives zeros. Else it is a `DeviceError`.
+        checked: Whether the ids have been checked, so that one out of range gives zeros; if not, it is a `DeviceError`.
     """
     if table.ndim != 2 or strides_of(table)[1] != 1 or not (ids.flags.c_contiguous and out.flags.c_contiguous):
         return None
@@ -126,12 +129,13 @@ def embedding(ids: np.ndarray, table: np.ndarray, out: np.ndarray, checked: bool
 def index_copy(
     target: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray, checked: bool = True
 ) -> NativeLaunch | None:
-    """target.index_copy_(dim, index, source) for an int32 or int64 index.
+    """Prepare target.index_copy_(dim, index, source) for an int32 or int64 index; None without a native kernel.
 
     The last dimension must be contiguous in both arrays, or `dim` be the last.
 
     Args:
-        checked: The index has been checked: entries out of range are left out. Else they are a `DeviceError`.
+        checked: Whether the index has been checked, so that entries out of range are skipped; if not, they are a
+            `DeviceError`.
     """
     args = _along(dim, index, target, source, True, checked)
     return None if args is None else launch("copy_indexed", args, index, target, source)
@@ -140,7 +144,7 @@ def index_copy(
 def index_copy_pair(
     targets: Sequence[np.ndarray], dim: int, index: np.ndarray, sources: Sequence[np.ndarray], checked: bool = True
 ) -> NativeLaunch | None:
-    """`index_copy` of two sources into two targets, at the same places."""
+    """Prepare `index_copy` of two sources into two targets with one index; None without a native kernel for both."""
     first, second = (_along(dim, index, t, s, True, checked) for t, s in zip(targets, sources, strict=True))
     if first is None or second is None:
         return None
@@ -148,9 +152,10 @@ def index_copy_pair(
 
 
 def index_select(source: np.ndarray, dim: int, index: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """out = source.index_select(dim, index) for an int32 or int64 index; one out of range is a `DeviceError`.
+    """Prepare out = source.index_select(dim, index) for an int32 or int64 index; None without a native kernel.
 
-    The last dimension must be contiguous in both arrays, or `dim` be the last.
+    An index out of range is a `DeviceError`. The last dimension must be contiguous in both arrays, or `dim` be the
+    last.
     """
     args = _along(dim, index, source, out, False, False)
     return None if args is None else launch("copy_indexed", args, index, source, out)
@@ -159,7 +164,10 @@ def index_select(source: np.ndarray, dim: int, index: np.ndarray, out: np.ndarra
 def _along(
     dim: int, index: np.ndarray, indexed: np.ndarray, rows: np.ndarray, writes: bool, checked: bool
 ) -> _IndexedArgs | None:
-    """Rows of `indexed` along a dimension, by their index, and those that are copied from or to them."""
+    """The argument block for rows of `indexed` along a dimension, selected by `index`, and their copies in `rows`.
+
+    None if the kernel does not handle the arrays.
+    """
     if indexed.ndim == 0 or rows.ndim != indexed.ndim or rows.dtype != indexed.dtype or index.ndim > 1:
         return None
     dim %= indexed.ndim

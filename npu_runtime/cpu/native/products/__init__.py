@@ -1,1 +1,1 @@
-"""Products of matrices, with weights that are packed once or with any operand."""
+"""Matrix products, with weights that are packed once or with operands that change."""

@@ -1,4 +1,4 @@
-"""Products with a weight that is packed once."""
+"""Matrix products with a weight that is packed once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 
 class Packed(Protocol):
-    """A weight [n, k] in a layout of the native kernels."""
+    """A weight [n, k] in any layout of the native kernels."""
 
     @property
     def data(self) -> np.ndarray: ...
@@ -30,7 +30,7 @@ class Packed(Protocol):
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [n, k] in the kernels' layout (described in gemm.h)."""
+    """A float weight [n, k] in the kernels' layout (described in gemm.h)."""
 
     data: np.ndarray
     n: int
@@ -48,7 +48,7 @@ class _PackArgs(ArgumentBlock):
 
 
 class LinearArgs(ArgumentBlock):
-    """Operands of a product with a packed weight (`LinearArgs` in linear_args.h)."""
+    """The operands of a product with a packed weight (`LinearArgs` in linear_args.h)."""
 
     _fields_ = [
         ("x", View),
@@ -67,7 +67,7 @@ class LinearArgs(ArgumentBlock):
         yield packed("weight", self.weight, packed_size(self.n, self.k, self.x.dtype))
 
     def row_extents(self, kernel: str) -> Iterator[Extent]:
-        """Extents of all operands but the weight."""
+        """The extents of all operands except the weight."""
         rows, is_gated = self.x.size[2], kernel.endswith("gated_linear")
         results = (1, 1, rows, self.n // 2 if is_gated else self.n)
         yield self.x.extent("x", (1, 1, rows, self.k))
@@ -77,12 +77,12 @@ class LinearArgs(ArgumentBlock):
 
 
 class Routing(ctypes.Structure):
-    """The experts of a product's rows (`Routing` in experts.h)."""
+    """The experts that a product's rows are routed to (`Routing` in experts.h)."""
 
     _fields_ = [("experts", ctypes.c_void_p), ("count", ctypes.c_int64), ("weight_bytes", ctypes.c_int64)]
 
     def extents(self, linear: LinearArgs, weight_bytes: int) -> Iterator[Extent]:
-        """Extents of a product's operands, of which each expert has a weight of `weight_bytes`."""
+        """The extents of the operands of an expert product, in which each expert's weight has `weight_bytes` bytes."""
         rows = linear.out.size[2]
         yield linear.x.extent("x")
         yield packed("bias", linear.bias.data, 4 * self.count * linear.n)
@@ -100,13 +100,13 @@ class _ExpertArgs(ArgumentBlock):
 
 
 def packed_size(n: int, k: int, dtype: int) -> int:
-    """Bytes of a weight [n, k] in the kernels' layout; `dtype` is the number of its dtype."""
+    """Bytes of a float weight [n, k] in the kernels' layout; `dtype` is the number of its dtype."""
     panel, step = layout().panel, 2 if dtype == DTYPES[BFLOAT16] and layout().has_pairs else 1
     return -(-n // panel) * panel * -(-k // step) * step * item_size(dtype)
 
 
 def pack_linear_weight(weight: np.ndarray) -> PackedWeight | None:
-    """Packs weight[N, K], of any strides, for `linear`; None when its dtype has no kernel."""
+    """Pack weight[N, K], of any strides, for `linear`; None if there are no native kernels for its dtype."""
     if not available() or weight.ndim != 2 or weight.dtype not in DTYPES or weight.size == 0:
         return None
     n, k = weight.shape
@@ -117,10 +117,10 @@ def pack_linear_weight(weight: np.ndarray) -> PackedWeight | None:
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """Weights of experts, one packed weight of the same shape after the other.
+    """The weights of several experts, packed one after the other; all have one shape.
 
     Attributes:
-        first: The first expert's weight; its data are those of all.
+        first: The first expert's weight; its data are those of all experts.
         count: Number of experts.
         bytes_each: Bytes of an expert's weight.
     """
@@ -131,7 +131,7 @@ class PackedExperts:
 
 
 def pack_expert_weights(weight: np.ndarray) -> PackedExperts | None:
-    """Packs weight[E, N, K], of any strides, for `expert_linear`; None when its dtype has no kernel."""
+    """Pack weight[E, N, K], of any strides, for `expert_linear`; None if there are no native kernels for its dtype."""
     if not available() or weight.ndim != 3 or weight.dtype not in DTYPES or weight.size == 0:
         return None
     count, n, k = weight.shape
@@ -145,10 +145,10 @@ def pack_expert_weights(weight: np.ndarray) -> PackedExperts | None:
 def expert_linear(
     x: np.ndarray, weight: PackedExperts, experts: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> NativeLaunch | None:
-    """out[M, N] = x[m · R / M] · weight[experts[m]]ᵀ + bias[experts[m]], rounded once; 0 where there is no such expert.
+    """Prepare out[M, N] = x[m · R / M] · weight[experts[m]]ᵀ + bias[experts[m]], rounded once; 0 for no such expert.
 
     x [R, K] has the weight's dtype, out any; experts are int32 [M]. The bias [E, N] is read now, not when the launch
-    runs.
+    runs. None if there is no native kernel for the operands.
     """
     if not isinstance(weight.first, PackedWeight) or x.dtype != weight.first.dtype:
         return None
@@ -160,7 +160,10 @@ def expert_linear(
 def expert_args(
     x: np.ndarray, weight: PackedExperts, experts: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> tuple[LinearArgs, Routing] | None:
-    """The arguments of products by experts; None where there is no kernel. The bias is one of `float_vector`."""
+    """The arguments of an expert product; None if there is no kernel for the operands.
+
+    The bias is a result of `float_vector`.
+    """
     first, rows = weight.first, x.shape[0]
     if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)) or rows == 0:
         return None
@@ -183,10 +186,10 @@ def linear(
     activation: str,
     out: np.ndarray,
 ) -> NativeLaunch | None:
-    """out[M, N] = activation(x[M, K] · weightᵀ + bias) + residual, rounded once.
+    """Prepare out[M, N] = activation(x[M, K] · weightᵀ + bias) + residual, rounded once.
 
     Rows of x, residual and out may be any distance apart; x has the weight's dtype, the others any. The bias is read
-    now, not when the launch runs.
+    now, not when the launch runs. None if there is no native kernel for the operands.
     """
     if x.dtype != weight.dtype:
         return None
@@ -198,9 +201,10 @@ def linear(
 def gated_linear(
     x: np.ndarray, weight: PackedWeight, bias: np.ndarray | None, activation: str, out: np.ndarray
 ) -> NativeLaunch | None:
-    """out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
+    """Prepare out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
 
-    x has the weight's dtype, out any. The bias is read now, not when the launch runs.
+    x has the weight's dtype, out any. The bias is read now, not when the launch runs. None if there is no native kernel
+    for the operands.
     """
     if x.dtype != weight.dtype:
         return None
@@ -210,7 +214,7 @@ def gated_linear(
 
 
 def float_vector(bias: np.ndarray | None) -> np.ndarray | None:
-    """The bias as the products read it: float32, contiguous; None without one."""
+    """The bias in the form that products read: a contiguous float32 vector; None if there is no bias."""
     return None if bias is None else bias.reshape(-1).astype(np.float32)
 
 
@@ -222,14 +226,17 @@ def linear_args(
     activation: str,
     out: np.ndarray,
 ) -> LinearArgs | None:
-    """The arguments of a product; None where there is no kernel for them. The bias is one of `float_vector`."""
+    """The arguments of a product; None if there is no kernel for the operands.
+
+    The bias is a result of `float_vector`.
+    """
     return _product_args(x, weight, bias, residual, activation, out, weight.n)
 
 
 def gated_linear_args(
     x: np.ndarray, weight: Packed, bias: np.ndarray | None, activation: str, out: np.ndarray
 ) -> LinearArgs | None:
-    """Arguments of a gated product of one row; None where there is no kernel for them. See `linear_args`."""
+    """The arguments of a gated product of one row; None if there is no kernel for the operands. See `linear_args`."""
     if x.shape[:1] != (1,) or weight.n % 2:
         return None
     return _product_args(x, weight, bias, None, activation, out, weight.n // 2)
@@ -244,7 +251,7 @@ def _product_args(
     out: np.ndarray,
     columns: int,
 ) -> LinearArgs | None:
-    """The arguments of a product whose result has that number of columns."""
+    """The arguments of a product with `columns` columns in its result; None if there is no kernel for the operands."""
     matrices = [t for t in (x, residual, out) if t is not None]
     if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in matrices):
         return None

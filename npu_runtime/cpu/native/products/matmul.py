@@ -1,4 +1,4 @@
-"""Batched products of two operands that both change from run to run."""
+"""Batched matrix products of two operands that both change from run to run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class _MatmulArgs(ArgumentBlock):
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """out[..., M, N] = a[..., M, K] · b[..., K, N] with up to two batch dimensions, which broadcast.
+    """Prepare out[..., M, N] = a[..., M, K] · b[..., K, N] with up to two batch dimensions, which broadcast.
 
-    Rows of a and out are contiguous; b has any strides (a transposed operand is b.transpose(-1, -2)).
+    Rows of a and out are contiguous; b has any strides (a transposed operand is b.transpose(-1, -2)). None if there is
+    no native kernel for the operands.
     """
     arrays = (a, b, out)
     if not available() or any(not 2 <= t.ndim <= 4 or t.dtype not in DTYPES or t.size == 0 for t in arrays):

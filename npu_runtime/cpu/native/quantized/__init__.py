@@ -1,1 +1,1 @@
-"""Products and lookups with weights in few bits, and rows rounded to bytes."""
+"""Products and lookups with quantized weights, and products of rows that are rounded to bytes."""

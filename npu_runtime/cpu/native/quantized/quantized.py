@@ -1,4 +1,4 @@
-"""Products and lookups with weights in few bits. A weight is packed once for products; lookups read it as it is."""
+"""Products and lookups with quantized weights. A weight is packed once for products; lookups read it unpacked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Format(ctypes.Structure):
 
     @property
     def offset_size(self) -> int:
-        """Bytes of a group's offset."""
+        """Bytes of the offset of a quantization group."""
         sizes = {"none": 0, "minimum": item_size(self.scales)}
         return sizes.get(next(name for name, number in OFFSET_KINDS.items() if number == self.offsets), 1)
 
@@ -56,7 +56,7 @@ class _Rows(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("codes", "scales", "offsets")]
 
     def extents(self, format: _Format, n: int) -> Iterator[Extent]:
-        """Extents of `n` rows."""
+        """The extents of codes, scales and offsets of `n` rows."""
         yield packed("codes", self.codes, n * format.group * format.groups * format.bits // 8)
         yield packed("scales", self.scales, n * format.groups * item_size(format.scales))
         yield packed("offsets", self.offsets, n * format.groups * format.offset_size)
@@ -115,10 +115,10 @@ def _packed_size(format: _Format, n: int) -> int:
 
 @dataclass(frozen=True)
 class PackedQuantized:
-    """A weight [n, k] in few bits, in the kernels' layout (described in quantized.h).
+    """A quantized weight [n, k] in the kernels' layout (described in quantized.h).
 
     Attributes:
-        format: The format as the kernels see it.
+        format: The format as a C struct.
     """
 
     data: np.ndarray
@@ -128,7 +128,7 @@ class PackedQuantized:
 
 
 def pack_quantized(weight: QuantizedArray) -> PackedQuantized | None:
-    """Pack a weight for products; None where there are no native kernels."""
+    """Pack a quantized weight for products; None if there are no native kernels."""
     if not available():
         return None
     n, k = weight.shape
@@ -148,10 +148,10 @@ def quantized_linear(
     out: np.ndarray,
     activations: str = "none",
 ) -> NativeLaunch | None:
-    """out[M, N] = activation(x[M, K] · weightᵀ + bias) + residual, rounded once.
+    """Prepare out[M, N] = activation(x[M, K] · weightᵀ + bias) + residual with a quantized weight, rounded once.
 
-    Rows of x, residual and out may be any distance apart, and their dtypes any of ours. The bias is read now, not when
-    the launch runs.
+    Rows of x, residual and out may be any distance apart, and have any float dtype. The bias is read now, not when the
+    launch runs. None if there is no native kernel for the operands.
 
     Args:
         activations: Format to which rows of x are rounded first (`QuantizedFormat.activations`).
@@ -165,7 +165,10 @@ def quantized_linear(
 
 
 def pack_quantized_experts(weight: QuantizedArray, count: int) -> PackedExperts | None:
-    """Packs the weights of experts, one below the other, for products; None where there are no native kernels."""
+    """Pack the quantized weights of `count` experts, stacked in one matrix; None if that is impossible.
+
+    It is without native kernels, or if the rows do not divide among the experts.
+    """
     if not available() or weight.shape[0] % count or 0 in weight.shape:
         return None
     n, k = weight.shape[0] // count, weight.shape[1]
@@ -186,7 +189,10 @@ def quantized_expert_linear(
     out: np.ndarray,
     activations: str = "none",
 ) -> NativeLaunch | None:
-    """`expert_linear` with weights in few bits; dtypes, bias and `activations` as for `quantized_linear`."""
+    """Prepare `expert_linear` with quantized weights; None if there is no native kernel for the operands.
+
+    Dtypes, bias and `activations` are as for `quantized_linear`.
+    """
     if not isinstance(weight.first, PackedQuantized):
         return None
     bias = float_vector(bias)
@@ -206,9 +212,10 @@ def quantized_gated_linear(
     out: np.ndarray,
     activations: str = "none",
 ) -> NativeLaunch | None:
-    """out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
+    """Prepare out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
 
-    The bias is read now, not when the launch runs; `activations` as for `quantized_linear`.
+    The bias is read now, not when the launch runs; `activations` is as for `quantized_linear`. None if there is no
+    native kernel for the operands.
     """
     bias = float_vector(bias)
     args = gated_linear_args(x, weight, bias, activation, out)
@@ -221,10 +228,10 @@ def quantized_gated_linear(
 def quantized_embedding(
     ids: np.ndarray, weight: QuantizedArray, out: np.ndarray, checked: bool = True
 ) -> NativeLaunch | None:
-    """out[..., :] = weight[ids[...], :] for int32 or int64 ids.
+    """Prepare out[..., :] = weight[ids[...], :] for int32 or int64 ids; None without a native kernel for them.
 
     Args:
-        checked: The ids have been checked: one out of range gives zeros. Else it is a `DeviceError`.
+        checked: Whether the ids have been checked, so that one out of range gives zeros; if not, it is a `DeviceError`.
     """
     n, k = weight.shape
     if not available() or ids.dtype not in _INDEX_DTYPES or out.dtype not in DTYPES or out.size == 0:
@@ -248,7 +255,7 @@ def quantized_embedding(
 
 
 def _contiguous(weight: QuantizedArray) -> QuantizedArray:
-    """The weight with each part's rows one after the other."""
+    """The weight with contiguous rows in each of its parts."""
     parts = {name: np.ascontiguousarray(weight.part(name)) for name in weight.format.parts(weight.shape)}
     return QuantizedArray(weight.format, weight.shape, **parts)
 
@@ -269,7 +276,7 @@ def _native_format(weight: QuantizedArray) -> _Format:
 
 
 def _numbers(format: QuantizedFormat) -> np.ndarray:
-    """Number that each code stands for, without its scale: float32 [256]."""
+    """The number that each of the 256 codes stands for, without its scale: float32 [256]."""
     numbers: np.ndarray = np.arange(256, dtype=np.uint8).view(format.code_format.dtype).astype(np.float32)
     if format.offsets == "none":
         numbers -= np.float32(format.code_format.zero)

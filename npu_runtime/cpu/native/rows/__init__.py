@@ -1,1 +1,1 @@
-"""Kernels that go along rows: element-wise ones, norms, softmax, rotary embedding."""
+"""Kernels that process rows: element-wise ops, norms, softmax, rotary embedding."""

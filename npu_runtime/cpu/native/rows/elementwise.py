@@ -1,4 +1,4 @@
-"""Element-wise ops over float32, int32 and booleans, and the places of extremes: small calls between large ones."""
+"""Element-wise ops over float32, int32 and booleans, and the positions of extremes: small calls between large ones."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class _ExtremeArgs(ArgumentBlock):
 
 
 def elementwise(op: str, operands: Sequence[np.ndarray | float], out: np.ndarray) -> NativeLaunch | None:
-    """out = op(operands…) with broadcasting, for the ops of `ELEMENTWISE`.
+    """Prepare out = op(operands…) with broadcasting, for the ops of `ELEMENTWISE`; None without a kernel for them.
 
     Args:
-        operands: Arrays and scalars in the op's order. But for the condition of `where` the arrays are of one dtype:
+        operands: Arrays and numbers in the op's order. Except for the condition of `where`, arrays have one dtype:
             float32, int32 or, for some ops, bool.
     """
     selects = op == "where"
@@ -74,7 +74,7 @@ def elementwise(op: str, operands: Sequence[np.ndarray | float], out: np.ndarray
 
 
 def _takes(op: str, dtype: np.dtype, out: np.dtype) -> bool:
-    """Whether the kernel has the op for operands and a result of these dtypes."""
+    """Whether the native kernel supports the op for operands and a result of these dtypes."""
     if op == "copy":
         return {dtype, out} <= {_BOOL, _INT32, _FLOAT32} and not (dtype == _FLOAT32 and out != _FLOAT32)
     refused = {_INT32: _FLOATS_ONLY, _BOOL: ELEMENTWISE.keys() - _SELECTING, _FLOAT32: ()}
@@ -82,7 +82,7 @@ def _takes(op: str, dtype: np.dtype, out: np.dtype) -> bool:
 
 
 def _as_array(value: np.ndarray | float | None, dtype: np.dtype) -> np.ndarray | None:
-    """An operand as an array; None for none, and for a scalar with which the op would not be one of the dtype's."""
+    """An operand as an array; None if it is absent, or a number that would change the dtype of the op."""
     if value is None or isinstance(value, np.ndarray):
         return value
     if dtype == _FLOAT32:
@@ -91,7 +91,9 @@ def _as_array(value: np.ndarray | float | None, dtype: np.dtype) -> np.ndarray |
 
 
 def place_of_extreme(x: np.ndarray, out: np.ndarray, least: bool) -> NativeLaunch | None:
-    """Place of the greatest element, or of the least, in each of out's rows of x: the first, or that of the first NaN.
+    """Prepare the position of the greatest (or least) element in each row of x: of the first, or of the first NaN.
+
+    None if there is no native kernel for the operands.
 
     Args:
         x: [*rows, *row], contiguous.

@@ -42,19 +42,19 @@ class _SoftmaxArgs(ArgumentBlock):
 def rms_norm(
     x: np.ndarray, weight: np.ndarray | None, eps: float, weight_offset: float, out: np.ndarray
 ) -> NativeLaunch | None:
-    """out = x / sqrt(mean(x²) + eps) * (weight + weight_offset), along the last dimension."""
+    """Prepare out = x / sqrt(mean(x²) + eps) * (weight + weight_offset) over rows; None without a kernel for it."""
     return _norm(x, weight, None, False, eps, weight_offset, out)
 
 
 def layer_norm(
     x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float, out: np.ndarray
 ) -> NativeLaunch | None:
-    """out = (x - mean) / sqrt(variance + eps) * weight + bias, along the last dimension."""
+    """Prepare out = (x - mean) / sqrt(variance + eps) * weight + bias over rows; None without a kernel for it."""
     return _norm(x, weight, bias, True, eps, 0.0, out)
 
 
 def softmax(x: np.ndarray, scale: float, out: np.ndarray) -> NativeLaunch | None:
-    """Softmax of scale * x along the last dimension."""
+    """Prepare the softmax of scale * x over rows; None if there is no native kernel for the operands."""
     if not available() or x.shape != out.shape or x.size == 0 or not {x.dtype, out.dtype} <= DTYPES.keys():
         return None
     x_rows, out_rows = as_rows(x), as_rows(out)

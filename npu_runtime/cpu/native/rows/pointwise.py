@@ -1,4 +1,4 @@
-"""Elementwise kernels: sums, products, activations, gated activations and casts."""
+"""Element-wise kernels on floats: sums, products, activations, gated activations and casts."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class _PointwiseArgs(ArgumentBlock):
 
 
 def add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """out = a + b with broadcasting; out may be an operand."""
+    """Prepare out = a + b with broadcasting; out may be an operand. None without a kernel for the operands."""
     return _pointwise(a, b, "none", _ADD, out)
 
 
 def mul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """out = a * b with broadcasting; out may be an operand."""
+    """Prepare out = a * b with broadcasting; out may be an operand. None without a kernel for the operands."""
     return _pointwise(a, b, "none", _MULTIPLY, out)
 
 
 def activation_mul(activation: str, gate: np.ndarray, up: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """out = activation(gate) * up with broadcasting, for the activations of `linear`."""
+    """Prepare out = activation(gate) * up with broadcasting, for the activations of `linear`; None without a kernel."""
     return _pointwise(gate, up, activation, _MULTIPLY, out)
 
 
 def activation(kind: str, x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """out = kind(x), for the activations of `linear`."""
+    """Prepare out = kind(x), for the activations of `linear`; None without a kernel for the operands."""
     return _pointwise(x, None, kind, _ALONE, out)
 
 
 def cast(x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """out = x in out's dtype; both are floating point."""
+    """Prepare out = x in out's dtype, both of floats; None without a kernel for the operands."""
     return _pointwise(x, None, "none", _ALONE, out)
 
 
 def widened(x: np.ndarray) -> np.ndarray:
-    """A floating-point array in float32, by all threads; the array itself where it is that already."""
+    """A floating-point array as float32, converted by all threads; the array itself if it is float32 already."""
     if x.dtype == np.float32 or x.size == 0:
         return x.astype(np.float32, copy=False)
     source, result = x.reshape(-1), host_memory(x.size, np.dtype(np.float32))
@@ -84,7 +84,10 @@ def _pointwise(
 
 
 def in_order_of(out: np.ndarray, operands: Sequence[np.ndarray]) -> list[View] | None:
-    """Operands, broadcast to out's shape, in the order of out's memory; None where four dimensions do not do."""
+    """Operands, broadcast to out's shape, as views in the order of out's memory.
+
+    None if one does not broadcast to that shape, or if the views need more than four dimensions.
+    """
     views = [strides_of(view) for t in operands if (view := expand(t, out.shape)) is not None]
     if len(views) < len(operands):
         return None

@@ -25,9 +25,9 @@ class _RopeArgs(ArgumentBlock):
 
 
 def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
-    """out[B, H, T, D] = x * cos + rotate_half(x) * sin; out may be x.
+    """Prepare out[B, H, T, D] = x * cos + rotate_half(x) * sin; out may be x. None without a kernel for the operands.
 
-    cos and sin broadcast to [B, H, T, D], or to [B, H, T, D/2] where both halves turn by the same angles. Any of the
+    cos and sin broadcast to [B, H, T, D], or to [B, H, T, D/2] if both halves turn by the same angles. Any of the
     four may be 16-bit.
     """
     arrays = (x, cos, sin, out)
