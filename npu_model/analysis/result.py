@@ -36,11 +36,12 @@ class Energy:
     dram: float
     static: float
     network: float = 0.0
+    l2: float = 0.0
 
     @property
     def total(self) -> float:
         """Joules of all parts."""
-        return self.macs + self.vector + self.sram + self.dram + self.static + self.network
+        return self.macs + self.vector + self.sram + self.dram + self.static + self.network + self.l2
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Result:
     Attributes:
         cycles: Cycles of the chip's clock.
         compulsory_bytes: The DRAM traffic that no chip avoids: what calls touch of weights, inputs and outputs, once
-            each; weights that stay in the scratchpad (`kept_weight_bytes`) left out.
+            each; weights that stay in the scratchpad or the L2 (`kept_weight_bytes`) left out.
         spans: What each engine did when, if they were asked for.
     """
 
@@ -143,6 +144,11 @@ class Result:
     def network_bytes(self) -> int:
         """Bytes moved between cores."""
         return sum(call.counts.network_bytes for call in self.calls)
+
+    @property
+    def l2_bytes(self) -> int:
+        """Bytes read from and written to the shared L2."""
+        return sum(call.counts.l2_read + call.counts.l2_written for call in self.calls)
 
     @property
     def sram_used(self) -> int:
@@ -182,7 +188,7 @@ class Result:
 
     def to_dict(self, *, calls: bool = True) -> dict[str, Any]:
         """The result as JSON data; times in microseconds, energy in microjoules."""
-        chip = self.chip
+        chip, way = self.chip, self.chip.outside_name.lower()
         data: dict[str, Any] = {
             "program": self.program,
             "chip": chip.name,
@@ -195,11 +201,12 @@ class Result:
             "bandwidth_utilization": self.bandwidth_utilization,
             "busy_us": _microseconds(self.busy, chip),
             "stall_us": _microseconds(self.stalls, chip),
-            "dram_bytes": self.dram_bytes,
-            "compulsory_dram_bytes": self.compulsory_bytes,
+            f"{way}_bytes": self.dram_bytes,
+            f"compulsory_{way}_bytes": self.compulsory_bytes,
             "kept_weight_bytes": self.kept_weight_bytes,
             "sram_bytes": self.sram_bytes,
             **({"network_bytes": self.network_bytes} if chip.cores else {}),
+            **({"l2_bytes": self.l2_bytes} if chip.l2 else {}),
             "tile_sram_bytes": self.sram_used,
             "energy_uj": {
                 "total": 1e6 * self.energy.total,
@@ -242,7 +249,7 @@ def make_result(name: str, plan: ExecutionPlan, chip: Chip, tiles: TileProgram, 
 
     Args:
         plan: Its calls stand for the tile program's sections, one for each.
-        kept: Bytes of weights that the preload sections brought into the scratchpad.
+        kept: Bytes of weights that the preload sections brought into the scratchpad or the L2.
     """
     calls = tuple(
         _call_result(index, call, section, counts, chip)
@@ -276,6 +283,7 @@ def _energy(chip: Chip, every: Sequence[Counts], cycles: int) -> Energy:
         dram=pico * costs.pj_per_dram_byte * sum(counts.dram_read + counts.dram_written for counts in every),
         static=costs.static_watts * chip.seconds(cycles),
         network=pico * costs.pj_per_network_byte * sum(counts.network_bytes for counts in every),
+        l2=pico * costs.pj_per_l2_byte * sum(counts.l2_read + counts.l2_written for counts in every),
     )
 
 

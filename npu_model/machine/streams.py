@@ -41,6 +41,7 @@ class Raised:
         before: How often it was raised before this run.
         waiting: (count, number of the queue) of those that wait for it.
         is_data: Whether a DMA engine raises it.
+        from_l2: Whether what it was last raised for came from or went to the shared L2.
         clocks: For each time that it was raised, what is certain to have ended by then (`races.py`).
     """
 
@@ -51,6 +52,7 @@ class Raised:
     times: list[int] = field(default_factory=lambda: [0])
     waiting: list[tuple[int, int]] = field(default_factory=list)
     clocks: list[tuple[int, ...]] = field(default_factory=list)
+    from_l2: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from npu_compiler import CompiledProgram, CompileOptions, ConstraintError
 from npu_compiler import compile as compile_ir
 from npu_model import Chip, NPUBackend, NPUTarget, Result, load_chip, simulate
 from npu_model.analysis.simulation import most_cycles
-from npu_model.chip import Dataflow, DramBanks
+from npu_model.chip import Dataflow, DramBanks, SharedL2
 from npu_model.chip.description import DRAM_KINDS
 from npu_runtime import Executor, load_weights
 
@@ -56,7 +56,7 @@ organisations = st.builds(
 
 @st.composite
 def chips(draw: st.DrawFn) -> Chip:
-    """A shipped chip with other arrays, SRAM, memory, channels and launches."""
+    """A shipped chip with other arrays, SRAM, memory, channels and launches; some have an L2."""
     chip = load_chip(draw(st.sampled_from(("edge", "phone", "datacenter"))))
     assert chip.matrix is not None
     changes: dict[str, Any] = {
@@ -77,11 +77,12 @@ def chips(draw: st.DrawFn) -> Chip:
             "banks": draw(st.none() | organisations),
         },
         "dma": {"channels": draw(st.integers(1, 8)), "staged_bytes": draw(st.sampled_from((0, 20_000)))},
+        "energy": {"pj_per_l2_byte": draw(st.sampled_from((0.0, 3.0)))},
         "launch": {"cost_us": draw(st.floats(0, 5)), "overlapped": draw(st.booleans())},
     }
-    return dataclasses.replace(
-        chip, **{name: dataclasses.replace(getattr(chip, name), **x) for name, x in changes.items()}
-    )
+    l2 = draw(st.none() | st.builds(SharedL2, st.integers(1024, 1 << 20), st.integers(1, 512), st.floats(0, 100)))
+    own = {name: dataclasses.replace(getattr(chip, name), **x) for name, x in changes.items()}
+    return dataclasses.replace(chip, **own, l2=l2)
 
 
 def changed(chip: Chip, table: str, **values: Any) -> Chip:
@@ -102,6 +103,7 @@ def simulated(program: CompiledProgram, chip: Chip) -> Result:
 def test_nothing_is_faster_than_the_roofline(program: CompiledProgram, chip: Chip) -> None:
     result = simulated(program, chip)
     least = max(result.dram_bytes / chip.dram_bytes_per_cycle, result.compute_cycles, result.roofline_cycles)
+    least = max(least, 0 if chip.l2 is None else result.l2_bytes / chip.l2.bytes_per_cycle)
     assert result.cycles >= least * (1 - ROUNDING)
     assert result.cycles >= max(result.busy.values())
 
@@ -123,7 +125,8 @@ def test_time_and_energy_are_the_sums_of_their_parts(program: CompiledProgram, c
     assert progress + sum(result.stalls.values()) == sum(call.cycles for call in result.calls) == result.cycles
     assert max(call.end for call in result.calls) == result.cycles
     energy = result.energy
-    parts = (energy.macs, energy.vector, energy.sram, energy.dram, energy.static)
+    assert energy.l2 == pytest.approx(1e-12 * chip.energy.pj_per_l2_byte * result.l2_bytes)
+    parts = (energy.macs, energy.vector, energy.sram, energy.dram, energy.static, energy.l2)
     assert min(parts) >= 0 and energy.total == pytest.approx(sum(parts))
     assert sum(call.joules for call in result.calls) + energy.static == pytest.approx(energy.total)
 
@@ -180,7 +183,9 @@ def test_a_simulation_is_deterministic(program: CompiledProgram, chip: Chip) -> 
 def test_more_of_anything_is_not_slower(program: CompiledProgram, chip: Chip, times: int) -> None:
     assert chip.matrix is not None
     before = simulated(program, chip)
+    l2 = SharedL2(1 << 20, 512) if chip.l2 is None else dataclasses.replace(chip.l2, size=chip.l2.size * times)
     for more in (
+        dataclasses.replace(chip, l2=l2),
         changed(chip, "sram", size=chip.sram.size * times),
         changed(chip, "dram", bandwidth_gb_s=chip.dram.bandwidth_gb_s * times),
         changed(chip, "matrix", arrays=chip.matrix.arrays * times),
