@@ -56,7 +56,7 @@ organisations = st.builds(
 
 @st.composite
 def chips(draw: st.DrawFn) -> Chip:
-    """A shipped chip with other arrays, SRAM, memory, channels and launches; some have an L2."""
+    """A shipped chip with other arrays, SRAM, memory, channels and launches."""
     chip = load_chip(draw(st.sampled_from(("edge", "phone", "datacenter"))))
     assert chip.matrix is not None
     changes: dict[str, Any] = {
@@ -77,12 +77,18 @@ def chips(draw: st.DrawFn) -> Chip:
             "banks": draw(st.none() | organisations),
         },
         "dma": {"channels": draw(st.integers(1, 8)), "staged_bytes": draw(st.sampled_from((0, 20_000)))},
-        "energy": {"pj_per_l2_byte": draw(st.sampled_from((0.0, 3.0)))},
         "launch": {"cost_us": draw(st.floats(0, 5)), "overlapped": draw(st.booleans())},
     }
-    l2 = draw(st.none() | st.builds(SharedL2, st.integers(1024, 1 << 20), st.integers(1, 512), st.floats(0, 100)))
-    own = {name: dataclasses.replace(getattr(chip, name), **x) for name, x in changes.items()}
-    return dataclasses.replace(chip, **own, l2=l2)
+    return dataclasses.replace(
+        chip, **{name: dataclasses.replace(getattr(chip, name), **x) for name, x in changes.items()}
+    )
+
+
+@st.composite
+def chips_with_l2(draw: st.DrawFn) -> Chip:
+    """A chip of `chips` with a shared L2, whose bytes cost energy."""
+    l2 = draw(st.builds(SharedL2, st.integers(1024, 1 << 20), st.integers(1, 512), st.floats(0, 100)))
+    return changed(dataclasses.replace(draw(chips()), l2=l2), "energy", pj_per_l2_byte=3.0)
 
 
 def changed(chip: Chip, table: str, **values: Any) -> Chip:
@@ -103,7 +109,6 @@ def simulated(program: CompiledProgram, chip: Chip) -> Result:
 def test_nothing_is_faster_than_the_roofline(program: CompiledProgram, chip: Chip) -> None:
     result = simulated(program, chip)
     least = max(result.dram_bytes / chip.dram_bytes_per_cycle, result.compute_cycles, result.roofline_cycles)
-    least = max(least, 0 if chip.l2 is None else result.l2_bytes / chip.l2.bytes_per_cycle)
     assert result.cycles >= least * (1 - ROUNDING)
     assert result.cycles >= max(result.busy.values())
 
@@ -125,10 +130,36 @@ def test_time_and_energy_are_the_sums_of_their_parts(program: CompiledProgram, c
     assert progress + sum(result.stalls.values()) == sum(call.cycles for call in result.calls) == result.cycles
     assert max(call.end for call in result.calls) == result.cycles
     energy = result.energy
-    assert energy.l2 == pytest.approx(1e-12 * chip.energy.pj_per_l2_byte * result.l2_bytes)
-    parts = (energy.macs, energy.vector, energy.sram, energy.dram, energy.static, energy.l2)
+    parts = (energy.macs, energy.vector, energy.sram, energy.dram, energy.static)
     assert min(parts) >= 0 and energy.total == pytest.approx(sum(parts))
     assert sum(call.joules for call in result.calls) + energy.static == pytest.approx(energy.total)
+
+
+@LAWS
+@given(programs, chips_with_l2())
+def test_a_shared_l2_obeys_the_roofline_and_the_sums(program: CompiledProgram, chip: Chip) -> None:
+    result = simulated(program, chip)
+    assert chip.l2 is not None
+    least = max(result.l2_bytes / chip.l2.bytes_per_cycle, result.dram_bytes / chip.dram_bytes_per_cycle)
+    assert result.cycles >= max(least, result.compute_cycles, result.roofline_cycles) * (1 - ROUNDING)
+    assert result.dram_bytes >= result.compulsory_bytes > 0
+    progress = sum(call.counts.progress for call in result.calls)
+    assert progress + sum(result.stalls.values()) == result.cycles
+    energy = result.energy
+    assert energy.l2 == pytest.approx(3e-12 * result.l2_bytes)
+    parts = (energy.macs, energy.vector, energy.sram, energy.dram, energy.static, energy.l2)
+    assert energy.total == pytest.approx(sum(parts))
+
+
+@LAWS
+@given(programs, chips_with_l2(), st.integers(2, 5))
+def test_more_l2_is_not_slower(program: CompiledProgram, chip: Chip, times: int) -> None:
+    assert chip.l2 is not None
+    without = simulated(program, dataclasses.replace(chip, l2=None))
+    before = simulated(program, chip)
+    assert before.cycles <= most_cycles(without) * (1 + ROUNDING)
+    more = changed(chip, "l2", size=chip.l2.size * times)
+    assert simulate(program, more).cycles <= most_cycles(before) * (1 + ROUNDING)
 
 
 @LAWS
@@ -146,7 +177,7 @@ def _macs(call: Any) -> int:
 
 
 @LAWS
-@given(graphs(), chips(), st.sampled_from(("float16", "float32")))
+@given(graphs(), chips() | chips_with_l2(), st.sampled_from(("float16", "float32")))
 def test_a_run_on_data_counts_what_a_run_in_time_counts(graph: dict[str, Any], chip: Chip, dtype: str) -> None:
     device, rng = NPUBackend(chip, checked=True), np.random.default_rng(0)
     try:
@@ -183,9 +214,7 @@ def test_a_simulation_is_deterministic(program: CompiledProgram, chip: Chip) -> 
 def test_more_of_anything_is_not_slower(program: CompiledProgram, chip: Chip, times: int) -> None:
     assert chip.matrix is not None
     before = simulated(program, chip)
-    l2 = SharedL2(1 << 20, 512) if chip.l2 is None else dataclasses.replace(chip.l2, size=chip.l2.size * times)
     for more in (
-        dataclasses.replace(chip, l2=l2),
         changed(chip, "sram", size=chip.sram.size * times),
         changed(chip, "dram", bandwidth_gb_s=chip.dram.bandwidth_gb_s * times),
         changed(chip, "matrix", arrays=chip.matrix.arrays * times),
