@@ -50,6 +50,7 @@ _CAUSES = {
     "dram latency": "DRAM's latency",
     "dependency": "waits between engines",
     "sram ports": "the scratchpad's ports",
+    "shared l2": "the shared L2",
 }
 
 
