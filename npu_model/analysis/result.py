@@ -260,10 +260,11 @@ def make_result(name: str, plan: ExecutionPlan, chip: Chip, tiles: TileProgram, 
         for section in tiles.preload
         for instruction, _ in instructions(section.body)
         for tile in instruction.reads
-        if tile.space is Space.DRAM
+        if tile.space.has_buffers
     }
     energy = _energy(chip, run.sections, run.cycles)
-    compulsory = compulsory_bytes(plan, preloaded)
+    ratio = 1.0 if chip.weights is None else chip.weights.ratio
+    compulsory = compulsory_bytes(plan, preloaded, ratio)
     return Result(name, chip, run.cycles, calls, energy, compulsory, kept, tuple(run.spans))
 
 
@@ -292,11 +293,12 @@ def least_cycles(counts: Counts, chip: Chip) -> float:
     return sum(macs / chip.peak_macs(dtype) for dtype, macs in counts.macs.items())
 
 
-def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
+def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = (), ratio: float = 1.0) -> int:
     """Bytes of buffers outside the arena, the most that one call touches of each, in each direction.
 
     Args:
         kept: Buffers that stay in the scratchpad.
+        ratio: Bytes that are stored for each byte of a weight.
     """
     touched: dict[tuple[str, bool], int] = {}
     left_out = {*kept, *(name for name, buffer in plan.buffers.items() if buffer.kind == "arena")}
@@ -310,7 +312,11 @@ def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
             key = (view.buffer, position >= len(call.inputs))
             if view.buffer not in left_out:
                 touched[key] = max(touched.get(key, 0), size)
-    return sum(size for (name, is_write), size in touched.items() if is_write or name not in outputs)
+    return sum(
+        int(size * ratio) if plan.buffers[name].is_constant else size
+        for (name, is_write), size in touched.items()
+        if is_write or name not in outputs
+    )
 
 
 def _first_tile(section: Section) -> tuple[int, str]:

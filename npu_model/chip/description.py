@@ -206,6 +206,19 @@ class SharedL2:
 
 
 @dataclass(frozen=True)
+class PackedWeights:
+    """The form in which weights lie in DRAM, and the decoder that they pass on their way out.
+
+    Attributes:
+        ratio: Bytes that are stored for each byte of a weight, with all that the format adds.
+        decoder_bytes_per_cycle: Decoded bytes that leave the decoder in a cycle.
+    """
+
+    ratio: float = _above(0, 1)
+    decoder_bytes_per_cycle: int = _from(1, 2**20)
+
+
+@dataclass(frozen=True)
 class Dma:
     """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency.
 
@@ -393,6 +406,7 @@ class Chip:
         clock_ghz: The clock of all its parts.
         dram: None for a chip that has none: what it computes with comes over the link, and stays on the chip.
         l2: None for a chip whose scratchpads lie right on DRAM.
+        weights: None for a chip whose weights lie in DRAM as they are.
         cores: None for a chip of one core.
         matrix: None for a chip that has a vector unit only.
         energy: All zeros where the file says nothing of it.
@@ -406,6 +420,7 @@ class Chip:
     dma: Dma
     dram: Dram | None = None
     l2: SharedL2 | None = None
+    weights: PackedWeights | None = None
     matrix: Matrix | None = None
     output: Output | None = None
     control: Control = Control()

@@ -57,6 +57,8 @@ def section_lines(section: Section, keyword: str = "section") -> Iterator[str]:
     yield from _node_lines(section.body, 0)
     read, written = traffic(section.body, Space.DRAM)
     yield f"  # {read:,} bytes read from DRAM, {written:,} written"
+    if packed := traffic(section.body, Space.PACKED)[0]:
+        yield f"  # {packed:,} bytes decoded of weights"
     if any(shared := traffic(section.body, Space.L2)):
         yield f"  # {shared[0]:,} bytes read from the L2, {shared[1]:,} written"
 
@@ -146,8 +148,9 @@ def dense_strides(sizes: Sequence[int], dtype: str) -> tuple[int, ...]:
 
 def _tile(tile: Tile, sizes: Sequence[int]) -> str:
     name = f"{tile.buffer}.{tile.space.value}" if tile.buffer else tile.space.value
-    if tile.space is Space.DRAM:
+    if tile.space.has_buffers:
         name = json.dumps(tile.buffer) if IN_A_CORE.fullmatch(tile.buffer) else _word(tile.buffer)
+        name = f"{Space.PACKED} {name}" if tile.space is Space.PACKED else name
     place = _affine(tile.address)
     if (tile.slots, tile.slot_bytes, tile.turn) != (1, 0, ZERO):
         turn = _affine(tile.turn)

@@ -58,6 +58,7 @@ class Space(StrEnum):
     """A memory of the chip."""
 
     DRAM = "dram"
+    PACKED = "packed"  # DRAM, of weights that are stored in another form and decoded on their way
     L2 = "l2"
     SCRATCHPAD = "sram"
     ACCUMULATORS = "acc"
@@ -65,7 +66,12 @@ class Space(StrEnum):
     @property
     def is_shared(self) -> bool:
         """Whether all cores reach it; only DMA engines do."""
-        return self in (Space.DRAM, Space.L2)
+        return self in (Space.DRAM, Space.PACKED, Space.L2)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether places in it are those of named buffers."""
+        return self in (Space.DRAM, Space.PACKED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,9 @@ class _Verifier:
         size = itemsize(tile.dtype)
         for number in (tile.address.base, *tile.address.steps, *tile.strides, tile.slot_bytes):
             self.need(number % size == 0, f"{number} bytes are no multiple of {size}, for {tile.dtype}")
-        if tile.space is Space.DRAM:
+        packs = tile.space is not Space.PACKED or self.chip.weights is not None
+        self.need(packs, "the chip has no weights in a form of their own")
+        if tile.space.has_buffers:
             self.need(tile.buffer in self.buffers, f"there is no buffer '{tile.buffer:.60}'")
         elif tile.space is Space.L2:
             self.need(self.chip.l2 is not None and not tile.buffer, f"the chip has no L2 '{tile.buffer:.60}'")
@@ -211,7 +213,7 @@ class _Verifier:
 
     def _room(self, tile: Tile) -> tuple[int, str]:
         """Bytes of the memory that an operand is in, and its name."""
-        if tile.space is Space.DRAM:
+        if tile.space.has_buffers:
             return self.buffers[tile.buffer], f"buffer '{tile.buffer:.60}'"
         if tile.space is Space.L2:
             return 0 if self.chip.l2 is None else self.chip.l2.size, "the L2"
@@ -243,6 +245,7 @@ class _Verifier:
         own = core_of(instruction.engine)
         inside = [tile for tile in (source, target) if not tile.space.is_shared]
         self.need(not inside or own in {tile.buffer for tile in inside}, f"it moves nothing from or to {own}")
+        self.need(target.space is not Space.PACKED, "weights in a form of their own are not written")
         for tile in (source, target):
             self.need(tile.space is not Space.ACCUMULATORS, "DMA engines do not reach the accumulators")
         self._fill(instruction.fill, target.dtype)

@@ -216,9 +216,9 @@ class _Linking:
     def _outside(self) -> dict[str, Place]:
         """Buffer → its place in DRAM."""
         own = self._own
-        places = dram_places(replace(own.plan, buffers=dict(own.buffers)))
+        places = dram_places(replace(own.plan, buffers=dict(own.buffers)), self._chip)
         for name, (weight, first) in own.parts.items():
-            places[name] = Place(Space.DRAM, weight, first, places[name].size)
+            places[name] = replace(places[name], name=weight, offset=first)
         return places
 
     def _inside(self, outside: dict[str, Place]) -> dict[str, dict[str, Place]]:

@@ -74,7 +74,7 @@ def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Res
 
 
 def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
-    places = dram_places(plan)
+    places = dram_places(plan, chip)
     uses = [
         Use(call, time, Placed(mapper.choices(call), positions(call, residency.addresses), room), residency.addresses)
         for time, (call, room) in enumerate(zip(plan.calls, residency.rooms, strict=True))
@@ -118,20 +118,21 @@ def preloaded(name: str, place: Place, address: int, chip: Chip, space: Space = 
     move = Transfer(
         engine=engine,
         box=axes,
-        source=Tile(Space.DRAM, "uint8", Affine(place.offset), (1,), place.name),
+        source=Tile(place.space, "uint8", Affine(place.offset), (1,), place.name),
         target=Tile(space, "uint8", Affine(address), (1,)),
     )
     return Section(name, "preload", f"{place.size} bytes", (move,))
 
 
-def dram_places(plan: ExecutionPlan) -> dict[str, Place]:
-    """Buffer → its place in DRAM; intermediate values lie in the arena."""
+def dram_places(plan: ExecutionPlan, chip: Chip) -> dict[str, Place]:
+    """Buffer → its place in DRAM; intermediate values lie in the arena, and weights in the form that the chip has."""
     places = {}
     for name, buffer in plan.buffers.items():
         if buffer.kind == "arena":
             places[name] = Place(Space.DRAM, ARENA, buffer.offset, buffer.size_bytes)
         else:
-            places[name] = Place(Space.DRAM, plan.donations.get(name, name), 0, buffer.size_bytes)
+            space = Space.PACKED if buffer.is_constant and chip.weights is not None else Space.DRAM
+            places[name] = Place(space, plan.donations.get(name, name), 0, buffer.size_bytes)
     return places
 
 

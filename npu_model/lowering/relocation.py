@@ -106,7 +106,7 @@ class Relocation:
         return Token(self._engine(token.engine), token.number + self.tokens)
 
     def _tile(self, tile: Tile) -> Tile:
-        if tile.space is Space.DRAM:
+        if tile.space.has_buffers:
             return replace(tile, buffer=self.buffers + tile.buffer) if self.buffers else tile
         core = "" if tile.space is Space.L2 else self._core(tile.buffer)
         return replace(tile, buffer=core, address=tile.address + self.shifts.get(tile.space, 0))

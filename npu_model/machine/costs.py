@@ -75,6 +75,7 @@ class Moves(NamedTuple):
         strides, extents, item: The walk of DRAM: byte strides, number of elements along each, and bytes of an element.
         path: The cores between which it moves, over the network.
         l2_read, l2_written: Bytes moved from and to the shared L2.
+        is_packed: Whether what is read of DRAM is stored in a form of its own and decoded.
     """
 
     filled: int
@@ -89,6 +90,7 @@ class Moves(NamedTuple):
     path: tuple[str, str] | None = None
     l2_read: int = 0
     l2_written: int = 0
+    is_packed: bool = False
 
     @property
     def in_l2(self) -> Moves:
@@ -182,6 +184,11 @@ class Costs:
 
     def _moves(self, work: Moves, address: int) -> Cost:
         cycles = work.filled / self.chip.sram.bandwidth
+        if work.is_packed and (weights := self.chip.weights) is not None:
+            cycles = max(cycles, work.read / weights.decoder_bytes_per_cycle)
+            stored = math.ceil(work.read * weights.ratio)  # in one run
+            work, address = work._replace(read=stored, run=stored, runs=1), int(address * weights.ratio)
+            work = work._replace(strides=(1,), extents=(stored,), item=1)
         if work.read or work.written:
             burst = self.burst_bytes
             cycles = max(cycles, work.runs * -(-work.run // burst) * burst / self.bytes_per_cycle)
@@ -254,7 +261,7 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     size = itemsize(source.dtype)
     moved = size * math.prod(extents)
     filled = size * math.prod(axis.size for axis in instruction.box) if instruction.fill is not None else moved
-    read, written = (moved if tile.space is Space.DRAM else 0 for tile in (source, target))
+    read, written = (moved if tile.space.has_buffers else 0 for tile in (source, target))
     index = instruction.index
     inside = (moved if source.space is Space.SCRATCHPAD else 0) + (filled if target.space is Space.SCRATCHPAD else 0)
     if index is not None:
@@ -262,11 +269,10 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     l2_read, l2_written = (moved if tile.space is Space.L2 else 0 for tile in (source, target))
     if not read and not written:
         return Moves(filled, 0, 0, inside, 0, 0, (), (), size, instruction.path, l2_read, l2_written)
-    outside = source if source.space is Space.DRAM else target
+    outside = source if source.space.has_buffers else target
     run, runs = _walk(outside, extents, size, index if outside is instruction.chosen else None)
-    return Moves(
-        filled, read, written, inside, run, runs, outside.strides, tuple(extents), size, None, l2_read, l2_written
-    )
+    walked = run, runs, outside.strides, tuple(extents), size
+    return Moves(filled, read, written, inside, *walked, None, l2_read, l2_written, source.space is Space.PACKED)
 
 
 def _walk(tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> tuple[int, int]:

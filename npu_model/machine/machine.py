@@ -194,7 +194,7 @@ class Machine:
 
     def memories(self, tile: Tile) -> Memory:
         """The memory that an operand is in."""
-        if tile.space is not Space.DRAM:
+        if not tile.space.has_buffers:
             return self._own[tile.space, tile.buffer]
         assert self.memory is not None
         return self.memory[tile.buffer]

@@ -18,7 +18,6 @@ from npu_model.isa.instructions import (
     Loop,
     Node,
     Section,
-    Space,
     Token,
     Transfer,
     core_of,
@@ -175,7 +174,7 @@ class Streams:
         if self._costs.banks is None or not isinstance(instruction, Transfer):
             return None
         tiles = (instruction.source, instruction.target)
-        return next((tile.address for tile in tiles if tile.space is Space.DRAM), None)
+        return next((tile.address for tile in tiles if tile.space.has_buffers), None)
 
     def _token(self, token: Token, core: str) -> Raised:
         """A token as the engines of a core see it."""

@@ -95,6 +95,17 @@ MALFORMED = [
     ),
     ("[dma]", "[l2]\nsize = 8192\nbytes_per_cycle = 0\n[dma]", "'l2.bytes_per_cycle' is 0; it must be a whole number"),
     ("[dma]", "[l2]\nsize = 8192\nbytes_per_cycle = 8\nlatency_ns = nan\n[dma]", "'l2.latency_ns' is nan; write a"),
+    (
+        "[dma]",
+        "[weights]\nratio = 1.5\ndecoder_bytes_per_cycle = 8\n[dma]",
+        "'weights.ratio' is 1.5; it must be a number above 0",
+    ),
+    (
+        "[dma]",
+        "[weights]\nratio = 0\ndecoder_bytes_per_cycle = 8\n[dma]",
+        "'weights.ratio' is 0; it must be a number above 0",
+    ),
+    ("[dma]", "[weights]\nratio = 0.5\n[dma]", "lacks the key 'weights.decoder_bytes_per_cycle'"),
     ("[chip]", "[chip", "is not TOML"),
     ("rows = 8", f"rows = {'9' * 5000}", "is not TOML: Exceeds the limit"),
     ("rows = 8", f"rows = 0x{'f' * 20000}", "'matrix.rows' is inf; write a whole number of at least 1"),
