@@ -16,7 +16,7 @@ from npu_compiler import CompiledProgram, CompileOptions
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import ProgramFormatError
 from npu_model import Chip, NPUBackend, NPUTarget, load_chip, simulate
-from npu_model.analysis.simulation import lowered
+from npu_model.analysis.simulation import lowered, most_cycles
 from npu_model.chip import PackedWeights, SharedL2
 from npu_model.chip.description import Cores, Network
 from npu_model.isa.assembler import assemble
@@ -100,6 +100,15 @@ def test_a_run_on_data_gives_the_numbers_of_weights_as_they_are(
         result = simulate(program, chip)
         assert result.cycles >= result.roofline_cycles * (1 - 1e-9) and result.dram_bytes >= result.compulsory_bytes
     np.testing.assert_array_equal(*results)
+
+
+@LAWS
+@given(st.floats(0.01, 1), st.floats(0.01, 1), st.integers(1, 512), st.integers(1, 200))
+def test_smaller_weights_are_not_slower(first: float, second: float, rate: int, width: int) -> None:
+    program = compile_ir(layers(width), options=CompileOptions(compute_dtype="float16"))
+    small, large = (simulate(program, chip_with(PackedWeights(ratio, rate))) for ratio in sorted((first, second)))
+    assert small.dram_bytes <= large.dram_bytes
+    assert small.cycles <= most_cycles(large)
 
 
 def test_a_program_with_packed_weights_is_read_back_from_its_text(program: CompiledProgram) -> None:
