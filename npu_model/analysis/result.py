@@ -158,7 +158,8 @@ class Result:
     @property
     def stalls(self) -> dict[Cause, int]:
         """Cycles in which no engine that computes got on, by cause."""
-        return {cause: sum(call.counts.stalls.get(cause, 0) for call in self.calls) for cause in Cause}
+        causes = [cause for cause in Cause if cause is not Cause.L2 or self.chip.l2 is not None]
+        return {cause: sum(call.counts.stalls.get(cause, 0) for call in self.calls) for cause in causes}
 
     @property
     def busy(self) -> dict[str, int]:

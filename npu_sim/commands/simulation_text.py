@@ -35,7 +35,8 @@ def result_lines(result: Result, full: bool) -> list[str]:
 
     chip, seconds, way = result.chip, result.chip.seconds, result.chip.outside_name
     energy = result.energy
-    stalls = ", ".join(f"{cause} {cycles / result.cycles:.1%}" for cause, cycles in result.stalls.items())
+    named = [(cause.replace("dram", way.lower()), cycles) for cause, cycles in result.stalls.items()]
+    stalls = ", ".join(f"{cause} {cycles / result.cycles:.1%}" for cause, cycles in named)
     busy = ", ".join(f"{engine} {cycles / result.cycles:.1%}" for engine, cycles in result.busy.items())
     kept = f", {format_bytes(result.kept_weight_bytes)} of weights kept on the chip" if result.kept_weight_bytes else ""
     parts = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in vars(energy).items() if value)

@@ -140,7 +140,7 @@ def test_transfers_to_a_chip_without_dram_are_priced_in_its_runs_alone() -> None
 def test_the_text_and_the_report_have_the_levels(program: CompiledProgram) -> None:
     chip = chip_with(64 << 10, 4 << 20, dram=False)
     text = "\n".join(result_lines(simulate(program, chip), full=False))
-    assert "link bandwidth" in text and "\n  L2       " in text and "DRAM" not in text
+    assert "link bandwidth" in text and "\n  L2       " in text and "DRAM" not in text and "link latency" in text
     facts = simulated_facts(program, chip)
     assert list(facts["traffic"]) == ["link, read", "link, written", "L2, read", "L2, written", "scratchpad"]
     assert facts["outside"] == "link" and facts["traffic"]["L2, read"] > WEIGHTS
