@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,7 +36,8 @@ class ChipPrices(Prices):
         self.chip, self._mapper, self._lone = chip, mapper, lone
         self.device = f"chip {chip.name}"
         self._host, own = _host_and_link(chip)
-        self.link = Link(1e9 * own.bandwidth_gb_s, 1e-6 * own.latency_us, 1e-6 * own.launch_us)
+        ways = (math.inf, 0.0) if chip.dram is None else (1e9 * own.bandwidth_gb_s, 1e-6 * own.latency_us)
+        self.link = Link(*ways, 1e-6 * own.launch_us)  # what comes to a chip without DRAM is a part of its runs
 
     def calls(self, program: CompiledProgram) -> Sequence[float]:
         if not program.kernels:

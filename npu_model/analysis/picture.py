@@ -130,7 +130,7 @@ def _draw_roofline(axes: Any, result: Result) -> None:
         axes.scatter(intensity, rate, s=14, alpha=0.7, color=f"C{index}", label=f"calls in {dtype}", zorder=3)
         peak = 1e-12 * chip.peak_macs(dtype) * chip.clock_ghz * 1e9
         x = np.geomspace(0.1, max(1e4, 2 * max(intensity)), 100)
-        roof = np.minimum(peak, 1e-3 * chip.dram.bandwidth_gb_s * x)
+        roof = np.minimum(peak, 1e-3 * chip.outside.bandwidth_gb_s * x)
         axes.plot(x, roof, color=f"C{index}", lw=1.2)
     axes.set(xscale="log", yscale="log", xlabel="MACs per byte of DRAM traffic", ylabel="10¹² MACs per second")
     axes.grid(alpha=0.3, which="both")

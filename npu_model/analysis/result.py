@@ -36,11 +36,12 @@ class Energy:
     dram: float
     static: float
     network: float = 0.0
+    l2: float = 0.0
 
     @property
     def total(self) -> float:
         """Joules of all parts."""
-        return self.macs + self.vector + self.sram + self.dram + self.static + self.network
+        return self.macs + self.vector + self.sram + self.dram + self.static + self.network + self.l2
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Result:
     Attributes:
         cycles: Cycles of the chip's clock.
         compulsory_bytes: The DRAM traffic that no chip avoids: what calls touch of weights, inputs and outputs, once
-            each; weights that stay in the scratchpad (`kept_weight_bytes`) left out.
+            each; weights that stay in the scratchpad or the L2 (`kept_weight_bytes`) left out.
         spans: What each engine did when, if they were asked for.
     """
 
@@ -145,6 +146,11 @@ class Result:
         return sum(call.counts.network_bytes for call in self.calls)
 
     @property
+    def l2_bytes(self) -> int:
+        """Bytes read from and written to the shared L2."""
+        return sum(call.counts.l2_read + call.counts.l2_written for call in self.calls)
+
+    @property
     def sram_used(self) -> int:
         """The most bytes of the scratchpad that a call touches."""
         return max((call.sram_used for call in self.calls), default=0)
@@ -152,7 +158,8 @@ class Result:
     @property
     def stalls(self) -> dict[Cause, int]:
         """Cycles in which no engine that computes got on, by cause."""
-        return {cause: sum(call.counts.stalls.get(cause, 0) for call in self.calls) for cause in Cause}
+        causes = [cause for cause in Cause if cause is not Cause.L2 or self.chip.l2 is not None]
+        return {cause: sum(call.counts.stalls.get(cause, 0) for call in self.calls) for cause in causes}
 
     @property
     def busy(self) -> dict[str, int]:
@@ -182,7 +189,7 @@ class Result:
 
     def to_dict(self, *, calls: bool = True) -> dict[str, Any]:
         """The result as JSON data; times in microseconds, energy in microjoules."""
-        chip = self.chip
+        chip, way = self.chip, self.chip.outside_name.lower()
         data: dict[str, Any] = {
             "program": self.program,
             "chip": chip.name,
@@ -195,11 +202,12 @@ class Result:
             "bandwidth_utilization": self.bandwidth_utilization,
             "busy_us": _microseconds(self.busy, chip),
             "stall_us": _microseconds(self.stalls, chip),
-            "dram_bytes": self.dram_bytes,
-            "compulsory_dram_bytes": self.compulsory_bytes,
+            f"{way}_bytes": self.dram_bytes,
+            f"compulsory_{way}_bytes": self.compulsory_bytes,
             "kept_weight_bytes": self.kept_weight_bytes,
             "sram_bytes": self.sram_bytes,
             **({"network_bytes": self.network_bytes} if chip.cores else {}),
+            **({"l2_bytes": self.l2_bytes} if chip.l2 else {}),
             "tile_sram_bytes": self.sram_used,
             "energy_uj": {
                 "total": 1e6 * self.energy.total,
@@ -242,7 +250,7 @@ def make_result(name: str, plan: ExecutionPlan, chip: Chip, tiles: TileProgram, 
 
     Args:
         plan: Its calls stand for the tile program's sections, one for each.
-        kept: Bytes of weights that the preload sections brought into the scratchpad.
+        kept: Bytes of weights that the preload sections brought into the scratchpad or the L2.
     """
     calls = tuple(
         _call_result(index, call, section, counts, chip)
@@ -253,10 +261,11 @@ def make_result(name: str, plan: ExecutionPlan, chip: Chip, tiles: TileProgram, 
         for section in tiles.preload
         for instruction, _ in instructions(section.body)
         for tile in instruction.reads
-        if tile.space is Space.DRAM
+        if tile.space.has_buffers
     }
     energy = _energy(chip, run.sections, run.cycles)
-    compulsory = compulsory_bytes(plan, preloaded)
+    ratio = 1.0 if chip.weights is None else chip.weights.ratio
+    compulsory = compulsory_bytes(plan, preloaded, ratio)
     return Result(name, chip, run.cycles, calls, energy, compulsory, kept, tuple(run.spans))
 
 
@@ -276,6 +285,7 @@ def _energy(chip: Chip, every: Sequence[Counts], cycles: int) -> Energy:
         dram=pico * costs.pj_per_dram_byte * sum(counts.dram_read + counts.dram_written for counts in every),
         static=costs.static_watts * chip.seconds(cycles),
         network=pico * costs.pj_per_network_byte * sum(counts.network_bytes for counts in every),
+        l2=pico * costs.pj_per_l2_byte * sum(counts.l2_read + counts.l2_written for counts in every),
     )
 
 
@@ -284,11 +294,12 @@ def least_cycles(counts: Counts, chip: Chip) -> float:
     return sum(macs / chip.peak_macs(dtype) for dtype, macs in counts.macs.items())
 
 
-def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
+def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = (), ratio: float = 1.0) -> int:
     """Bytes of buffers outside the arena, the most that one call touches of each, in each direction.
 
     Args:
         kept: Buffers that stay in the scratchpad.
+        ratio: Bytes that are stored for each byte of a weight.
     """
     touched: dict[tuple[str, bool], int] = {}
     left_out = {*kept, *(name for name, buffer in plan.buffers.items() if buffer.kind == "arena")}
@@ -302,7 +313,11 @@ def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = ()) -> int:
             key = (view.buffer, position >= len(call.inputs))
             if view.buffer not in left_out:
                 touched[key] = max(touched.get(key, 0), size)
-    return sum(size for (name, is_write), size in touched.items() if is_write or name not in outputs)
+    return sum(
+        int(size * ratio) if plan.buffers[name].is_constant else size
+        for (name, is_write), size in touched.items()
+        if is_write or name not in outputs
+    )
 
 
 def _first_tile(section: Section) -> tuple[int, str]:

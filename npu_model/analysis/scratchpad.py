@@ -62,7 +62,7 @@ def scratchpad_over_time(program: TileProgram, chip: Chip, width: int = 72) -> s
             instruction = prepared.instruction
             for tiles, letter in ((instruction.reads, engine[0]), (instruction.writes, engine[0].upper())):
                 for tile in tiles:
-                    if tile.space is not Space.DRAM:
+                    if not tile.space.has_buffers:
                         place = tile.space.value, tile.place(counters)
                         uses.setdefault(place, []).append((span.start, span.end, letter))
                         ends[place] = max(ends.get(place, 0), place[1] + _bytes(tile, instruction.axes))

@@ -22,7 +22,7 @@ MONOTONE_WITHIN = 0.05
 def most_cycles(result: Result) -> float:
     """The most cycles that the program of a result takes on a chip that has more of anything."""
     chip = result.chip
-    access = chip.dram_latency_cycles + chip.dram.burst_bytes / chip.dram_bytes_per_cycle
+    access = chip.dram_latency_cycles + chip.outside.burst_bytes / chip.dram_bytes_per_cycle + chip.l2_latency_cycles
     return result.cycles * (1 + MONOTONE_WITHIN) + len(result.calls) * access
 
 

@@ -35,6 +35,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)")
 KNOBS = {
     "sram": ("sram", "size"),
     "banks": ("sram", "banks"),
+    "l2": ("l2", "size"),
     "arrays": ("matrix", "arrays"),
     "rows": ("matrix", "rows"),
     "columns": ("matrix", "columns"),
@@ -113,7 +114,7 @@ def area(chip: Chip) -> float:
     """A chip's rough area in square millimetres, to compare chips by."""
     matrix = chip.matrix
     elements = 0 if matrix is None else matrix.arrays * matrix.rows * matrix.columns
-    mib = chip.sram.size / 1024**2
+    mib = (chip.sram.size + (0 if chip.l2 is None else chip.l2.size)) / 1024**2
     return elements * _MM2_PER_ELEMENT + chip.vector.lanes * _MM2_PER_LANE + mib * _MM2_PER_MIB
 
 

@@ -19,7 +19,7 @@ from npu_compiler.program.describe import format_bytes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.analysis.result import Result
 from npu_model.analysis.simulation import checked_plan, result_of
-from npu_model.chip import Chip
+from npu_model.chip import Chip, SharedL2
 from npu_model.isa.instructions import Section, Space, TileProgram, core_name, instructions
 from npu_model.isa.verifier import verify
 from npu_model.lowering.cores import lower_arranged
@@ -242,8 +242,9 @@ def _by_cores(chip: Chip, count: int) -> list[Share]:
         own = None if size == 1 or chip.cores is None else replace(chip.cores, count=size)
         names = [""] if own is None else [core_name(core) for core in range(size)]
         place = {name: core_name(first + core) for core, name in enumerate(names)}
+        l2, shifts = _part_of_l2(chip, number, count)
         last = f" to core{first + size - 1}" if size > 1 else ""
-        shares.append(Share(replace(chip, cores=own), Relocation(place), f"core{first}{last}"))
+        shares.append(Share(replace(chip, cores=own, l2=l2), Relocation(place, shifts), f"core{first}{last}"))
         first += size
     return shares
 
@@ -260,8 +261,22 @@ def _by_time(chip: Chip, count: int) -> list[Share]:
         sram=replace(chip.sram, size=size),
         matrix=None if chip.matrix is None else replace(chip.matrix, accumulator_bytes=sums),
     )
-    places = [{Space.SCRATCHPAD: number * size, Space.ACCUMULATORS: number * sums} for number in range(count)]
-    return [Share(own, Relocation(shifts=place), f"{format_bytes(size)} of scratchpad") for place in places]
+    shares = []
+    for number in range(count):
+        l2, shifts = _part_of_l2(chip, number, count)
+        place = {Space.SCRATCHPAD: number * size, Space.ACCUMULATORS: number * sums, **shifts}
+        shares.append(Share(replace(own, l2=l2), Relocation(shifts=place), f"{format_bytes(size)} of scratchpad"))
+    return shares
+
+
+def _part_of_l2(chip: Chip, number: int, count: int) -> tuple[SharedL2 | None, dict[Space, int]]:
+    """A tenant's part of the L2, and where it lies; its bandwidth is shared."""
+    if chip.l2 is None:
+        return None, {}
+    size = chip.l2.size // count // chip.sram.alignment * chip.sram.alignment
+    if size < 1024:
+        raise InputError(f"the L2 of chip '{chip.name}' is too small for {count} programs")
+    return replace(chip.l2, size=size), {Space.L2: number * size}
 
 
 def _in_turn(programs: Sequence[Sequence[Section]]) -> tuple[tuple[Section, ...], tuple[tuple[int, ...], ...]]:

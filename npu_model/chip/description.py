@@ -191,6 +191,34 @@ class Dram:
 
 
 @dataclass(frozen=True)
+class SharedL2:
+    """The memory between the cores' scratchpads and DRAM, which all cores share.
+
+    Attributes:
+        size: Bytes.
+        bytes_per_cycle: Bytes that it moves in a cycle, for all cores together.
+        latency_ns: Nanoseconds from a request to its first byte.
+    """
+
+    size: int = _from(1024, 2**40)
+    bytes_per_cycle: int = _from(1, 2**20)
+    latency_ns: float = _from(0, 1e9, default=0.0)
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """The form in which weights lie in DRAM, and the decoder that they pass on their way out.
+
+    Attributes:
+        ratio: Bytes that are stored for each byte of a weight, with all that the format adds.
+        decoder_bytes_per_cycle: Decoded bytes that leave the decoder in a cycle.
+    """
+
+    ratio: float = _above(0, 1)
+    decoder_bytes_per_cycle: int = _from(1, 2**20)
+
+
+@dataclass(frozen=True)
 class Dma:
     """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency.
 
@@ -284,6 +312,7 @@ class Energy:
 
     Attributes:
         pj_per_mac: Dtype → energy of a multiply-accumulate.
+        pj_per_dram_byte: Energy of a byte of DRAM; on a chip without DRAM, of a byte that crosses the link.
         pj_per_vector_operation: Energy of an operation of any dtype.
     """
 
@@ -292,6 +321,7 @@ class Energy:
     pj_per_dram_byte: float = _from(0, 1e9)
     pj_per_vector_operation: float = _from(0, 1e9, default=0.0)
     pj_per_network_byte: float = _from(0, 1e9, default=0.0)
+    pj_per_l2_byte: float = _from(0, 1e9, default=0.0)
     static_watts: float = _from(0, 1e6, default=0.0)
 
 
@@ -374,6 +404,9 @@ class Chip:
 
     Attributes:
         clock_ghz: The clock of all its parts.
+        dram: None for a chip that has none: what it computes with comes over the link, and stays on the chip.
+        l2: None for a chip whose scratchpads lie right on DRAM.
+        weights: None for a chip whose weights lie in DRAM as they are.
         cores: None for a chip of one core.
         matrix: None for a chip that has a vector unit only.
         energy: All zeros where the file says nothing of it.
@@ -384,8 +417,10 @@ class Chip:
     clock_ghz: float = _above(0, 1000)
     vector: Vector
     sram: Sram
-    dram: Dram
     dma: Dma
+    dram: Dram | None = None
+    l2: SharedL2 | None = None
+    weights: PackedWeights | None = None
     matrix: Matrix | None = None
     output: Output | None = None
     control: Control = Control()
@@ -397,16 +432,34 @@ class Chip:
     link: HostLink | None = field(default=None, repr=False)
 
     @property
+    def outside(self) -> Dram:
+        """The memory beside the chip: DRAM or, where there is none, the host's at the other end of the link."""
+        if self.dram is not None:
+            return self.dram
+        assert self.link is not None  # `parse_chip` sees to it
+        return Dram(self.link.bandwidth_gb_s, 1e3 * self.link.latency_us)
+
+    @property
+    def outside_name(self) -> str:
+        """The name of the way to the memory beside the chip."""
+        return "link" if self.dram is None else "DRAM"
+
+    @property
     def dram_bytes_per_cycle(self) -> float:
-        """Bytes that DRAM moves in a cycle."""
-        return self.dram.bandwidth_gb_s / self.clock_ghz
+        """Bytes that DRAM moves in a cycle; on a chip without DRAM, the link."""
+        return self.outside.bandwidth_gb_s / self.clock_ghz
 
     @property
     def dram_latency_cycles(self) -> float:
         """Cycles from a request to its first byte, where another row than the one it needs is open."""
-        banks = self.dram.banks
+        banks = self.outside.banks
         opening = 0.0 if banks is None else banks.trp_ns + banks.trcd_ns + banks.tcl_ns
-        return (self.dram.latency_ns + opening) * self.clock_ghz
+        return (self.outside.latency_ns + opening) * self.clock_ghz
+
+    @property
+    def l2_latency_cycles(self) -> float:
+        """Cycles from a request to the first byte of the shared L2; 0 where there is none."""
+        return 0.0 if self.l2 is None else self.l2.latency_ns * self.clock_ghz
 
     def seconds(self, cycles: float) -> float:
         """Time of a number of cycles, in seconds."""
@@ -472,6 +525,8 @@ def parse_chip(text: str, origin: str) -> Chip:
         raise InputError(f"{where}: unknown key 'chip.{min(duplicate)}'")
     chip = _fields(Chip, {**tables, **general}, "", where)
     assert isinstance(chip, Chip)
+    if chip.dram is None and chip.link is None:
+        raise InputError(f"{where} has neither [dram] nor [link]; give it the one that its inputs come from")
     return chip
 
 

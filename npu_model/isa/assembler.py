@@ -186,7 +186,11 @@ class _Line:
         """An operand, which is complete when the sizes of the box are known."""
         is_name = self.at < len(self.words) and self.words[self.at].kind == "name"
         name = self.word()
-        self.expect("[")
+        is_packed = is_name and name == Space.PACKED and not self.accepts("[")
+        if is_packed:
+            name = self.word()
+        if is_packed or name != Space.PACKED or not is_name:
+            self.expect("[")
         address, has_turn = self.affine(depth)
         slot_bytes, turn, slots = 0, ZERO, 1
         if has_turn:
@@ -209,6 +213,8 @@ class _Line:
         strides = tuple(self.integer() for _ in self.listed(")")) if self.accepts("(") else None
         inside = IN_A_CORE.fullmatch(name) if is_name else None
         space, buffer = (Space.DRAM, name) if inside is None else (Space(inside[2]), inside[1] or "")
+        if is_packed:
+            space, buffer = Space.PACKED, name
 
         def operand(sizes: Sequence[int]) -> Tile:
             steps = dense_strides(sizes, dtype) if strides is None else strides

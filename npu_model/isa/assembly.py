@@ -31,12 +31,14 @@ from npu_model.isa.instructions import (
     Transfer,
     Value,
 )
-from npu_model.isa.traffic import dram_traffic
+from npu_model.isa.traffic import traffic
 
 _MARGIN = 80  # column at which waits and signals begin, in lines of at most so many:
 _WIDTH = 150
 NAME = r"[A-Za-z_]\w*(?:\.\w+)*"
-IN_A_CORE = re.compile(rf"(?:(core\d+)\.)?({Space.SCRATCHPAD.value}|{Space.ACCUMULATORS.value})", re.ASCII)
+IN_A_CORE = re.compile(
+    rf"(?:(core\d+)\.)?({Space.SCRATCHPAD.value}|{Space.ACCUMULATORS.value}|{Space.L2.value})", re.ASCII
+)
 
 
 def disassemble(program: TileProgram) -> str:
@@ -53,8 +55,12 @@ def section_lines(section: Section, keyword: str = "section") -> Iterator[str]:
     """The lines of a section."""
     yield f"{keyword} {_word(section.node)} {_word(section.kernel)} {json.dumps(section.comment)}"
     yield from _node_lines(section.body, 0)
-    read, written = dram_traffic(section.body)
+    read, written = traffic(section.body, Space.DRAM)
     yield f"  # {read:,} bytes read from DRAM, {written:,} written"
+    if packed := traffic(section.body, Space.PACKED)[0]:
+        yield f"  # {packed:,} bytes decoded of weights"
+    if any(shared := traffic(section.body, Space.L2)):
+        yield f"  # {shared[0]:,} bytes read from the L2, {shared[1]:,} written"
 
 
 def _node_lines(nodes: Sequence[Node], depth: int) -> Iterator[str]:
@@ -106,7 +112,7 @@ def instruction_text(instruction: Instruction) -> list[str]:
 
 
 def _transfer_words(instruction: Transfer, box: str) -> Iterator[str]:
-    is_read, is_written = (tile.space is Space.DRAM for tile in (instruction.source, instruction.target))
+    is_read, is_written = (tile.space.is_shared for tile in (instruction.source, instruction.target))
     yield "copy   " if is_read == is_written else "load   " if is_read else "store  "
     sizes = [axis.size for axis in instruction.box]
     yield f"{_tile(instruction.target, sizes)} <- {_tile(instruction.source, sizes)} {box}"
@@ -142,8 +148,9 @@ def dense_strides(sizes: Sequence[int], dtype: str) -> tuple[int, ...]:
 
 def _tile(tile: Tile, sizes: Sequence[int]) -> str:
     name = f"{tile.buffer}.{tile.space.value}" if tile.buffer else tile.space.value
-    if tile.space is Space.DRAM:
+    if tile.space.has_buffers:
         name = json.dumps(tile.buffer) if IN_A_CORE.fullmatch(tile.buffer) else _word(tile.buffer)
+        name = f"{Space.PACKED} {name}" if tile.space is Space.PACKED else name
     place = _affine(tile.address)
     if (tile.slots, tile.slot_bytes, tile.turn) != (1, 0, ZERO):
         turn = _affine(tile.turn)

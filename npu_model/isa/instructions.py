@@ -58,8 +58,20 @@ class Space(StrEnum):
     """A memory of the chip."""
 
     DRAM = "dram"
+    PACKED = "packed"  # DRAM, of weights that are stored in another form and decoded on their way
+    L2 = "l2"
     SCRATCHPAD = "sram"
     ACCUMULATORS = "acc"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all cores reach it; only DMA engines do."""
+        return self in (Space.DRAM, Space.PACKED, Space.L2)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether places in it are those of named buffers."""
+        return self in (Space.DRAM, Space.PACKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +150,7 @@ class Tile:
         space: The memory.
         address: Bytes from the beginning of the memory or, in DRAM, of the buffer.
         strides: Bytes, one for each axis of the instruction; 0 where the operand does not have the axis.
-        buffer: Name of the buffer in DRAM; in another memory the core that it belongs to, empty on a chip of one core.
+        buffer: Name of the buffer in DRAM; in a core's own memory that core, empty on a chip of one core; empty in L2.
         slots, slot_bytes, turn: A tile that changes places from round to round lies `slot_bytes` × (`turn` mod `slots`)
             behind `address`.
     """
@@ -242,7 +254,7 @@ class Transfer(Instruction):
     def path(self) -> tuple[str, str] | None:
         """The cores between whose scratchpads it moves; None where it crosses no network."""
         source, target = self.source, self.target
-        crosses = Space.DRAM not in (source.space, target.space) and source.buffer != target.buffer
+        crosses = not (source.space.is_shared or target.space.is_shared) and source.buffer != target.buffer
         return (source.buffer, target.buffer) if crosses else None
 
     @property
@@ -409,7 +421,7 @@ class TileProgram:
         chip: The chip's name.
         digest: Hash of the chip's numbers: a program runs on no other chip.
         buffers: DRAM that it reads and writes.
-        preload: Sections that run once per set of weights: they bring weights that stay into the scratchpad.
+        preload: Sections that run once per set of weights: they bring weights that stay into the scratchpad or the L2.
         sections: Sections that run each time.
     """
 

@@ -1,4 +1,4 @@
-"""Bytes that sections move from and to DRAM, counted from their descriptors."""
+"""Bytes that sections move from and to memories that cores share, counted from their descriptors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from npu_compiler.graph.dtypes import itemsize
 from npu_model.isa.instructions import Axis, Node, Space, Transfer, instructions
 
 
-def dram_traffic(nodes: Sequence[Node]) -> tuple[int, int]:
-    """Bytes that nested loops read from DRAM and write to it, as the machine counts them."""
+def traffic(nodes: Sequence[Node], space: Space) -> tuple[int, int]:
+    """Bytes that nested loops read from DRAM or the L2 and write to it, as the machine counts them."""
     read = written = 0
     for instruction, counts in instructions(nodes):
         if isinstance(instruction, Transfer):
             moved = itemsize(instruction.source.dtype) * elements(instruction.box, counts)
-            read += moved if instruction.source.space is Space.DRAM else 0
-            written += moved if instruction.target.space is Space.DRAM else 0
+            read += moved if instruction.source.space is space else 0
+            written += moved if instruction.target.space is space else 0
     return read, written
 
 

@@ -199,8 +199,12 @@ class _Verifier:
         size = itemsize(tile.dtype)
         for number in (tile.address.base, *tile.address.steps, *tile.strides, tile.slot_bytes):
             self.need(number % size == 0, f"{number} bytes are no multiple of {size}, for {tile.dtype}")
-        if tile.space is Space.DRAM:
+        packs = tile.space is not Space.PACKED or self.chip.weights is not None
+        self.need(packs, "the chip has no weights in a form of their own")
+        if tile.space.has_buffers:
             self.need(tile.buffer in self.buffers, f"there is no buffer '{tile.buffer:.60}'")
+        elif tile.space is Space.L2:
+            self.need(self.chip.l2 is not None and not tile.buffer, f"the chip has no L2 '{tile.buffer:.60}'")
         else:
             self.need(tile.buffer in self.cores, f"the chip has no core '{tile.buffer:.60}' with such a memory")
             own = core_of(instruction.engine)
@@ -209,8 +213,10 @@ class _Verifier:
 
     def _room(self, tile: Tile) -> tuple[int, str]:
         """Bytes of the memory that an operand is in, and its name."""
-        if tile.space is Space.DRAM:
+        if tile.space.has_buffers:
             return self.buffers[tile.buffer], f"buffer '{tile.buffer:.60}'"
+        if tile.space is Space.L2:
+            return 0 if self.chip.l2 is None else self.chip.l2.size, "the L2"
         if tile.space is Space.SCRATCHPAD:
             return self.chip.sram.size, "the scratchpad"
         return self.chip.matrix.accumulator_bytes if self.chip.matrix else 0, "the accumulators"
@@ -237,8 +243,9 @@ class _Verifier:
         for axis, stride in zip(box, target.strides, strict=True):
             self.need(stride != 0 or axis.size == 1, "several elements go to one place")
         own = core_of(instruction.engine)
-        inside = [tile for tile in (source, target) if tile.space is not Space.DRAM]
+        inside = [tile for tile in (source, target) if not tile.space.is_shared]
         self.need(not inside or own in {tile.buffer for tile in inside}, f"it moves nothing from or to {own}")
+        self.need(target.space is not Space.PACKED, "weights in a form of their own are not written")
         for tile in (source, target):
             self.need(tile.space is not Space.ACCUMULATORS, "DMA engines do not reach the accumulators")
         self._fill(instruction.fill, target.dtype)
@@ -322,7 +329,7 @@ class _Verifier:
         self.need(elements <= most, f"a vector program has {elements} elements, more than {most}")
         for tile in (*inputs, *instruction.writes):
             self.need(tile.dtype in _COMPUTED, f"vector programs do not compute {tile.dtype}")
-            self.need(tile.space is not Space.DRAM, "vector programs do not reach DRAM")
+            self.need(not tile.space.is_shared, "vector programs reach neither DRAM nor the L2")
             self._inside(tile, box, counts)
         self._begins(instruction.begins, counts)
         numbers = [number for number, _ in instruction.carried]

@@ -97,22 +97,46 @@ def _on_lanes(window: _Window, rows: int, columns: int, divisor: int) -> Iterato
 
 def _on_arrays(window: _Window, rows: int, columns: int, chip: Chip, divisor: int) -> Iterator[Tiling]:
     assert chip.matrix is not None
-    sums = chip.matrix.accumulator_bytes // 4
-    row_sizes, column_sizes = halvings(rows, 1), halvings(columns, 4)
-    if window.groups > 1:
-        sizes = [(groups, window.outputs) for groups in divided(halvings(window.groups, 1)[:6], divisor)]
-        sizes += [(1, outputs) for outputs in divisors(window.outputs)[1:5]]  # of one group at a time
-        for groups, outputs in sizes:
-            for tp in divided(row_sizes[:6], divisor):
-                for tq in divided(column_sizes[:3], divisor):
-                    if groups * outputs * tp * tq <= sums:
-                        yield {
-                            "groups": groups, "p": tp, "q": tq, "o": outputs, "c": window.channels,
-                            "lanes": 0, "rows_outer": 0,
-                        }  # fmt: skip
+    sums, within = chip.matrix.accumulator_bytes // 4, _within_a_group(window, rows, columns, chip, divisor)
+    if window.groups == 1:
+        yield from within
         return
-    for tc in divided(halvings(window.channels, 1, chip.matrix.rows)[:5], divisor, chip.matrix.rows):
-        for to in divided(halvings(window.outputs, 1, chip.matrix.columns)[:5], divisor, chip.matrix.columns):
+    whole = _whole_groups(window, rows, columns, sums, divisor)
+    if window.channels <= chip.matrix.rows:  # then a part of a group's channels is of use only where nothing else fits
+        yield from (*whole, *within)
+        return
+    for each in zip_longest(whole, within):
+        yield from (tiling for tiling in each if tiling is not None)
+
+
+def _whole_groups(window: _Window, rows: int, columns: int, sums: int, divisor: int) -> Iterator[Tiling]:
+    """Tilings of several groups at a time, and of some outputs of one, with all channels that these read."""
+    sizes = [(groups, window.outputs) for groups in divided(halvings(window.groups, 1)[:6], divisor)]
+    sizes += [(1, outputs) for outputs in divisors(window.outputs)[1:5]]  # of one group at a time
+    for groups, outputs in sizes:
+        for tp in divided(halvings(rows, 1)[:6], divisor):
+            for tq in divided(halvings(columns, 4)[:3], divisor):
+                if groups * outputs * tp * tq <= sums:
+                    yield {
+                        "groups": groups, "p": tp, "q": tq, "o": outputs, "c": window.channels,
+                        "lanes": 0, "rows_outer": 0,
+                    }  # fmt: skip
+
+
+def _within_a_group(window: _Window, rows: int, columns: int, chip: Chip, divisor: int) -> Iterator[Tiling]:
+    """Tilings of one group at a time, whose channels are summed in parts."""
+    assert chip.matrix is not None
+    sums, row_sizes, column_sizes = chip.matrix.accumulator_bytes // 4, halvings(rows, 1), halvings(columns, 4)
+
+    def sizes(total: int, least: int) -> list[int]:
+        """Parts of a group's channels; of several groups those without a rest, which would be the next one's."""
+        parts = divided(halvings(total, 1, least)[:5], divisor, least)
+        if window.groups == 1:
+            return parts
+        return list(dict.fromkeys(max(each for each in divisors(total) if each <= part) for part in parts))
+
+    for tc in sizes(window.channels, chip.matrix.rows):
+        for to in sizes(window.outputs, chip.matrix.columns):
             for tp in divided([tp for tp in row_sizes if to * tp * columns <= sums][:7] or [1], divisor):
                 fitting = [tq for tq in column_sizes if to * tp * tq <= sums]
                 for tq in divided(fitting[: 1 if tp > 1 and divisor == 1 else 4], divisor):
@@ -184,7 +208,7 @@ def _arrays(e: Emitter, o: Operands, tiling: Tiling, zero: int) -> None:
 
 def _input(e: Emitter, o: Operands, window: _Window, box: _Outer, part: Affine, tiling: Tiling, zero: int) -> Piece:
     """The rows of the input that a tile of the output needs, its halo and padding included."""
-    channels = window.channels * tiling["groups"] if tiling["groups"] > 1 or window.groups > 1 else tiling["c"]
+    channels = tiling["groups"] * tiling["c"]
     first = box.group * window.channels + part * tiling["c"]
     return e.load(
         o.x,

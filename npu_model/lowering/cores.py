@@ -22,7 +22,8 @@ from npu_model.lowering.cascades import Arrangement, arrange
 from npu_model.lowering.division import Way, divided
 from npu_model.lowering.emitter import Place
 from npu_model.lowering.families import CannotLower
-from npu_model.lowering.mapper import Mapper, in_sequence
+from npu_model.lowering.l2 import Use, check_places, choose_l2, l2_place
+from npu_model.lowering.mapper import Mapper, Placed, in_sequence
 from npu_model.lowering.program import (
     Linker,
     Part,
@@ -51,10 +52,17 @@ def arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     check_calls(plan.calls, chip, mapper)
     if chip.cores.split != "auto":
         return _fastest(_ways(plan, chip, mapper, [chip.cores.split]), chip)
-    alone = arrange(plan, replace(chip, cores=None), mapper)
+    return _fastest([_on_one_core(plan, chip, mapper), *_ways(plan, chip, mapper, [*Way, "layers"])], chip)
+
+
+def _on_one_core(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement | ConstraintError:
+    """The plan on the first core, or the reason why it does not fit there."""
+    try:
+        alone = arrange(plan, replace(chip, cores=None), mapper)
+    except ConstraintError as error:
+        return error
     moved = to_core(core_name(0)).program(alone.program)
-    one = Arrangement(alone.plan, replace(moved, digest=chip_digest(chip)))
-    return _fastest([one, *_ways(plan, chip, mapper, [*Way, "layers"])], chip)
+    return Arrangement(alone.plan, replace(moved, digest=chip_digest(chip)))
 
 
 def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[ExecutionPlan, TileProgram]:
@@ -63,15 +71,24 @@ def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[Exe
     return arrangement.plan, trimmed(arrangement.program, chip)
 
 
-def _fastest(ways: Iterable[Arrangement], chip: Chip) -> Arrangement:
-    """The first of those that take the fewest cycles, with its simulation."""
-    runs = ((way, Machine(chip, way.program).run()) for way in ways)
+def _fastest(ways: Iterable[Arrangement | ConstraintError], chip: Chip) -> Arrangement:
+    """The first of those that take the fewest cycles, with its simulation. Raises the error of one if none fits."""
+    tried = list(ways)
+    fitting = [way for way in tried if isinstance(way, Arrangement)]
+    if not fitting:
+        raise next(way for way in tried if isinstance(way, ConstraintError))
+    runs = ((way, Machine(chip, way.program).run()) for way in fitting)
     fastest, run = min(runs, key=lambda each: each[1].cycles)
     return replace(fastest, run=run)
 
 
-def _ways(plan: ExecutionPlan, chip: Chip, mapper: Mapper, splits: Sequence[str]) -> Iterator[Arrangement]:
-    """The plan divided in these ways, each with values between cores in DRAM, and in copies as far as they fit."""
+def _ways(
+    plan: ExecutionPlan, chip: Chip, mapper: Mapper, splits: Sequence[str]
+) -> Iterator[Arrangement | ConstraintError]:
+    """The plan divided in these ways, each with values between cores in DRAM, and in copies as far as they fit.
+
+    Of a way that a chip without DRAM has no room for, the reason.
+    """
     for split in splits:
         steps = _layers(plan, chip, mapper) if split == "layers" else _divided(plan, Way(split), chip, mapper)
         yield _linked(spread(plan, steps), chip, mapper)
@@ -111,7 +128,7 @@ def _layers(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[list[Step]]
 
 def _with_copies(
     plan: ExecutionPlan, steps: Sequence[Sequence[Step]], shared: Sequence[str], chip: Chip, mapper: Mapper
-) -> Arrangement | None:
+) -> Arrangement | ConstraintError | None:
     """The plan with copies of those of the shared values whose copies all stay; None without any."""
     copied = list(shared)
     while copied:
@@ -136,11 +153,15 @@ def _residencies(own: Spread, chip: Chip, mapper: Mapper) -> list[Residency]:
     return [choose_residency(own.of_core(core), chip, mapper) for core in range(chip.core_count)]
 
 
-def _linked(own: Spread, chip: Chip, mapper: Mapper, residencies: Sequence[Residency] | None = None) -> Arrangement:
-    """The tile program of a plan on several cores."""
+def _linked(
+    own: Spread, chip: Chip, mapper: Mapper, residencies: Sequence[Residency] | None = None
+) -> Arrangement | ConstraintError:
+    """The tile program of a plan on several cores, or the reason why it does not fit a chip without DRAM."""
     try:
         return _Linking(own, chip, mapper, residencies or _residencies(own, chip, mapper)).arrangement()
-    except ConstraintError:  # values that stay leave too little room for some part
+    except ConstraintError as error:  # values that stay leave too little room for some part
+        if chip.dram is None:
+            return error
         nothing = [Residency({}, [chip.sram.size] * len(own.of_core(c).calls)) for c in range(chip.core_count)]
         return _Linking(own, chip, mapper, nothing).arrangement()
 
@@ -151,6 +172,14 @@ class _Linking:
     def __init__(self, own: Spread, chip: Chip, mapper: Mapper, residencies: Sequence[Residency]) -> None:
         self._own, self._chip, self._mapper, self._residencies = own, chip, mapper, residencies
         self._names = [core_name(core) for core in range(chip.core_count)]
+        self._uses = [self._uses_of(core) for core in range(chip.core_count)]
+        uses = [use for of_core in self._uses for use in of_core]
+        self._l2 = choose_l2(uses, own.buffers, own.plan, chip)
+        for core, of_core in enumerate(self._uses):
+            touched = {view.buffer for use in of_core for view in (*use.call.inputs, *use.call.outputs)}
+            kept = {*self._l2, *(name for each in residencies for name in each.addresses if name not in each.weights)}
+            kept.update(residencies[core].weights)
+            check_places(kept, {name: own.buffers[name] for name in touched}, own.plan, chip)
 
     def arrangement(self) -> Arrangement:
         """The plan and its program. Raises `ConstraintError` where a part does not fit beside the values that stay."""
@@ -160,9 +189,14 @@ class _Linking:
             to_core(name).section(preloaded(weight, outside[weight], residency.addresses[weight], chip))
             for name, residency in zip(self._names, self._residencies, strict=True)
             for weight in residency.weights
+        ] + [
+            to_core(self._names[0]).section(preloaded(weight, outside[weight], address, chip, Space.L2))
+            for weight, address in self._l2.items()
+            if own.buffers[weight].is_constant
         ]
         inside = self._inside(outside)
-        linker = Linker(self._mapper, outside, token_totals(preload), own_places=inside)
+        shared = {name: l2_place(address, outside[name].size) for name, address in self._l2.items()}
+        linker = Linker(self._mapper, {**outside, **shared}, token_totals(preload), own_places=inside)
         parts = [iter(self._parts(core)) for core in range(chip.core_count)]
         sections = []
         for group, call in zip(own.groups, own.plan.calls, strict=True):
@@ -182,9 +216,9 @@ class _Linking:
     def _outside(self) -> dict[str, Place]:
         """Buffer → its place in DRAM."""
         own = self._own
-        places = dram_places(replace(own.plan, buffers=dict(own.buffers)))
+        places = dram_places(replace(own.plan, buffers=dict(own.buffers)), self._chip)
         for name, (weight, first) in own.parts.items():
-            places[name] = Place(Space.DRAM, weight, first, places[name].size)
+            places[name] = replace(places[name], name=weight, offset=first)
         return places
 
     def _inside(self, outside: dict[str, Place]) -> dict[str, dict[str, Place]]:
@@ -202,15 +236,27 @@ class _Linking:
 
     def _parts(self, core: int) -> list[Part]:
         """The parts of calls on a core, in their tilings."""
-        residency, plan = self._residencies[core], self._own.of_core(core)
-        own = [positions(call, residency.addresses) for call in plan.calls]
-        calls = list(zip(map(self._mapper.choices, plan.calls), own, residency.rooms, strict=True))
+        calls = [use.with_l2(self._l2) for use in self._uses[core]]
         copies = {id(send.copy) for group in self._own.groups for send in group.sends}
         return [
-            Part(call, candidate.tiling, room, candidate.needs(resident), self._names[core])
-            for call, candidate, (_, resident, room) in zip(plan.calls, in_sequence(calls), calls, strict=True)
-            if id(call) not in copies
+            Part(use.call, candidate.tiling, placed.room, candidate.needs(placed.resident), self._names[core])
+            for use, candidate, placed in zip(self._uses[core], in_sequence(calls), calls, strict=True)
+            if id(use.call) not in copies
         ]
+
+    def _uses_of(self, core: int) -> list[Use]:
+        """The calls of a core, with the operands that its scratchpad keeps."""
+        residency = self._residencies[core]
+        times = [time for time, group in enumerate(self._own.groups) for _ in group.of_core(core)]
+        return [
+            Use(call, time, Placed(self._mapper.choices(call), positions(call, residency.addresses), room), elsewhere)
+            for call, room, time in zip(self._own.of_core(core).calls, residency.rooms, times, strict=True)
+            for elsewhere in [{*residency.addresses, *self._owned_elsewhere()}]
+        ]
+
+    def _owned_elsewhere(self) -> set[str]:
+        """Values that lie in some core's scratchpad."""
+        return {name for each in self._residencies for name in each.addresses if name not in each.weights}
 
 
 __all__ = ["arranged", "lower_arranged"]

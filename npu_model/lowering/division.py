@@ -36,6 +36,7 @@ _OTHERS = {
     Way.COLUMNS: (Way.COLUMNS, Way.ROWS, Way.HEADS),
     Way.HEADS: (Way.HEADS, Way.COLUMNS, Way.ROWS),
 }
+_GATED_ROWS = "rows"  # size of a gated product's weight: rows of the gate, then as many of what it multiplies
 # Sizes along which results can be divided, by family and way. The first dimensions of a group are those of a matrix.
 _SIZES: Mapping[Family, Mapping[Way, Sequence[str]]] = {
     Family.MATMUL: {Way.ROWS: ("m",), Way.COLUMNS: ("n",), Way.HEADS: ("lead.0", "lead.1")},
@@ -153,9 +154,18 @@ class _NamedCut:
         inputs = [_sliced(view, operand.sizes, ranges) for operand, view in bound if view is not None]
         outputs = [_sliced(call.outputs[0], kernel.outputs[0].sizes, ranges)]
         part = with_views(call, inputs, outputs, self._params(first, stop))
+        if self._is_gated:  # a kernel for the part alone would have the rows of both halves side by side
+            bound = zip(kernel.inputs, kernel.bind(call), strict=False)
+            own = {**ranges, _GATED_ROWS: (0, 2 * (stop - first))}
+            inputs = [_sliced(view, operand.sizes, own) for operand, view in bound if view is not None]
         dense_inputs, dense_outputs = ([compact(v, v.buffer)[0] for v in views] for views in (inputs, outputs))
         packed = with_views(part, dense_inputs, dense_outputs, {})  # the NPU reads operands with any strides
         return part if kernel.problem(packed) is None else None
+
+    @property
+    def _is_gated(self) -> bool:
+        """Whether it is cut along the results of a gated product, each of which reads two rows of the weight."""
+        return self.name == "n" and any(_GATED_ROWS in (operand.sizes or ()) for operand in self.kernel.inputs)
 
     def _params(self, first: int, stop: int) -> dict[str, object]:
         params = self.call.params
@@ -169,6 +179,8 @@ class _NamedCut:
         """Ranges of other sizes that belong to a range of this one; None where there is no such part."""
         views = dict(zip((operand.name for operand in self.kernel.inputs), self.kernel.bind(self.call), strict=False))
         group, _, place = self.name.partition(".")
+        if self._is_gated:
+            return {_GATED_ROWS: (first, self.total + stop)}
         if group == "kept":
             return {f"whole.{place}": (first, stop)}
         if self.kernel.family is Family.ATTENTION and (keys := views.get("k")) is not None:

@@ -117,13 +117,21 @@ def quantized(program: VectorProgram, value: int, o: Operands) -> int:
     return program.op("minimum", program.op("maximum", codes, float(o.low)), float(o.high))
 
 
+def first_rows(o: Operands) -> tuple[int, int]:
+    """The first row of the gate, and of what it multiplies, in the weight of a gated product.
+
+    Both lie `n` rows apart; a part of the product has the rows between its two halves as well, and skips them.
+    """
+    return 0, o.call.inputs[1].shape[0] - o.n
+
+
 def gated_epilogue(
     e: Emitter, o: Operands, columns: Axis, halves: list[Piece], factors: Sequence[Factors] = ((), ())
 ) -> None:
     """out = act(gate + bias) · (up + bias), of the sums of both halves, each times its factors first."""
     biases = []
     if o.bias is not None:
-        biases = [e.load(o.bias, [(columns.start + first, columns.size)], queue=1) for first in (0, o.n)]
+        biases = [e.load(o.bias, [(columns.start + first, columns.size)], queue=1) for first in first_rows(o)]
     program = VectorProgram([Axis(1), columns])
     gate, up = (program.input(half, 0, 1) for half in halves)
     scales = [[program.input(piece, *dims) for piece, dims in own] for own in factors]

@@ -24,7 +24,7 @@ from npu_model.isa.instructions import Engine, Space
 from npu_model.lowering.emitter import DOUBLE, DoesNotFit, Draft, Emitter, Place
 from npu_model.lowering.families import LOWERINGS, CannotLower, Operands, Tiling, operands_of
 from npu_model.lowering.shared import Shared
-from npu_model.machine.costs import Costs, Work, work_of
+from npu_model.machine.costs import Costs, Moves, Work, work_of
 
 MOST_CANDIDATES = 40
 MOST_TRIED = 400  # tilings of one size that are looked at for one call, those that do not fit included
@@ -42,12 +42,14 @@ class Candidate:
     Attributes:
         busy: Cycles of the engines that compute: of the slowest, what the others do once before and behind included.
         dram: Cycles of DRAM, by position of the operand among the call's views.
+        l2: Cycles of the shared L2 if the operand lies there; by position. Empty on a chip without.
         room: Bytes of the scratchpad for pieces, by position of the operand that they are moved from or to.
         scratchpad: Bytes of the scratchpad in all.
         fill: Cycles of the first transfers and the last ones, latencies included; by position.
         once: Cycles of one round of the engines that compute.
         flow: Cycles that the transfers of an operand take one after the other, latencies included, where each piece has
             two places; by position.
+        l2_fill, l2_flow: The same of an operand in the shared L2.
         executions: Number of instructions that are executed.
     """
 
@@ -60,6 +62,9 @@ class Candidate:
     once: float
     flow: Mapping[int, float]
     executions: int
+    l2: Mapping[int, float]
+    l2_fill: Mapping[int, float]
+    l2_flow: Mapping[int, float]
 
     def needs(self, resident: Collection[int]) -> int:
         """Bytes of the scratchpad, with these operands in it already."""
@@ -118,58 +123,69 @@ class Choices:
             [(each.busy, each.once, each.executions * _ISSUE) for each in candidates]
         ).T
         self._scratchpad = np.array([each.scratchpad for each in candidates])
-        self._room, self._dram, self._flow, self._fill = (
-            self._by_operand([getattr(each, name) for each in candidates]) for name in ("room", "dram", "flow", "fill")
+        self._room, self._dram, self._flow, self._fill, self._l2, self._l2_flow, self._l2_fill = (
+            self._by_operand([getattr(each, name) for each in candidates])
+            for name in ("room", "dram", "flow", "fill", "l2", "l2_flow", "l2_fill")
         )
-        self._estimated: dict[frozenset[int], _Estimates] = {}
-        self._steps: dict[frozenset[int], tuple[list[int], list[float]]] = {}
-        self._likely: dict[tuple[frozenset[int], int], list[_Option]] = {}
+        self._estimated: dict[tuple[frozenset[int], frozenset[int]], _Estimates] = {}
+        self._steps: dict[tuple[frozenset[int], frozenset[int]], tuple[list[int], list[float]]] = {}
+        self._likely: dict[tuple[frozenset[int], int, frozenset[int]], list[_Option]] = {}
 
     def _by_operand(self, rows: Sequence[Mapping[int, float]]) -> NDArray[Any]:
         """Numbers by candidate and position; those of no operand, at -1, come last."""
         return np.array([[row.get(position, 0) for position in (*range(self._operands), -1)] for row in rows])
 
-    def _estimates(self, resident: frozenset[int]) -> _Estimates:
-        """The estimates of each candidate with these operands in the scratchpad."""
-        if resident not in self._estimated:
-            outside = np.array([position not in resident for position in (*range(self._operands), -1)])
-            needs = np.maximum(0, self._scratchpad - self._room @ ~outside)
+    def _estimates(self, resident: frozenset[int], in_l2: frozenset[int]) -> _Estimates:
+        """The estimates of each candidate with these operands in the scratchpad, and those in the shared L2."""
+        key = resident, in_l2
+        if key not in self._estimated:
+            positions = (*range(self._operands), -1)
+            kept = np.array([position in resident for position in positions])
+            shared = np.array([position in in_l2 for position in positions]) & ~kept
+            outside = ~kept & ~shared
+            needs = np.maximum(0, self._scratchpad - self._room @ kept)
             moved, fill = self._dram @ outside, self._fill @ outside
+            flow = (self._flow * outside).max(axis=1)
+            moved_l2 = self._l2 @ shared
+            if shared.any():
+                fill = fill + self._l2_fill @ shared
+                flow = np.maximum(flow, (self._l2_flow * shared).max(axis=1))
             if self._serial:
-                apart = beside = self._busy + moved * (1 + _TRAFFIC) + self._issue
+                apart = beside = self._busy + (moved + moved_l2) * (1 + _TRAFFIC) + self._issue
             else:
-                flow = (self._flow * outside).max(axis=1)
                 apart, beside = (
-                    np.maximum.reduce([self._busy + fill * hidden, moved + self._once * hidden, flow])
-                    + moved * _TRAFFIC
+                    np.maximum.reduce(
+                        [self._busy + fill * hidden, np.maximum(moved, moved_l2) + self._once * hidden, flow]
+                    )
+                    + (moved + moved_l2) * _TRAFFIC
                     + self._issue
                     for hidden in (1.0, _HIDDEN)
                 )
-            self._estimated[resident] = _Estimates(needs, fill, apart, beside)
-        return self._estimated[resident]
+            self._estimated[key] = _Estimates(needs, fill, apart, beside)
+        return self._estimated[key]
 
     def ranked(self, resident: Collection[int], room: int) -> list[Candidate]:
         """The candidates that fit into `room` bytes with these operands in the scratchpad, the best first."""
-        needs, _, apart, beside = self._estimates(frozenset(resident))
+        needs, _, apart, beside = self._estimates(frozenset(resident), frozenset())
         order = np.argsort(np.where(2 * needs <= room, beside, apart), kind="stable")
         return [self.candidates[number] for number in order if needs[number] <= room]
 
-    def estimate(self, resident: frozenset[int], room: int) -> float:
-        """Cycles of the best candidate that fits; infinite where none does."""
-        rooms, estimates = self._by_room(resident)
+    def estimate(self, resident: frozenset[int], room: int, in_l2: frozenset[int] = frozenset()) -> float:
+        """Cycles of the best candidate that fits, with these operands in the shared L2; infinite where none does."""
+        rooms, estimates = self._by_room(resident, in_l2)
         number = bisect_right(rooms, room)
         return estimates[number - 1] if number else math.inf
 
     def least_room(self, resident: frozenset[int], room: int) -> int:
         """The fewest bytes with which the estimate is as good as with `room` bytes."""
-        rooms, _ = self._by_room(resident)
+        rooms, _ = self._by_room(resident, frozenset())
         number = bisect_right(rooms, room)
         return rooms[number - 1] if number else room
 
-    def _by_room(self, resident: frozenset[int]) -> tuple[list[int], list[float]]:
+    def _by_room(self, resident: frozenset[int], in_l2: frozenset[int]) -> tuple[list[int], list[float]]:
         """The bytes from which on the estimate gets better, and the estimates."""
-        if resident not in self._steps:
-            needs, _, apart, beside = (each.tolist() for each in self._estimates(resident))
+        if (resident, in_l2) not in self._steps:
+            needs, _, apart, beside = (each.tolist() for each in self._estimates(resident, in_l2))
             points = [*zip(needs, apart, strict=True), *((2 * n, e) for n, e in zip(needs, beside, strict=True))]
             rooms: list[int] = []
             estimates: list[float] = []
@@ -177,20 +193,21 @@ class Choices:
                 if not estimates or estimate < estimates[-1]:
                     rooms.append(room)
                     estimates.append(estimate)
-            self._steps[resident] = rooms, estimates
-        return self._steps[resident]
+            self._steps[resident, in_l2] = rooms, estimates
+        return self._steps[resident, in_l2]
 
-    def likely(self, resident: frozenset[int], room: int) -> list[_Option]:
+    def likely(self, resident: frozenset[int], room: int, in_l2: frozenset[int] = frozenset()) -> list[_Option]:
         """Some of the best candidates that fit into `room` bytes, with room for the calls around and without."""
-        if (resident, room) not in self._likely:
-            needs, fill, apart, beside = self._estimates(resident)
+        key = resident, room, in_l2
+        if key not in self._likely:
+            needs, fill, apart, beside = self._estimates(resident, in_l2)
             (fitting,) = np.nonzero(needs <= room)
             best = [fitting[np.argsort(each[fitting], kind="stable")[:_LIKELY]] for each in (apart, beside)]
-            self._likely[resident, room] = [
+            self._likely[key] = [
                 _Option(self.candidates[n], int(needs[n]), float(fill[n]), float(apart[n]), float(beside[n]))
                 for n in dict.fromkeys(np.concatenate(best).tolist())
             ]
-        return self._likely[resident, room]
+        return self._likely[key]
 
 
 @dataclass(frozen=True)
@@ -232,17 +249,36 @@ class _Path:
         return _Path(self.cycles + own, ((option, own), *self.last[: _REACH - 1]), self)
 
 
-def in_sequence(calls: Sequence[tuple[Choices, frozenset[int], int]]) -> list[Candidate]:
+@dataclass(frozen=True)
+class Placed:
+    """A call whose operands have their places.
+
+    Attributes:
+        resident, in_l2: Positions of its operands in the scratchpad, and in the shared L2.
+        room: Bytes of the scratchpad for its pieces.
+    """
+
+    choices: Choices
+    resident: frozenset[int]
+    room: int
+    in_l2: frozenset[int] = frozenset()
+
+    @property
+    def estimate(self) -> float:
+        """Cycles of the best candidate that fits; infinite where none does."""
+        return self.choices.estimate(self.resident, self.room, self.in_l2)
+
+
+def in_sequence(calls: Sequence[Placed]) -> list[Candidate]:
     """The tilings of calls that follow each other, where the first loads of one go on while those before compute.
 
-    Args:
-        calls: Each with its operands in the scratchpad, and the bytes for its pieces; some candidate fits.
+    Some candidate of each fits.
     """
     paths = [_Path(0.0, (), None)]
-    for choices, resident, room in calls:
+    for call in calls:
         paths = [
-            min((path.then(option, room) for path in paths), key=lambda path: path.cycles)
-            for option in choices.likely(resident, room)
+            min((path.then(option, call.room) for path in paths), key=lambda path: path.cycles)
+            for option in call.choices.likely(call.resident, call.room, call.in_l2)
         ]
     taken = []
     path: _Path | None = min(paths, key=lambda path: path.cycles)
@@ -358,7 +394,16 @@ class Mapper:
         dram: dict[int, float] = {}
         flow: dict[int, float] = {}
         fill: dict[int, float] = {}
+        l2: dict[int, float] = {}
+        l2_flow: dict[int, float] = {}
+        l2_fill: dict[int, float] = {}
         for position, work, times in sketch.moves:
+            if self.chip.l2 is not None and isinstance(work, Moves):
+                own = costs.of(work.in_l2).cycles
+                l2[position] = l2.get(position, 0.0) + times * own
+                l2_fill[position] = l2_fill.get(position, 0.0) + own + self.chip.l2_latency_cycles
+                behind = times * (own + self.chip.l2_latency_cycles) / DOUBLE
+                l2_flow[position] = l2_flow.get(position, 0.0) + behind
             cycles = costs.of(work).cycles
             fill[position] = fill.get(position, 0.0) + cycles + latency
             dram[position] = dram.get(position, 0.0) + times * cycles
@@ -370,7 +415,18 @@ class Mapper:
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         return Candidate(
-            sketch.tiling, slowest, dram, sketch.room, sketch.scratchpad, fill, around, flow, sketch.executions
+            sketch.tiling,
+            slowest,
+            dram,
+            sketch.room,
+            sketch.scratchpad,
+            fill,
+            around,
+            flow,
+            sketch.executions,
+            l2,
+            l2_fill,
+            l2_flow,
         )
 
 
@@ -411,4 +467,4 @@ def _signature(call: KernelCall) -> object:
     return call.kernel, views, len(call.inputs), repr(sorted(call.params.items()))
 
 
-__all__ = ["Candidate", "Choices", "Mapper", "in_sequence", "new_emitter"]
+__all__ = ["Candidate", "Choices", "Mapper", "Placed", "in_sequence", "new_emitter"]

@@ -11,7 +11,7 @@ from npu_compiler.program.views import View
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Tile
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.epilogues import float_epilogue, gated_epilogue, integer_epilogue
+from npu_model.lowering.epilogues import first_rows, float_epilogue, gated_epilogue, integer_epilogue
 from npu_model.lowering.families import (
     CannotLower,
     Operands,
@@ -159,7 +159,7 @@ def gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     with e.loop(parts(o.n, tn)) as j:
         columns = Axis(tn, j * tn, o.n)
         halves = []
-        for first in (0, o.n):
+        for first in first_rows(o):
             sums = e.room((Axis(1), columns), "float32", Space.ACCUMULATORS)
             with e.loop(parts(o.k, tk)) as part:
                 begins = None if tk == o.k else (e.depth - 1,)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from npu_compiler.constraint_checker import ADVICE
 from npu_compiler.errors import ConstraintError
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import collapse
 from npu_model.chip import Chip
 from npu_model.isa.instructions import (
@@ -32,7 +32,8 @@ from npu_model.isa.instructions import (
 from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
 from npu_model.lowering.families import CannotLower, Tiling
 from npu_model.lowering.implied_waits import without_implied_waits
-from npu_model.lowering.mapper import Mapper, in_sequence, new_emitter
+from npu_model.lowering.l2 import Use, check_places, choose_l2, l2_place
+from npu_model.lowering.mapper import Mapper, Placed, in_sequence, new_emitter
 from npu_model.lowering.relocation import to_core
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
@@ -44,8 +45,9 @@ ARENA = "arena"  # the buffer in DRAM that holds intermediate values
 
 
 def chip_digest(chip: Chip) -> str:
-    """Hash of all that a chip's programs depend on: not of its host and the link to it, which `repr` leaves out."""
-    return hashlib.sha256(repr(chip).encode()).hexdigest()[:16]
+    """Hash of all that a chip's programs depend on: not of its host and, beside DRAM, not of the link to it."""
+    link = "" if chip.dram is not None else repr(chip.link)
+    return hashlib.sha256(f"{chip!r}{link}".encode()).hexdigest()[:16]
 
 
 def trimmed(program: TileProgram, chip: Chip) -> TileProgram:
@@ -66,23 +68,30 @@ def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Res
     try:
         return _linked(plan, chip, mapper, residency or choose_residency(plan, chip, mapper))
     except ConstraintError:  # values that stay leave too little room for some call
+        if chip.dram is None:
+            raise
         return _linked(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
 
 
 def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
-    places = dram_places(plan)
+    places = dram_places(plan, chip)
+    uses = [
+        Use(call, time, Placed(mapper.choices(call), positions(call, residency.addresses), room), residency.addresses)
+        for time, (call, room) in enumerate(zip(plan.calls, residency.rooms, strict=True))
+    ]
+    l2 = choose_l2(uses, plan.buffers, plan, chip)
+    check_places({*residency.addresses, *l2}, touched_buffers(plan), plan, chip)
     preload = [
-        preloaded(name, places[name], address, chip)
-        for name in residency.weights
-        for address in [residency.addresses[name]]
+        *(preloaded(name, places[name], residency.addresses[name], chip) for name in residency.weights),
+        *(preloaded(n, places[n], at, chip, Space.L2) for n, at in l2.items() if plan.buffers[n].is_constant),
     ]
     for name, address in residency.addresses.items():
         places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
+    places.update({name: l2_place(address, places[name].size) for name, address in l2.items()})
     linker = Linker(mapper, places, token_totals(preload))
-    own = [positions(call, residency.addresses) for call in plan.calls]
-    calls = list(zip(map(mapper.choices, plan.calls), own, residency.rooms, strict=True))
-    for call, candidate, (_, resident, room) in zip(plan.calls, in_sequence(calls), calls, strict=True):
-        linker.add(Part(call, candidate.tiling, room, candidate.needs(resident)))
+    calls = [use.with_l2(l2) for use in uses]
+    for call, candidate, placed in zip(plan.calls, in_sequence(calls), calls, strict=True):
+        linker.add(Part(call, candidate.tiling, placed.room, candidate.needs(placed.resident)))
     sections = tuple(linker.sections)
     return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
 
@@ -102,34 +111,40 @@ def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None
         raise ConstraintError(list(dict.fromkeys(problems)), refused)
 
 
-def preloaded(name: str, place: Place, address: int, chip: Chip) -> Section:
-    """The section that brings a weight into the scratchpad, where it stays."""
+def preloaded(name: str, place: Place, address: int, chip: Chip, space: Space = Space.SCRATCHPAD) -> Section:
+    """The section that brings a weight into the scratchpad or the shared L2, where it stays."""
     axes = (Axis(place.size),)
     engine = f"{Engine.DMA}{1 % chip.dma.channels}"
     move = Transfer(
         engine=engine,
         box=axes,
-        source=Tile(Space.DRAM, "uint8", Affine(place.offset), (1,), place.name),
-        target=Tile(Space.SCRATCHPAD, "uint8", Affine(address), (1,)),
+        source=Tile(place.space, "uint8", Affine(place.offset), (1,), place.name),
+        target=Tile(space, "uint8", Affine(address), (1,)),
     )
     return Section(name, "preload", f"{place.size} bytes", (move,))
 
 
-def dram_places(plan: ExecutionPlan) -> dict[str, Place]:
-    """Buffer → its place in DRAM; intermediate values lie in the arena."""
+def dram_places(plan: ExecutionPlan, chip: Chip) -> dict[str, Place]:
+    """Buffer → its place in DRAM; intermediate values lie in the arena, and weights in the form that the chip has."""
     places = {}
     for name, buffer in plan.buffers.items():
         if buffer.kind == "arena":
             places[name] = Place(Space.DRAM, ARENA, buffer.offset, buffer.size_bytes)
         else:
-            places[name] = Place(Space.DRAM, plan.donations.get(name, name), 0, buffer.size_bytes)
+            space = Space.PACKED if buffer.is_constant and chip.weights is not None else Space.DRAM
+            places[name] = Place(space, plan.donations.get(name, name), 0, buffer.size_bytes)
     return places
+
+
+def touched_buffers(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
+    """The buffers that the plan's calls touch, by name."""
+    names = {view.buffer for call in plan.calls for view in (*call.inputs, *call.outputs)}
+    return {name: plan.buffers[name] for name in sorted(names)}
 
 
 def buffers_of(plan: ExecutionPlan) -> tuple[Buffer, ...]:
     """The memory in DRAM that the plan's calls touch."""
-    names = {view.buffer for call in plan.calls for view in (*call.inputs, *call.outputs)}
-    own = [Buffer(n, plan.buffers[n].size_bytes) for n in sorted(names) if plan.buffers[n].kind != "arena"]
+    own = [Buffer(name, b.size_bytes) for name, b in touched_buffers(plan).items() if b.kind != "arena"]
     return (*own, *([Buffer(ARENA, plan.arena_bytes)] if plan.arena_bytes else []))
 
 

@@ -14,7 +14,7 @@ from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_model.chip import Chip
 from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
 from npu_model.lowering.emitter import Emitter, Piece
-from npu_model.lowering.epilogues import Factors, float_epilogue, gated_epilogue
+from npu_model.lowering.epilogues import Factors, first_rows, float_epilogue, gated_epilogue
 from npu_model.lowering.families import CannotLower, Operands, Tiling, divided, halvings, in_tiers, lowering, parts
 from npu_model.lowering.indexing import picked_rows
 from npu_model.lowering.products import need_matrix
@@ -96,7 +96,7 @@ def quantized_gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     x, scales = _multiplied(e, o, ZERO, 1, tiling)
     with e.loop(parts(o.n, tn)) as j:
         columns = Axis(tn, j * tn, o.n)
-        firsts = [j * tn + first for first in (0, o.n)]
+        firsts = [j * tn + first for first in first_rows(o)]
         halves = [_sums(e, o, x, Axis(1), columns, first, tk) for first in firsts]
         factors = [_factors(e, o, first, tn, scales) for first in firsts]
         gated_epilogue(e, o, columns, halves, factors)

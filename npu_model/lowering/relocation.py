@@ -31,7 +31,7 @@ class Relocation:
 
     Attributes:
         cores: Core → core. Those that are not there stay.
-        shifts: Memory of a core → bytes that are added to addresses.
+        shifts: Memory of the chip → bytes that are added to addresses.
         tokens: Number that is added to the numbers of tokens.
         buffers: Text that names of buffers in DRAM get in front.
     """
@@ -47,7 +47,7 @@ class Relocation:
             replace(
                 touch,
                 engine=self._engine(touch.engine),
-                name=touch.name if touch.space is Space.DRAM else self._core(touch.name),
+                name=touch.name if touch.space.is_shared else self._core(touch.name),
             )
             for touch in touches
         )
@@ -106,9 +106,10 @@ class Relocation:
         return Token(self._engine(token.engine), token.number + self.tokens)
 
     def _tile(self, tile: Tile) -> Tile:
-        if tile.space is Space.DRAM:
+        if tile.space.has_buffers:
             return replace(tile, buffer=self.buffers + tile.buffer) if self.buffers else tile
-        return replace(tile, buffer=self._core(tile.buffer), address=tile.address + self.shifts.get(tile.space, 0))
+        core = "" if tile.space is Space.L2 else self._core(tile.buffer)
+        return replace(tile, buffer=core, address=tile.address + self.shifts.get(tile.space, 0))
 
 
 def to_core(core: str) -> Relocation:

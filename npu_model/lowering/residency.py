@@ -63,6 +63,8 @@ def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: C
     size = chip.sram.size // alignment * alignment
     calls = [(call, mapper.choices(call)) for call in plan.calls]
     values, weights = _values(plan, alignment)
+    if chip.dram is None and chip.l2 is None:
+        return _all_stay(values, weights, calls, size)
     weights = _by_gain(weights, calls, size)
     best = _Stay(calls, size)
     tried: set[frozenset[str]] = set()
@@ -82,6 +84,22 @@ def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: C
         stay.pin(_first_that_fit([weight for weight in weights if weight.name not in names], stay.spare()))
         if stay.cycles < best.cycles or len(tried) == 1:
             best = stay
+    return Residency(best.addresses, best.rooms, best.weights, best.cycles)
+
+
+def _all_stay(
+    values: Sequence[_Value], weights: Sequence[_Value], calls: Sequence[tuple[KernelCall, Choices]], size: int
+) -> Residency:
+    """The most of all values and weights that fit, in one of some orders: on a chip that has no other memory."""
+    orders = [values, sorted(values, key=lambda v: -v.size), sorted(values, key=lambda v: (v.first - v.last, -v.size))]
+    tried = []
+    for order in orders:
+        stay = _Stay(calls, size)
+        stay.pin(_first_that_fit(sorted(weights, key=lambda w: -w.size), size))
+        for value in order:
+            stay.keep(value, -math.inf)
+        tried.append(stay)
+    best = min(tried, key=lambda stay: (-len(stay.addresses), stay.cycles))
     return Residency(best.addresses, best.rooms, best.weights, best.cycles)
 
 

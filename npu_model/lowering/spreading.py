@@ -55,6 +55,11 @@ class Group:
         """The parts and copies."""
         return [*(step.call for step in self.steps), *(send.copy for send in self.sends)]
 
+    def of_core(self, core: int) -> list[KernelCall]:
+        """The parts and copies that a core takes part in."""
+        steps = [step.call for step in self.steps if step.core == core]
+        return [*steps, *(send.copy for send in self.sends if core in (send.core, send.target))]
+
 
 Renaming: TypeAlias = Callable[[View, int], View]
 
@@ -106,14 +111,7 @@ class Spread:
 
     def of_core(self, core: int) -> ExecutionPlan:
         """The calls of a core, as if nothing else ran: values of others are outputs, which never stay with it."""
-        calls = [
-            call
-            for group in self.groups
-            for call in (
-                *(step.call for step in group.steps if step.core == core),
-                *(send.copy for send in group.sends if core in (send.core, send.target)),
-            )
-        ]
+        calls = [call for group in self.groups for call in group.of_core(core)]
         buffers = {
             name: replace(buffer, kind="output") if buffer.kind == "arena" and self.owners.get(name) != core else buffer
             for name, buffer in self.buffers.items()

@@ -41,6 +41,7 @@ class Cost:
         port_cycles: Cycles of these in which it waits for the scratchpad's ports.
         dram_read, dram_written: Bytes moved from and to DRAM.
         sram_bytes: Bytes read from and written to the scratchpad.
+        l2_read, l2_written: Bytes moved from and to the shared L2.
         network: Bytes moved between cores.
         macs, operations: Multiply-accumulates; operations of vector lanes or of the output stage.
         dtype: Dtype that is multiplied.
@@ -56,6 +57,8 @@ class Cost:
     port_cycles: int = 0
     latency: int = 0
     network: int = 0
+    l2_read: int = 0
+    l2_written: int = 0
 
 
 _NOTHING = Cost()
@@ -71,6 +74,8 @@ class Moves(NamedTuple):
         run, runs: Bytes of a run of consecutive bytes of DRAM, and number of runs.
         strides, extents, item: The walk of DRAM: byte strides, number of elements along each, and bytes of an element.
         path: The cores between which it moves, over the network.
+        l2_read, l2_written: Bytes moved from and to the shared L2.
+        is_packed: Whether what is read of DRAM is stored in a form of its own and decoded.
     """
 
     filled: int
@@ -83,6 +88,14 @@ class Moves(NamedTuple):
     extents: tuple[int, ...]
     item: int
     path: tuple[str, str] | None = None
+    l2_read: int = 0
+    l2_written: int = 0
+    is_packed: bool = False
+
+    @property
+    def in_l2(self) -> Moves:
+        """The work where what lies in DRAM lies in the shared L2."""
+        return Moves(self.filled, 0, 0, self.inside, 0, 0, (), (), self.item, None, self.read, self.written)
 
 
 class Multiplies(NamedTuple):
@@ -131,12 +144,17 @@ class Costs:
     @cached_property
     def bytes_per_cycle(self) -> float:
         """Bytes per cycle that transfers from and to DRAM reach."""
-        return self.chip.dram_bytes_per_cycle * self.chip.dram.efficiency
+        return self.chip.dram_bytes_per_cycle * self.chip.outside.efficiency
+
+    @cached_property
+    def burst_bytes(self) -> int:
+        """Bytes of a burst of DRAM."""
+        return self.chip.outside.burst_bytes
 
     @cached_property
     def banks(self) -> Banks | None:
         """The banks of DRAM; None where the chip's file has none."""
-        return None if self.chip.dram.banks is None else Banks(self.chip)
+        return None if self.chip.outside.banks is None else Banks(self.chip)
 
     def delay(self, core: str, other: str) -> int:
         """Cycles until one core sees what another one has raised or sent."""
@@ -166,17 +184,26 @@ class Costs:
 
     def _moves(self, work: Moves, address: int) -> Cost:
         cycles = work.filled / self.chip.sram.bandwidth
+        if work.is_packed and (weights := self.chip.weights) is not None:
+            cycles = max(cycles, work.read / weights.decoder_bytes_per_cycle)
+            stored = math.ceil(work.read * weights.ratio)  # in one run
+            work, address = work._replace(read=stored, run=stored, runs=1), int(address * weights.ratio)
+            work = work._replace(strides=(1,), extents=(stored,), item=1)
         if work.read or work.written:
-            burst = self.chip.dram.burst_bytes
+            burst = self.burst_bytes
             cycles = max(cycles, work.runs * -(-work.run // burst) * burst / self.bytes_per_cycle)
             if self.banks is not None:
                 cycles = max(cycles, self.banks.cycles(address, work.strides, work.extents, work.item))
+        if shared := work.l2_read + work.l2_written:
+            assert self.chip.l2 is not None
+            cycles = max(cycles, shared / self.chip.l2.bytes_per_cycle)
         if work.path is not None:
             assert self.chip.cores is not None
             cycles = max(cycles, work.filled * self.chip.clock_ghz / self.chip.cores.network.bandwidth_gb_s)
             latency = self.delay(*work.path)
             return Cost(math.ceil(cycles), 0, 0, work.inside, latency=latency, network=work.filled)
-        return Cost(math.ceil(cycles), work.read, work.written, work.inside)
+        own = work.l2_read, work.l2_written
+        return Cost(math.ceil(cycles), work.read, work.written, work.inside, l2_read=own[0], l2_written=own[1])
 
     def _multiplies(self, work: Multiplies) -> Cost:
         if work not in self._products:
@@ -234,16 +261,18 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     size = itemsize(source.dtype)
     moved = size * math.prod(extents)
     filled = size * math.prod(axis.size for axis in instruction.box) if instruction.fill is not None else moved
-    read, written = (moved if tile.space is Space.DRAM else 0 for tile in (source, target))
+    read, written = (moved if tile.space.has_buffers else 0 for tile in (source, target))
     index = instruction.index
     inside = (moved if source.space is Space.SCRATCHPAD else 0) + (filled if target.space is Space.SCRATCHPAD else 0)
     if index is not None:
         inside += _distinct(index, extents) * itemsize(index.dtype)
+    l2_read, l2_written = (moved if tile.space is Space.L2 else 0 for tile in (source, target))
     if not read and not written:
-        return Moves(filled, read, written, inside, 0, 0, (), (), size, instruction.path)
-    outside = source if source.space is Space.DRAM else target
+        return Moves(filled, 0, 0, inside, 0, 0, (), (), size, instruction.path, l2_read, l2_written)
+    outside = source if source.space.has_buffers else target
     run, runs = _walk(outside, extents, size, index if outside is instruction.chosen else None)
-    return Moves(filled, read, written, inside, run, runs, outside.strides, tuple(extents), size)
+    walked = run, runs, outside.strides, tuple(extents), size
+    return Moves(filled, read, written, inside, *walked, None, l2_read, l2_written, source.space is Space.PACKED)
 
 
 def _walk(tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> tuple[int, int]:

@@ -29,10 +29,10 @@ class Banks:
     """The channels of a chip's DRAM, which has banks."""
 
     def __init__(self, chip: Chip) -> None:
-        banks = chip.dram.banks
+        banks = chip.outside.banks
         assert banks is not None
-        self._banks, self._burst = banks, chip.dram.burst_bytes
-        self._rate = chip.dram.bandwidth_gb_s * chip.dram.efficiency / banks.channels  # bytes per nanosecond
+        self._banks, self._burst = banks, chip.outside.burst_bytes
+        self._rate = chip.outside.bandwidth_gb_s * chip.outside.efficiency / banks.channels  # bytes per nanosecond
         self._opening = banks.trp_ns + banks.trcd_ns
         self._known: dict[tuple[object, ...], float] = {}
         self._cycles_per_ns = chip.clock_ghz / (1 - banks.trfc_ns / banks.trefi_ns)

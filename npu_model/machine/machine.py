@@ -6,6 +6,7 @@ Engines work side by side, each on one instruction at a time and in the order of
    been reached. Instructions start in the order in which they become ready.
 2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine
    is free for the next transfer meanwhile. All engines share DRAM.
+   The shared L2 serves transfers in the same way, beside DRAM; one between the two occupies both.
 3. A transfer from one core's scratchpad to another's begins when the one's link out and the other's link in are free,
    occupies both for its bytes, and ends some hops later.
 4. Any other instruction keeps its engine for its cycles. A product ends the depth of the array later where folds
@@ -63,6 +64,7 @@ class Cause(StrEnum):
     LAUNCH = "launch"
     DEPENDENCY = "dependency"
     SRAM_PORTS = "sram ports"
+    L2 = "shared l2"
 
 
 @dataclass
@@ -85,6 +87,8 @@ class Counts:
     dram_written: int = 0
     sram_bytes: int = 0
     network_bytes: int = 0
+    l2_read: int = 0
+    l2_written: int = 0
     operations: int = 0
     macs: dict[str, int] = field(default_factory=dict)
     busy: dict[str, int] = field(default_factory=dict)
@@ -98,6 +102,8 @@ class Counts:
         self.dram_written += times * cost.dram_written
         self.sram_bytes += times * cost.sram_bytes
         self.network_bytes += times * cost.network
+        self.l2_read += times * cost.l2_read
+        self.l2_written += times * cost.l2_written
         self.operations += times * cost.operations
         self.busy[engine] = self.busy.get(engine, 0) + times * cost.cycles
         if cost.macs:
@@ -148,6 +154,8 @@ class Machine:
         self._own: dict[tuple[Space, str], Memory] = {}
         if memory is not None:
             sums = chip.matrix.accumulator_bytes if chip.matrix else 0
+            if chip.l2 is not None:
+                self._own[Space.L2, ""] = Memory("the L2", chip.l2.size, checked)
             for core in [""] if chip.cores is None else map(core_name, range(chip.cores.count)):
                 of_core = f" of {core}" if core else ""
                 self._own[Space.SCRATCHPAD, core] = Memory(f"the scratchpad{of_core}", chip.sram.size, checked)
@@ -186,7 +194,7 @@ class Machine:
 
     def memories(self, tile: Tile) -> Memory:
         """The memory that an operand is in."""
-        if tile.space is not Space.DRAM:
+        if not tile.space.has_buffers:
             return self._own[tile.space, tile.buffer]
         assert self.memory is not None
         return self.memory[tile.buffer]
@@ -321,11 +329,12 @@ class _Scheduler:
             for number in lane.queues:
                 self.queues[number].lane = lane
         self.last = self.frontier = self.exposed = 0
-        self.dram_free = 0
+        self.dram_free = self.l2_free = 0
         self.out_free: dict[str, int] = {}  # core → when its link out of it is free; and into it
         self.in_free: dict[str, int] = {}
         self.banks = SramBanks(machine.chip) if machine.chip.sram.bank_bytes is not None else None
         self.latency = round(machine.chip.dram_latency_cycles)
+        self.l2_latency = round(machine.chip.l2_latency_cycles)
         self.races = Races(names) if machine.checked else None
 
     def run(self) -> Run:
@@ -362,7 +371,7 @@ class _Scheduler:
                 return
 
     def _run_all(self) -> None:
-        heap, queues, latency = self.heap, self.queues, self.latency
+        heap, queues = self.heap, self.queues
         looks_closer = self.machine.memory is not None or self.races is not None or self.keeps_spans
         while heap:
             start, number = heappop(heap)
@@ -370,15 +379,11 @@ class _Scheduler:
             assert queue.current is not None
             prepared, counters, cost, waits = queue.current
             index, cycles, conflicts = prepared.section, cost.cycles, 0
-            if prepared.moves and (cost.dram_read or cost.dram_written):
-                self.exposed = min(latency, max(0, start - self.dram_free))
-                start = max(start, self.dram_free)
-                self.dram_free = queue.free = start + cycles
-                end = queue.free + latency
+            if prepared.moves:
+                start, end = self._moved(prepared.path, start, cost)
             else:
-                start = start if prepared.path is None else self._on_network(prepared.path, start, cycles)
-                queue.free = start + cycles
-                end = queue.free + cost.latency
+                end = start + cycles + cost.latency
+            queue.free = start + cycles
             if self.banks is not None:
                 conflicts = self.banks.delay(prepared.instruction, counters, start, cost)
                 queue.free, end, cycles = queue.free + conflicts, end + conflicts, cycles + conflicts
@@ -397,10 +402,29 @@ class _Scheduler:
                 self._look_closer(queue, number, start)
             for raised in prepared.signals:
                 raised.times.append(end + raised.delay)
+                raised.from_l2 = prepared.moves and bool(cost.l2_read or cost.l2_written)
                 if raised.waiting:
                     self._wake(raised)
             if not self._next(number, queue):
                 self._finish(queue)
+
+    def _moved(self, path: tuple[str, str] | None, start: int, cost: Cost) -> tuple[int, int]:
+        """Begin and end of a transfer that is ready at `start`; it occupies what it moves through for its cycles."""
+        cycles, latency = cost.cycles, cost.latency
+        if cost.l2_read or cost.l2_written:
+            start, latency = max(start, self.l2_free), self.l2_latency
+            if cost.dram_read or cost.dram_written:
+                start, latency = max(start, self.dram_free), latency + self.latency
+                self.dram_free = start + cycles
+            self.l2_free = start + cycles
+        elif cost.dram_read or cost.dram_written:
+            latency = self.latency
+            self.exposed = min(latency, max(0, start - self.dram_free))
+            start = max(start, self.dram_free)
+            self.dram_free = start + cycles
+        elif path is not None:
+            start = self._on_network(path, start, cycles)
+        return start, start + cycles + latency
 
     def _on_network(self, path: tuple[str, str], start: int, cycles: int) -> int:
         """The begin of a transfer between cores that is ready at `start`; it occupies their links for its cycles."""
@@ -463,8 +487,10 @@ class _Scheduler:
             counts.stall(Cause.LAUNCH, launched - at)
             if launched < start:
                 tokens = zip(prepared.waits, waits, strict=True)
-                held_up = (raised.is_data for raised, count in tokens if count and raised.times[count] == start)
-                if next(held_up, prepared.moves):
+                held_up = [raised for raised, count in tokens if count and raised.times[count] == start]
+                if held_up and held_up[0].from_l2:
+                    counts.stall(Cause.L2, start - launched)
+                elif held_up[0].is_data if held_up else prepared.moves:
                     latency = min(start - launched, self.exposed)
                     counts.stall(Cause.DRAM_LATENCY, latency)
                     counts.stall(Cause.DRAM_BANDWIDTH, start - launched - latency)

@@ -18,7 +18,6 @@ from npu_model.isa.instructions import (
     Loop,
     Node,
     Section,
-    Space,
     Token,
     Transfer,
     core_of,
@@ -41,6 +40,7 @@ class Raised:
         before: How often it was raised before this run.
         waiting: (count, number of the queue) of those that wait for it.
         is_data: Whether a DMA engine raises it.
+        from_l2: Whether what it was last raised for came from or went to the shared L2.
         clocks: For each time that it was raised, what is certain to have ended by then (`races.py`).
     """
 
@@ -51,6 +51,7 @@ class Raised:
     times: list[int] = field(default_factory=lambda: [0])
     waiting: list[tuple[int, int]] = field(default_factory=list)
     clocks: list[tuple[int, ...]] = field(default_factory=list)
+    from_l2: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +174,7 @@ class Streams:
         if self._costs.banks is None or not isinstance(instruction, Transfer):
             return None
         tiles = (instruction.source, instruction.target)
-        return next((tile.address for tile in tiles if tile.space is Space.DRAM), None)
+        return next((tile.address for tile in tiles if tile.space.has_buffers), None)
 
     def _token(self, token: Token, core: str) -> Raised:
         """A token as the engines of a core see it."""

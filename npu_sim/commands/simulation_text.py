@@ -33,26 +33,28 @@ def result_lines(result: Result, full: bool) -> list[str]:
     """A run as text: totals, stalls, energy, and the calls that take the most time."""
     from npu_compiler.program.describe import format_bytes
 
-    chip, seconds = result.chip, result.chip.seconds
+    chip, seconds, way = result.chip, result.chip.seconds, result.chip.outside_name
     energy = result.energy
-    stalls = ", ".join(f"{cause} {cycles / result.cycles:.1%}" for cause, cycles in result.stalls.items())
+    named = [(cause.replace("dram", way.lower()), cycles) for cause, cycles in result.stalls.items()]
+    stalls = ", ".join(f"{cause} {cycles / result.cycles:.1%}" for cause, cycles in named)
     busy = ", ".join(f"{engine} {cycles / result.cycles:.1%}" for engine, cycles in result.busy.items())
-    kept = f", {format_bytes(result.kept_weight_bytes)} of weights kept in SRAM" if result.kept_weight_bytes else ""
+    kept = f", {format_bytes(result.kept_weight_bytes)} of weights kept on the chip" if result.kept_weight_bytes else ""
     parts = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in vars(energy).items() if value)
     products = ", ".join(f"{dtype} {count / result.macs:.1%}" for dtype, count in _macs([result]).items())
     lines = [
         f"{result.program} on {chip.name}: {format_time(result.seconds)}, {result.cycles:.0f} cycles "
         f"(the roofline allows {format_time(seconds(result.roofline_cycles))})",
-        f"  in use   matrix peak {result.utilization:.1%}, DRAM bandwidth {result.bandwidth_utilization:.1%}",
+        f"  in use   matrix peak {result.utilization:.1%}, {way} bandwidth {result.bandwidth_utilization:.1%}",
         *([f"  products {products}"] if products else []),
         f"  busy     {busy}",
         f"  stalls   {stalls}",
-        f"  DRAM     {format_bytes(result.dram_bytes)}, at least {format_bytes(result.compulsory_bytes)}{kept}",
+        f"  {way:<8} {format_bytes(result.dram_bytes)}, at least {format_bytes(result.compulsory_bytes)}{kept}",
+        *([f"  L2       {format_bytes(result.l2_bytes)} read and written"] if chip.l2 else []),
         f"  SRAM     {format_bytes(result.sram_bytes)} read and written; a call uses up to "
         f"{format_bytes(result.sram_used)}",
         *([f"  network  {format_bytes(result.network_bytes)} moved between cores"] if chip.cores else []),
         *([f"  energy   {1e3 * energy.total:.3g} mJ: {parts}"] if energy.total else []),
-        f"  {'time':>10} {'share':>6}  {'calls':>5} {'tiles':>7}  {'tile':20} {'DRAM':>10}  {'engine':8}kernel, node",
+        f"  {'time':>10} {'share':>6}  {'calls':>5} {'tiles':>7}  {'tile':20} {way:>10}  {'engine':8}kernel, node",
     ]
     groups = [[call] for call in result.calls] if full else _alike(result.calls)
     for calls in groups if full else groups[:_ROWS]:

@@ -22,10 +22,10 @@ def simulated_facts(program: CompiledProgram, chip: Chip) -> dict[str, Any]:
         `chip`, `clock_hz`, `cycles`; `run`, seconds, and `least`, the least that the program can take. `utilization` of
         the matrix engine, `bandwidth_utilization` of DRAM. `roof`: bandwidth in bytes/s, and FLOP/s by dtype. `busy`:
         engine → seconds. `computing` and `stalls` (cause → seconds), which add up to the run. `energy`: part → joules,
-        or None if the chip has no energies. `traffic`: level → bytes. `compulsory` and `kept` bytes. `calls`: see
-        `_call`. `tracks`: engine → `[call, start, cycles]` of what it did, in cycles; neighbours closer than `gap`, in
-        seconds, are one. `scratchpad`: its bytes, and areas `[first byte, last, start, end, call, content]`, where
-        start and end are cycles.
+        or None if the chip has no energies. `outside`: `DRAM`, or `link` on a chip without. `traffic`: level → bytes.
+        `compulsory` and `kept` bytes. `calls`: see `_call`. `tracks`: engine → `[call, start, cycles]` of what it did,
+        in cycles; neighbours closer than `gap`, in seconds, are one. `scratchpad`: its bytes, and areas `[first byte,
+        last, start, end, call, content]`, where start and end are cycles.
 
     Raises as `npu_model.simulate`.
     """
@@ -93,7 +93,7 @@ def _facts(result: Result, taken: Sequence[Resident]) -> dict[str, Any]:
         "utilization": result.utilization,
         "bandwidth_utilization": result.bandwidth_utilization,
         "roof": {
-            "bandwidth": 1e9 * chip.dram.bandwidth_gb_s,
+            "bandwidth": 1e9 * chip.outside.bandwidth_gb_s,
             "flops": {
                 dtype: 2e9 * chip.clock_ghz * chip.peak_macs(dtype)
                 for dtype in sorted({dtype for call in result.calls for dtype in call.counts.macs})
@@ -103,7 +103,8 @@ def _facts(result: Result, taken: Sequence[Resident]) -> dict[str, Any]:
         "computing": sum(call["computing"] for call in calls),
         "stalls": {str(cause): seconds(cycles) for cause, cycles in result.stalls.items()},
         "energy": vars(result.energy) if has_energy else None,
-        "traffic": _traffic(result.calls),
+        "outside": chip.outside_name,
+        "traffic": _traffic(result.calls, chip),
         "compulsory": result.compulsory_bytes,
         "kept": result.kept_weight_bytes,
         "calls": calls,
@@ -135,7 +136,7 @@ def _call(call: CallResult, chip: Chip) -> dict[str, Any]:
         "engine": max(counts.busy, key=lambda engine: counts.busy[engine], default=""),
         "dtype": ", ".join(counts.macs),
         "macs": call.macs,
-        "traffic": _traffic([call]),
+        "traffic": _traffic([call], chip),
         "energy": {**vars(call.energy), "static": chip.energy.static_watts * seconds(call.cycles)},
         "instructions": counts.instructions,
         "tiles": call.tiles,
@@ -144,10 +145,15 @@ def _call(call: CallResult, chip: Chip) -> dict[str, Any]:
     }
 
 
-def _traffic(calls: Sequence[CallResult]) -> dict[str, int]:
+def _traffic(calls: Sequence[CallResult], chip: Chip) -> dict[str, int]:
+    shared = {
+        "L2, read": sum(call.counts.l2_read for call in calls),
+        "L2, written": sum(call.counts.l2_written for call in calls),
+    }
     return {
-        "DRAM, read": sum(call.counts.dram_read for call in calls),
-        "DRAM, written": sum(call.counts.dram_written for call in calls),
+        f"{chip.outside_name}, read": sum(call.counts.dram_read for call in calls),
+        f"{chip.outside_name}, written": sum(call.counts.dram_written for call in calls),
+        **({} if chip.l2 is None else shared),
         "scratchpad": sum(call.counts.sram_bytes for call in calls),
     }
 

@@ -15,7 +15,8 @@ from npu_compiler.errors import InputError
 from npu_model.isa import instructions as isa
 from npu_model.isa.assembler import assemble
 from npu_model.isa.assembly import dense_strides, disassemble
-from npu_model.isa.traffic import dram_traffic
+from npu_model.isa.instructions import Space
+from npu_model.isa.traffic import traffic
 from npu_model.machine.machine import Machine
 
 T = TypeVar("T")
@@ -138,7 +139,7 @@ def test_compiled_and_emitted_programs_are_read_back(program: isa.TileProgram) -
 def test_the_bytes_at_a_sections_end_are_those_that_the_machine_moves(program: isa.TileProgram) -> None:
     run = Machine(chip(), program, memories(arrays_of(program))).run()
     counted = [(section.dram_read, section.dram_written) for section in run.sections]
-    assert counted == [dram_traffic(section.body) for section in program.sections]
+    assert counted == [traffic(section.body, Space.DRAM) for section in program.sections]
     assert f"# {counted[0][0]:,} bytes read from DRAM, {counted[0][1]:,} written" in disassemble(program)
 
 

@@ -70,11 +70,23 @@ def linear_chain(rows: int, *widths: int) -> dict[str, Any]:
     return g.ir()
 
 
+def gated(width: int, inner: int) -> dict[str, Any]:
+    """A feed-forward layer with a gate, for one token."""
+    g = IRBuilder("gated")
+    x = g.input("x", 1, width)
+    gate, up = (g("aten.linear.default", x, g.weight(name, inner, width)) for name in ("gate", "up"))
+    y = g("aten.mul.Tensor", g("aten.silu.default", gate), up)
+    g.output(g("aten.linear.default", y, g.weight("down", width, inner)))
+    return g.ir()
+
+
 @st.composite
 def graphs(draw: st.DrawFn) -> dict[str, Any]:
-    """Linear layers, convolutions with a residual and a pooling, in groups or not, or attention of few heads."""
+    """Linear layers, gated or not, convolutions with a residual and a pooling, or attention of few heads."""
     g = IRBuilder("random")
-    kind = draw(st.sampled_from(("linear", "conv", "attention")))
+    kind = draw(st.sampled_from(("linear", "gated", "conv", "attention")))
+    if kind == "gated":
+        return gated(draw(st.integers(1, 60)), draw(st.integers(1, 90)))
     if kind == "linear":
         return linear_chain(draw(st.integers(1, 40)), *draw(st.lists(st.integers(1, 90), min_size=2, max_size=4)))
     if kind == "attention":
@@ -180,6 +192,15 @@ def test_a_product_by_columns_takes_half_of_the_time_on_two_cores() -> None:
     assert busy["core0.matrix"] == busy["core1.matrix"] == alone.busy["matrix"] / 2
     assert result.cycles < 0.6 * alone.cycles
     assert result.to_dict()["busy_us"]["core1.matrix"] > 0
+
+
+def test_a_gated_product_of_one_token_is_divided_among_cores() -> None:
+    ir, chip = gated(256, 512), load_chip("edge")
+    alone, two = (simulate(compiled(ir, each), each) for each in (chip, with_cores(chip, 2, "columns")))
+    gate = two.calls[0]
+    assert gate.kernel == "gated_matmul_vec_kernel" and min(gate.busy(f"core{n}.matrix") for n in (0, 1)) > 0
+    assert sum(gate.counts.macs.values()) == alone.calls[0].macs
+    assert two.busy["core0.matrix"] < 0.6 * alone.busy["matrix"]
 
 
 def test_what_a_core_makes_for_the_other_crosses_the_network_and_not_dram() -> None:

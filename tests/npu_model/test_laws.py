@@ -15,7 +15,7 @@ from npu_compiler import CompiledProgram, CompileOptions, ConstraintError
 from npu_compiler import compile as compile_ir
 from npu_model import Chip, NPUBackend, NPUTarget, Result, load_chip, simulate
 from npu_model.analysis.simulation import most_cycles
-from npu_model.chip import Dataflow, DramBanks
+from npu_model.chip import Dataflow, DramBanks, SharedL2
 from npu_model.chip.description import DRAM_KINDS
 from npu_runtime import Executor, load_weights
 
@@ -84,6 +84,13 @@ def chips(draw: st.DrawFn) -> Chip:
     )
 
 
+@st.composite
+def chips_with_l2(draw: st.DrawFn) -> Chip:
+    """A chip of `chips` with a shared L2, whose bytes cost energy."""
+    l2 = draw(st.builds(SharedL2, st.integers(1024, 1 << 20), st.integers(1, 512), st.floats(0, 100)))
+    return changed(dataclasses.replace(draw(chips()), l2=l2), "energy", pj_per_l2_byte=3.0)
+
+
 def changed(chip: Chip, table: str, **values: Any) -> Chip:
     return dataclasses.replace(chip, **{table: dataclasses.replace(getattr(chip, table), **values)})
 
@@ -129,6 +136,33 @@ def test_time_and_energy_are_the_sums_of_their_parts(program: CompiledProgram, c
 
 
 @LAWS
+@given(programs, chips_with_l2())
+def test_a_shared_l2_obeys_the_roofline_and_the_sums(program: CompiledProgram, chip: Chip) -> None:
+    result = simulated(program, chip)
+    assert chip.l2 is not None
+    least = max(result.l2_bytes / chip.l2.bytes_per_cycle, result.dram_bytes / chip.dram_bytes_per_cycle)
+    assert result.cycles >= max(least, result.compute_cycles, result.roofline_cycles) * (1 - ROUNDING)
+    assert result.dram_bytes >= result.compulsory_bytes > 0
+    progress = sum(call.counts.progress for call in result.calls)
+    assert progress + sum(result.stalls.values()) == result.cycles
+    energy = result.energy
+    assert energy.l2 == pytest.approx(3e-12 * result.l2_bytes)
+    parts = (energy.macs, energy.vector, energy.sram, energy.dram, energy.static, energy.l2)
+    assert energy.total == pytest.approx(sum(parts))
+
+
+@LAWS
+@given(programs, chips_with_l2(), st.integers(2, 5))
+def test_more_l2_is_not_slower(program: CompiledProgram, chip: Chip, times: int) -> None:
+    assert chip.l2 is not None
+    without = simulated(program, dataclasses.replace(chip, l2=None))
+    before = simulated(program, chip)
+    assert before.cycles <= most_cycles(without) * (1 + ROUNDING)
+    more = changed(chip, "l2", size=chip.l2.size * times)
+    assert simulate(program, more).cycles <= most_cycles(before) * (1 + ROUNDING)
+
+
+@LAWS
 @given(programs, chips())
 def test_every_multiply_accumulate_is_counted_once(program: CompiledProgram, chip: Chip) -> None:
     result = simulated(program, chip)
@@ -143,7 +177,7 @@ def _macs(call: Any) -> int:
 
 
 @LAWS
-@given(graphs(), chips(), st.sampled_from(("float16", "float32")))
+@given(graphs(), chips() | chips_with_l2(), st.sampled_from(("float16", "float32")))
 def test_a_run_on_data_counts_what_a_run_in_time_counts(graph: dict[str, Any], chip: Chip, dtype: str) -> None:
     device, rng = NPUBackend(chip, checked=True), np.random.default_rng(0)
     try:

@@ -321,3 +321,14 @@ def test_lookups_in_tables_of_few_bits(name: str, format: str) -> None:
     inputs = {"ids": rng.integers(0, 50, (2, 7))}
     outcome = run_on(name, g, inputs, {"w": normal(rng, 50, 256)}, "float16", quantization={"w": named_format(format)})
     assert_close(outcome, 1e-6)
+
+
+def test_a_group_that_does_not_fit_is_summed_over_parts_of_its_channels() -> None:
+    """The fourth convolution of AlexNet, of two groups with 192 channels each, on Eyeriss."""
+    rng, g = np.random.default_rng(0), IRBuilder("groups")
+    x, w = g.input("x", 1, 384, 13, 13), g.weight("w", 384, 192, 3, 3)
+    g.output(g("aten.conv2d.default", x, w, None, [1, 1], [1, 1], [1, 1], 2))
+    data = {"x": normal(rng, 1, 384, 13, 13)}, {"w": normal(rng, 384, 192, 3, 3)}
+    outcome = run_on("eyeriss", g, *data)
+    assert_close(outcome, 4e-3)
+    assert outcome.run.sections[0].macs == {"float16": 384 * 192 * 9 * 13 * 13}

@@ -27,6 +27,7 @@ from npu_sim.report import report_contents, stage_graphs, write_page
 from npu_sim.report.page import unpack
 
 LAYERS = 11
+WITHOUT_DRAM = Path(__file__).parents[1] / "fuzz" / "corpus" / "chips" / "without_dram.toml"
 ALERT = "<script>alert(1)</script>"
 HOSTILE = f'"></script><img src=x onerror=alert(2)>{ALERT}'
 
@@ -70,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for args in (
         ["report", str(folder / "net.json"), "-o", str(folder / "net.html"), *measuring, *simulating],
         ["report", str(folder / "net.npubin"), "-o", str(folder / "simulated.html"), "--npu", "edge"],
+        ["report", str(folder / "net.npubin"), "-o", str(folder / "link.html"), "--npu", str(WITHOUT_DRAM)],
         ["diff", str(folder / "net.npubin"), str(folder / "plain.npubin"), "-o", str(folder / "diff.html")],
         ["diff", str(folder / "plain.npubin"), str(folder / "net.npubin"), "-o", str(folder / "back.html")],
         ["diff", str(folder / "net.npubin"), "-o", str(folder / "chips.html"), *chips],
@@ -161,6 +163,18 @@ def test_a_report_may_be_simulated_only(browser: Any, folder: Path) -> None:
     assert "ranked by what they add to a run on the chip edge" in report.page.inner_text("#panel-kernels")
     report.open("overview")
     assert "simulated run" in report.page.inner_text("#panel-overview")
+    report.context.close()
+    assert report.problems == []
+
+
+def test_a_chip_without_dram_shows_its_link_and_its_l2(browser: Any, folder: Path) -> None:
+    report = Opened(browser, folder / "link.html")
+    for tab in ("overview", "timeline", "kernels", "roofline"):
+        report.open(tab)
+    assert "bandwidth of its link" in report.page.inner_text("#panel-roofline")
+    report.open("traffic")
+    assert report.texts("#panel-traffic .bars .bar-name")[:3] == ["link, read", "link, written", "L2, read"]
+    assert "DRAM" not in report.page.inner_text("#panel-traffic")
     report.context.close()
     assert report.problems == []
 

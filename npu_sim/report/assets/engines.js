@@ -55,12 +55,12 @@ function engineChart(program, reveal) {
     const step = (high - low) / bins.length, roof = simulated.roof.bandwidth;
     for (const [call, start, length] of transfers) {
       if (start > high || start + length < low || !length) continue;
-      const traffic = simulated.calls[call].traffic, rate = (traffic["DRAM, read"] + traffic["DRAM, written"]) / moving.get(call);
+      const traffic = simulated.calls[call].traffic, rate = (traffic[`${simulated.outside}, read`] + traffic[`${simulated.outside}, written`]) / moving.get(call);
       const from = Math.max(0, Math.floor((start - low) / step)), to = Math.min(bins.length - 1, Math.floor((start + length - low) / step));
       for (let bin = from; bin <= to; bin += 1) bins[bin] += (rate * Math.max(0, Math.min(start + length, low + (bin + 1) * step) - Math.max(start, low + bin * step))) / step;
     }
     const y = d3.scaleLinear([0, roof * 1.05], [rateTop + RATE, rateTop]).clamp(true);
-    heading(context, "DRAM traffic; the dashed line is its bandwidth", left, rateTop);
+    heading(context, `${simulated.outside} traffic; the dashed line is its bandwidth`, left, rateTop);
     for (const rate of [0, roof]) label(context, onAxis(formatBandwidth)(rate), left, Math.max(y(rate), rateTop + 6));
     context.fillStyle = themeColour("accent");
     bins.forEach((rate, bin) => context.fillRect(left + 2 * bin, y(rate), 2, y(0) - y(rate)));

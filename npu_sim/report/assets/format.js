@@ -60,8 +60,8 @@ const FAMILY_COLOURS = {
 const familyColour = (family) => FAMILY_COLOURS[family] ?? "#8c939c";
 // The same for what a simulated run consists of: computing and stalls by cause, energy by part.
 const partColour = d3.scaleOrdinal(
-  ["computing", "dram bandwidth", "dram latency", "launch", "dependency", "sram ports", "macs", "vector", "sram", "dram", "static"],
-  ["#7b8794", "#d1495b", "#edae49", "#8d5fd3", "#00798c", "#c05299", "#3f7cac", "#4fa06a", "#a56cc1", "#d9822b", "#9aa5b1"],
+  ["computing", "dram bandwidth", "dram latency", "launch", "dependency", "sram ports", "shared l2", "macs", "vector", "sram", "dram", "static", "network", "l2"],
+  ["#7b8794", "#d1495b", "#edae49", "#8d5fd3", "#00798c", "#c05299", "#6b8e23", "#3f7cac", "#4fa06a", "#a56cc1", "#d9822b", "#9aa5b1", "#b5838d", "#6b8e23"],
 );
 
 // A call by its node, with the module whose weights it reads.

@@ -14,7 +14,7 @@ function overviewPage(report, program, open) {
   ];
   if (simulated) {
     tiles.unshift(["simulated run", formatTime(simulated.run), "timeline"], ["the roofline allows", formatTime(simulated.least), "roofline"],
-      ["matrix peak in use", formatShare(simulated.utilization), "roofline"], ["DRAM bandwidth in use", formatShare(simulated.bandwidth_utilization), "traffic"]);
+      ["matrix peak in use", formatShare(simulated.utilization), "roofline"], [`${simulated.outside} bandwidth in use`, formatShare(simulated.bandwidth_utilization), "traffic"]);
     if (simulated.energy) tiles.splice(4, 0, ["energy", formatEnergy(d3.sum(Object.values(simulated.energy))), "layers"]);
   }
   if (measured) tiles.unshift(["measured run", formatTime(measured.run), "timeline"]);

@@ -13,22 +13,22 @@ function rooflinePoints(calls, figures) {
   }));
 }
 
-// A simulated call's bytes from and to DRAM, and the time that it takes of the chip: its part of the run or, where other
-// calls hide it, the time of the engine that works longest for it.
-function onChip({ simulated: run }) {
+// A simulated call's bytes from and to DRAM or, on a chip without, over the link, and the time that it takes of the chip:
+// its part of the run or, where other calls hide it, the time of the engine that works longest for it.
+const onChip = (outside) => ({ simulated: run }) => {
   const transfers = d3.sum(Object.entries(run.busy).filter(([engine]) => isTransfer(engine)), ([, time]) => time);
-  return { bytes: run.traffic["DRAM, read"] + run.traffic["DRAM, written"], seconds: Math.max(run.own, transfers, ...Object.values(run.busy)) };
-}
+  return { bytes: run.traffic[`${outside}, read`] + run.traffic[`${outside}, written`], seconds: Math.max(run.own, transfers, ...Object.values(run.busy)) };
+};
 
 function rooflinePage(program, given) {
   const { simulated, measured } = program;
   const shown = [];
   if (simulated) {
     const peaks = Object.entries(simulated.roof.flops);
-    shown.push(rooflineSection(rooflinePoints(program.calls, onChip), {
-      id: "chip-roofline", title: `Roofline of ${simulated.chip}`, bytes: "DRAM bytes", time: "simulated",
+    shown.push(rooflineSection(rooflinePoints(program.calls, onChip(simulated.outside)), {
+      id: "chip-roofline", title: `Roofline of ${simulated.chip}`, bytes: `${simulated.outside} bytes`, time: "simulated",
       roof: peaks.length ? { bandwidth: simulated.roof.bandwidth, flops: d3.max(peaks, ([, rate]) => rate), peaks } : { bandwidth: simulated.roof.bandwidth, flops: Infinity, peaks },
-      says: `The roof is the chip's: the bandwidth of its DRAM, and the peak of its matrix engine for each dtype that the program multiplies. Bytes are those that the call moves from and to DRAM; one that moves none stands at the right edge. Time is what the call adds to the run or, where other calls hide it, that of its busiest engine.`,
+      says: `The roof is the chip's: the bandwidth of its ${simulated.outside}, and the peak of its matrix engine for each dtype that the program multiplies. Bytes are those that the call moves ${simulated.outside === "link" ? "over the link" : "from and to DRAM"}; one that moves none stands at the right edge. Time is what the call adds to the run or, where other calls hide it, that of its busiest engine.`,
     }));
   }
   if (measured || given || !simulated) {

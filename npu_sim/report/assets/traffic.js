@@ -10,17 +10,17 @@ function trafficPage(program, reveal) {
     return hinted(element("li", {}, element("span", { class: "bar-name" }, level), stackedBar(parts, most, familyColour), element("span", { class: "bar-value" }, formatBytes(simulated.traffic[level]))),
       () => [level, ...parts.filter(([, bytes]) => bytes).map(([family, bytes]) => `${family}: ${formatBytes(bytes)}`)]);
   });
-  const dram = d3.sum(levels.filter((level) => level.startsWith("DRAM")), (level) => simulated.traffic[level]);
+  const dram = d3.sum(levels.filter((level) => level.startsWith(simulated.outside)), (level) => simulated.traffic[level]);
   const bytes = (title, value) => ({ title, value, text: (row) => formatBytes(value(row)), number: true });
   const columns = [
     { title: "node", text: (row) => row.node }, { title: "kernel", text: (row) => row.kernel },
     ...levels.map((level) => bytes(level, (row) => row.simulated.traffic[level])),
     bytes("scratchpad in use", (row) => row.simulated.used),
   ];
-  const kept = simulated.kept ? [["weights that stay in the scratchpad", formatBytes(simulated.kept)]] : [];
+  const kept = simulated.kept ? [["weights that stay on the chip", formatBytes(simulated.kept)]] : [];
   const page = [
-    facts([["DRAM, in all", formatBytes(dram)], ["no chip moves less than", formatBytes(simulated.compulsory)], ...kept,
-      ["DRAM bandwidth in use", formatShare(simulated.bandwidth_utilization)]]),
+    facts([[`${simulated.outside}, in all`, formatBytes(dram)], ["no chip moves less than", formatBytes(simulated.compulsory)], ...kept,
+      [`${simulated.outside} bandwidth in use`, formatShare(simulated.bandwidth_utilization)]]),
     element("h2", {}, "By level"), legend(new Set(calls.map((call) => call.family))), element("ul", { class: "bars" }, moved),
     dataTable(columns, calls, { caption: "By call", sort: 2, filter: true, onrow: (row) => reveal(row.index) }),
   ];
