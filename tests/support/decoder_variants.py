@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import transformers
 from decoders import CONTEXT, NEW, VOCAB, WINDOW, Outcome, attempt
+from gguf_files import save_gguf
 from quantized_folders import (
     Compress,
     Tensors,
@@ -40,7 +41,7 @@ from quantized_folders import (
     write_config,
 )
 from safetensors.torch import load_file, save_file
-from tiny_llms import TEMPLATE, save_gguf, save_tokenizer
+from tiny_llms import TEMPLATE, save_tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FULL, SLIDING, THETA = "full_attention", "sliding_attention", {"rope_theta": 10000.0}
