@@ -234,7 +234,9 @@ ARCHITECTURES = {
         derive=_gpt_oss,
         is_alternating=True,
     ),
-    "deepseek2": Architecture("deepseek_v2", _DEEPSEEK, {"expert_gating_func": (1,)}, _deepseek),
+    "deepseek2": Architecture(
+        "deepseek_v2", _DEEPSEEK, {"expert_gating_func": (1,), "expert_weights_norm": (False,)}, _deepseek
+    ),
     "granite": Architecture("granite", _GRANITE, derive=_granite, is_interleaved=True),
     "olmo2": Architecture("olmo2"),
     "smollm3": Architecture("smollm3", is_interleaved=True),
@@ -255,7 +257,9 @@ def architecture_of(file: GGUFFile) -> Architecture:
     """
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
-        raise InputError(f"the GGUF file holds a model of architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}")
+        raise InputError(
+            f"the GGUF file holds a model of architecture {name!r:.80}; supported are {', '.join(ARCHITECTURES)}"
+        )
     if (kind := file.metadata.get("general.type", "model")) != "model":
         raise InputError(
             f"the GGUF file holds no whole model but one of type {kind!r:.40}; merge an adapter into its model"

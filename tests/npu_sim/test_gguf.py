@@ -150,7 +150,7 @@ def test_asking_whether_a_tensor_is_there_does_not_read_it(file: Path, monkeypat
         ({"block_count": 1}, "says 1 layers, but its tensors are those of 2"),
         ({"block_count": 2**31}, "says 2147483648 layers, but its tensors are those of 2"),
         ({"embedding_length": 128}, r"'token_embd.weight' has the shape \[304, 64\], but .* says \[304, 128\]"),
-        ({"attention__key_length": 2**20}, "'blk.0.attn_q.weight' has the shape"),
+        ({"attention__key_length": 2**20, "attention__value_length": ...}, "'blk.0.attn_q.weight' has the shape"),
         ({"attention__head_count_kv": 4}, "'blk.0.attn_k.weight' has the shape"),
         ({"attention__head_count": 0}, "attention.head_count' is 0"),
         ({"feed_forward_length": 2**31}, r"'blk.0.ffn_\w+.weight' has the shape"),
