@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import save_gguf
+from gguf_files import SCALES, random_blocks, save_gguf
 from tiny_llms import TEMPLATE, assert_same_tokens, save_tiny, save_tokenizer, tensors, transformers
 
 from npu_compiler import OpLevelTarget
 from npu_compiler.errors import InputError, NPUError
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import LanguageModel, compile_decode_loop, load_checkpoint
-from npu_sim.llm.gguf_blocks import quantized_rows
+from npu_sim.llm.gguf_blocks import quantized_encodings, quantized_rows
 from npu_sim.llm.gguf_reader import read_gguf
 from npu_sim.llm.graph import INV_FREQ, state_with_buffers
 
 gguf = pytest.importorskip("gguf")
-BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes
+BLOCKS = {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1] for name in quantized_encodings()}
 ROOT = Path(__file__).parents[2]
 
 
@@ -68,12 +68,24 @@ def test_tensors_are_what_the_package_gguf_makes_of_them(
         assert torch.equal(found, expected.to(found.dtype))
 
 
-@pytest.mark.parametrize("encoding", sorted(BLOCKS))
-def test_blocks_are_taken_bit_for_bit(encoding: str) -> None:
-    rows = np.random.default_rng(1).integers(0, 256, (5, 2 * BLOCKS[encoding]), np.uint8)
+@pytest.mark.parametrize("encoding", quantized_encodings())
+def test_blocks_are_taken_bit_for_bit(encoding: str, rng: np.random.Generator) -> None:
+    rows = rng.integers(0, 256, (50, 2 * BLOCKS[encoding]), np.uint8)
+    rows[:9, : BLOCKS[encoding] // 2] = rows[:9, -16:] = 0  # scales of 0
     with np.errstate(all="ignore"):  # random scales overflow, and some are NaN
         expected = getattr(gguf.quants, encoding).dequantize_rows(rows)
         np.testing.assert_array_equal(quantized_rows(rows, encoding).dequantize(), expected)
+
+
+@pytest.mark.parametrize("encoding", quantized_encodings())
+def test_codes_of_a_group_whose_scale_is_0_are_no_defect(encoding: str, rng: np.random.Generator) -> None:
+    """Writers leave any codes there."""
+    rows = random_blocks(encoding, (8, 512))
+    blocks = rows.reshape(-1, BLOCKS[encoding])
+    places = SCALES[encoding]
+    for place in places:
+        blocks[::3, place : place + 2] = 0
+    assert not list(quantized_rows(rows, encoding).problems())
 
 
 @pytest.mark.parametrize("encoding", ["Q8_0", "Q4_1"])

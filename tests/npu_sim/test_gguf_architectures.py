@@ -9,9 +9,9 @@ import pytest
 import torch
 from decoder_variants import save_model
 from gguf_files import save_gguf
-from tiny_llms import transformers
+from tiny_llms import tensors, transformers
 
-from npu_sim.llm import LanguageModel, load_checkpoint
+from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
 from npu_sim.llm.gguf_architectures import ARCHITECTURES
 
 gguf = pytest.importorskip("gguf")
@@ -64,24 +64,46 @@ def _saved(name: str, place: Path) -> tuple[Any, Path]:
     return whole, save_gguf(folder, place / "m.gguf")
 
 
+def _rebuilt(checkpoint: Checkpoint) -> Any:
+    """The model of transformers that a checkpoint's config and its dequantized tensors describe."""
+    rebuilt = transformers.AutoModelForCausalLM.from_config(checkpoint.config.whole, dtype=torch.float32).eval()
+    is_transposed, weights, state = checkpoint.config.model_type == "gpt_oss", tensors(checkpoint), {}
+    for key, parameter in rebuilt.state_dict().items():
+        if key in weights and is_transposed and parameter.ndim == 3:
+            state[key] = weights[key].reshape(parameter.mT.shape).mT
+        elif key in weights:
+            state[key] = weights[key].reshape(parameter.shape)
+    missing, _ = rebuilt.load_state_dict(state, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and set(state) == set(weights)
+    return rebuilt
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_a_file_is_the_model_that_was_converted(name: str, tmp_path: Path) -> None:
     whole, path = _saved(name, tmp_path)
-    checkpoint = load_checkpoint(path, "float32")
-    rebuilt = transformers.AutoModelForCausalLM.from_config(checkpoint.config.whole, dtype=torch.float32).eval()
-    state = {}
-    for key, parameter in rebuilt.state_dict().items():
-        if key in checkpoint.state:
-            value = torch.from_numpy(checkpoint.state[key])
-            is_transposed = parameter.ndim == 3 and whole.config.model_type == "gpt_oss"
-            shape = parameter.mT.shape if is_transposed else parameter.shape
-            state[key] = value.reshape(shape).mT if is_transposed else value.reshape(shape)
-    missing, unexpected = rebuilt.load_state_dict(state, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    rebuilt = _rebuilt(load_checkpoint(path, "float32"))
     ids = torch.from_numpy(np.random.default_rng(2).integers(0, decoders.VOCAB, (1, 40)))
     with torch.no_grad():
         found, expected = rebuilt(ids).logits, whole(ids).logits
     np.testing.assert_allclose(found, expected, atol=2e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoding"), [("gpt_oss", "MXFP4"), ("qwen3_moe", "Q3_K"), ("qwen3_moe", "IQ4_XS"), ("phi3", "Q2_K")]
+)
+def test_matrices_stay_in_few_bits(kind: str, encoding: str, tmp_path: Path) -> None:
+    """Those of experts too: the tokens' logits are those of the dequantized weights."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
+    folder = save_model(tmp_path / "model", kind, **WINDOW, **sizes, **{"num_attention_heads": 8, "head_dim": 32})
+    checkpoint = load_checkpoint(save_gguf(folder, tmp_path / "m.gguf", encoding), "float32")
+    assert isinstance(checkpoint.quantization, dict)
+    named = {name for name, value in checkpoint.state.items() if len(value.shape) > 1 and "bias" not in name}
+    assert named == set(checkpoint.quantization) and len(named) > 8
+    ids = np.random.default_rng(1).integers(0, decoders.VOCAB, 20).tolist()
+    with torch.no_grad():
+        expected = _rebuilt(checkpoint)(torch.tensor([ids])).logits[0, -1].numpy()
+    found = LanguageModel(checkpoint, cache_length=32, device="cpu").prefill(ids)
+    np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", [name for name in TYPES if name not in COMPLEX])

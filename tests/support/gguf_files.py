@@ -76,15 +76,16 @@ def quantized(array: np.ndarray, kind: Any) -> np.ndarray:
         return random_blocks(kind.name, array.shape)
 
 
-# Bytes at which the float16 scales of a block stand, of the types that the package gguf cannot write.
-_SCALES = {
+# Bytes at which the scales of a block stand, a float16 each, or bytes of fewer bits in MXFP4 and NVFP4.
+SCALES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
     "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "NVFP4": (0, 2),
 }
 
 
@@ -95,9 +96,11 @@ def random_blocks(encoding: str, shape: tuple[int, ...]) -> np.ndarray:
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[encoding]]
     rng = np.random.default_rng(list(encoding.encode()))
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), np.uint8)
-    for place in _SCALES[encoding]:
+    for place in SCALES[encoding]:
         scales = (0.002 * rng.standard_normal((*blocks.shape[:-1], 1))).astype(np.float16)
-        blocks[..., place : place + 2] = scales.view(np.uint8)
+        blocks[..., place : place + 2] = scales.view(np.uint8) if encoding != "NVFP4" else 0x30
+    if encoding == "MXFP4":
+        blocks[..., 0] = rng.integers(110, 122, blocks.shape[:-1])
     return blocks.reshape(*shape[:-1], -1)
 
 
