@@ -28,7 +28,8 @@ class Architecture:
 
     Attributes:
         model_type: Model type in transformers.
-        fields: Optional keys of the metadata → fields of the config, beside those that transformers' table has.
+        fields: Keys of the metadata → fields of the config, beside those that transformers' table has. Only the counts
+            of experts are required.
         fixed: Keys → the values that are supported, the first of which is meant by a file without the key.
         derive: Function from the fields so far to further ones, which it may take from the metadata.
         is_interleaved: Whether rows of queries and keys are in the order of an interleaved rotary embedding.
@@ -320,7 +321,7 @@ def _table_fields(metadata: Metadata, row: Architecture) -> Fields:
     table = next(tables[name] for name in (row.model_type, metadata.architecture, "llama") if name in tables)
     stated = ("embedding_length", "block_count", "attention.", "feed_forward", "context", "expert_")
     keys = {key: name for key, name in table.items() if key.startswith(stated) and key != "attention.key_length"}
-    optional = {"attention.head_count_kv", *row.fields}
+    optional = {"attention.head_count_kv", *row.fields} - {"expert_count", "expert_used_count"}
     fields: Fields = {}
     for key, name in {**keys, **row.fields}.items():
         if key in optional and key not in metadata:
@@ -361,6 +362,7 @@ def _rope(
     metadata.choice("rope.scaling.finetuned", False, True)  # nothing depends on it
     if factors:
         rope |= {"rope_type": "longrope", **factors, "original_max_position_embeddings": int(original)}
+        fields["original_max_position_embeddings"] = int(original)  # which Phi's configs prefer
         if "rope.scaling.attn_factor" in metadata:
             rope["attention_factor"] = metadata.positive("rope.scaling.attn_factor")
     elif scaling == "longrope":

@@ -11,6 +11,7 @@ from decoder_variants import save_model
 from gguf_files import save_gguf
 from tiny_llms import tensors, transformers
 
+from npu_compiler.errors import InputError
 from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
 from npu_sim.llm.gguf_architectures import ARCHITECTURES
 
@@ -120,3 +121,84 @@ def test_a_file_generates_what_the_converted_model_does(name: str, tmp_path: Pat
         assert int(found.argmax()) == token
         ids.append(token)
         found = ours.decode(token)
+
+
+def test_a_latent_may_be_stored_as_one_matrix(tmp_path: Path) -> None:
+    """As files of older converters have it, which say the lengths of whole keys and values."""
+    folder = save_model(tmp_path / "model", "deepseek_v3", first_k_dense_replace=1)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    matrices = {
+        f"blk.{layer}.attn_kv_b.weight": whole.model.layers[layer].self_attn.kv_b_proj.weight.detach().numpy()
+        for layer in range(2)
+    }
+    config = whole.config
+    keys = {"key_length": config.qk_nope_head_dim + config.qk_rope_head_dim, "value_length": config.v_head_dim}
+    older = {f"attention__{name}": size for name, size in keys.items()}
+    newer = {f"attention__{name}_mla": ... for name in keys}
+    heads = {"attention__head_count_kv": config.num_attention_heads}
+    path = save_gguf(
+        folder, tmp_path / "m.gguf", more=matrices, without=r".*attn_[kv]_b\..*", **older, **newer, **heads
+    )
+    found = _rebuilt(load_checkpoint(path, "float32")).state_dict()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_factors_of_a_long_context_are_those_of_the_file(tmp_path: Path) -> None:
+    long, short = (np.linspace(1, end, 8, dtype=np.float32) for end in (9, 3))
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "long_factor": long.tolist(),
+        "short_factor": short.tolist(),
+        "original_max_position_embeddings": 32,
+    }
+    folder = save_model(tmp_path / "model", "phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    factors = {"rope_factors_long.weight": long, "rope_factors_short.weight": short}
+    keys = {"rope__scaling__original_context_length": 32, "rope__scaling__attn_factor": 1.25}
+    checkpoint = load_checkpoint(save_gguf(folder, tmp_path / "m.gguf", more=factors, **keys), "float32")
+    found = checkpoint.config.to_dict()["rope_parameters"]
+    assert {name: found[name] for name in rope} == rope and found["attention_factor"] == 1.25
+    rope["attention_factor"] = 1.25
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, rope_parameters=rope).eval()
+    ids = torch.from_numpy(np.random.default_rng(3).integers(0, decoders.VOCAB, (1, 20)))
+    with torch.no_grad():
+        torch.testing.assert_close(_rebuilt(checkpoint)(ids).logits, whole(ids).logits)
+    with pytest.raises(InputError, match="rotary factors for short or for long contexts, but not for both"):
+        load_checkpoint(save_gguf(folder, tmp_path / "n.gguf", more={"rope_factors_long.weight": long}, **keys))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma3", {"attention__sliding_window": ...}, "no value for 'gemma3.attention.sliding_window'"),
+        ("gemma2", {"attention__sliding_window_pattern": 3}, "a value for '.*sliding_window_pattern', which is not"),
+        ("qwen3moe", {"expert_weights_norm": False}, "has False for 'qwen3moe.expert_weights_norm'; only True"),
+        ("qwen3moe", {"expert_feed_forward_length": 64}, r"'blk.0.ffn_gate_exps.weight' has the shape \[4, 32, 64\]"),
+        ("qwen3moe", {"expert_count": 5}, r"'blk.0.ffn_\w+.weight' has the shape \[4, .* says \[5, "),
+        ("gpt-oss", {"expert_feed_forward_length": 64}, "says 64 for '.*', but another of its keys says 96"),
+        ("deepseek2", {"expert_weights_norm": True}, "has True for 'deepseek2.expert_weights_norm'; only False"),
+        ("deepseek2", {"attention__key_length": 9}, "has 9 for 'deepseek2.attention.key_length'; only 40"),
+        ("phi3", {"rope__dimension_count": 17}, "rotates 17 elements of heads that have 16"),
+        ("granite", {"attention__scale": -1.0}, "'granite.attention.scale' is -1.0, not a positive number"),
+        ("llama with experts", {"expert_used_count": ...}, "no value for 'llama.expert_used_count'"),
+    ],
+)
+def test_metadata_of_an_architecture_is_checked(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    kind, fields = TYPES[name]
+    folder = save_model(tmp_path / "model", kind, **fields)
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(save_gguf(folder, tmp_path / "m.gguf", **changes))
+
+
+def test_what_is_unknown_is_refused_with_what_is_known(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "llama")
+    path = save_gguf(folder, tmp_path / "m.gguf")
+    (tmp_path / "n.gguf").write_bytes(path.read_bytes().replace(b"llama", b"lamas"))
+    with pytest.raises(InputError, match="architecture 'lamas'; supported are llama, qwen2, .*gpt-oss, deepseek2"):
+        load_checkpoint(tmp_path / "n.gguf")
+    more = {"output_norm.weight": np.ones(64, np.float64)}
+    with pytest.raises(InputError, match="tensors of type F64 are not supported in GGUF files; supported are F32, F16"):
+        load_checkpoint(save_gguf(folder, tmp_path / "n.gguf", more=more, without="output_norm.*"))

@@ -583,6 +583,7 @@ FILES: dict[str, Save] = {
 
 SCALING = "rope__scaling__"
 LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}}
+YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, **THETA}}
 # Metadata of GGUF files and the fields of a config that say the same; None: such a file must be refused.
 METADATA: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({}, {}),
@@ -592,7 +593,7 @@ METADATA: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({f"{SCALING}type": "linear", f"{SCALING}factor": 4.0, f"{SCALING}original_context_length": 32}, LINEAR),
     ({f"{SCALING}type": "none", f"{SCALING}factor": 4.0}, {}),
     ({"context_length": 96}, {"max_position_embeddings": 96}),
-    ({f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0}, None),
+    ({f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0, f"{SCALING}original_context_length": 32}, YARN),
     ({f"{SCALING}type": "longrope"}, None),
     ({f"{SCALING}attn_factor": 1.5}, None),
     ({f"{SCALING}yarn_log_multiplier": 0.1}, None),

@@ -28,13 +28,19 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 def save_gguf(
-    folder: Path, path: Path, encoding: str = "F32", more: Mapping[str, np.ndarray] | None = None, **metadata: Any
+    folder: Path,
+    path: Path,
+    encoding: str = "F32",
+    more: Mapping[str, np.ndarray] | None = None,
+    without: str = "",
+    **metadata: Any,
 ) -> Path:
     """A Hugging Face folder of `save_tiny` and `save_tokenizer` as a GGUF file.
 
     Args:
         encoding: The ggml type of the matrices; vectors are in float32.
-        more: Further tensors. None: there are none.
+        more: Further tensors, as they are. None: there are none.
+        without: Expression for names of tensors that are left out.
         metadata: Values that are added to those of the architecture or replace them, with `__` for the dots in a key;
             those that are `...` are left out.
     """
@@ -55,9 +61,12 @@ def save_gguf(
             )(key, value)
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder)
-    for name, array in (*gguf_tensors(model, architecture), *(more or {}).items()):
-        kind = gguf.GGMLQuantizationType["F32" if array.ndim == 1 or name.endswith("bias") else encoding]
-        writer.add_tensor(name, quantized(np.ascontiguousarray(array), kind), raw_dtype=kind)
+    for name, array in gguf_tensors(model, architecture):
+        if not re.fullmatch(without, name):
+            kind = gguf.GGMLQuantizationType["F32" if array.ndim == 1 or name.endswith("bias") else encoding]
+            writer.add_tensor(name, quantized(np.ascontiguousarray(array), kind), raw_dtype=kind)
+    for name, array in (more or {}).items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
