@@ -76,22 +76,20 @@ def _facts(file: GGUFFile, row: Architecture, factors: Mapping[str, list[float]]
     Raises:
         InputError: the metadata and the tensors contradict each other, or say what is not supported.
     """
+    from npu_sim.llm.experts import joined_parameters
+
     settings = config_fields(file, row, factors)
-    _check_sizes(file, settings)
+    _check_layers(file, settings)
     with as_input_error("its metadata describes no model that transformers has"):
         config = _config(settings)
     model = meta_model(Checkpoint("the model", config, {}, "float32", lambda: None))
-    joined = {
-        f"{path}.{name}": x
-        for path, module in model.named_modules()
-        for name, x in getattr(module, "joined", {}).items()
-    }
+    joined, buffers, parameters = joined_parameters(model), dict(model.named_buffers()), dict(model.named_parameters())
     shapes = {
-        name: joined[name].matrices if name in joined else tuple(x.shape) for name, x in model.state_dict().items()
+        name: joined[name].matrices if name in joined else tuple(value.shape)
+        for name, value in model.state_dict().items()
     }
-    tied = dict.fromkeys(shapes.keys() - dict(model.named_parameters()).keys() - dict(model.named_buffers()).keys(), "")
+    tied = shapes.keys() - parameters.keys() - buffers.keys()  # a tied parameter is listed under one of its names
     sources = find_sources(file, row, config, shapes, tied)
-    buffers = dict(model.named_buffers())
     return {
         "config": stored_fields(config),
         "settings": settings,
@@ -100,8 +98,8 @@ def _facts(file: GGUFFile, row: Architecture, factors: Mapping[str, list[float]]
     }
 
 
-def _check_sizes(file: GGUFFile, fields: Mapping[str, Any]) -> None:
-    """Refuse sizes that the tensors contradict, before anything of these sizes is built. Raises InputError."""
+def _check_layers(file: GGUFFile, fields: Mapping[str, Any]) -> None:
+    """Raise `InputError` if there are other layers than the config says, before anything is built for each."""
     layers = {int(match[1]) for name in file.tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     said, stored = fields["num_hidden_layers"], max(layers, default=-1) + 1
     if said != stored:

@@ -6,7 +6,7 @@ from a row of `_ARRANGEMENTS`.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,7 @@ _ARRANGEMENTS = {
 
 
 def find_sources(
-    file: GGUFFile, row: Architecture, config: Any, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
+    file: GGUFFile, row: Architecture, config: Any, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]
 ) -> dict[str, Source]:
     """The sources of a module's parameters.
 
