@@ -1,5 +1,6 @@
 """GGUF files of each architecture, against what transformers computes with the weights that were converted."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from decoder_variants import save_model
 from gguf_files import save_gguf
-from tiny_llms import tensors, transformers
+from tiny_llms import TEMPLATE, save_tokenizer, tensors, transformers
 
 from npu_compiler.errors import InputError
 from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
@@ -202,3 +203,18 @@ def test_what_is_unknown_is_refused_with_what_is_known(tmp_path: Path) -> None:
     more = {"output_norm.weight": np.ones(64, np.float64)}
     with pytest.raises(InputError, match="tensors of type F64 are not supported in GGUF files; supported are F32, F16"):
         load_checkpoint(save_gguf(folder, tmp_path / "n.gguf", more=more, without="output_norm.*"))
+
+
+def test_experts_whose_factors_are_of_two_types_are_widened(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "qwen3_moe", norm_topk_prob=True)
+    save_tokenizer(folder, TEMPLATE)
+    name = "blk.1.ffn_up_exps.weight"
+    up = np.random.default_rng(1).standard_normal((4, 32, 64)).astype(np.float16)
+    path = save_gguf(folder, tmp_path / "m.gguf", "Q8_0", more={name: up}, without=re.escape(name))
+    checkpoint = load_checkpoint(path, "float32")
+    assert isinstance(checkpoint.quantization, dict)
+    joined = [f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in range(2)]
+    assert [name in checkpoint.quantization for name in joined] == [True, False]
+    np.testing.assert_array_equal(checkpoint.state[joined[1]].reshape(4, 64, 64)[:, 32:], up.astype(np.float32))
+    assert checkpoint.tokenizer.decode(checkpoint.tokenizer.encode("the cat")) == "the cat"
+    assert np.isfinite(LanguageModel(checkpoint, cache_length=16, device="cpu").prefill([1, 2, 3])).all()
