@@ -34,7 +34,7 @@ class Architecture:
         derive: Function from the fields so far to further ones, which it may take from the metadata.
         is_interleaved: Whether rows of queries and keys are in the order of an interleaved rotary embedding.
         is_alternating: Whether rows of experts' gates and their other factors alternate in transformers.
-        norm_offset: Number that is added to the weights of norms.
+        adds_one: Whether the weights of norms are stored plus 1.
         is_partial: Whether the rotary embedding may turn a part of a head only.
     """
 
@@ -44,7 +44,7 @@ class Architecture:
     derive: "Callable[[Metadata, Fields], Fields]" = lambda metadata, fields: {}
     is_interleaved: bool = False
     is_alternating: bool = False
-    norm_offset: int = 0
+    adds_one: bool = False
     is_partial: bool = False
 
 
@@ -140,7 +140,7 @@ def _gemma(largest: int) -> Callable[[Metadata, Fields], Fields]:
 
 
 def _gemma3(metadata: Metadata, fields: Fields) -> Fields:
-    """As of Gemma 2; and layers with a window have a rotary embedding of their own, which is never scaled."""
+    """The scale of attention, and a rotary embedding for layers with a window, which is never scaled."""
     if not fields.get("sliding_window"):
         raise InputError("the GGUF file has no value for 'gemma3.attention.sliding_window'")
     local = {"rope_type": "default", "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0)}
@@ -214,8 +214,8 @@ ARCHITECTURES = {
     "llama": Architecture("llama", is_interleaved=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "gemma2": Architecture("gemma2", {**_WINDOW, **_CAPS}, derive=_gemma(46), norm_offset=1),
-    "gemma3": Architecture("gemma3_text", {**_WINDOW, **_CAPS}, derive=_gemma3, norm_offset=1),
+    "gemma2": Architecture("gemma2", {**_WINDOW, **_CAPS}, derive=_gemma(46), adds_one=True),
+    "gemma3": Architecture("gemma3_text", {**_WINDOW, **_CAPS}, derive=_gemma3, adds_one=True),
     "phi3": Architecture("phi3", _WINDOW, is_partial=True),
     "qwen2moe": Architecture(
         "qwen2_moe",
@@ -376,7 +376,7 @@ def _rope(
 
 
 def _yarn(metadata: Metadata) -> dict[str, float]:
-    """What a file may say about YaRN beside the factor."""
+    """The settings of YaRN beside its factor."""
     metadata.choice("rope.scaling.yarn_ext_factor", 1.0)
     metadata.choice("rope.scaling.yarn_attn_factor", 1.0)
     metadata.choice("rope.scaling.attn_factor", 1.0)

@@ -108,7 +108,7 @@ def _latent(source: Source, parts: Sequence[Rows]) -> Rows:
 
 _ARRANGEMENTS = {
     "whole": _Arrangement(_whole, lambda source, parts: parts[0]),
-    "offset by 1": _Arrangement(_whole, lambda source, parts: parts[0] - 1, keeps_rows=False),
+    "plus 1": _Arrangement(_whole, lambda source, parts: parts[0] - 1, keeps_rows=False),
     "halves": _Arrangement(_whole, _halves),
     "experts": _Arrangement(_parts_of_experts, _experts),
     "alternating experts": _Arrangement(_parts_of_experts, _alternating_experts),
@@ -178,8 +178,8 @@ def _source(
         sizes = (config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim)
         return Source(parts, "latent", shape, sizes)
     name = _stored_name(file, parameter, name_of)
-    if row.norm_offset and parameter.endswith("norm.weight"):
-        return Source((name,), f"offset by {row.norm_offset}", shape)
+    if row.adds_one and parameter.endswith("norm.weight"):
+        return Source((name,), "plus 1", shape)
     if row.is_interleaved and (match := _ROTATED.fullmatch(parameter)):
         heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
         return Source((name,), "halves", shape, (heads,))

@@ -94,7 +94,7 @@ def test_a_file_is_the_model_that_was_converted(name: str, tmp_path: Path) -> No
     ("kind", "encoding"), [("gpt_oss", "MXFP4"), ("qwen3_moe", "Q3_K"), ("qwen3_moe", "IQ4_XS"), ("phi3", "Q2_K")]
 )
 def test_matrices_stay_in_few_bits(kind: str, encoding: str, tmp_path: Path) -> None:
-    """Those of experts too: the tokens' logits are those of the dequantized weights."""
+    """Logits are those of the dequantized weights, with matrices of experts in few bits too."""
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
     folder = save_model(tmp_path / "model", kind, **WINDOW, **sizes, **{"num_attention_heads": 8, "head_dim": 32})
     checkpoint = load_checkpoint(save_gguf(folder, tmp_path / "m.gguf", encoding), "float32")
@@ -125,7 +125,7 @@ def test_a_file_generates_what_the_converted_model_does(name: str, tmp_path: Pat
 
 
 def test_a_latent_may_be_stored_as_one_matrix(tmp_path: Path) -> None:
-    """As files of older converters have it, which say the lengths of whole keys and values."""
+    """Older converters write it so, with the lengths of whole keys and values."""
     folder = save_model(tmp_path / "model", "deepseek_v3", first_k_dense_replace=1)
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     matrices = {
