@@ -34,7 +34,7 @@ def awq_fields(words: np.ndarray) -> np.ndarray:
 def rows_of(columns: np.ndarray) -> np.ndarray:
     """Words [m, n], each with consecutive elements of one of n rows, as codes of the rows: uint8 [n, 4 · m]."""
     result = np.empty(columns.shape[::-1], columns.dtype)
-    _by_rows(result, lambda piece: columns[:, piece].T)
+    by_rows(result, lambda piece: columns[:, piece].T)
     return result.view(np.uint8)
 
 
@@ -48,18 +48,20 @@ def awq_rows_of(words: np.ndarray) -> np.ndarray:
         pairs: np.ndarray = codes[:, 0] | codes[:, 1] << 4
         return pairs.transpose(1, 2, 0)
 
-    _by_rows(result, convert)
+    by_rows(result, convert)
     return result.reshape(columns * 8, k // 2)
 
 
 def signed(codes: np.ndarray) -> np.ndarray:
     """Unsigned 8-bit codes [n, k] as the signed ones that are smaller by 128."""
     result = np.empty_like(codes)
-    _by_rows(result, lambda piece: codes[piece] ^ SIGN)
+    by_rows(result, lambda piece: codes[piece] ^ SIGN)
     return result
 
 
-def _by_rows(result: np.ndarray, make: Callable[[slice], np.ndarray]) -> None:
+def by_rows(result: np.ndarray, make: Callable[[slice], np.ndarray]) -> None:
+    """Fill the rows of an array, a piece at a time by several threads, with those that `make` returns."""
+
     def fill(piece: slice) -> None:
         result[piece] = make(piece)
 

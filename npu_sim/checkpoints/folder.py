@@ -12,8 +12,8 @@ import numpy as np
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.forks import free_lock
-from npu_sim.checkpoints.layouts import Layout
-from npu_sim.checkpoints.schemes import read_schemes
+from npu_sim.checkpoints.microscaling import BlockTensors
+from npu_sim.checkpoints.schemes import Layout, read_schemes
 
 # What only activations and caches with scales that are known beforehand need: here they stay in 16 bits.
 _OF_ACTIVATIONS = (
@@ -25,6 +25,13 @@ _OF_WEIGHTS = (
     *("weight_scale", "weight_scale_inv", "weight_global_scale", "qweight_type", "weight_meta", "weight_bitmask"),
 )
 _KEPT = 4  # arrays: a program takes the codes and the scales of a weight one after the other
+
+
+def quantized_tensors(state: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> QuantizedTensors | BlockTensors:
+    """A quantized checkpoint's tensors by parameter name; arguments and errors as of `QuantizedTensors`."""
+    if config.get("quant_method") == "mxfp4":
+        return BlockTensors(state)
+    return QuantizedTensors(state, config)
 
 
 class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):

@@ -45,14 +45,14 @@ class GPTQ:
     required = ("qweight", "qzeros", "scales")
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        words, n = _matrix(parts, "qweight", "int32")
+        words, n = matrix_shape(parts, "qweight", "int32")
         return n, words * 32 // self.bits
 
     def format(self, parts: Parts) -> QuantizedFormat:
         n, k = self.shape(parts)
-        groups = _groups(k, self.group)
-        _expect(parts, "scales", (groups, n), _SCALES)
-        _expect(parts, "qzeros", (groups, n * self.bits // 32), ("int32",))
+        groups = groups_of(k, self.group)
+        expect(parts, "scales", (groups, n), _SCALES)
+        expect(parts, "qzeros", (groups, n * self.bits // 32), ("int32",))
         self._check_order(parts.get("g_idx"), k)
         middle = self.symmetric and bool((self._zeros(parts) == 2 ** (self.bits - 1)).all())
         offsets = "none" if middle else "zero_point"
@@ -82,7 +82,7 @@ class GPTQ:
         if self.bits == 8:
             codes = signed(codes)
             zeros = None if zeros is None else zeros ^ SIGN
-        return _checked(QuantizedArray(format, shape, codes, np.ascontiguousarray(parts["scales"].T), zeros))
+        return checked(QuantizedArray(format, shape, codes, np.ascontiguousarray(parts["scales"].T), zeros))
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,21 @@ class AWQ:
     required = names
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        k, words = _matrix(parts, "qweight", "int32")
+        k, words = matrix_shape(parts, "qweight", "int32")
         return words * 8, k
 
     def format(self, parts: Parts) -> QuantizedFormat:
         n, k = self.shape(parts)
-        groups = _groups(k, self.group)
-        _expect(parts, "scales", (groups, n), _SCALES)
-        _expect(parts, "qzeros", (groups, n // 8), ("int32",))
+        groups = groups_of(k, self.group)
+        expect(parts, "scales", (groups, n), _SCALES)
+        expect(parts, "qzeros", (groups, n // 8), ("int32",))
         return QuantizedFormat("int4", self.group, parts["scales"].dtype.name, "zero_point")
 
     def array(self, parts: Parts) -> QuantizedArray:
         format = self.format(parts)
         codes, zeros = awq_rows_of(parts["qweight"]), np.ascontiguousarray(awq_fields(parts["qzeros"]).T)
         scales = np.ascontiguousarray(parts["scales"].T)
-        return _checked(QuantizedArray(format, self.shape(parts), codes, scales, zeros))
+        return checked(QuantizedArray(format, self.shape(parts), codes, scales, zeros))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Packed:
         return ("weight_packed", "weight_scale", *(() if self.symmetric else ("weight_zero_point",)))
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        n, words = _matrix(parts, "weight_packed", "int32")
+        n, words = matrix_shape(parts, "weight_packed", "int32")
         most = words * 32 // self.bits
         if "weight_shape" not in parts:
             return n, most
@@ -153,7 +153,7 @@ class Packed:
         n, k = self.shape(parts)
         if "weight_g_idx" in parts and not np.array_equal(parts["weight_g_idx"], np.arange(k) // (self.group or k)):
             raise WeightError("its weight_g_idx says that the columns of a group do not follow each other (actorder)")
-        _check_scales(parts, n, _groups(k, self.group))
+        _check_scales(parts, n, groups_of(k, self.group))
         offsets = "none" if self.symmetric else "zero_point"
         return QuantizedFormat(integer_codes(self.bits), self.group, parts["weight_scale"].dtype.name, offsets)
 
@@ -164,7 +164,7 @@ class Packed:
         groups = format.groups(k)
         scales = _per_row(parts["weight_scale"], n, groups)
         zeros = None if self.symmetric else self._zeros(parts["weight_zero_point"], n, groups)
-        return _checked(QuantizedArray(format, (n, k), codes, scales, zeros))
+        return checked(QuantizedArray(format, (n, k), codes, scales, zeros))
 
     def _zeros(self, stored: np.ndarray, n: int, groups: int) -> np.ndarray:
         """Zero points [n, groups], stored with half the range added like the codes; or, one in all, as they are."""
@@ -202,7 +202,7 @@ class Plain:
         return ("weight", self.scale, *(() if self.symmetric else ("weight_zero_point",)))
 
     def shape(self, parts: Parts) -> tuple[int, int]:
-        n, k = _matrix(parts, "weight", "int8", "float8_e4m3fn")
+        n, k = matrix_shape(parts, "weight", "int8", "float8_e4m3fn")
         return n, k
 
     def _block(self, parts: Parts) -> tuple[int, int]:
@@ -244,14 +244,11 @@ class Plain:
                 raise WeightError("it has another number of zero points than of scales")
             zeros = spread(parts["weight_zero_point"].astype(np.int8).view(np.uint8))
         codes = np.ascontiguousarray(parts["weight"]).view(np.uint8)
-        return _checked(QuantizedArray(format, (n, k), codes, spread(parts[self.scale]), zeros))
+        return checked(QuantizedArray(format, (n, k), codes, spread(parts[self.scale]), zeros))
 
 
-Layout = GPTQ | AWQ | Packed | Plain
-
-
-def _matrix(parts: Parts, name: str, *dtypes: str) -> tuple[int, int]:
-    """The shape of a stored matrix."""
+def matrix_shape(parts: Parts, name: str, *dtypes: str) -> tuple[int, int]:
+    """The shape of a stored matrix. Raises WeightError if it is none, or of another dtype."""
     array = parts[name]
     if array.ndim != 2 or 0 in array.shape or array.dtype.name not in dtypes:
         raise WeightError(f"its {name} is {array.dtype.name}{list(array.shape)}, not a matrix of {' or '.join(dtypes)}")
@@ -259,13 +256,15 @@ def _matrix(parts: Parts, name: str, *dtypes: str) -> tuple[int, int]:
     return rows, columns
 
 
-def _groups(k: int, group: int) -> int:
+def groups_of(k: int, group: int) -> int:
+    """The number of groups in a row of k elements. Raises WeightError if it is not a whole one."""
     if group and k % group:
         raise WeightError(f"its rows of {k} elements are not a whole number of groups of {group}")
     return k // (group or k)
 
 
-def _expect(parts: Parts, name: str, shape: tuple[int, int], dtypes: tuple[str, ...]) -> None:
+def expect(parts: Parts, name: str, shape: tuple[int, int], dtypes: tuple[str, ...]) -> None:
+    """Raise WeightError if a tensor has another shape, or none of these dtypes."""
     part = parts[name]
     if part.shape != shape or part.dtype.name not in dtypes:
         wanted = f"{' or '.join(dtypes)} {list(shape)}"
@@ -290,7 +289,7 @@ def _per_row(values: np.ndarray, rows: int, groups: int) -> np.ndarray:
     return np.ascontiguousarray(values.reshape(rows, groups))
 
 
-def _checked(array: QuantizedArray) -> QuantizedArray:
+def checked(array: QuantizedArray) -> QuantizedArray:
     """Refuse scales that no quantizer writes: they are of a damaged file."""
     for problem in array.problems():
         raise WeightError(problem)

@@ -9,10 +9,17 @@ from typing import Any
 
 from npu_compiler.errors import InputError
 from npu_sim.checkpoints.bits import COMPRESSED_BITS
-from npu_sim.checkpoints.layouts import AWQ, GPTQ, Layout, Packed, Plain
+from npu_sim.checkpoints.layouts import AWQ, GPTQ, Packed, Plain
+from npu_sim.checkpoints.microscaling import Microscaled
 
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
+Layout = GPTQ | AWQ | Packed | Plain | Microscaled
 _PLAIN_FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+_MICROSCALED = {
+    "mxfp4-pack-quantized": Microscaled(4, 32),
+    "mxfp8-quantized": Microscaled(8, 32),
+    "nvfp4-pack-quantized": Microscaled(4, 16, is_divided=True),
+}
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,11 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
 
 def _compressed_layout(format: Any, weights: Mapping[str, Any]) -> Layout:
     strategy, symmetric = _strategy(weights), bool(weights.get("symmetric", True))
+    if (layout := _MICROSCALED.get(str(format))) is not None and symmetric:
+        _one_of(weights, "type", ("float",))
+        _one_of(weights, "num_bits", (layout.bits,))
+        _one_of(weights, "group_size", (layout.group,))
+        return layout
     kind = _one_of(weights, "type", ("int", "float"), "int")
     group = int(weights["group_size"]) if strategy == "group" else 0
     if weights.get("actorder") in ("group", "dynamic", True):
@@ -145,7 +157,7 @@ def _compressed_layout(format: Any, weights: Mapping[str, Any]) -> Layout:
         _one_of(weights, "num_bits", COMPRESSED_BITS if kind == "int" else (8,), 8)
         block = {"block": weights.get("block_structure"), "group": (1, group)}.get(strategy, (1, 0))
         return Plain("weight_scale", _block(block), symmetric)
-    supported = ", ".join(("pack-quantized", *_PLAIN_FORMATS))
+    supported = ", ".join(("pack-quantized", *_PLAIN_FORMATS, *_MICROSCALED))
     raise InputError(f"its weights are {strategy} {kind} in the format {format!r:.80}; supported are {supported}")
 
 
@@ -161,7 +173,7 @@ def _strategy(weights: Mapping[str, Any]) -> str:
     size = weights.get("group_size")
     guessed = "tensor" if size is None else "group" if size > 0 else "channel"
     strategy = weights.get("strategy") or guessed
-    return str(_one_of({"strategy": strategy}, "strategy", ("tensor", "channel", "group", "block")))
+    return str(_one_of({"strategy": strategy}, "strategy", ("tensor", "channel", "group", "block", "tensor_group")))
 
 
 def _one_of(config: Mapping[str, Any], name: str, choices: Sequence[Any], default: Any = None) -> Any:

@@ -269,13 +269,16 @@ def classify(
 
 def models(as_json: AsJSON = False) -> None:
     """List the language models that run: model types, formats and limits, as tests have found them."""
-    from npu_sim.llm.families import GGUF_ARCHITECTURES, ROPE_TYPES
+    from npu_sim.llm.families import ROPE_TYPES
+    from npu_sim.llm.gguf_architectures import ARCHITECTURES
+    from npu_sim.llm.gguf_blocks import quantized_encodings
     from npu_sim.llm.loading import ACTIVATIONS, DTYPES, KV_CACHES, QUANTIZATIONS
     from npu_sim.llm.model_types import tried_types
 
     types = list(tried_types())
     formats = {
-        "gguf": GGUF_ARCHITECTURES,
+        "gguf": tuple(ARCHITECTURES),
+        "gguf-types": quantized_encodings(),
         "dtype": DTYPES,
         "quantization": QUANTIZATIONS,
         "activations": ACTIVATIONS,

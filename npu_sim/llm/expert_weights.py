@@ -31,7 +31,7 @@ class Joined:
 
     def join(self, value: Any) -> Any:
         """A file's matrices as one matrix [E · N, K]; nothing but these is changed."""
-        if value.ndim != 3:
+        if isinstance(value, QuantizedArray) or value.ndim != 3:
             return value
         matrices = value.swapaxes(1, 2) if self.transposed else value
         return matrices.reshape(-1, matrices.shape[2])

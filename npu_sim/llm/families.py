@@ -12,8 +12,6 @@ from typing import Any
 
 from npu_compiler.errors import InputError
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 
 _LARGEST_FILE = 2**24  # bytes

@@ -1,8 +1,9 @@
 """GGUF's blocks of quantized weights as `QuantizedArray`s, bit for bit.
 
 A row is a sequence of blocks, each with its scales in front of or behind its codes. The layouts are those of
-https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Codes of 5 and 6 bits take 8 here; the two levels of
-scales of the K formats are multiplied into one, in float32 as ggml does.
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Codes of 2 and 3 bits take 4 here, those of 5 and 6 bits
+and those that choose from a table of numbers take 8; the two levels of scales of the K formats are multiplied into one,
+in float32 as ggml does.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ class _Encoding:
     format: QuantizedFormat
     take_apart: Callable[[Bytes], Parts]
 
+    @property
+    def zero(self) -> int:
+        """The code of 0."""
+        return self.format.code_format.zero if self.format.offsets == "none" else 0
+
 
 def quantized_format(encoding: str) -> QuantizedFormat | None:
     """The format that holds a ggml type exactly; None where there is none."""
@@ -47,6 +53,9 @@ def quantized_rows(rows: Bytes, encoding: str) -> QuantizedArray:
 
     def convert(piece: slice) -> None:
         codes, scales, minimums = kind.take_apart(rows[piece].reshape(-1, kind.bytes))
+        if not scales.all():  # codes of such groups say nothing, and are any
+            blocks = codes.reshape(*scales.shape, -1)
+            codes = np.where(scales[..., None] == 0, kind.zero, blocks).astype(codes.dtype)
         count = rows[piece].shape[0]
         parts["codes"][piece] = kind.format.code_format.pack(codes.reshape(count, -1))
         parts["scales"][piece] = scales.reshape(count, -1)
@@ -120,13 +129,81 @@ def _q6_k(block: Bytes) -> Parts:
     return codes, whole * block[:, 192:208].view(np.int8).astype(np.float32), None
 
 
+def _pairs(block: Bytes) -> Bytes:
+    """2-bit codes of which 32 bytes hold 128 elements: first the lowest bits of all."""
+    runs = block.reshape(len(block), -1, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
+    return (runs & np.uint8(3)).reshape(len(block), -1)
+
+
+def _q2_k(block: Bytes) -> Parts:
+    whole = _halves(block[:, 80:], 2).astype(np.float32)
+    scales, minimums = (part.astype(np.float32) for part in (block[:, :16] & 15, block[:, :16] >> 4))
+    return _pairs(block[:, 16:80]), whole[:, :1] * scales, -(whole[:, 1:] * minimums)
+
+
+def _q3_k(block: Bytes) -> Parts:
+    planes = block[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = _pairs(block[:, 32:96]) + (planes.reshape(len(block), -1) << 2) + np.uint8(4)  # 8 stands for 0
+    low = _nibbles(block[:, 96:104], 8)
+    high = block[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    scales = (low | high.reshape(len(block), -1) << 4).astype(np.float32) - np.float32(32)
+    return codes, _halves(block[:, 108:], 1).astype(np.float32) * scales, None
+
+
+def _table(encoding: str) -> NDArray[np.int8]:
+    """The numbers that the 16 codes of a ggml type stand for."""
+    from gguf import quants
+
+    return np.array(getattr(quants, encoding).kvalues, np.int8)
+
+
+def _iq4_nl(block: Bytes) -> Parts:
+    return _table("IQ4_NL")[_nibbles(block[:, 2:], 16)], _halves(block, 1), None
+
+
+def _iq4_xs(block: Bytes) -> Parts:
+    low = np.stack((block[:, 4:8] & 15, block[:, 4:8] >> 4), axis=2).reshape(len(block), -1)
+    high = np.ascontiguousarray(block[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = (low | high.astype(np.uint8) << 4).astype(np.float32) - np.float32(32)
+    return _table("IQ4_NL")[_nibbles(block[:, 8:], 16)], _halves(block, 1).astype(np.float32) * scales, None
+
+
+def _mxfp4(block: Bytes) -> Parts:
+    from gguf import quants
+
+    return _table("MXFP4")[_nibbles(block[:, 1:], 16)], quants.MXFP4.e8m0_to_fp32_half(block[:, :1]), None
+
+
+def _nvfp4(block: Bytes) -> Parts:
+    from gguf import quants
+
+    scales = quants.NVFP4.ue4m3_to_fp32(block[:, :4]).astype(np.float32)
+    return _table("NVFP4")[_nibbles(block[:, 4:], 8)], scales, None
+
+
+def _tq2_0(block: Bytes) -> Parts:
+    return _pairs(block[:, :64]) + np.uint8(7), _halves(block[:, 64:], 1), None  # 8 stands for 0
+
+
 _ENCODINGS = {
     "Q4_0": _Encoding(32, 18, QuantizedFormat("int4", 32, "float16"), _q4_0),
     "Q4_1": _Encoding(32, 20, QuantizedFormat("int4", 32, "float16", "minimum"), _q4_1),
     "Q5_0": _Encoding(32, 22, QuantizedFormat("int8", 32, "float16"), _q5_0),
     "Q5_1": _Encoding(32, 24, QuantizedFormat("int8", 32, "float16", "minimum"), _q5_1),
     "Q8_0": _Encoding(32, 34, QuantizedFormat("int8", 32, "float16"), _q8_0),
+    "Q2_K": _Encoding(256, 84, QuantizedFormat("int4", 16, "float32", "minimum"), _q2_k),
+    "Q3_K": _Encoding(256, 110, QuantizedFormat("int4", 16, "float32"), _q3_k),
     "Q4_K": _Encoding(256, 144, QuantizedFormat("int4", 32, "float32", "minimum"), _q4_k),
     "Q5_K": _Encoding(256, 176, QuantizedFormat("int8", 32, "float32", "minimum"), _q5_k),
     "Q6_K": _Encoding(256, 210, QuantizedFormat("int8", 16, "float32"), _q6_k),
+    "IQ4_NL": _Encoding(32, 18, QuantizedFormat("int8", 32, "float16"), _iq4_nl),
+    "IQ4_XS": _Encoding(256, 136, QuantizedFormat("int8", 32, "float32"), _iq4_xs),
+    "MXFP4": _Encoding(32, 17, QuantizedFormat("int8", 32, "bfloat16"), _mxfp4),
+    "NVFP4": _Encoding(64, 36, QuantizedFormat("int8", 16, "float16"), _nvfp4),
+    "TQ2_0": _Encoding(256, 66, QuantizedFormat("int4", 256, "float16"), _tq2_0),
 }
+
+
+def quantized_encodings() -> tuple[str, ...]:
+    """The ggml types whose matrices stay in few bits."""
+    return tuple(_ENCODINGS)

@@ -14,7 +14,7 @@ from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.quantization import QuantizedArray
 from npu_runtime.cache_folder import source_digest
 from npu_sim.cache import cached_facts
-from npu_sim.checkpoints import QuantizedTensors
+from npu_sim.checkpoints import quantized_tensors
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_input_error, stored_fields
 from npu_sim.llm.families import HEADS, TABLES, check_fields, check_tensors, read_config, refuse_kind
 from npu_sim.llm.generation_config import read_generation
@@ -43,7 +43,7 @@ def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
     formats = None
     if config.quantization_config:
         try:
-            quantized = QuantizedTensors(tensors, config.quantization_config)
+            quantized = quantized_tensors(tensors, config.quantization_config)
         except (InputError, WeightError) as error:
             raise type(error)(f"cannot use the quantized model {name}: {error}") from error
         state, formats = quantized, quantized.formats

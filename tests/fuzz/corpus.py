@@ -68,32 +68,39 @@ GRAPHS = (vision, language, tensors)
 
 def language_model(path: Path) -> None:
     """A GGUF file with one layer of a Llama, some of its weights quantized."""
+    shapes = {f"blk.0.{name}": (rows, 32) for name, rows in (("attn_q", 32), ("attn_k", 16), ("attn_v", 16))}
+    shapes |= {f"blk.0.{name}": (32, 32) for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+    _write_gguf(path, "llama", shapes, "Q4_0", head_count=2, head_count_kv=1)
+
+
+def experts(path: Path) -> None:
+    """A GGUF file with one layer of a Qwen3 with experts, whose weights are quantized by the package gguf's MXFP4."""
+    shapes = {f"blk.0.attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.attn_q_norm": (16,), "blk.0.attn_k_norm": (16,), "blk.0.ffn_gate_inp": (2, 32)}
+    shapes |= {f"blk.0.ffn_{name}_exps": (2, 32, 32) for name in ("gate", "up", "down")}
+    counts = {"expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 32}
+    _write_gguf(path, "qwen3moe", shapes, "MXFP4", head_count=2, head_count_kv=2, **counts)
+
+
+def _write_gguf(path: Path, architecture: str, layer: dict[str, tuple[int, ...]], encoding: str, **counts: int) -> None:
     import gguf
 
-    writer = gguf.GGUFWriter(path, "llama")
-    for add, value in (
-        (writer.add_context_length, 64),
-        (writer.add_embedding_length, 32),
-        (writer.add_block_count, 1),
-        (writer.add_feed_forward_length, 32),
-        (writer.add_head_count, 2),
-        (writer.add_head_count_kv, 1),
-        (writer.add_layer_norm_rms_eps, 1e-5),
-        (writer.add_rope_freq_base, 10000.0),
-        (writer.add_bos_token_id, 0),
-        (writer.add_eos_token_id, 1),
-    ):
-        add(value)
+    writer = gguf.GGUFWriter(path, architecture)
+    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32, **counts}
+    for name, value in sizes.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["<s>", "</s>", "a", "b"])
     writer.add_token_merges(["a b"])
-    shapes = {"token_embd": (4, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
-    shapes |= {f"blk.0.{name}": (rows, 32) for name, rows in (("attn_q", 32), ("attn_k", 16), ("attn_v", 16))}
-    shapes |= {f"blk.0.{name}": (32, 32) for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+    shapes = {"token_embd": (4, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,), **layer}
     kinds = gguf.GGMLQuantizationType
     for name, shape in shapes.items():
         values = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
-        kind = kinds.Q4_0 if "ffn_" in name and len(shape) == 2 else kinds.F16 if len(shape) == 2 else kinds.F32
+        kind = kinds[encoding if "ffn_" in name and len(shape) > 1 else "F16" if len(shape) == 2 else "F32"]
         writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -126,8 +133,9 @@ def main() -> None:
         write(CORPUS / "ir" / f"{graph.__name__}.json", json.dumps(graph().ir()).encode())
     write(CORPUS / "safetensors" / "checkpoint.safetensors", checkpoint())
     with tempfile.TemporaryDirectory() as folder:
-        language_model(Path(folder, "llama.gguf"))
-        write(CORPUS / "gguf" / "llama.gguf", Path(folder, "llama.gguf").read_bytes())
+        for save, name in ((language_model, "llama.gguf"), (experts, "qwen3moe.gguf")):
+            save(Path(folder, name))
+            write(CORPUS / "gguf" / name, Path(folder, name).read_bytes())
 
 
 if __name__ == "__main__":

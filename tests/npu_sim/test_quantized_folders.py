@@ -23,12 +23,13 @@ from quantized_folders import (
     write_config,
 )
 from safetensors.torch import load_file, save_file
-from tiny_llms import save_tiny
+from tiny_llms import save_tiny, transformers
 
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.torch_arrays import numpy_to_tensor
-from npu_sim.llm import Checkpoint, load_checkpoint
+from npu_sim.checkpoints.microscaling import Microscaled
+from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 
@@ -130,7 +131,7 @@ def compressed(format: str, **weights: Any) -> tuple[dict[str, Any], Compress, C
         assert args is not None
         n, k = weight.shape
         shape: tuple[int, ...] = {"tensor": (1,), "channel": (n, 1)}.get(str(args.strategy), ())
-        if args.strategy == "group":
+        if args.strategy in ("group", "tensor_group"):
             assert args.group_size is not None
             shape = (n, k // args.group_size)
         elif args.strategy == "block":
@@ -139,6 +140,8 @@ def compressed(format: str, **weights: Any) -> tuple[dict[str, Any], Compress, C
         largest = 400.0 if args.type == "float" else 2.0 ** (args.num_bits - 1)
         scale = (torch.rand(shape, generator=generator) + 0.5) / largest
         state = {"weight": weight.bfloat16(), "weight_scale": scale.bfloat16()}
+        if args.strategy == "tensor_group":
+            state["weight_global_scale"] = torch.rand(1, generator=generator) * 9 + 0.1
         if not args.symmetric:
             half = 2 ** (args.num_bits - 1)
             state["weight_zero_point"] = torch.randint(-half, half, shape, generator=generator).to(torch.int8)
@@ -219,6 +222,93 @@ def test_compressed_tensors_of_one_byte(folder: Path, format: str, weights: dict
     check_folder(folder, quantize_folder(folder, config, compress), decompress)
 
 
+MICROSCALED = [
+    ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+    ("mxfp8-quantized", {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}),
+    ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+]
+
+
+@pytest.mark.parametrize(("format", "weights"), MICROSCALED)
+def test_compressed_tensors_with_scales_of_one_byte(folder: Path, format: str, weights: dict[str, Any]) -> None:
+    config, compress, decompress = compressed(format, **weights)
+    check_folder(folder, quantize_folder(folder, config, compress), decompress)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 127, 254])
+def test_each_code_of_mxfp4_is_what_the_library_makes_of_it(exponent: int) -> None:
+    packed, scales = np.arange(256, dtype=np.uint8).reshape(16, 16), np.full((16, 1), exponent, np.uint8)
+    _, _, decompress = compressed(MICROSCALED[0][0], **MICROSCALED[0][1])
+    parts = {"weight_packed": packed, "weight_scale": scales}
+    theirs = decompress({name: torch.from_numpy(part) for name, part in parts.items()})
+    assert_equal(Microscaled(4, 32).array(parts), theirs)
+
+
+@pytest.mark.parametrize(("format", "weights"), MICROSCALED)
+def test_scales_of_one_byte_that_fit_nothing_are_refused(folder: Path, format: str, weights: dict[str, Any]) -> None:
+    config, compress, _ = compressed(format, **weights)
+    quantize_folder(folder, config, compress)
+    _changed(folder, "weight_scale", lambda scales: scales[:, :1])
+    with pytest.raises(WeightError, match=f"'{Q_PROJ}' cannot be used: its weight_scale are .* ask for .* \\[64, "):
+        load_checkpoint(folder)
+    config["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    write_config(folder, config)
+    with pytest.raises(InputError, match="has the group_size 64; supported: "):
+        load_checkpoint(folder)
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> tuple[Path, Any]:
+    """A gpt-oss folder with experts in MXFP4, and the model of transformers with the same weights in bfloat16."""
+    from decoder_variants import save_model
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    folder = save_model(tmp_path / "model", "gpt_oss", "bfloat16", sliding_window=8)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    stored, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, width, rows = stored.pop(name).shape
+        blocks = torch.randint(256, (count, rows, width // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        whole.get_parameter(name).data = convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    write_config(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    return folder, whole
+
+
+def test_gpt_oss_in_mxfp4(gpt_oss: tuple[Path, Any]) -> None:
+    folder, whole = gpt_oss
+    checkpoint = load_checkpoint(folder, "float32")
+    assert isinstance(checkpoint.quantization, dict) and len(checkpoint.quantization) == 4
+    for name in checkpoint.quantization:
+        matrices = whole.get_parameter(name).mT
+        assert_equal(checkpoint.state[name], matrices.reshape(-1, matrices.shape[2]))
+    ids = np.random.default_rng(1).integers(0, 150, 20).tolist()
+    with torch.no_grad():
+        expected = whole.float()(torch.tensor([ids])).logits[0, -1].numpy()
+    found = LanguageModel(checkpoint, cache_length=32, device="cpu").prefill(ids)
+    np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "message"),
+    [
+        ("_scales", lambda x: None, "down_proj_blocks' has no scales"),
+        ("_scales", lambda x: x[:, :3], r"blocks and scales of '.*down_proj' are uint8.* do not fit each other"),
+        ("_blocks", lambda x: x.to(torch.int32), "blocks and scales of '.*down_proj' are int32"),
+        ("_scales", lambda x: torch.full_like(x, 255), "scales contain values that are not finite"),
+    ],
+)
+def test_blocks_of_gpt_oss_that_cannot_be_used(
+    gpt_oss: tuple[Path, Any], end: str, change: Callable[[torch.Tensor], torch.Tensor | None], message: str
+) -> None:
+    module = "model.layers.1.mlp.experts"
+    _changed(gpt_oss[0], f"down_proj{end}", change, module)
+    with pytest.raises(WeightError, match=message):
+        _ = load_checkpoint(gpt_oss[0]).state[f"{module}.down_proj"]
+
+
 def test_what_is_only_for_activations_is_left_out(folder: Path) -> None:
     config, compress, decompress = compressed("int-quantized", num_bits=8, strategy="channel")
     stored = quantize_folder(folder, config, compress)
@@ -268,10 +358,10 @@ BAD_CONFIGS = [
     (
         {
             "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
+            "format": "mxfp6-pack-quantized",
             "config_groups": {"x": {"weights": {}}},
         },
-        "in the format 'nvfp4-pack-quantized'",
+        "in the format 'mxfp6-pack-quantized'",
     ),
     ({"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["Linear"]}}, "is a preset"),
     ({"quant_method": "compressed-tensors", "config_groups": {}, "transform_config": {"x": 1}}, "transform_config"),
@@ -287,11 +377,13 @@ def test_a_config_that_cannot_be_used(folder: Path, config: dict[str, Any], mess
         load_checkpoint(folder)
 
 
-def _changed(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+def _changed(
+    folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None], module: str = Q_PROJ
+) -> None:
     stored = load_file(folder / "model.safetensors")
-    value = change(stored.pop(f"{Q_PROJ}.{name}"))
+    value = change(stored.pop(f"{module}.{name}"))
     if value is not None:
-        stored[f"{Q_PROJ}.{name}"] = value.contiguous()
+        stored[f"{module}.{name}"] = value.contiguous()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 

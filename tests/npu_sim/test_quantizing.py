@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf_files import save_gguf
 from safetensors.torch import load_file, save_file
-from tiny_llms import save_gguf, save_tiny, save_tokenizer
+from tiny_llms import save_tiny, save_tokenizer
 from typer.testing import CliRunner
 
 import npu_compiler.graph.quantization as formats

@@ -10,8 +10,9 @@ import doc_snippets
 import numpy as np
 import pytest
 import torch
+from gguf_files import save_gguf
 from PIL import Image
-from tiny_llms import TEMPLATE, save_gguf, save_tiny, save_tokenizer
+from tiny_llms import TEMPLATE, save_tiny, save_tokenizer
 
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.program.kernels import KERNELS

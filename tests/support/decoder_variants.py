@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import transformers
 from decoders import CONTEXT, NEW, VOCAB, WINDOW, Outcome, attempt
+from gguf_files import save_gguf
 from quantized_folders import (
     Compress,
     Tensors,
@@ -40,7 +41,7 @@ from quantized_folders import (
     write_config,
 )
 from safetensors.torch import load_file, save_file
-from tiny_llms import TEMPLATE, save_gguf, save_tokenizer
+from tiny_llms import TEMPLATE, save_tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FULL, SLIDING, THETA = "full_attention", "sliding_attention", {"rope_theta": 10000.0}
@@ -582,6 +583,7 @@ FILES: dict[str, Save] = {
 
 SCALING = "rope__scaling__"
 LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, **THETA}}
+YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, **THETA}}
 # Metadata of GGUF files and the fields of a config that say the same; None: such a file must be refused.
 METADATA: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({}, {}),
@@ -591,7 +593,7 @@ METADATA: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({f"{SCALING}type": "linear", f"{SCALING}factor": 4.0, f"{SCALING}original_context_length": 32}, LINEAR),
     ({f"{SCALING}type": "none", f"{SCALING}factor": 4.0}, {}),
     ({"context_length": 96}, {"max_position_embeddings": 96}),
-    ({f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0}, None),
+    ({f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0, f"{SCALING}original_context_length": 32}, YARN),
     ({f"{SCALING}type": "longrope"}, None),
     ({f"{SCALING}attn_factor": 1.5}, None),
     ({f"{SCALING}yarn_log_multiplier": 0.1}, None),
