@@ -196,11 +196,11 @@ def _pooling(path: Path) -> dict[str, Any]:
 
 def _dense(folder: Path) -> DenseLayer:
     settings = _read(folder / "config.json", dict)
-    sizes = [settings.get(name) for name in ("in_features", "out_features")]
-    if not all(type(size) is int and 0 < size < 2**20 for size in sizes):
-        raise InputError(f"{folder / 'config.json'} says {sizes} for 'in_features' and 'out_features'")
+    inputs, outputs = settings.get("in_features"), settings.get("out_features")
+    if not all(type(size) is int and 0 < size < 2**20 for size in (inputs, outputs)):
+        raise InputError(f"{folder / 'config.json'} says {inputs!r:.40} inputs and {outputs!r:.40} outputs")
     activation = str(settings.get("activation_function", "Tanh")).rpartition(".")[2]
-    return DenseLayer(folder, *sizes, settings.get("bias") is not False, activation)
+    return DenseLayer(folder, inputs, outputs, settings.get("bias") is not False, activation)
 
 
 def _prompts(folder: Path) -> dict[str, Any]:

@@ -136,8 +136,9 @@ class TextEncoder:
         cut = vectors[:, :dimensions]
         if dimensions == self.width or not (isinstance(self.folder, EmbedderFolder) and self.folder.normalized):
             return cut
-        norms: NDArray[np.float32] = np.linalg.norm(cut, axis=1, keepdims=True)
-        return cut / np.maximum(norms, 1e-12)
+        norms = np.linalg.norm(cut, axis=1, keepdims=True)
+        scaled: NDArray[np.float32] = (cut / np.maximum(norms, 1e-12)).astype(np.float32)
+        return scaled
 
     def _inputs(self, texts: Sequence[EncodedText], rows: int, length: int) -> dict[str, torch.Tensor]:
         """Tensors of a batch. Rows beyond the texts repeat the first one, so that none is empty."""
@@ -149,7 +150,7 @@ class TextEncoder:
             ids[row, :count], mask[row, :count], pooled[row, text.pooled_from : count] = text.ids, 1, 1
             if text.types is not None:
                 types[row, :count] = text.types
-        arrays = {"input_ids": ids, "attention_mask": mask}
+        arrays: dict[str, NDArray[Any]] = {"input_ids": ids, "attention_mask": mask}
         arrays |= {"pooled": pooled} if self._pools else {}
         arrays |= {"token_type_ids": types} if self._takes_types else {}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}

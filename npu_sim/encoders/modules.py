@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -147,7 +147,7 @@ def _weighted(
     return (states * pooled[..., None]).sum(1) / pooled.sum(1, keepdim=True).pow(power)
 
 
-_POOLED = {
+_POOLED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cls": _first,
     "max": _greatest,
     "mean": _weighted,

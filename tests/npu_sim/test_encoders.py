@@ -156,7 +156,7 @@ def test_what_is_not_supported_is_refused_before_weights_are_loaded(tmp_path: Pa
         refused(message)
     (folder / "modules.json").write_text(json.dumps(modules))
     change(folder / "2_Dense" / "config.json", in_features="many")
-    refused("for 'in_features' and 'out_features'")
+    refused("says 'many' inputs and 4 outputs")
     change(folder / "2_Dense" / "config.json", in_features=32)
     change(folder / "1_Pooling" / "config.json", pooling_mode_mean_tokens=False)
     refused("names no pooling; the known ones are cls, max, mean")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -17,6 +17,7 @@ from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.middleware import CallRecord
 from npu_sim.serving.request import Update, Usage
 
+Result = TypeVar("Result")
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -68,7 +69,7 @@ async def reply(
     if stream:
         return _EventStream(choices, writer, call, with_usage)
     try:
-        await _until_disconnect(request, _collect(choices, writer))
+        await until_disconnect(request, _collect(choices, writer))
         return JSONResponse(writer.whole(usage_of(choices.usages, writer.prompts)))
     finally:
         choices.close()
@@ -81,18 +82,18 @@ async def _collect(choices: Choices, writer: Writer) -> None:
             pass
 
 
-async def _until_disconnect(request: Request, work: Awaitable[None]) -> None:
-    """Do the work, but not for a client who is gone. Raises `APIError` (499) then."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect(request))]
+async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of the work, which is not done for a client who is gone. Raises `APIError` (499) then."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect(request))
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0] not in done:
+        done, _ = await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working not in done:
             raise APIError(499, "the client closed the connection")
-        tasks[0].result()
+        return working.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 class _EventStream(StreamingResponse):
