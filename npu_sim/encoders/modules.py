@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ def load_transformer(folder: EncoderFolder, dtype: str | None) -> nn.Module:
 
     ranks = isinstance(folder, CrossEncoderFolder)
     kind = AutoModelForSequenceClassification if ranks else AutoModel
-    with as_input_error(f"cannot open {folder.name}"):
+    with as_input_error(f"cannot open {folder.name}"), _no_progress_bar():
         model, loading = kind.from_pretrained(
             folder.transformer,
             local_files_only=True,
@@ -41,6 +42,20 @@ def load_transformer(folder: EncoderFolder, dtype: str | None) -> nn.Module:
     if missing := sorted(key for key in loading["missing_keys"] if ranks or "pooler." not in key):
         raise InputError(f"cannot use {folder.name}: its files lack {len(missing)} weights, such as '{missing[0]}'")
     return model.eval()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A context in which transformers shows no bar of its own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def longest_text(model: nn.Module) -> int | None:

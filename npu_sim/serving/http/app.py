@@ -32,6 +32,8 @@ from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics
 from npu_sim.serving.http.middleware import GuardMiddleware
 from npu_sim.serving.http.replies import Writer, reply
+from npu_sim.serving.http.response_schemas import ResponsesRequest
+from npu_sim.serving.http.responses import KeptResponses, ResponseWriter
 from npu_sim.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -84,6 +86,7 @@ def make_application(
     service = Service(model, engine, limits, Metrics(engine), lenient)
     application, app = _application(service, keys, only_loopback)
     _add_generation(app, service)
+    _add_responses(app, service)
     _add_tokens(app, service)
     _refuse(
         app,
@@ -172,6 +175,32 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return body, requests, CompletionWriter(service, body, requests)
 
         return await _generate(request, service, prepare)
+
+
+def _add_responses(app: FastAPI, service: Service) -> None:
+    kept = KeptResponses()
+
+    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest), response_model=None)
+    async def respond(request: Request) -> Response:
+        def prepare(data: Any, tenant: str) -> tuple[ChatRequest, list[EngineRequest], Writer]:
+            body = parse(ResponsesRequest, data, service.lenient)
+            service.check_model(body.model)
+            before = body.previous_response_id
+            earlier = () if before is None else kept.find(tenant, before, "previous_response_id").messages
+            asked = body.chat(earlier)
+            writer = ResponseWriter(service, body, asked, earlier, kept, tenant)
+            return asked, chat_requests(service, asked, tenant, "input"), writer
+
+        return await _generate(request, service, prepare)
+
+    @app.get("/v1/responses/{identity}")
+    async def kept_response(request: Request, identity: str) -> JSONResponse:
+        return JSONResponse(kept.find(request.state.call.key, identity).reply)
+
+    @app.delete("/v1/responses/{identity}")
+    async def drop_response(request: Request, identity: str) -> dict[str, Any]:
+        kept.drop(request.state.call.key, identity)
+        return {"id": identity, "object": "response", "deleted": True}
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

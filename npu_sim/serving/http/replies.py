@@ -18,11 +18,16 @@ from npu_sim.serving.http.middleware import CallRecord
 from npu_sim.serving.request import Update, Usage
 
 Result = TypeVar("Result")
-_DONE = b"data: [DONE]\n\n"
 
 
 class Writer(Protocol):
-    """Puts updates into the form of one of the API's endpoints."""
+    """Puts updates into the form of one of the API's endpoints.
+
+    Attributes:
+        done: The end of a stream that has not failed.
+    """
+
+    done: bytes
 
     @property
     def prompts(self) -> Sequence[int]:
@@ -39,6 +44,18 @@ class Writer(Protocol):
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The reply, from all chunks so far."""
+
+    def failure(self, error: APIError) -> dict[str, Any]:
+        """The last chunk of a stream that has failed."""
+
+
+class ChunkWriter:
+    """The ends of streams of `/v1/chat/completions` and `/v1/completions`."""
+
+    done = b"data: [DONE]\n\n"
+
+    def failure(self, error: APIError) -> dict[str, Any]:
+        return error.content
 
 
 def usage_of(usages: Sequence[Usage], prompts: Sequence[int]) -> dict[str, Any]:
@@ -124,15 +141,17 @@ async def _events(choices: Choices, writer: Writer, call: CallRecord, with_usage
                 yield _event(chunk)
     except APIError as error:
         call.fields["error"] = error.message
-        yield _event(error.content)
+        yield _event(writer.failure(error))
         return
     if with_usage:
         yield _event(writer.usage_chunk(usage_of(choices.usages, writer.prompts)))
-    yield _DONE
+    yield writer.done
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """A chunk as an event, whose type is the chunk's if it has one."""
+    name = f"event: {chunk['type']}\n".encode() if "type" in chunk else b""
+    return name + b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _note(call: CallRecord, choices: Choices) -> None:

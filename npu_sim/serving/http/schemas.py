@@ -26,6 +26,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
+    "include": ([],),
+    "background": (False,),
 }
 
 
@@ -327,7 +329,8 @@ def parse(kind: type[Parsed], data: Any, lenient: bool = False) -> Parsed:
         raise APIError(400, f"the body must be a JSON object, not {_json_type(data)}")
     if lenient:
         data = {name: value for name, value in data.items() if name in kind.model_fields}
-    data = {name: value for name, value in data.items() if not _has_no_effect(name, value)}
+    known = kind.model_fields
+    data = {name: value for name, value in data.items() if name in known or not _has_no_effect(name, value)}
     try:
         return kind.model_validate(data)
     except ValidationError as error:
