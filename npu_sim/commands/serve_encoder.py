@@ -1,4 +1,4 @@
-"""What `serve` does with the folder of an embedding model or of a cross-encoder."""
+"""The part of `serve` that opens embedding models and cross-encoders."""
 
 from __future__ import annotations
 

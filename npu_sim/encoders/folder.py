@@ -95,7 +95,7 @@ class CrossEncoderFolder(EncoderFolder):
 
 
 def read_encoder(folder: Path) -> EmbedderFolder | CrossEncoderFolder | None:
-    """What a folder says of its embedding model or cross-encoder; None for a folder of another model.
+    """The embedding model or cross-encoder that a folder describes; None for a folder of another model.
 
     Raises:
         InputError: it is one of them, but has modules or settings that are not supported.

@@ -60,7 +60,7 @@ class CallItem(_Item):
 
 
 class ResultItem(_Item):
-    """What a function has returned for a call."""
+    """The result of a function that the model called."""
 
     type: Literal["function_call_output"]
     call_id: str
