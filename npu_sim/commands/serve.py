@@ -1,4 +1,4 @@
-"""`serve`: a language model for many users at once, behind OpenAI's HTTP API.
+"""`serve`: a language model or an encoder for many users at once, behind OpenAI's HTTP API.
 
 docs/engine.md, "Where everything is", names the file of each part.
 """
@@ -18,6 +18,7 @@ from npu_sim.commands.checks import check_file, check_text
 from npu_sim.commands.completion import language_models
 from npu_sim.commands.console import concerning, note, progress, step
 from npu_sim.commands.options import LanguageModelName, count_option, name_option
+from npu_sim.commands.serve_encoder import check_encoder_options, find_encoder, open_encoder
 from npu_sim.commands.serve_ray import RaySettings, remote_engine
 from npu_sim.commands.serve_simulated import SimulatedModel, SimulationSettings, serve_on_chip
 from npu_sim.commands.settings import DeviceSettings, ModelSettings
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from npu_runtime import Device
+    from npu_sim.encoders import CrossEncoderFolder, EmbedderFolder
     from npu_sim.llm import Checkpoint
     from npu_sim.serving.engine_setup import EngineSettings, ReplicaSettings
     from npu_sim.serving.http import Limits
@@ -202,6 +204,17 @@ def serve(
             SimulatedModel(model, model_settings.dtype, model_settings.quantization), simulation, batching, limiting
         )
         return
+    _check_packages()
+    if (encoder := find_encoder(model)) is not None:
+        unfit = {
+            **_unfit(batching, model_settings, device_settings, on_ray),
+            "--cache-tokens": batching.cache_tokens is not None,
+            "--prefill-tokens": batching.prefill_tokens is not None,
+            "--max-new-tokens": limiting.max_new_tokens is not None,
+        }
+        check_encoder_options(encoder, {option: given for option, given in unfit.items() if option != "--device"})
+        _serve_encoder(encoder, listening, batching, limiting, log_level, model_settings, device_settings)
+        return
     _check_serving(model, batching, limiting)
     on_ray.check(device_settings.device)
     from npu_sim.llm.loading import SHORTHANDS
@@ -241,6 +254,35 @@ def serve(
         run_server(application, limits, listener, drain_seconds=limiting.drain_timeout, ready=announce)
 
 
+def _serve_encoder(
+    folder: EmbedderFolder | CrossEncoderFolder,
+    listening: ListenSettings,
+    batching: BatchSettings,
+    limiting: LimitSettings,
+    log_level: str,
+    model_settings: ModelSettings,
+    device_settings: DeviceSettings,
+) -> None:
+    """Serve an embedding model or a cross-encoder."""
+    from npu_sim.serving.encoder_engine import EncoderEngine
+    from npu_sim.serving.http import ServedEncoder, make_encoder_application, read_keys, run_server
+    from npu_sim.serving.http.logs import start_logging
+
+    limits, keys = limiting.limits(), read_keys(listening.api_key_file)
+    listener, loopback = _listener(listening, limits, bool(keys))
+    encoder, place = open_encoder(folder, model_settings, device_settings, batching.context_length, batching.max_batch)
+    served = ServedEncoder(listening.name or folder.name, encoder)
+    application = make_encoder_application(
+        served, EncoderEngine(encoder), keys, limits, only_loopback=loopback and not keys, lenient=listening.lenient
+    )
+    start_logging(log_level)
+
+    def announce(url: str) -> None:
+        note(f"{served.name} on {place} is served at {url}; Ctrl-C ends it when its requests have ended")
+
+    run_server(application, limits, listener, drain_seconds=limiting.drain_timeout, ready=announce)
+
+
 def _unfit(
     batching: BatchSettings, model: ModelSettings, device: DeviceSettings, on_ray: RaySettings
 ) -> dict[str, bool]:
@@ -272,10 +314,18 @@ def _simulate(
     serve_on_chip(model, simulation.simulate, requests, settings, option="--simulate", csv=csv, json=json)
 
 
-def _check_serving(model: str, batching: BatchSettings, limiting: LimitSettings) -> None:
-    """Raises `InputError` where limits contradict the engine, a model cannot be found or a package is missing."""
+def _check_packages() -> None:
+    """Raises `InputError` where a package is missing."""
     from npu_compiler.errors import InputError
     from npu_compiler.installing import install_command
+
+    if missing := [package for package in _PACKAGES if find_spec(package) is None]:
+        raise InputError(f"serving needs {' and '.join(missing)}, which is not installed: {install_command('serve')}")
+
+
+def _check_serving(model: str, batching: BatchSettings, limiting: LimitSettings) -> None:
+    """Raises `InputError` where limits contradict the engine or a model cannot be found."""
+    from npu_compiler.errors import InputError
     from npu_sim.llm.loading import find_checkpoint
 
     new, context = limiting.max_new_tokens, batching.context_length
@@ -285,8 +335,6 @@ def _check_serving(model: str, batching: BatchSettings, limiting: LimitSettings)
     if batching.draft is not None:
         with concerning("--draft"):
             find_checkpoint(batching.draft)
-    if missing := [package for package in _PACKAGES if find_spec(package) is None]:
-        raise InputError(f"serving needs {' and '.join(missing)}, which is not installed: {install_command('serve')}")
 
 
 def _listener(listening: ListenSettings, limits: Limits, has_keys: bool) -> tuple[socket, bool]:

@@ -33,11 +33,25 @@ TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddin
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The fields in a folder's config.json, before transformers reads it.
+    """The fields in the config.json of a causal language model, before transformers reads it.
 
     Raises:
         InputError: the folder is none of a whole causal language model that is supported, or a size in its config is
             not one.
+    """
+    fields = read_fields(folder)
+    try:
+        _check_kind(folder, fields)
+    except InputError as error:
+        raise InputError(f"{folder} {error}") from None
+    return fields
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The fields in a folder's config.json, whatever model it describes.
+
+    Raises:
+        InputError: there are none, or a size is not one.
     """
     path = folder / "config.json"
     refuse_adapter(folder)
@@ -52,7 +66,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise InputError(f"{path} cannot be used: it holds no JSON object")
     try:
-        _check_kind(folder, fields)
         _check_sizes(fields)
     except InputError as error:
         raise InputError(f"{folder} {error}") from None

@@ -285,8 +285,17 @@ def served(
     bounds = replace(Limits(), **limits)
     model = ServedModel(NAME, ModelText(checkpoint), CONTEXT)
     application = make_application(model, engine, APIKeys(keys or {}), bounds, only_loopback=True)
+    with running(application, bounds, drain_seconds) as (url, stop):
+        yield Served(url, engine, application, stop)
+
+
+@contextmanager
+def running(
+    application: Application, limits: Limits, drain_seconds: float = 5.0
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """An application on a free port of this machine: its address, and a function that begins its end."""
     listener = listen("127.0.0.1", 0)
-    server = Server(application, bounds, drain_seconds)
+    server = Server(application, limits, drain_seconds)
     loop = asyncio.new_event_loop()
 
     def run() -> None:
@@ -303,7 +312,7 @@ def served(
     while not server.started:
         time.sleep(0.005)
     try:
-        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, application, stop)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", stop
     finally:
         for _ in range(2):  # twice: at once
             stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -10,13 +10,21 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from npu_compiler.version import __version__
+from npu_sim.serving.encoder_engine import EncoderEngine
 from npu_sim.serving.http.body import parse_json, read_body
 from npu_sim.serving.http.chat import ChatWriter, chat_requests
 from npu_sim.serving.http.completions import CompletionWriter, completion_requests
+from npu_sim.serving.http.encoders import (
+    EMBEDDING_PATHS,
+    RERANK_PATHS,
+    SCORE_PATHS,
+    EncoderService,
+    ServedEncoder,
+    add_encoder_routes,
+)
 from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.interface import EngineLike
 from npu_sim.serving.http.keys import APIKeys
@@ -24,12 +32,22 @@ from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics
 from npu_sim.serving.http.middleware import GuardMiddleware
 from npu_sim.serving.http.replies import Writer, reply
-from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from npu_sim.serving.http.response_schemas import ResponsesRequest
+from npu_sim.serving.http.responses import KeptResponses, ResponseWriter
+from npu_sim.serving.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    body_of,
+    parse,
+)
 from npu_sim.serving.http.service import ServedModel, Service
 from npu_sim.serving.http.tools import template_messages
 from npu_sim.serving.request import Request as EngineRequest
 
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
+_GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 _PAGE = {
     "/": ("index.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -46,7 +64,7 @@ class Application:
     """
 
     guard: GuardMiddleware
-    service: Service
+    service: Service | EncoderService
     metrics: Metrics
 
 
@@ -65,23 +83,81 @@ def make_application(
         only_loopback: Answer only requests to a name of this machine's loopback device.
         lenient: Ignore parameters that are unknown or not supported, instead of refusing them.
     """
-    metrics = Metrics(engine)
-    service = Service(model, engine, limits, metrics, lenient)
-    app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
-    guard = GuardMiddleware(app, keys, limits, metrics, only_loopback=only_loopback)
+    service = Service(model, engine, limits, Metrics(engine), lenient)
+    application, app = _application(service, keys, only_loopback)
     _add_generation(app, service)
+    _add_responses(app, service)
     _add_tokens(app, service)
-    _add_models(app, model)
-    _add_health(app, guard, service)
+    _refuse(
+        app,
+        service,
+        (*EMBEDDING_PATHS, *RERANK_PATHS, *SCORE_PATHS),
+        "generates text, and has neither embeddings nor scores; serve an embedding model or a cross-encoder for those",
+    )
+    _add_models(app, {**_model_facts(model), "sampling": dict(model.text.sampling)})
     _add_page(app)
+    return application
+
+
+def make_encoder_application(
+    model: ServedEncoder,
+    engine: EncoderEngine,
+    keys: APIKeys,
+    limits: Limits,
+    *,
+    only_loopback: bool = False,
+    lenient: bool = False,
+) -> Application:
+    """The application that serves an embedding model or a cross-encoder; arguments as in `make_application`."""
+    service = EncoderService(model, engine, limits, Metrics(engine), lenient)
+    application, app = _application(service, keys, only_loopback)
+    add_encoder_routes(app, service)
+    if model.encoder.is_embedder:
+        _refuse(
+            app,
+            service,
+            (*_GENERATION_PATHS, *RERANK_PATHS, *SCORE_PATHS),
+            f"is an embedding model, which answers {EMBEDDING_PATHS[0]} only",
+        )
+    else:
+        _refuse(
+            app,
+            service,
+            (*_GENERATION_PATHS, *EMBEDDING_PATHS),
+            f"is a cross-encoder, which answers {RERANK_PATHS[0]} and {SCORE_PATHS[0]} only",
+        )
+    _add_models(app, _model_facts(model))
+    return application
+
+
+def _application(service: Service | EncoderService, keys: APIKeys, only_loopback: bool) -> tuple[Application, FastAPI]:
+    """The application with the routes that do not depend on the kind of model."""
+    app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
+    guard = GuardMiddleware(app, keys, service.limits, service.metrics, only_loopback=only_loopback)
+    _add_health(app, guard, service)
     app.add_exception_handler(APIError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
-    return Application(guard, service, metrics)
+    return Application(guard, service, service.metrics), app
+
+
+def _refuse(app: FastAPI, service: Service | EncoderService, paths: Sequence[str], reason: str) -> None:
+    """Add routes that say why this model does not answer them.
+
+    Args:
+        reason: Follows the model's name.
+    """
+
+    async def route(request: Request) -> Response:
+        await read_body(request, service.limits)
+        raise APIError(400, f"{service.model.name} {reason}", param="model", code="unsupported_endpoint")
+
+    for path in paths:
+        app.add_api_route(path, route, methods=["POST"], include_in_schema=False)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest), response_model=None)
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest), response_model=None)
     async def chat(request: Request) -> Response:
         def prepare(data: Any, tenant: str) -> tuple[ChatRequest, list[EngineRequest], Writer]:
             body = parse(ChatRequest, data, service.lenient)
@@ -90,7 +166,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
         return await _generate(request, service, prepare)
 
-    @app.post("/v1/completions", openapi_extra=_body(CompletionRequest), response_model=None)
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest), response_model=None)
     async def complete(request: Request) -> Response:
         def prepare(data: Any, tenant: str) -> tuple[CompletionRequest, list[EngineRequest], Writer]:
             body = parse(CompletionRequest, data, service.lenient)
@@ -99,6 +175,32 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             return body, requests, CompletionWriter(service, body, requests)
 
         return await _generate(request, service, prepare)
+
+
+def _add_responses(app: FastAPI, service: Service) -> None:
+    kept = KeptResponses()
+
+    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest), response_model=None)
+    async def respond(request: Request) -> Response:
+        def prepare(data: Any, tenant: str) -> tuple[ChatRequest, list[EngineRequest], Writer]:
+            body = parse(ResponsesRequest, data, service.lenient)
+            service.check_model(body.model)
+            before = body.previous_response_id
+            earlier = () if before is None else kept.find(tenant, before, "previous_response_id").messages
+            asked = body.chat(earlier)
+            writer = ResponseWriter(service, body, asked, earlier, kept, tenant)
+            return asked, chat_requests(service, asked, tenant, "input"), writer
+
+        return await _generate(request, service, prepare)
+
+    @app.get("/v1/responses/{identity}")
+    async def kept_response(request: Request, identity: str) -> JSONResponse:
+        return JSONResponse(kept.find(request.state.call.key, identity).reply)
+
+    @app.delete("/v1/responses/{identity}")
+    async def drop_response(request: Request, identity: str) -> dict[str, Any]:
+        kept.drop(request.state.call.key, identity)
+        return {"id": identity, "object": "response", "deleted": True}
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -128,7 +230,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             data = await read_body(request, service.limits)
             return JSONResponse(await service.in_thread(lambda: answer(parse_json(data))))
 
-        app.add_api_route(path, route, methods=["POST"], openapi_extra=_body(kind), response_model=None)
+        app.add_api_route(path, route, methods=["POST"], openapi_extra=body_of(kind), response_model=None)
 
     add("/tokenize", TokenizeRequest, encoded)
     add("/detokenize", DetokenizeRequest, decoded)
@@ -152,33 +254,30 @@ async def _generate(
     )
 
 
-def _body(kind: type[BaseModel]) -> dict[str, Any]:
-    """A route's body for /openapi.json, since the route reads it itself: after the limits, not before them."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
-
-
-def _add_models(app: FastAPI, model: ServedModel) -> None:
-    facts = {
+def _model_facts(model: ServedModel | ServedEncoder) -> dict[str, Any]:
+    """A model as `/v1/models` lists it."""
+    return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "npu-simulation",
         "context_length": model.context_length,
-        "sampling": dict(model.text.sampling),
     }
 
+
+def _add_models(app: FastAPI, facts: dict[str, Any]) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [facts]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        if name != model.name:
+        if name != facts["id"]:
             raise APIError(404, f"there is no model '{name}' here", param="model", code="model_not_found")
         return facts
 
 
-def _add_health(app: FastAPI, guard: GuardMiddleware, service: Service) -> None:
+def _add_health(app: FastAPI, guard: GuardMiddleware, service: Service | EncoderService) -> None:
     @app.get("/health")
     @app.get("/health/ready")
     async def ready() -> JSONResponse:

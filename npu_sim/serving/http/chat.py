@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from npu_sim.serving.http.grammar import json_rules
+from npu_sim.serving.http.replies import ChunkWriter
 from npu_sim.serving.http.schemas import ChatRequest
 from npu_sim.serving.http.service import Service
 from npu_sim.serving.http.text import ModelText
@@ -15,8 +16,11 @@ from npu_sim.serving.http.tools import CallParser, ParsedCall, template_messages
 from npu_sim.serving.request import Request, TokenFilter, TokenLogprobs, Update
 
 
-def chat_requests(service: Service, body: ChatRequest, tenant: str) -> list[Request]:
+def chat_requests(service: Service, body: ChatRequest, tenant: str, param: str = "messages") -> list[Request]:
     """A request of the engine for each choice.
+
+    Args:
+        param: The parameter that the messages came in.
 
     Raises:
         APIError: prompt and reply are too long.
@@ -25,9 +29,9 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str) -> list[Requ
     text = service.model.text
     messages, tools = template_messages(body.messages, body.offered, text.tool_format)
     conversation = text.chat_text(messages, tools, body.template_values)
-    service.check_text(conversation, "messages")
+    service.check_text(conversation, param)
     prompt = text.encode_chat(conversation)
-    most = service.check_lengths(prompt, body.max_completion_tokens or body.max_tokens, "messages")
+    most = service.check_lengths(prompt, body.max_completion_tokens or body.max_tokens, param)
     return [
         Request(
             prompt=tuple(prompt),
@@ -64,7 +68,7 @@ def _several(body: ChatRequest) -> bool:
     return body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """A `Writer` of chat replies."""
 
     def __init__(self, service: Service, body: ChatRequest) -> None:

@@ -33,7 +33,7 @@ class Choices:
                 self._handles.append(engine.submit(request))
         except NPUError as error:
             self.close()
-            raise _refusal(error) from error
+            raise refusal(error) from error
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -91,7 +91,8 @@ class Choices:
                 handle.cancel()
 
 
-def _refusal(error: NPUError) -> APIError:
+def refusal(error: NPUError) -> APIError:
+    """The error for a request that an engine does not take."""
     if isinstance(error, QueueFullError):
         return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, InputError):

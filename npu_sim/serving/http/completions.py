@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from npu_sim.serving.http.errors import APIError, unsupported
+from npu_sim.serving.http.replies import ChunkWriter
 from npu_sim.serving.http.schemas import CompletionRequest
 from npu_sim.serving.http.service import Service
 from npu_sim.serving.request import Request, TokenLogprobs, Update
@@ -63,7 +64,7 @@ def _prompts(service: Service, body: CompletionRequest) -> list[Sequence[int]]:
     return prompts
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """A `Writer` of plain completions."""
 
     def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[Request]) -> None:

@@ -69,3 +69,9 @@ class APIError(Exception):
 def unsupported(param: str, advice: str = "leave it out") -> APIError:
     """The error for a parameter of OpenAI's API that this server does not have."""
     return APIError(400, f"'{param}' is not supported; {advice}", param=param, code="unsupported_parameter")
+
+
+def model_not_found(name: str, *served: str) -> APIError:
+    """The error for a `model` that is not among those that are served."""
+    message = f"there is no model '{name}' here; this is {' or '.join(served)}"
+    return APIError(404, message, param="model", code="model_not_found")

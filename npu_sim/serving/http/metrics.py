@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from npu_sim.llm.engine.stats import Histogram as EngineHistogram
-from npu_sim.serving.http.interface import EngineLike
+from npu_sim.serving.http.interface import RunningEngine
 
 _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -18,7 +18,7 @@ _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 class Metrics:
     """The server's metrics, in a registry of their own."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: RunningEngine) -> None:
         registry = CollectorRegistry()
         self.registry = registry
         self.requests = Counter(
@@ -48,7 +48,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """Asks the engine each time the metrics are read."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

@@ -31,7 +31,11 @@ _PATHS = {
     "/metrics",
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/v1/models",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
 }
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::[0-9]*)?")
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
@@ -103,7 +107,7 @@ class GuardMiddleware:
         try:
             if self._only_loopback and _host(headers.get(b"host", b"")) not in _LOOPBACK:
                 raise APIError(403, "this server answers to localhost only; give it API keys to use another name")
-            if path.startswith("/v1/") or path == "/metrics":
+            if limited or path.startswith("/v1/") or path == "/metrics":
                 call.key = self._identify(headers.get(b"authorization"))
             if limited and self.draining:
                 raise APIError(503, "the server is stopping", code="draining", headers={"Retry-After": "5"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -17,11 +17,17 @@ from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.middleware import CallRecord
 from npu_sim.serving.request import Update, Usage
 
-_DONE = b"data: [DONE]\n\n"
+Result = TypeVar("Result")
 
 
 class Writer(Protocol):
-    """Puts updates into the form of one of the API's endpoints."""
+    """Puts updates into the form of one of the API's endpoints.
+
+    Attributes:
+        done: The end of a stream that has not failed.
+    """
+
+    done: bytes
 
     @property
     def prompts(self) -> Sequence[int]:
@@ -38,6 +44,18 @@ class Writer(Protocol):
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The reply, from all chunks so far."""
+
+    def failure(self, error: APIError) -> dict[str, Any]:
+        """The last chunk of a stream that has failed."""
+
+
+class ChunkWriter:
+    """The ends of streams of `/v1/chat/completions` and `/v1/completions`."""
+
+    done = b"data: [DONE]\n\n"
+
+    def failure(self, error: APIError) -> dict[str, Any]:
+        return error.content
 
 
 def usage_of(usages: Sequence[Usage], prompts: Sequence[int]) -> dict[str, Any]:
@@ -68,7 +86,7 @@ async def reply(
     if stream:
         return _EventStream(choices, writer, call, with_usage)
     try:
-        await _until_disconnect(request, _collect(choices, writer))
+        await until_disconnect(request, _collect(choices, writer))
         return JSONResponse(writer.whole(usage_of(choices.usages, writer.prompts)))
     finally:
         choices.close()
@@ -81,18 +99,18 @@ async def _collect(choices: Choices, writer: Writer) -> None:
             pass
 
 
-async def _until_disconnect(request: Request, work: Awaitable[None]) -> None:
-    """Do the work, but not for a client who is gone. Raises `APIError` (499) then."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect(request))]
+async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of the work, which is not done for a client who is gone. Raises `APIError` (499) then."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect(request))
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0] not in done:
+        done, _ = await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working not in done:
             raise APIError(499, "the client closed the connection")
-        tasks[0].result()
+        return working.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 class _EventStream(StreamingResponse):
@@ -123,15 +141,17 @@ async def _events(choices: Choices, writer: Writer, call: CallRecord, with_usage
                 yield _event(chunk)
     except APIError as error:
         call.fields["error"] = error.message
-        yield _event(error.content)
+        yield _event(writer.failure(error))
         return
     if with_usage:
         yield _event(writer.usage_chunk(usage_of(choices.usages, writer.prompts)))
-    yield _DONE
+    yield writer.done
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """A chunk as an event, whose type is the chunk's if it has one."""
+    name = f"event: {chunk['type']}\n".encode() if "type" in chunk else b""
+    return name + b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _note(call: CallRecord, choices: Choices) -> None:

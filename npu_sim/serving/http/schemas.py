@@ -26,20 +26,24 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
+    "include": ([],),
+    "background": (False,),
 }
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """A JSON object; fields that it does not name are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a streamed reply."""
 
     include_usage: bool = False
 
 
-class _Sampled(_Body):
+class _Sampled(Body):
     """Fields of both kinds of requests."""
 
     model: str
@@ -146,7 +150,7 @@ class CompletionRequest(_Sampled):
         return self.choices if self.best_of is None else self.best_of
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """`/tokenize`: a plain text, or a chat by the model's own template."""
 
     model: str | None = None
@@ -161,28 +165,28 @@ class TokenizeRequest(_Body):
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """`/detokenize`."""
 
     model: str | None = None
     tokens: Array[Annotated[int, Field(ge=0)]]
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A text among the parts of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Body):
+class FunctionCall(Body):
     """The function that a tool call names, and its arguments as JSON text."""
 
     name: NonEmpty
     arguments: str
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """A call that the model made in an earlier message."""
 
     id: str
@@ -190,7 +194,7 @@ class ToolCall(_Body):
     function: FunctionCall
 
 
-class Message(_Body):
+class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -205,7 +209,7 @@ class Message(_Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
-class Function(_Body):
+class Function(Body):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -214,27 +218,27 @@ class Function(_Body):
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     """An entry of `tools`."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(_Body):
+class FunctionName(Body):
     """The function that `tool_choice` names."""
 
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     """A `tool_choice` of one function, which the model has to call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class JSONSchema(_Body):
+class JSONSchema(Body):
     """A JSON schema that the reply has to follow, with its name."""
 
     name: str
@@ -243,7 +247,7 @@ class JSONSchema(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """The form that the reply has to have."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -309,7 +313,7 @@ class ChatRequest(_Sampled):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
 
-Parsed = TypeVar("Parsed", bound=_Body)
+Parsed = TypeVar("Parsed", bound=Body)
 
 
 def parse(kind: type[Parsed], data: Any, lenient: bool = False) -> Parsed:
@@ -325,11 +329,17 @@ def parse(kind: type[Parsed], data: Any, lenient: bool = False) -> Parsed:
         raise APIError(400, f"the body must be a JSON object, not {_json_type(data)}")
     if lenient:
         data = {name: value for name, value in data.items() if name in kind.model_fields}
-    data = {name: value for name, value in data.items() if not _has_no_effect(name, value)}
+    known = kind.model_fields
+    data = {name: value for name, value in data.items() if name in known or not _has_no_effect(name, value)}
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         raise _first_of(error, data) from None
+
+
+def body_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """A route's body for /openapi.json, since the route reads it itself: after the limits, not before them."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
 def _has_no_effect(name: str, value: Any) -> bool:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from npu_compiler.errors import InputError
 from npu_sim.serving.http.choices import Choices
-from npu_sim.serving.http.errors import APIError
+from npu_sim.serving.http.errors import APIError, model_not_found
 from npu_sim.serving.http.interface import EngineLike
 from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics
 from npu_sim.serving.http.text import ModelText
+from npu_sim.serving.http.workers import Workers
 from npu_sim.serving.request import Request
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-class Service:
+class Service(Workers):
     """The model, the engine and the limits, for all routes of one event loop.
 
     Args:
@@ -48,31 +43,16 @@ class Service:
     def __init__(
         self, model: ServedModel, engine: EngineLike, limits: Limits, metrics: Metrics, lenient: bool = False
     ) -> None:
+        super().__init__()
         self.model = model
         self.engine = engine
         self.limits = limits
         self.lenient = lenient
         self.metrics = metrics
-        # Reading and tokenizing a long prompt or building a grammar takes time, in which other streams should go on.
-        self._workers = ThreadPoolExecutor(2, "http-worker")
-
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, from another thread. Its `InputError` becomes an `APIError` (400)."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._workers, work)
-        except InputError as error:
-            raise APIError(400, str(error)) from error
-        except RecursionError:
-            raise APIError(400, "a JSON schema in the request is nested too deep") from None
 
     def check_model(self, name: str) -> None:
         if name != self.model.name:
-            raise APIError(
-                404,
-                f"there is no model '{name}' here; this is {self.model.name}",
-                param="model",
-                code="model_not_found",
-            )
+            raise model_not_found(name, self.model.name)
 
     def check_text(self, text: str, param: str) -> None:
         """Refuse a prompt that is too long whatever its tokens: to find them takes seconds for a million characters.
@@ -121,7 +101,3 @@ class Service:
             message = f"this asks for {len(requests)} replies, but the server handles {self.limits.requests} at once"
             raise APIError(400, message, param="n")
         return Choices(self.engine, requests)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._workers.shutdown(wait=False)
