@@ -159,23 +159,27 @@ def _body(kind: type[BaseModel]) -> dict[str, Any]:
 
 def _add_models(app: FastAPI, model: ServedModel) -> None:
     facts = {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "npu-simulation",
-        "context_length": model.context_length,
-        "sampling": dict(model.text.sampling),
+        name: {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "npu-simulation",
+            "context_length": model.context_length,
+            "sampling": dict(model.text.sampling),
+            **({} if name == model.name else {"parent": model.name}),
+        }
+        for name in (model.name, *model.adapters)
     }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [facts]}
+        return {"object": "list", "data": list(facts.values())}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        if name != model.name:
+        if name not in facts:
             raise APIError(404, f"there is no model '{name}' here", param="model", code="model_not_found")
-        return facts
+        return facts[name]
 
 
 def _add_health(app: FastAPI, guard: GuardMiddleware, service: Service) -> None:

@@ -27,6 +27,7 @@ class ServedModel:
 
     Attributes:
         name: Name that clients use.
+        adapters: Names of the adapters that clients may use instead, for the model with one of them.
         context_length: Maximum number of tokens of a prompt and its reply.
         created: Time at which it was opened, in seconds since 1970.
     """
@@ -34,6 +35,7 @@ class ServedModel:
     name: str
     text: ModelText
     context_length: int
+    adapters: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -65,11 +67,16 @@ class Service:
         except RecursionError:
             raise APIError(400, "a JSON schema in the request is nested too deep") from None
 
+    def adapter(self, name: str) -> str | None:
+        """The adapter that a request's `model` names. None: it names the base."""
+        return name if name in self.model.adapters else None
+
     def check_model(self, name: str) -> None:
-        if name != self.model.name:
+        names = (self.model.name, *self.model.adapters)
+        if name not in names:
             raise APIError(
                 404,
-                f"there is no model '{name}' here; this is {self.model.name}",
+                f"there is no model '{name}' here; this is {' or '.join(names)}",
                 param="model",
                 code="model_not_found",
             )
