@@ -283,7 +283,7 @@ def served(
     """
     engine = engine or FakeEngine(checkpoint.tokenizer, script, capacity)
     bounds = replace(Limits(), **limits)
-    model = ServedModel(NAME, ModelText(checkpoint), CONTEXT)
+    model = ServedModel(NAME, ModelText(checkpoint), CONTEXT, tuple(checkpoint.adapters))
     application = make_application(model, engine, APIKeys(keys or {}), bounds, only_loopback=True)
     listener = listen("127.0.0.1", 0)
     server = Server(application, bounds, drain_seconds)
