@@ -15,7 +15,8 @@ from npu_runtime.cache_folder import source_digest
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, program_key
-from npu_sim.llm.adapters import Linear, Merged, Stacked, adapter_ranks, check_adapter
+from npu_sim.llm.adapter_weights import Merged, Stacked
+from npu_sim.llm.adapters import Linear, adapter_ranks, check_adapter
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
 from npu_sim.llm.expert_weights import ExpertNames, ExpertParts, Joined, expert_names
 from npu_sim.llm.families import SENSES

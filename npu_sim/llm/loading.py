@@ -10,7 +10,7 @@ from pathlib import Path
 from npu_compiler.errors import InputError
 from npu_compiler.graph.quantization import NAMED_FORMATS, NAMED_ROW_FORMATS, with_activations
 from npu_compiler.installing import installer
-from npu_sim.llm.adapters import with_adapters
+from npu_sim.llm.adapters import read_adapter
 from npu_sim.llm.checkpoint import Checkpoint, Widened, as_input_error
 from npu_sim.llm.families import refuse_adapter
 from npu_sim.llm.gguf_file import load_gguf
@@ -70,7 +70,7 @@ def load_checkpoint(
         raise InputError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
     path = checkpoint_path(source)
     checkpoint = _with_activations(_with_quantization(_open(source, path, dtype), quantization), activations)
-    checkpoint = with_adapters(checkpoint, adapter, adapters)
+    checkpoint = _with_adapters(checkpoint, adapter, adapters)
     options = dtype, quantization, activations, kv_cache, adapter and str(adapter)
     again = str(path), *options, {name: str(folder) for name, folder in (adapters or {}).items()}
     opened_by = f"{__name__}:{load_checkpoint.__name__}", again
@@ -105,6 +105,25 @@ def _with_activations(checkpoint: Checkpoint, activations: str) -> Checkpoint:
         return checkpoint if activations == "none" else replace(checkpoint, quantization=f"{formats}+{activations}")
     rounding = {name: with_activations(format, activations) for name, format in formats.items()}
     return replace(checkpoint, quantization=rounding)
+
+
+def _with_adapters(
+    checkpoint: Checkpoint,
+    adapter: str | os.PathLike[str] | None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None,
+) -> Checkpoint:
+    """The checkpoint with adapters, of which only configs and headers are read yet."""
+    if adapter is not None and adapters:
+        raise InputError(
+            f"the adapter {adapter} would be merged into the base of {next(iter(adapters))!r}; give each adapter a name"
+        )
+    if adapters and "" in adapters:
+        raise InputError("an adapter has an empty name")
+    return replace(
+        checkpoint,
+        merged=None if adapter is None else read_adapter(adapter),
+        adapters={name: read_adapter(folder) for name, folder in (adapters or {}).items()},
+    )
 
 
 def load_architecture(
