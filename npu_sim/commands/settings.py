@@ -119,6 +119,17 @@ class ModelSettings:
     tensor_parallel: TensorParallel = 1
     adapter: Adapters = None
 
+    def __post_init__(self) -> None:
+        """Raise `InputError` if a folder holds no adapter, or names and folders contradict each other."""
+        if not self.adapter:
+            return
+        from npu_sim.llm.adapters import read_adapter_config
+
+        self.merged_adapter()
+        self.named_adapters()
+        for _, folder in self._adapters():
+            read_adapter_config(Path(folder))
+
     def merged_adapter(self) -> str | None:
         """The folder of the adapter that is added to the weights. None: there is none.
 

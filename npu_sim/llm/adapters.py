@@ -109,7 +109,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
     from npu_runtime.weight_loader import MappedCheckpoint
 
     path = Path(folder)
-    fields = _read_config(path)
+    fields = read_adapter_config(path)
     if not (path / WEIGHTS).is_file():
         older = "; convert its adapter_model.bin with PEFT's save_pretrained()" if any(path.glob("*.bin")) else ""
         raise InputError(f"the adapter {path} has no {WEIGHTS}{older}")
@@ -133,8 +133,8 @@ def _naming(folder: Path) -> Iterator[None]:
         raise InputError(f"the adapter {folder} {error}") from None
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The fields of an adapter's config, once they have been checked."""
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The fields of an adapter's config. Raises InputError where it is none, or of a kind that is not supported."""
     path = folder / CONFIG
     if not path.is_file():
         raise InputError(f"{folder} has no {CONFIG}, so it is not the folder of a PEFT adapter")
