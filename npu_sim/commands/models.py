@@ -95,6 +95,9 @@ def generate(
     if trace is not None and (device_settings.device or "").startswith("npu:"):
         raise InputError("--trace is of this machine's time; npu-sim simulate --trace is of a chip's")
     check_not_overwritten(trace, [Path(model)])
+    adapter = model_settings.merged_adapter()
+    if named := model_settings.named_adapters():
+        raise InputError(f"--adapter {next(iter(named))}=…: names are for npu-sim serve; give the folder alone")
     prompt = "" if interactive else prompt_settings.prompt or _piped_prompt()
     find_checkpoint(model)
     # With a cache length of the user's own, it is first looked at whether the prompt fits, which takes the tokenizer.
@@ -104,7 +107,8 @@ def generate(
     sampler, profiler = sampling.sampler(), Profiler()
     with step(f"opening {model}"), profiler.on_host(f"open {model}"):
         settings = model_settings
-        checkpoint = load_checkpoint(model, settings.dtype, settings.quantization, settings.activations, kv_cache)
+        formats = settings.quantization, settings.activations, kv_cache
+        checkpoint = load_checkpoint(model, settings.dtype, *formats, adapter=adapter)
         checkpoint = sampling.penalized(checkpoint)
     ids = _encoded(checkpoint, prompt, prompt_settings, settings.tensor_parallel)
     chosen = device_settings.open() if opening is None else opening.result()

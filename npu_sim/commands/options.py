@@ -177,6 +177,14 @@ TensorParallel = Annotated[
         help="Divide the model among this many devices of a kind, from --device on, a process each.",
     ),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="[NAME=]DIR",
+        help="PEFT's LoRA adapter, added to the weights. serve: with names, several, for requests to choose.",
+    ),
+]
 KVCache = Annotated[
     str,
     name_option(

@@ -198,6 +198,8 @@ def serve(
     simulation: SimulationSettings,
 ) -> None:
     """Serve a language model over HTTP, as OpenAI's API does; or simulate that on a chip (--simulate)."""
+    from npu_compiler.errors import InputError
+
     simulation.check(_unfit(batching, model_settings, device_settings, on_ray))
     if simulation.simulate is not None:
         _simulate(
@@ -226,6 +228,8 @@ def serve(
     checkpoint, small = _checkpoints(model, model_settings, batching.draft)
     text = ModelText(checkpoint)
     called = listening.name or (model if model in SHORTHANDS else checkpoint.name)
+    if called in checkpoint.adapters:
+        raise InputError(f"--adapter: the name {called!r} is that of the base; choose another, or another --name")
     settings = batching.engine_settings(limits.requests, model_settings.tensor_parallel)
     with ExitStack() as stack:
         engine: EngineLike
@@ -240,7 +244,7 @@ def serve(
             device = device_settings.open()
             engine, context = _local_engine(stack, checkpoint, small, device, settings)
             place = f"{device.name} ({device.backend.device})"
-        served = ServedModel(called, text, context)
+        served = ServedModel(called, text, context, tuple(checkpoint.adapters))
         local = loopback and not keys
         application = make_application(served, engine, keys, limits, only_loopback=local, lenient=listening.lenient)
         start_logging(log_level)
@@ -249,7 +253,8 @@ def serve(
             if checkpoint.sampling:
                 said = ", ".join(f"{name} {value:g}" for name, value in checkpoint.sampling.items())
                 note(f"requests that name no sampling settings get those of generation_config.json: {said}")
-            note(f"{served.name} on {place} is served at {url}; Ctrl-C ends it when its requests have ended")
+            names = " and ".join((served.name, *served.adapters))
+            note(f"{names} on {place} is served at {url}; Ctrl-C ends it when its requests have ended")
 
         run_server(application, limits, listener, drain_seconds=limiting.drain_timeout, ready=announce)
 
@@ -292,6 +297,7 @@ def _unfit(
         "--draft": batching.draft is not None,
         "--activations": model.activations != "checkpoint",
         "--tensor-parallel": model.tensor_parallel != 1,
+        "--adapter": bool(model.adapter),
         "--device": device.device is not None,
         "--ray": on_ray.ray,
     }
@@ -363,7 +369,9 @@ def _checkpoints(model: str, settings: ModelSettings, draft: str | None) -> tupl
     from npu_sim.serving.engine_setup import check_same_tokens
 
     with step(f"opening {model}"):
-        checkpoint = load_checkpoint(model, settings.dtype, settings.quantization, settings.activations)
+        merged, named = settings.merged_adapter(), settings.named_adapters()
+        formats = settings.quantization, settings.activations
+        checkpoint = load_checkpoint(model, settings.dtype, *formats, adapter=merged, adapters=named)
         check_ranks(checkpoint, settings.tensor_parallel)
     if draft is None:
         return checkpoint, None
@@ -414,6 +422,8 @@ def _replica_settings(
         engine,
         None if draft is None else _absolute(draft),
         device_settings.cpu_level,
+        None if (merged := model_settings.merged_adapter()) is None else _absolute(merged),
+        tuple((name, _absolute(folder)) for name, folder in model_settings.named_adapters().items()),
     )
 
 

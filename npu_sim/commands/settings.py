@@ -7,12 +7,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import typer
 
+from npu_sim.commands.checks import check_text
 from npu_sim.commands.options import (
     Activations,
+    Adapters,
     CPULevel,
     DeviceName,
     Dtype,
@@ -104,12 +107,68 @@ class DeviceSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The dtype, the formats and the ranks of a language model."""
+    """The dtype, the formats, the adapters and the ranks of a language model.
+
+    Attributes:
+        adapter: Folders of adapters, with or without names. None: there are none.
+    """
 
     dtype: Dtype = None
     quantization: Quantization = "checkpoint"
     activations: Activations = "checkpoint"
     tensor_parallel: TensorParallel = 1
+    adapter: Adapters = None
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` if a folder holds no adapter, or names and folders contradict each other."""
+        if not self.adapter:
+            return
+        from npu_sim.llm.adapters import read_adapter_config
+
+        self.merged_adapter()
+        self.named_adapters()
+        for _, folder in self._adapters():
+            read_adapter_config(Path(folder))
+
+    def merged_adapter(self) -> str | None:
+        """The folder of the adapter that is added to the weights. None: there is none.
+
+        Raises:
+            InputError: there are several.
+        """
+        from npu_compiler.errors import InputError
+
+        folders = [value for name, value in self._adapters() if name is None]
+        if len(folders) > 1:
+            raise InputError("--adapter without a name is added to the weights, which only one adapter can be")
+        return folders[0] if folders else None
+
+    def named_adapters(self) -> dict[str, str]:
+        """Name → folder, of the adapters that requests choose.
+
+        Raises:
+            InputError: two have one name, or a name is empty.
+        """
+        from npu_compiler.errors import InputError
+
+        named: dict[str, str] = {}
+        for name, folder in self._adapters():
+            if name is None:
+                continue
+            if name in named:
+                raise InputError(f"--adapter: two adapters have the name {name!r}")
+            if not check_text(name, "the adapter's name"):
+                raise InputError(f"--adapter {'=' + folder!r} has no name before '='")
+            named[name] = folder
+        return named
+
+    def _adapters(self) -> list[tuple[str | None, str]]:
+        """The name, if there is one, and the folder of each adapter; a folder's own name may have a '='."""
+        parts = [
+            (None, value) if "=" not in value or Path(value).is_dir() else tuple(value.split("=", 1))
+            for value in self.adapter or ()
+        ]
+        return cast(list[tuple[str | None, str]], parts)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_compiler.installing import install_command
 from npu_runtime.pieces import in_pieces
+
+if TYPE_CHECKING:
+    from npu_sim.llm.adapters import Adapter
 
 _PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
 
@@ -106,6 +109,8 @@ class Checkpoint:
         quantization: Formats of weights in programs: parameter name → format, for those that the checkpoint stores so
             itself; or a name that `named_format` knows, to which the checkpoint's weights are rounded when they are
             loaded. None: in the compute dtype.
+        merged: Adapter that is added to the weights when they are loaded. None: none is.
+        adapters: Name → adapter that a request may choose, in the order of their stacks.
         kv_cache: `int8` or `fp8`, what the KV cache is rounded to by token and head. None: it is in the compute dtype.
         opened_by: `module:function` and the arguments with which another process opens the same checkpoint. None: only
             this process has it.
@@ -122,6 +127,8 @@ class Checkpoint:
     unsupported: tuple[str, ...] = ()
     inv_freq_divisors: np.ndarray | None = None
     quantization: str | Mapping[str, QuantizedFormat] | None = None
+    merged: "Adapter | None" = None
+    adapters: "Mapping[str, Adapter]" = field(default_factory=dict)
     kv_cache: str | None = None
     opened_by: tuple[str, tuple[Any, ...]] | None = None
 

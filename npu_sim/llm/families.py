@@ -83,8 +83,8 @@ def refuse_adapter(folder: Path) -> None:
         base = None
     of = f" for {base!r:.80}" if isinstance(base, str) else ""
     raise InputError(
-        f"{folder} holds a LoRA adapter{of}, not a whole model; merge the two with PEFT (merge_and_unload(), then "
-        "save_pretrained()) and open the result"
+        f"{folder} holds a LoRA adapter{of}, not a whole model; open the base model and name this folder as its "
+        "adapter (--adapter)"
     )
 
 

@@ -15,6 +15,8 @@ from npu_runtime.cache_folder import source_digest
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, program_key
+from npu_sim.llm.adapter_weights import Merged, Stacked
+from npu_sim.llm.adapters import Linear, adapter_ranks, check_adapter
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
 from npu_sim.llm.expert_weights import ExpertNames, ExpertParts, Joined, expert_names
 from npu_sim.llm.families import SENSES
@@ -228,7 +230,7 @@ def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool = False) -> dict[str, Any]:
-    """The IR of `PagedCausalLM` or, with `sampling`, `PagedSampling`.
+    """The IR of `PagedCausalLM` or, with `sampling`, `PagedSampling`; with the checkpoint's adapters, if it has some.
 
     The module is traced once, with symbolic sizes, and then kept in the cache.
 
@@ -237,7 +239,7 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
     """
     from npu_compiler.graph.symbolic import specialize
 
-    key = ["paged", sampling, shape.block_size, _model_key(checkpoint)]
+    key = ["paged", sampling, shape.block_size, _model_key(checkpoint), *_adapters_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-paged-ir"
     ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape.block_size, sampling))
     given = {
@@ -273,6 +275,7 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     import torch
     from torch.export import Dim
 
+    from npu_sim.llm.adapter_rows import add_adapters
     from npu_sim.llm.attention import attend_to_pages, attend_to_rows
     from npu_sim.llm.modules import PagedCausalLM, PagedSampling
 
@@ -289,8 +292,14 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     pools = _empty_pools(checkpoint, examples["rows"])
     dynamic: list[Any] = [{dim: symbols[x] for dim, x in enumerate(sizes)} for sizes in names]
     dynamic += [[{0: symbols["rows"]}] * len(layers) for layers in pools]
-    model = (PagedSampling if sampling else PagedCausalLM)(causal, form, block_size)
-    return _trace_symbolic(checkpoint, model, (*inputs, *pools), dynamic, "paged")
+    inputs += pools
+    chosen = None
+    if checkpoint.adapters:
+        chosen = add_adapters(causal, adapter_ranks(checkpoint.adapters.values()), len(checkpoint.adapters))
+        inputs.append(torch.empty(examples["tokens"], dtype=torch.long, device="meta"))
+        dynamic.append({0: symbols["tokens"]})
+    model = (PagedSampling if sampling else PagedCausalLM)(causal, form, block_size, chosen)
+    return _trace_symbolic(checkpoint, model, tuple(inputs), dynamic, "paged")
 
 
 def _trace_symbolic(
@@ -424,7 +433,7 @@ def compile_paged(
     sampling: bool = False,
 ) -> "CompiledProgram":
     """The compiled program of `extract_paged`; caching and errors as in `compile_prefill`."""
-    kind, sizes = "paged-sampling" if sampling else "paged", list(astuple(shape))
+    kind, sizes = "paged-sampling" if sampling else "paged", [*astuple(shape), *_adapters_key(checkpoint)]
     return _compiled(checkpoint, kind, lambda: extract_paged(checkpoint, shape, sampling=sampling), sizes, target, mesh)
 
 
@@ -490,8 +499,17 @@ def _model_key(checkpoint: Checkpoint) -> list[Any]:
     return [config, checkpoint.dtype, versions, source_digest("npu_sim.llm", "npu_sim.module")]
 
 
+def _adapters_key(checkpoint: Checkpoint) -> list[Any]:
+    """A cache key that changes whenever a batch's module has other stacks of adapters; empty where it has none."""
+    adapters = checkpoint.adapters
+    return [len(adapters), adapter_ranks(adapters.values())] if adapters else []
+
+
 def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
-    """Storage formats of the checkpoint's weights by the module's names, tied parameters under both of theirs."""
+    """Storage formats of the checkpoint's weights by the module's names, tied parameters under both of theirs.
+
+    Weights into which an adapter is merged are in the compute dtype.
+    """
     formats = checkpoint.quantization
     if not isinstance(formats, Mapping):
         return formats
@@ -500,7 +518,8 @@ def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
         name: stored.first if isinstance(stored, ExpertParts) else stored
         for name, stored in _stored_names(checkpoint).items()
     }
-    named = {name: formats[stored] for name, stored in names.items() if stored in formats}
+    dense = {f"{layer}.weight" for layer in checkpoint.merged.layers} if checkpoint.merged else set()
+    named = {name: formats[stored] for name, stored in names.items() if stored in formats and name not in dense}
     return {**named, **{name: named[other] for name, other in tied.items() if other in named}}
 
 
@@ -511,17 +530,26 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The checkpoint's tensors and what else the programs take as weights: tied parameters and rotary frequencies.
+    """The checkpoint's tensors and what else the programs take as weights.
+
+    These are tied parameters, rotary frequencies and stacks of adapters. A merged adapter is in the tensors.
 
     Raises:
-        InputError: the files lack a tensor of the module, or hold one that it lacks or that has another shape.
+        InputError: the files lack a tensor of the module, or hold one that it lacks or that has another shape; or an
+            adapter does not fit it.
     """
     facts = _facts(checkpoint)
     extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
     if checkpoint.inv_freq_divisors is not None:
         extra[INV_FREQ] = extra[INV_FREQ] / checkpoint.inv_freq_divisors
     joined = {name: Joined(tuple(shape), transposed) for name, (shape, transposed) in facts["joined"].items()}
-    return _WithExtras(checkpoint.state, _stored_names(checkpoint), extra, facts["tied"], joined)
+    tensors: Mapping[str, Any] = _WithExtras(checkpoint.state, _stored_names(checkpoint), extra, facts["tied"], joined)
+    linears = {path: Linear(*sizes) for path, sizes in facts["linears"].items()}
+    for adapter in (*([checkpoint.merged] if checkpoint.merged else []), *checkpoint.adapters.values()):
+        check_adapter(adapter, linears, checkpoint.name)
+    if checkpoint.merged:
+        tensors = Merged(tensors, checkpoint.merged, linears)
+    return Stacked(tensors, list(checkpoint.adapters.values())) if checkpoint.adapters else tensors
 
 
 # Masks of attention, which old files include.
@@ -605,11 +633,26 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         },
         "joined": {name: [list(matrices.shape), matrices.transposed] for name, matrices in joined.items()},
         "expert_names": [[list(rule.sources), rule.target] for rule in names],
+        "linears": _linears(model, tied),
         "prefix": model.base_model_prefix,
         "ignored": list(model._keys_to_ignore_on_load_unexpected or ()),
         "renamings": renamings,
         "state": _state_facts(checkpoint),
     }
+
+
+def _linears(model: Any, tied: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Path → arguments of `Linear`, of a module's linear layers."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head, linears = model.get_output_embeddings(), {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            transposed = isinstance(module, Conv1D)
+            inputs, outputs = module.weight.shape if transposed else module.weight.shape[::-1]
+            linears[path] = [inputs, outputs, transposed, module is head, f"{path}.weight" in tied]
+    return linears
 
 
 def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:

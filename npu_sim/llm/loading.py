@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from npu_compiler.errors import InputError
 from npu_compiler.graph.quantization import NAMED_FORMATS, NAMED_ROW_FORMATS, with_activations
 from npu_compiler.installing import installer
+from npu_sim.llm.adapters import read_adapter
 from npu_sim.llm.checkpoint import Checkpoint, Widened, as_input_error
 from npu_sim.llm.families import refuse_adapter
 from npu_sim.llm.gguf_file import load_gguf
@@ -31,6 +33,8 @@ def load_checkpoint(
     quantization: str = STORED,
     activations: str = STORED,
     kv_cache: str = "none",
+    adapter: str | os.PathLike[str] | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> Checkpoint:
     """Open a language model.
 
@@ -46,10 +50,14 @@ def load_checkpoint(
             own: `int8`, `fp8` or `none`; `checkpoint` is what the checkpoint's config says.
         kv_cache: `int8` or `fp8`: the KV cache has a byte an element, and a scale for each token and head. `none`: it
             is in the compute dtype.
+        adapter: Folder of a LoRA adapter of PEFT, which is merged into the weights when they are loaded. Those that the
+            checkpoint stores in few bits are in the compute dtype then. None: none is.
+        adapters: Name → folder of a LoRA adapter that a request to an engine may choose; they stay apart from the
+            weights. None: there are none.
 
     Raises:
         InputError: the model is not found, cannot be read, is of an unsupported kind, or is quantized already; or it
-            has no weights in few bits, but activations are to be rounded.
+            has no weights in few bits, but activations are to be rounded; or an adapter cannot be used.
     """
     for what, name, choices in (
         ("quantization", quantization, QUANTIZATIONS),
@@ -62,8 +70,11 @@ def load_checkpoint(
         raise InputError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
     path = checkpoint_path(source)
     checkpoint = _with_activations(_with_quantization(_open(source, path, dtype), quantization), activations)
-    again = f"{__name__}:{load_checkpoint.__name__}", (str(path), dtype, quantization, activations, kv_cache)
-    return replace(checkpoint, kv_cache=None if kv_cache == "none" else kv_cache, opened_by=again)
+    checkpoint = _with_adapters(checkpoint, adapter, adapters)
+    options = dtype, quantization, activations, kv_cache, adapter and str(adapter)
+    again = str(path), *options, {name: str(folder) for name, folder in (adapters or {}).items()}
+    opened_by = f"{__name__}:{load_checkpoint.__name__}", again
+    return replace(checkpoint, kv_cache=None if kv_cache == "none" else kv_cache, opened_by=opened_by)
 
 
 def _with_quantization(checkpoint: Checkpoint, quantization: str) -> Checkpoint:
@@ -94,6 +105,25 @@ def _with_activations(checkpoint: Checkpoint, activations: str) -> Checkpoint:
         return checkpoint if activations == "none" else replace(checkpoint, quantization=f"{formats}+{activations}")
     rounding = {name: with_activations(format, activations) for name, format in formats.items()}
     return replace(checkpoint, quantization=rounding)
+
+
+def _with_adapters(
+    checkpoint: Checkpoint,
+    adapter: str | os.PathLike[str] | None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None,
+) -> Checkpoint:
+    """The checkpoint with adapters, of which only configs and headers are read yet."""
+    if adapter is not None and adapters:
+        raise InputError(
+            f"the adapter {adapter} would be merged into the base of {next(iter(adapters))!r}; give each adapter a name"
+        )
+    if adapters and "" in adapters:
+        raise InputError("an adapter has an empty name")
+    return replace(
+        checkpoint,
+        merged=None if adapter is None else read_adapter(adapter),
+        adapters={name: read_adapter(folder) for name, folder in (adapters or {}).items()},
+    )
 
 
 def load_architecture(

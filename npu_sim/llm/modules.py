@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from npu_compiler.errors import InputError
+from npu_sim.llm.adapter_rows import AdapterRows
 from npu_sim.llm.attention import GatheredPlaces, PagePlaces, Paging, Places, RowPlaces
 
 
@@ -255,7 +256,7 @@ class PagedCausalLM(nn.Module):
     forward: tokens, positions, sequences [N], slots [N] (the row of the pools that a token's keys and values are
     written to), tables [S, T] (see `Paging`); outputs [R], indices of the tokens after which a token is to be chosen;
     history [H], tokens that earlier steps have chosen; places [R], where in it to write the chosen ones; k and v: per
-    layer [rows, KV heads, head dim]
+    layer [rows, KV heads, head dim]; adapters [N], each token's, where there are some (see `AdapterRows`)
     → logits [R, vocab] after the tokens at `outputs`, in float32; the history with the chosen tokens, which are the
     argmax (the lowest id on ties), or -1 where that logit is not finite; the updated k and v of each layer in turn.
 
@@ -265,15 +266,17 @@ class PagedCausalLM(nn.Module):
     Args:
         causal: A module whose attention function is `attend_to_pages`, or `attend_to_rows` where the form is not paged.
         block_size: Rows per block of the pools.
+        chosen: What the module's linear layers take the adapters of rows from. None: there are no adapters.
     """
 
-    def __init__(self, causal: Any, form: StateForm, block_size: int) -> None:
+    def __init__(self, causal: Any, form: StateForm, block_size: int, chosen: AdapterRows | None = None) -> None:
         super().__init__()
         for name, child in causal.named_children():
             self.add_module(name, child)
         self._causal = (causal,)  # in a tuple, so that its parameters are not registered a second time
         self._form = form
         self._block_size = block_size
+        self._chosen = chosen
 
     def forward(
         self,
@@ -287,8 +290,14 @@ class PagedCausalLM(nn.Module):
         places: torch.Tensor,
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
+        adapters: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
+        self._choose_adapters(adapters, outputs)
         return self._step((tokens, positions, sequences, slots, tables, outputs), history, places, k, v, _best_tokens)
+
+    def _choose_adapters(self, adapters: torch.Tensor | None, outputs: torch.Tensor) -> None:
+        if self._chosen is not None and adapters is not None:
+            self._chosen.rows, self._chosen.outputs = adapters, outputs
 
     def _step(
         self,
@@ -340,7 +349,9 @@ class PagedSampling(PagedCausalLM):
         uniforms: torch.Tensor,
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
+        adapters: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
+        self._choose_adapters(adapters, outputs)
         batch, choose = (tokens, positions, sequences, slots, tables, outputs), _Drawing(settings, uniforms)
         return self._step(batch, history, places, k, v, choose)
 

@@ -104,6 +104,8 @@ class LanguageModel:
             DeviceError: the device is unknown, cannot be used, or is out of memory.
         """
         check_penalty(checkpoint.repetition_penalty)
+        if checkpoint.adapters:
+            raise InputError("adapters with names are for an engine's requests; give one as `adapter`, to be merged")
         self.checkpoint = checkpoint
         self.repetition_penalty = checkpoint.repetition_penalty
         self.model = ContiguousModel(

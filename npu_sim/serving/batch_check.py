@@ -40,6 +40,8 @@ def check_batch(batch: Batch, model: BatchModel, chosen: int) -> None:
         if values and not low <= min(values) <= max(values) < end:
             wrong = next(value for value in values if not low <= value < end)
             raise InputError(f"the batch's {name} must be from {low} to {end - 1}, not {wrong}")
+    if batch.adapters is not None and batch.adapters.shape != (len(batch.tables),):
+        raise InputError(f"the batch's adapters have shape {list(batch.adapters.shape)}, not {[len(batch.tables)]}")
     if rows > 1 and (batch.outputs[1:] <= batch.outputs[:-1]).any():
         raise InputError("the batch's outputs must increase")
     tables = batch.tables

@@ -77,6 +77,7 @@ class Engine:
         self._tokenizer = None if checkpoint is None else checkpoint.tokenizer
         self._stop_ids = frozenset[int]() if checkpoint is None else checkpoint.end_ids()
         self._penalty = 1.0 if checkpoint is None else checkpoint.repetition_penalty
+        self._adapters = {} if checkpoint is None else {name: n for n, name in enumerate(checkpoint.adapters)}
         self._max_waiting = max_waiting
         drafter = PromptLookup() if speculate == "ngram" else speculate
         self._arrivals = count()
@@ -176,6 +177,8 @@ class Engine:
             raise InputError(f"the timeout must be above 0 seconds, not {request.timeout}")
         if request.stop and self._tokenizer is None:
             raise InputError("stop strings need a tokenizer, which this engine does not have")
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise InputError(f"there is no adapter {request.adapter!r:.80} here")
         if "" in request.stop:
             raise InputError("a stop string is empty")
         sampling = request.sampling
@@ -198,6 +201,8 @@ class Engine:
             token_filter=request.token_filter,
             logprobs=request.logprobs,
             tenant=request.tenant,
+            adapter=request.adapter,
+            adapter_place=-1 if request.adapter is None else self._adapters[request.adapter],
             deadline=None if request.timeout is None else now + request.timeout,
             timeout=request.timeout,
             last_time=now,

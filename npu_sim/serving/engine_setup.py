@@ -54,6 +54,8 @@ class ReplicaSettings:
         tune: Use the kernels that measurements find the fastest, on the CPU.
         draft: Source for `load_checkpoint` of the model that guesses tokens, if any.
         cpu_level: Instruction set of the CPU kernels. Default: the best one there.
+        adapter: Folder there of the adapter that is merged into the weights. None: there is none.
+        adapters: Names and folders there of the adapters that requests choose.
     """
 
     model: str
@@ -65,6 +67,8 @@ class ReplicaSettings:
     engine: EngineSettings = EngineSettings()
     draft: str | None = None
     cpu_level: str | None = None
+    adapter: str | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
 
 
 def open_model(

@@ -91,6 +91,11 @@ class PagedModel(CompiledModel):
             max_sequences = self.max_sequences = min(max_sequences, max(1, COPIED_ROWS // (per_sequence * block_size)))
         self.max_outputs = min(max_tokens, max_sequences)
         self.blocks = DEFAULT_SEQUENCES * per_sequence if blocks is None else blocks
+        if checkpoint.adapters and tensor_parallel != 1:
+            raise InputError(
+                "adapters that requests choose are not divided among devices; merge one into the weights (--adapter "
+                "DIR), or leave out --tensor-parallel"
+            )
         settings = {
             "block_size": block_size,
             "blocks": self.blocks,
@@ -144,7 +149,13 @@ class PagedModel(CompiledModel):
             next_overwritten.tokens()
         for name, program in self._programs.items():
             for _ in range(self.device.backend.first_runs if name != COPY else 0):
-                for x in ("tokens", "positions", "sequences", "outputs"):
+                for x in (
+                    "tokens",
+                    "positions",
+                    "sequences",
+                    "outputs",
+                    *(["adapters"] if self.checkpoint.adapters else []),
+                ):
                     program.fill(x, empty)
                 program.fill("slots", empty, rest=self.blocks * self.block_size)
                 program.fill("places", self._places[place][: cast(tuple[PagedShape, bool], name)[0].outputs])
@@ -176,7 +187,7 @@ class PagedModel(CompiledModel):
         tokens, sequences, tables = batch.tokens, batch.sequences, batch.tables
         if last is not None and (tokens < 0).any():
             tokens = np.where(tokens < 0, last.stand_in(-1 - tokens), tokens)
-        shape = self._shape_for(len(tokens), len(batch.outputs))
+        shape, chosen = self._shape_for(len(tokens), len(batch.outputs)), self._adapters_of(batch)
         if len(tables) > shape.sequences:
             used, order = np.unique(sequences, return_inverse=True)
             sequences, tables = order.astype(np.int32), tables[used]
@@ -197,6 +208,8 @@ class PagedModel(CompiledModel):
         program.fill("tables", tables[:, : shape.blocks_per_sequence], rest=None)
         program.fill("outputs", batch.outputs)
         program.fill("places", self._places[place][: shape.outputs])
+        if chosen is not None:
+            program.fill("adapters", chosen, rest=-1)
         if samples:
             program.fill("settings", batch.settings)
             program.fill("uniforms", batch.uniforms)
@@ -207,6 +220,20 @@ class PagedModel(CompiledModel):
         self._kept[place] = result
         self._launched += 1
         return result
+
+    def _adapters_of(self, batch: Batch) -> NDArray[np.int32] | None:
+        """[N]: the place of each token's adapter, -1 for the base; None where the model has none.
+
+        Raises:
+            InputError: there is no such adapter.
+        """
+        chosen, count = batch.adapters, len(self.checkpoint.adapters)
+        if chosen is not None and chosen.size and not -1 <= chosen.min() <= chosen.max() < count:
+            raise InputError(f"the batch's adapters must be from -1 to {count - 1}")
+        if not count:
+            return None
+        places = np.full(len(batch.tables), -1, np.int32) if chosen is None else chosen
+        return places[batch.sequences]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, each (from, to), in all layers, after the steps launched so far.

@@ -34,6 +34,7 @@ class Request:
         ignore_eos: Whether `stop_ids` do not end the sequence.
         logprobs: If given, each token comes with its log probability and those of this many most probable ones.
         tenant: Blocks of the prefix cache are shared within a tenant only.
+        adapter: Name of one of the checkpoint's adapters. None: the base alone.
         token_filter: Restricts the tokens that may come next.
         timeout: Seconds after which the request ends with an error, queueing included. Default: none.
     """
@@ -47,6 +48,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
     tenant: str = ""
+    adapter: str | None = None
     token_filter: TokenFilter | None = None
     timeout: float | None = None
 

@@ -311,6 +311,7 @@ WRONG = [
         ["generate", "model", "-p", "Hi", "--kv-cache", "int4"],
         "unknown format of a KV cache 'int4'; choose one of none, int8, fp8",
     ),
+    (["generate", "model", "-p", "Hi", "--adapter", "absent"], "absent has no adapter_config.json"),
     (["generate", "model", "-p", "Hi", "--tensor-parallel", "0"], "Invalid value for '--tensor-parallel'"),
     # serve
     *options(
@@ -325,6 +326,7 @@ WRONG = [
         (["--context-length", "0"], "Invalid value for '--context-length'"),
         (["--cache-tokens", "0"], "Invalid value for '--cache-tokens'"),
         (["--tensor-parallel", "0"], "Invalid value for '--tensor-parallel'"),
+        (["--adapter", "one=absent"], "absent has no adapter_config.json"),
         (["--ray-address", "auto"], "--ray-address is for replicas on a Ray cluster; add --ray"),
         (["--replicas", "2"], "--replicas is for replicas on a Ray cluster; add --ray"),
         (["--replica-cpus", "0"], "Invalid value for '--replica-cpus'"),

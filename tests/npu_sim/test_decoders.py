@@ -238,7 +238,7 @@ def test_an_adapter_is_said_to_be_one(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "alone" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     beside = changed(llama, tmp_path / "beside", "adapter_config.json", peft_type="LORA")
     for folder, name in ((tmp_path / "alone", " for 'org/base'"), (beside, "")):
-        with pytest.raises(InputError, match=f"holds a LoRA adapter{name}, not a whole model; merge the two"):
+        with pytest.raises(InputError, match=f"holds a LoRA adapter{name}, not a whole model; open the base model and"):
             load_checkpoint(folder)
 
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from toy_batches import VOCAB, EvenTimes, ToyModel, ToyResult, alone
 
 from npu_sim.llm.engine.batch import Batch
-from npu_sim.llm.engine.blocks import BlockPool, next_digest, tenant_digest
+from npu_sim.llm.engine.blocks import BlockPool, first_digest, next_digest
 from npu_sim.llm.engine.core import EngineCore, SequenceOutput
 from npu_sim.llm.engine.sequence import Sequence
 from npu_sim.llm.engine.step_times import FIRST_TOKENS, LEAST_TOKENS, SLOWER, StepTimes
@@ -683,7 +683,7 @@ def test_prompt_lookup_continues_what_came_before() -> None:
 
 def test_the_least_recently_released_block_leaves_the_cache_first_and_successors_before_it() -> None:
     pool = BlockPool(3)
-    first = tenant_digest("ann")
+    first = first_digest("ann")
     digests = [first := next_digest(first, [token]) for token in range(3)]
     blocks = [pool.allocate() for _ in digests]
     assert None not in blocks and pool.allocate() is None

@@ -283,7 +283,7 @@ def served(
     """
     engine = engine or FakeEngine(checkpoint.tokenizer, script, capacity)
     bounds = replace(Limits(), **limits)
-    model = ServedModel(NAME, ModelText(checkpoint), CONTEXT)
+    model = ServedModel(NAME, ModelText(checkpoint), CONTEXT, tuple(checkpoint.adapters))
     application = make_application(model, engine, APIKeys(keys or {}), bounds, only_loopback=True)
     with running(application, bounds, drain_seconds) as (url, stop):
         yield Served(url, engine, application, stop)

@@ -29,6 +29,7 @@ class Batch:
         uniforms: [R], float32: a random number from [0, 1) for each output.
         upcoming: Function from a count to the random numbers of the sequence's next tokens, so that a model can upload
             those of many steps at once. None but in a step of one token.
+        adapters: [S], int32: the place of each sequence's adapter among the model's; -1 for the base. None: all are -1.
     """
 
     tokens: NDArray[np.int32]
@@ -39,6 +40,7 @@ class Batch:
     settings: NDArray[np.float32]
     uniforms: NDArray[np.float32]
     upcoming: Callable[[int], NDArray[np.float32]] | None = None
+    adapters: NDArray[np.int32] | None = None
 
 
 class StepResult(Protocol):

@@ -1,13 +1,13 @@
 """`BlockPool`: the blocks of a KV pool, their holders, and the prefixes in them that later prompts can reuse.
 
-A block that is full of known tokens gets a digest, chained over the tenant and all tokens up to its end. A prompt with
-the same beginning shares the block instead of computing it again. A block that nobody holds stays cached until the pool
-needs it; the least recently released one goes first.
+A block that is full of known tokens gets a digest, chained over the tenant, the adapter and all tokens up to its end. A
+prompt with the same beginning shares the block instead of computing it again. A block that nobody holds stays cached
+until the pool needs it; the least recently released one goes first.
 
 Invariants:
 1. Every block is either free, cached and held by nobody, or held by one or more sequences.
 2. A block with a digest is never written: its holders write to later blocks only, or to a copy of it.
-3. Two blocks never have the same digest; a digest covers the tenant, so a block is held by one tenant only.
+3. Two blocks never have the same digest; a digest covers tenant and adapter, which all holders of a block share.
 4. A block is not released before a block that follows it in the same sequence, so its successors leave the cache first.
 """
 
@@ -20,9 +20,16 @@ import numpy as np
 _DIGEST_BYTES = 16
 
 
-def tenant_digest(tenant: str) -> bytes:
-    """The digest before the first block of a tenant's sequences."""
-    return hashlib.blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+def first_digest(tenant: str, adapter: str | None = None) -> bytes:
+    """The digest before the first block of a tenant's sequences with an adapter. None: with the base alone."""
+    digest = hashlib.blake2b(_encoded(tenant), digest_size=_DIGEST_BYTES).digest()
+    if adapter is None:
+        return digest
+    return hashlib.blake2b(_encoded(adapter), digest_size=_DIGEST_BYTES, key=digest, person=b"adapter").digest()
+
+
+def _encoded(name: str) -> bytes:
+    return name.encode("utf-8", "surrogatepass")
 
 
 def next_digest(digest: bytes, tokens: Sequence[int]) -> bytes:

@@ -121,4 +121,5 @@ class PlannedStep:
             settings[self._choosers],
             np.array(self._uniforms, np.float32),
             upcoming,
+            np.array([sequence.adapter_place for sequence in sequences], np.int32),
         )

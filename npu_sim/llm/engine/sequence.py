@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from npu_sim.llm.engine.blocks import next_digest, tenant_digest
+from npu_sim.llm.engine.blocks import first_digest, next_digest
 from npu_sim.llm.sampling import Drawing, Sampler, SamplingSettings, make_sampler
 from npu_sim.llm.speculation.budget import DraftBudget
 
@@ -48,6 +48,8 @@ class Sequence:
         token_filter: Grammar that the tokens follow.
         logprobs: Number of the most probable tokens whose log probabilities come with each token. None: none come.
         tenant: Blocks are shared within a tenant only.
+        adapter: Name of its adapter; blocks are shared with sequences of the same one only. None: the base alone.
+        adapter_place: Place of the adapter among the model's; -1: the base alone.
         deadline: Time by the engine's clock at which the sequence ends with an error.
         timeout: Seconds from submission to the deadline.
         budget: Length and budget of drafts.
@@ -79,6 +81,8 @@ class Sequence:
     token_filter: TokenFilter | None = None
     logprobs: int | None = None
     tenant: str = ""
+    adapter: str | None = None
+    adapter_place: int = -1
     deadline: float | None = None
     timeout: float | None = None
     last_time: float = 0.0
@@ -140,7 +144,7 @@ class Sequence:
     def digest(self, block: int, block_size: int) -> bytes:
         """The digest of a block that is full of known tokens."""
         while len(self.digests) <= block:
-            before = self.digests[-1] if self.digests else tenant_digest(self.tenant)
+            before = self.digests[-1] if self.digests else first_digest(self.tenant, self.adapter)
             start = len(self.digests) * block_size
             self.digests.append(next_digest(before, self.tokens[start : start + block_size]))
         return self.digests[block]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from npu_compiler.errors import InputError
-from npu_sim.llm.engine.blocks import next_digest, tenant_digest
+from npu_sim.llm.engine.blocks import first_digest, next_digest
 from npu_sim.llm.engine.stats import EngineStats
 from npu_sim.serving.engine_setup import BLOCK
 from npu_sim.serving.http.grammar import GrammarFilter
@@ -36,7 +36,7 @@ class RemoteRequest:
     @cached_property
     def digests(self) -> tuple[bytes, ...]:
         """Digests of the prompt's full blocks, as the replica's prefix cache names them."""
-        digest, digests = tenant_digest(self.request.tenant), []
+        digest, digests = first_digest(self.request.tenant, self.request.adapter), []
         prompt = self.request.prompt
         for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
             digest = next_digest(digest, prompt[start : start + BLOCK])

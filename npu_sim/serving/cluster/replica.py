@@ -28,7 +28,10 @@ class Replica:
     """Opens the model and serves it until Serve drops the actor, after the requests under way have ended."""
 
     def __init__(self, settings: ReplicaSettings, key: str) -> None:
-        checkpoint = load_checkpoint(settings.model, settings.dtype, settings.quantization, settings.activations)
+        formats, adapters = (settings.quantization, settings.activations), dict(settings.adapters)
+        checkpoint = load_checkpoint(
+            settings.model, settings.dtype, *formats, adapter=settings.adapter, adapters=adapters
+        )
         device = Device(settings.device)
         if not settings.tune:
             from npu_runtime import CPUBackend

@@ -25,7 +25,7 @@ from npu_sim.serving.http.encoders import (
     ServedEncoder,
     add_encoder_routes,
 )
-from npu_sim.serving.http.errors import APIError
+from npu_sim.serving.http.errors import APIError, model_not_found
 from npu_sim.serving.http.interface import EngineLike
 from npu_sim.serving.http.keys import APIKeys
 from npu_sim.serving.http.limits import Limits
@@ -94,7 +94,8 @@ def make_application(
         (*EMBEDDING_PATHS, *RERANK_PATHS, *SCORE_PATHS),
         "generates text, and has neither embeddings nor scores; serve an embedding model or a cross-encoder for those",
     )
-    _add_models(app, {**_model_facts(model), "sampling": dict(model.text.sampling)})
+    base = {**_model_facts(model), "sampling": dict(model.text.sampling)}
+    _add_models(app, [base, *({**base, "id": name, "parent": model.name} for name in model.adapters)])
     _add_page(app)
     return application
 
@@ -126,7 +127,7 @@ def make_encoder_application(
             (*_GENERATION_PATHS, *EMBEDDING_PATHS),
             f"is a cross-encoder, which answers {RERANK_PATHS[0]} and {SCORE_PATHS[0]} only",
         )
-    _add_models(app, _model_facts(model))
+    _add_models(app, [_model_facts(model)])
     return application
 
 
@@ -265,16 +266,19 @@ def _model_facts(model: ServedModel | ServedEncoder) -> dict[str, Any]:
     }
 
 
-def _add_models(app: FastAPI, facts: dict[str, Any]) -> None:
+def _add_models(app: FastAPI, models: Sequence[dict[str, Any]]) -> None:
+    """Add the routes that list these models, each as `_model_facts` describes it."""
+    by_name = {facts["id"]: facts for facts in models}
+
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [facts]}
+    async def all_models() -> dict[str, Any]:
+        return {"object": "list", "data": list(by_name.values())}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        if name != facts["id"]:
-            raise APIError(404, f"there is no model '{name}' here", param="model", code="model_not_found")
-        return facts
+        if name not in by_name:
+            raise model_not_found(name, *by_name)
+        return by_name[name]
 
 
 def _add_health(app: FastAPI, guard: GuardMiddleware, service: Service | EncoderService) -> None:

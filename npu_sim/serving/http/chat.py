@@ -40,6 +40,7 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str, param: str =
             **body.ends,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tenant=tenant,
+            adapter=service.adapter(body.model),
             token_filter=_filter(text, body),
             timeout=service.limits.request_seconds,
         )
@@ -74,7 +75,7 @@ class ChatWriter(ChunkWriter):
     def __init__(self, service: Service, body: ChatRequest) -> None:
         self._text = service.model.text
         self._with_usage = body.with_usage
-        self._fields = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model.name}
+        self._fields = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         names = [function.name for function in body.offered]
         form, forced = self._text.tool_format, body.must_call
         self._parsers = [CallParser(form, names, only_calls=forced) for _ in range(body.choices)]

@@ -38,6 +38,7 @@ def completion_requests(service: Service, body: CompletionRequest, tenant: str) 
                 **body.ends,
                 logprobs=0 if body.logprobs is None and body.drawn > body.choices else body.logprobs,
                 tenant=tenant,
+                adapter=service.adapter(body.model),
                 token_filter=service.model.text.guided(body.guided_regex, body.guided_grammar),
                 timeout=service.limits.request_seconds,
             )
@@ -70,7 +71,7 @@ class CompletionWriter(ChunkWriter):
     def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[Request]) -> None:
         self._text = service.model.text
         self._with_usage = body.with_usage
-        self._fields = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model.name}
+        self._fields = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         self._echoes = [self._text.decode(request.prompt) if body.echo else "" for request in requests]
         self._texts: list[list[str]] = [[echo] for echo in self._echoes]
         self._lengths = [0 for _ in requests]

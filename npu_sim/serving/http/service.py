@@ -22,6 +22,7 @@ class ServedModel:
 
     Attributes:
         name: Name that clients use.
+        adapters: Names of the adapters that clients may use instead, for the model with one of them.
         context_length: Maximum number of tokens of a prompt and its reply.
         created: Time at which it was opened, in seconds since 1970.
     """
@@ -29,6 +30,7 @@ class ServedModel:
     name: str
     text: ModelText
     context_length: int
+    adapters: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -50,9 +52,14 @@ class Service(Workers):
         self.lenient = lenient
         self.metrics = metrics
 
+    def adapter(self, name: str) -> str | None:
+        """The adapter that a request's `model` names. None: it names the base."""
+        return name if name in self.model.adapters else None
+
     def check_model(self, name: str) -> None:
-        if name != self.model.name:
-            raise model_not_found(name, self.model.name)
+        names = (self.model.name, *self.model.adapters)
+        if name not in names:
+            raise model_not_found(name, *names)
 
     def check_text(self, text: str, param: str) -> None:
         """Refuse a prompt that is too long whatever its tokens: to find them takes seconds for a million characters.
