@@ -72,6 +72,7 @@ class ToyModel:
     """
 
     shares_prefixes = True
+    rewinds = True
 
     def __init__(
         self,
