@@ -193,8 +193,8 @@ class SelfFeedingDecode(nn.Module):
 
     forward: token [1], position [1], history [S], k, v, r as in `CachedCausalLM`
     → float32 logits [1, 1, vocab], their argmax (the lowest id on ties), position + 1, history with that token at index
-    `position`, the updated k, v and r. All outputs but the logits update their inputs in place, which the caller donates.
-    If the greatest logit is not finite, the token is -1.
+    `position`, the updated k, v and r. All outputs but the logits update their inputs in place, which the caller
+    donates. If the greatest logit is not finite, the token is -1.
     """
 
     def __init__(self, causal: Any, form: StateForm) -> None:

@@ -54,7 +54,11 @@ class _Recorder(PlacedCache):
     ) -> tuple[torch.Tensor, ...]:
         """Take keys and values [1, KV heads, N, head dim]."""
         rows = [[x.shape[1], x.shape[3]] for x in (key, value)]
-        if key.shape[0] != 1 or key.shape[2] != len(self.places.queries) or self.rows.setdefault(layer_idx, rows) != rows:
+        if (
+            key.shape[0] != 1
+            or key.shape[2] != len(self.places.queries)
+            or self.rows.setdefault(layer_idx, rows) != rows
+        ):
             raise InputError(f"its layer {layer_idx} keeps {list(key.shape)}, not keys of each token by head")
         if not isinstance(self.places, PagePlaces):
             return key, value
@@ -138,12 +142,12 @@ def _takes_pieces(build: Build, states: dict[StateName, torch.Tensor], takes_mas
     Raises:
         InputError: not even a step of one token does, or the states' sizes depend on the number of tokens.
     """
-    sorts = {(name.sort, name.index) for name in states}
+    sorts = {(name.sort, name.place) for name in states}
     for count, sort in product((1, _TOKENS), sorts):
         with torch.device("meta"):
             places = _ProbedRows(torch.empty(count, dtype=torch.long), count)
         # Whether a new state comes from the old one: PyTorch notes it for gradients, with data or without.
-        traced = {name for name in states if (name.sort, name.index) == sort}
+        traced = {name for name in states if (name.sort, name.place) == sort}
         before = {name: torch.empty_like(x).requires_grad_(name in traced).clone() for name, x in states.items()}
         run = _run(build, attend_to_rows, places, takes_mask=takes_mask, states=before)
         if {name: _described(x) for name, x in run.states.items()} != {n: _described(x) for n, x in states.items()}:

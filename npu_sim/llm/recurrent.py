@@ -17,12 +17,12 @@ class StateName(NamedTuple):
 
     Attributes:
         sort: "conv" or "recurrent".
-        layer, index: Number of the layer, and of the state among those of its sort there.
+        layer, place: Number of the layer, and of the state among those of its sort there.
     """
 
     sort: str
     layer: int
-    index: int
+    place: int
 
 
 class RecurrentCache:

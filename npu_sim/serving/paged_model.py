@@ -114,7 +114,7 @@ class PagedModel(CompiledModel):
         self.lane_bytes = lane_bytes(states, checkpoint.dtype)
         self._pieces = PIECES if state_form(checkpoint).takes_pieces else ()
         lanes = 0 if self.rewinds else max_sequences + 1
-        history = KEPT_STEPS * self.max_outputs
+        history = KEPT_STEPS * self.max_outputs + 1
         self._smallest = PagedShape(1, 1, 1, per_sequence, self.blocks + 1, block_size, history, lanes)
         self._places = _history_places(self.max_outputs)
         self._launched = 0
@@ -196,7 +196,7 @@ class PagedModel(CompiledModel):
         """
         last = self._kept[(self._launched - 1) % KEPT_STEPS]
         check_batch(batch, self, 0 if last is None else last.count)
-        tokens, sequences, tables = batch.tokens, batch.sequences, batch.tables
+        tokens = batch.tokens
         if last is not None and (tokens < 0).any():
             tokens = np.where(tokens < 0, last.stand_in(-1 - tokens), tokens)
         place = self._launched % KEPT_STEPS
@@ -220,7 +220,8 @@ class PagedModel(CompiledModel):
         if self.rewinds:
             shape = self._shape_for(len(batch.tokens), len(batch.outputs))
         else:
-            shape = self._shape_of(*batch.tokens.shape, len(batch.outputs))
+            count, each = batch.tokens.shape
+            shape = self._shape_of(count, each, len(batch.outputs))
         if len(tables) > shape.sequences:
             used, order = np.unique(sequences, return_inverse=True)
             sequences, tables = order.astype(np.int32), tables[used]
@@ -318,9 +319,10 @@ def _context_length(checkpoint: Checkpoint, requested: int | None) -> int:
 
 
 def _history_places(outputs: int) -> NDArray[np.int32]:
-    """[kept steps, outputs]: the place in the history of each output's token; padded ones share the last place."""
-    columns = np.minimum(np.arange(_power_of_two(outputs), dtype=np.int32), outputs - 1)
-    return np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * outputs + columns
+    """[kept steps, outputs]: the place in the history of each output's token; all have a spare one for padding."""
+    columns = np.arange(_power_of_two(outputs), dtype=np.int32)
+    places = np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * outputs + columns
+    return np.where(columns < outputs, places, KEPT_STEPS * outputs).astype(np.int32)
 
 
 def _check_options(

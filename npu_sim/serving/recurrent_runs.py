@@ -19,7 +19,7 @@ PIECES = (64, 8)  # tokens of one sequence in a run; each is a trace and a progr
 
 
 def divide_step(batch: Batch, pieces: Sequence[int]) -> Iterator[Batch]:
-    """Yield the runs of a step, in order, as batches whose tokens, positions and sequences are [sequences, tokens each].
+    """Yield the runs of a step as batches, in order; their tokens, positions and sequences are [sequences, tokens each].
 
     Args:
         pieces: Possible numbers of tokens of one sequence, decreasing.
@@ -43,7 +43,7 @@ def _earlier(firsts: list[int], lasts: list[int], pieces: Sequence[int]) -> Iter
         for size in pieces:
             while last - start >= size:
                 yield np.arange(start, start + size)[None]
-                start += size  # noqa: PLW2901 -- how far the sequence is
+                start += size
         rests.append((start, last))
     for step in range(max(last - start for start, last in rests)):
         yield np.array([[start + step] for start, last in rests if start + step < last])
@@ -69,7 +69,7 @@ def check_lanes(batch: Batch, lanes: int) -> None:
     """Refuse a batch that does not fit recurrent states.
 
     Raises:
-        InputError: its lanes are missing, shared or outside the pool, or an output is not after a sequence's last token.
+        InputError: its lanes are missing, shared or no lanes of the model, or an output is not after a last token.
     """
     held, lasts = batch.lanes, _lasts(batch)
     if held is None or held.shape != (len(batch.tables),):

@@ -7,6 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+NO_DRAFTS = "the model's layers have recurrent states, which cannot be taken back after a wrong draft; choose no drafts"
+
 
 @dataclass(frozen=True)
 class Batch:

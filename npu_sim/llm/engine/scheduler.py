@@ -15,7 +15,7 @@ Invariants:
 4. As many sequences run as one step can hold, so every running sequence that can take its next token takes it.
 5. Each sequence fits into the pool alone, takes blocks from later ones only, and waits where the later ones are already
    part of the step; nothing is admitted meanwhile. So the earliest running sequence ends, and then every one.
-6. A running sequence's slot is its own, for recurrent states too: one that is admitted again begins with its first token.
+6. A running sequence's slot is its own, with the recurrent states there. One that is admitted again begins anew.
 7. A block that is released before its sequence ends lies behind the window of every token that is still to be computed.
 """
 
@@ -26,15 +26,13 @@ from collections import Counter
 import numpy as np
 
 from npu_compiler.errors import InputError
-from npu_sim.llm.engine.batch import BatchModel
+from npu_sim.llm.engine.batch import NO_DRAFTS, BatchModel
 from npu_sim.llm.engine.blocks import BlockPool
 from npu_sim.llm.engine.planned_step import Choice, PlannedStep
 from npu_sim.llm.engine.sequence import Sequence
 from npu_sim.llm.engine.step_times import StepTimes
 from npu_sim.llm.speculation.lookup import Drafter
 from npu_sim.llm.speculation.planner import Speculation
-
-NO_DRAFTS = "the model's layers have recurrent states, which cannot be taken back after a wrong draft; choose no drafts"
 
 
 class Scheduler:
