@@ -19,7 +19,7 @@ PIECES = (64, 8)  # tokens of one sequence in a run; each is a trace and a progr
 
 
 def divide_step(batch: Batch, pieces: Sequence[int]) -> Iterator[Batch]:
-    """Yield the runs of a step as batches, in order; their tokens, positions and sequences are [sequences, tokens each].
+    """Yield the runs of a step in order as batches whose tokens, positions and sequences are [sequences, tokens].
 
     Args:
         pieces: Possible numbers of tokens of one sequence, decreasing.

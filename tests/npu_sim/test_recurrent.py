@@ -90,7 +90,7 @@ def test_sequences_of_different_lengths_and_preempted_ones_get_the_tokens_of_tra
 
 
 def test_a_conversation_goes_on_from_the_state_and_another_begins_anew(folder: Path) -> None:
-    """What is computed cannot be taken back: a prompt that does not continue the whole sequence is computed anew."""
+    """A recurrent state cannot be taken back: other prompts than continuations are computed anew."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours = LanguageModel(opened(folder), cache_length=64, chunk=8, device="cpu")
     prompt = [5, 9, 77, 31, 2, 8, 9, 9, 60, 31, 17]
