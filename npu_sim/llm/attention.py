@@ -18,6 +18,7 @@ from torch import nn
 
 from npu_compiler.errors import InputError
 from npu_runtime.cpu.torch_kernels import attention
+from npu_sim.llm.recurrent import folded
 
 MaskFunction = Callable[..., Any]
 """transformers' (batch, head, position of the query, position of the key) → whether that is seen, by broadcasting."""
@@ -209,6 +210,7 @@ def _(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any) ->
     return query.new_empty(*query.shape[:2], values.shape[2])
 
 
+@folded
 def attend_to_pages(
     module: nn.Module,
     query: torch.Tensor,
@@ -238,6 +240,7 @@ def attend_to_pages(
     return paged_attention(tokens, keys, values, *where, paging.block_size, scale)[None], None
 
 
+@folded
 def attend_to_rows(
     module: nn.Module,
     query: torch.Tensor,

@@ -12,9 +12,10 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.compiled_model import CompiledModel, Report
 from npu_sim.llm.context import context_length
 from npu_sim.llm.engine.batch import Batch, StepResult
-from npu_sim.llm.graph import compile_decode_loop, compile_prefill, has_prefill
+from npu_sim.llm.graph import compile_decode_loop, compile_prefill, has_prefill, layer_states, state_form
 from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
 from npu_sim.llm.sampling import Logits, choose_by
+from npu_sim.llm.state import is_recurrent
 from npu_sim.llm.step_program import ProgramName, StepProgram
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ContiguousModel(CompiledModel):
 
     Attributes:
         chunks: Tokens per run of the prefill programs that may be compiled.
+        end: Number of tokens of the sequence that the last step has left in the state.
     """
 
     blocks = max_sequences = max_outputs = 1
@@ -64,7 +66,10 @@ class ContiguousModel(CompiledModel):
         settings = {"cache_length": length, "chunk": chunk}
         super().__init__(checkpoint, device, settings, tensor_parallel=tensor_parallel, rank=rank)
         self.runs_ahead = self.device.backend.runs_in_flight - 1
+        self.rewinds, self.end = not is_recurrent(layer_states(checkpoint)), 0
         self.chunks = tuple(size for size in CHUNKS if size <= length) if chunk is None else (self._fixed_chunk,)
+        if not state_form(checkpoint).takes_pieces:
+            self.chunks, self._fixed_chunk = (), 1
         self._has_fixed_chunk = chunk is not None
         self._last: _TokenResult | None = None
         self._begin(DECODE, length, progress)
@@ -102,8 +107,10 @@ class ContiguousModel(CompiledModel):
         """Tokens of each run that prefills `count` tokens: 1 is a decode step, else it is a prefill program's size."""
         if self._has_fixed_chunk:
             whole, rest = divmod(count, self._fixed_chunk)
-            return whole * [self._fixed_chunk] + ([1] if rest == 1 else [self._fixed_chunk] if rest else [])
-        return divide(count, self._compiled, self.chunks, GPU_RUN if self.runs_ahead else CPU_RUN)
+            singly = rest < 2 or not self.rewinds
+            return whole * [self._fixed_chunk] + (rest * [1] if singly else [self._fixed_chunk])
+        run = GPU_RUN if self.runs_ahead else CPU_RUN
+        return divide(count, self._compiled, self.chunks, run, may_pad=self.rewinds)
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
         """The next piece of a prompt whose tokens from `start` to `end` are not computed: where it starts and ends.
@@ -117,6 +124,7 @@ class ContiguousModel(CompiledModel):
         """Launch one token of the sequence, or one piece of its prompt; see `BatchModel`."""
         result = self._decode(batch) if len(batch.tokens) == 1 else self._prefill(batch)
         self._last = result
+        self.end = int(batch.positions[-1]) + 1
         return result
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

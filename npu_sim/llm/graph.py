@@ -20,7 +20,7 @@ from npu_sim.llm.adapters import Linear, adapter_ranks, check_adapter
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
 from npu_sim.llm.expert_weights import ExpertNames, ExpertParts, Joined, expert_names
 from npu_sim.llm.families import SENSES
-from npu_sim.llm.state import FULL_ATTENTION, LayerState
+from npu_sim.llm.state import FULL_ATTENTION, RECURRENT, LayerState, is_recurrent
 
 if TYPE_CHECKING:
     import torch
@@ -99,23 +99,33 @@ def layer_states(checkpoint: Checkpoint) -> list[LayerState]:
     """The state of each layer that has some. Raises InputError where a layer keeps something that no kind describes."""
     facts = _facts(checkpoint)["state"]
     rows, windows = facts["rows"], facts["windows"]
-    return [
+    keyed = [
         LayerState(FULL_ATTENTION, tuple(tuple(row) for row in layer), window)
         for layer, window in zip(rows, windows, strict=True)
     ]
+    return keyed + [LayerState(RECURRENT, (tuple(row),), dtype=dtype) for _, row, dtype in facts["recurrent"]]
 
 
 def kv_shapes(checkpoint: Checkpoint, cache_length: int) -> list[list[tuple[int, int, int, int]]]:
     """The shapes of each layer's keys and values: [1, KV heads, cache length, head dim]."""
-    return [[(1, row[0], cache_length, row[1]) for row in state.rows] for state in layer_states(checkpoint)]
+    states = (state for state in layer_states(checkpoint) if not state.kind.is_recurrent)
+    return [[(1, row[0], cache_length, row[1]) for row in state.rows] for state in states]
 
 
 def state_form(checkpoint: Checkpoint) -> "StateForm":
     """The form in which the checkpoint's module keeps and reads its state."""
     from npu_sim.llm.modules import StateForm
+    from npu_sim.llm.recurrent import StateName
 
     facts = _facts(checkpoint)["state"]
-    return StateForm(tuple(facts["layers"]), facts["is_additive"], facts["is_paged"], facts["takes_mask"])
+    return StateForm(
+        tuple(facts["layers"]),
+        facts["is_additive"],
+        facts["is_paged"],
+        facts["takes_mask"],
+        tuple(StateName(*name) for name, *_ in facts["recurrent"]),
+        facts["takes_pieces"],
+    )
 
 
 def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dict[str, Any]:
@@ -169,6 +179,7 @@ class PagedShape:
         blocks_per_sequence: The most blocks of a sequence.
         blocks, block_size: Blocks in the pool, and tokens per block.
         history: Chosen tokens that are kept.
+        lanes: Places for sequences' recurrent states. 0: the model has none.
     """
 
     tokens: int
@@ -178,6 +189,7 @@ class PagedShape:
     blocks: int
     block_size: int
     history: int
+    lanes: int = 0
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,9 @@ def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[s
     """
     from npu_compiler.graph.symbolic import specialize
 
+    if is_recurrent(layer_states(checkpoint)):
+        reason = "layers with a recurrent state are not simulated; choose a model of attention alone"
+        raise _unsupported(checkpoint, InputError(reason))
     name = f"{checkpoint.config.model_type}-contiguous-ir"
     ir = cached_facts(name, ["contiguous", _model_key(checkpoint)], lambda: _symbolic_contiguous(checkpoint))
     cache = f"{FULL_ATTENTION.tensors[0]}_0"
@@ -239,15 +254,18 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
     """
     from npu_compiler.graph.symbolic import specialize
 
-    key = ["paged", sampling, shape.block_size, _model_key(checkpoint), *_adapters_key(checkpoint)]
+    each = shape.tokens // shape.sequences if shape.lanes else 0
+    sequences = [] if each > 1 else [shape.sequences]
+    key = ["paged", sampling, shape.block_size, each, _model_key(checkpoint), *_adapters_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-paged-ir"
-    ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape.block_size, sampling))
+    ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape.block_size, sampling, each))
     given = {
-        "tokens": [shape.tokens],
-        "tables": [shape.sequences, shape.blocks_per_sequence],
+        "tokens": sequences if each else [shape.tokens],
+        "tables": [*sequences, shape.blocks_per_sequence],
         "outputs": [shape.outputs],
         "history": [shape.history],
         f"{FULL_ATTENTION.tensors[0]}_0": [shape.blocks * shape.block_size],
+        f"{RECURRENT.tensors[0]}_0": [shape.lanes],
     }
     specialized: dict[str, Any] = specialize(ir, _sizes(ir, given))
     return specialized
@@ -257,7 +275,7 @@ def _sizes(ir: dict[str, Any], given: Mapping[str, list[int]]) -> dict[str, int]
     """The values of symbols.
 
     Args:
-        given: Input → values of the last symbols of its shape.
+        given: Input → values of the last symbols of its shape; those that the graph lacks are left out.
     """
     from npu_compiler.graph.symbolic import KEY
 
@@ -265,12 +283,18 @@ def _sizes(ir: dict[str, Any], given: Mapping[str, list[int]]) -> dict[str, int]
     return {
         symbol: size
         for x, values in given.items()
+        if x in symbols
         for symbol, size in zip(symbols[x][-len(values) :], values, strict=True)
     }
 
 
-def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> dict[str, Any]:
-    """The IR of a paged module whose sizes are symbols, as JSON data."""
+def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool, each: int) -> dict[str, Any]:
+    """The IR of a paged module whose sizes are symbols, as JSON data.
+
+    Args:
+        each: Number of tokens of each sequence, where the model has recurrent states; above 1, there is one sequence.
+            0: the model has none.
+    """
     require_torch("tracing a model")
     import torch
     from torch.export import Dim
@@ -283,9 +307,17 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     causal = meta_model(checkpoint, attend_to_pages if form.is_paged else attend_to_rows)
     # Any sizes will do, if each is another.
     examples = {"tokens": 6, "outputs": 3, "sequences": 4, "blocks": 5, "history": 16, "rows": 7 * block_size}
-    symbols = {name: Dim(name, min=2) for name in examples}
-    names = [*[["tokens"]] * 4, ["sequences", "blocks"], ["outputs"], ["history"], ["outputs"]]
-    inputs: list[Any] = [torch.empty([examples[x] for x in sizes], dtype=torch.long, device="meta") for sizes in names]
+    examples["lanes"] = 9
+    symbols: dict[str, Any] = {name: Dim(name, min=2) for name in examples} | {"each": None}
+    if each > 1:
+        examples["sequences"], symbols["sequences"] = 1, None
+    batch = ["sequences", "each"] if each else ["tokens"]
+    names = [*[batch] * 4, ["sequences", "blocks"], ["outputs"], ["history"], ["outputs"]]
+
+    def integers(sizes: list[str]) -> Any:
+        return torch.empty([{**examples, "each": each}[x] for x in sizes], dtype=torch.long, device="meta")
+
+    inputs = [integers(sizes) for sizes in names]
     if sampling:
         inputs += [torch.empty(examples["outputs"], *more, device="meta") for more in ([3], [])]
         names += [["outputs"]] * 2
@@ -298,6 +330,10 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
         chosen = add_adapters(causal, adapter_ranks(checkpoint.adapters.values()), len(checkpoint.adapters))
         inputs.append(torch.empty(examples["tokens"], dtype=torch.long, device="meta"))
         dynamic.append({0: symbols["tokens"]})
+    if each:
+        states = _empty_recurrent(checkpoint, examples["lanes"])
+        inputs += [None, integers(["sequences"]), states]
+        dynamic += [None, {0: symbols["sequences"]}, [{0: symbols["lanes"]}] * len(states)]
     model = (PagedSampling if sampling else PagedCausalLM)(causal, form, block_size, chosen)
     return _trace_symbolic(checkpoint, model, tuple(inputs), dynamic, "paged")
 
@@ -338,7 +374,7 @@ def extract_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int, divisio
 
 
 def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[list["torch.Tensor"]]:
-    """Tensors of `rows` rows for the layers' state: a list of each kind, with one for each layer.
+    """Tensors of `rows` rows for the layers' keys and values: a list of each, with one for each layer.
 
     Args:
         division: Devices that divide the rows.
@@ -352,26 +388,37 @@ def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[l
 
 
 def _empty_caches(checkpoint: Checkpoint, cache_length: int, sequences: int = 1) -> list[list["torch.Tensor"]]:
-    """Tensors [sequences, KV heads, cache length, head dim] for the layers' state: for each kind a list by layer."""
+    """Tensors for the layers' state, a list of each kind by layer: [sequences, KV heads, cache length, head dim]."""
 
     def shape(state: LayerState, row: tuple[int, ...]) -> tuple[int, ...]:
         heads, *width = row
         return sequences, heads, cache_length, *width
 
-    return _empty_state(checkpoint, shape)
+    states = _empty_recurrent(checkpoint, sequences)
+    return [*_empty_state(checkpoint, shape), *([states] if states else [])]
+
+
+def _empty_recurrent(checkpoint: Checkpoint, lanes: int) -> list["torch.Tensor"]:
+    """Tensors of `lanes` lanes for the recurrent states."""
+    states = [state for state in layer_states(checkpoint) if state.kind.is_recurrent]
+    return [_empty(checkpoint, state, (lanes, *row)) for state in states for row in state.rows]
 
 
 def _empty_state(
     checkpoint: Checkpoint, shape: Callable[[LayerState, tuple[int, ...]], tuple[int, ...]]
 ) -> list[list["torch.Tensor"]]:
+    layers: dict[str, list[torch.Tensor]] = {tensor: [] for tensor in FULL_ATTENTION.tensors}
+    for state in layer_states(checkpoint):
+        for tensor, row in zip(state.kind.tensors, state.rows, strict=True) if not state.kind.is_recurrent else ():
+            layers[tensor].append(_empty(checkpoint, state, shape(state, row)))
+    return list(layers.values())
+
+
+def _empty(checkpoint: Checkpoint, state: LayerState, shape: tuple[int, ...]) -> "torch.Tensor":
     import torch
 
-    layers: dict[str, list[torch.Tensor]] = {}
-    for state in layer_states(checkpoint):
-        dtype = getattr(torch, state.kind.dtype or checkpoint.dtype)
-        for tensor, row in zip(state.kind.tensors, state.rows, strict=True):
-            layers.setdefault(tensor, []).append(torch.empty(shape(state, row), dtype=dtype, device="meta"))
-    return list(layers.values())
+    dtype = getattr(torch, state.dtype or state.kind.dtype or checkpoint.dtype)
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _trace(checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], name: str) -> dict[str, Any]:

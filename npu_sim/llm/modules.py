@@ -15,16 +15,18 @@ from torch import nn
 from npu_compiler.errors import InputError
 from npu_sim.llm.adapter_rows import AdapterRows
 from npu_sim.llm.attention import GatheredPlaces, PagePlaces, Paging, Places, RowPlaces
+from npu_sim.llm.recurrent import RecurrentCache, StateName, read_lanes, write_lanes
 
 
-class PlacedCache:
+class PlacedCache(RecurrentCache):
     """A cache as transformers asks for it, of tokens whose places say which keys there are."""
 
     is_compileable = True
     is_sliding = ()
 
-    def __init__(self, places: Places) -> None:
-        self.places = places
+    def __init__(self, places: Places, states: dict[StateName, torch.Tensor] | None = None) -> None:
+        """Begin with these recurrent states; None: with none."""
+        self.places, self.states = places, states or {}
 
     def get_query_offset(self, *_: Any) -> Places:
         """Return what `visible` gets as the offset of the queries."""
@@ -39,7 +41,7 @@ class PlacedCache:
         return positions - torch.arange(positions.shape[0], device=positions.device)
 
     def __getattr__(self, name: str) -> Any:
-        raise OtherStateError(f"its layers keep more than keys and values between tokens ('{name}' of the cache)")
+        raise OtherStateError(f"its layers keep more than keys, values and recurrent states ('{name}' of the cache)")
 
 
 class OtherStateError(InputError, AttributeError):
@@ -56,6 +58,7 @@ class _Cache(PlacedCache):
             heads, head dim] slots.
         tensors: Keys and values, each a list with a tensor for each layer that has them.
         layers: Number of each of these layers; None: all from 0 on.
+        states: Recurrent states of the step's sequences; None: the model has none.
     """
 
     def __init__(
@@ -64,20 +67,22 @@ class _Cache(PlacedCache):
         tensors: Sequence[Sequence[torch.Tensor]],
         places: Places,
         layers: Sequence[int] | None = None,
+        states: dict[StateName, torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(places)
+        super().__init__(places, states)
         self._rows = rows
         self._tensors = [list(layer_tensors) for layer_tensors in tensors]
-        self._index = {layer: index for index, layer in enumerate(layers or range(len(tensors[0])))}
+        self._index = {layer: index for index, layer in enumerate(range(len(tensors[0])) if layers is None else layers)}
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Take keys and values [1, KV heads, N, head dim]."""
+        """Take keys and values [1, KV heads, N, head dim], for a pool also of sequences with T tokens each."""
         index = self._index[layer_idx]
         for layers, new in zip(self._tensors, (key, value), strict=True):
             if layers[index].dim() == 3:
-                layers[index] = torch.index_copy(layers[index], 0, self._rows, new[0].transpose(0, 1))
+                rows = new[0].transpose(0, 1) if new.shape[0] == 1 else new.transpose(1, 2).flatten(0, 1)
+                layers[index] = torch.index_copy(layers[index], 0, self._rows, rows)
             else:
                 layers[index] = torch.index_copy(layers[index], 2, self._rows, new)
         return tuple(self.places.read(layers[index]) for layers in self._tensors)
@@ -87,37 +92,45 @@ class _Cache(PlacedCache):
         return (tensor for pair in zip(*self._tensors, strict=True) for tensor in pair)
 
 
-def placed(causal: Any, places: Places, takes_mask: bool) -> dict[str, torch.Tensor]:
-    """The arguments by which a Hugging Face model is told its tokens' positions, those of them that it takes."""
-    taken, positions = inspect.signature(causal.forward).parameters, places.queries
-    given = {"position_ids": positions[None], "cache_position": positions}
+def placed(causal: Any, cache: PlacedCache, takes_mask: bool, sequences: int = 1) -> dict[str, Any]:
+    """The arguments by which a Hugging Face model gets its cache and its tokens' positions, as far as it takes them."""
+    taken, positions = inspect.signature(causal.forward).parameters, cache.places.queries
+    own = positions[None] if sequences == 1 else positions.reshape(sequences, -1)
+    given: dict[str, Any] = {"position_ids": own, "cache_position": positions}
     if takes_mask:
-        given["attention_mask"] = torch.ones_like(places.keys)[None]
-    return {name: value for name, value in given.items() if name in taken}
+        given["attention_mask"] = torch.ones_like(cache.places.keys)[None]
+    given = {name: value for name, value in given.items() if name in taken}
+    return {**given, "cache_params" if "cache_params" in taken else "past_key_values": cache, "use_cache": True}
 
 
 @dataclass(frozen=True)
 class StateForm:
-    """The form in which a Hugging Face model keeps and reads its keys and values.
+    """The form in which a Hugging Face model keeps and reads its state.
 
     Attributes:
-        layers: Number of each layer that has some.
+        layers: Number of each layer that has keys and values.
         is_additive: Whether its attention is its own, which adds masks to scores, not a function that is given to it.
         is_paged: Whether paged attention computes what its attention does.
         takes_mask: Whether it must be told that no key is padding: it counts keys by such a mask.
+        recurrent: Its recurrent states.
+        takes_pieces: Whether a step may have several tokens of a sequence: some recurrences begin with zeros then.
     """
 
     layers: tuple[int, ...]
     is_additive: bool = False
     is_paged: bool = True
     takes_mask: bool = False
+    recurrent: tuple[StateName, ...] = ()
+    takes_pieces: bool = True
 
 
 class CachedCausalLM(nn.Module):
     """A Hugging Face causal LM as a function of its KV cache; parameter names stay Hugging Face's.
 
-    forward: input_ids [B, T], positions [T], last [1] or None, k and v: per layer [B, KV heads, S, head dim]
-    → logits [B, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v of each layer in turn.
+    forward: input_ids [B, T], positions [T], last [1] or None, k and v: per layer [B, KV heads, S, head dim], r: the
+    recurrent states, each [B, …]
+    → logits [B, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v of each layer in turn,
+    then the updated r.
     B is 1 but where programs are only simulated: all sequences stand at the same positions.
     The logits are float32: bfloat16 numbers near 25 are 0.125 apart, so the best candidates would often tie.
 
@@ -138,18 +151,17 @@ class CachedCausalLM(nn.Module):
         last: torch.Tensor | None,
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
+        r: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
-        (causal,) = self._causal
-        places = RowPlaces(positions, k[0].shape[2], k[0].dtype if self._form.is_additive else None)
-        cache = _Cache(positions, (k, v), places, self._form.layers)
+        (causal,), form = self._causal, self._form
+        rows, added = (k[0].shape[2], k[0].dtype if form.is_additive else None) if k else (0, None)
+        places = RowPlaces(positions, rows, added)
+        lanes = torch.arange(input_ids.shape[0], device=positions.device)
+        states = read_lanes(form.recurrent, r, lanes, positions[:1])
+        cache = _Cache(positions, (k, v), places, form.layers, states)
         with _only_row(causal.get_output_embeddings(), last):
-            logits = causal(
-                input_ids=input_ids,
-                **placed(causal, places, self._form.takes_mask),
-                past_key_values=cache,
-                use_cache=True,
-            ).logits
-        return (logits.float(), *cache.updated())
+            logits = causal(input_ids=input_ids, **placed(causal, cache, form.takes_mask)).logits
+        return (logits.float(), *cache.updated(), *write_lanes(cache.states, form.recurrent, r, lanes))
 
 
 @contextlib.contextmanager
@@ -158,20 +170,32 @@ def _only_row(lm_head: nn.Module, last: torch.Tensor | None) -> Iterator[None]:
     if last is None:
         yield
         return
-    hook = lm_head.register_forward_pre_hook(lambda _, args: (torch.index_select(args[0], 1, last),))
+    with _hooked(lm_head, lambda x: torch.index_select(x, 1, last)):
+        yield
+
+
+@contextlib.contextmanager
+def _hooked(lm_head: nn.Module, select: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Apply the LM head to what a function returns for its input."""
+    hook = lm_head.register_forward_pre_hook(lambda _, args: (select(args[0]),))
     try:
         yield
     finally:
         hook.remove()
 
 
+def _chosen_rows(lm_head: nn.Module, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Apply the LM head to these tokens only, of any sequences: [S, T, hidden size] → [1, R, vocab]."""
+    return _hooked(lm_head, lambda x: torch.index_select(x if x.shape[0] == 1 else x.flatten(0, 1)[None], 1, rows))
+
+
 class SelfFeedingDecode(nn.Module):
     """A greedy decode step whose outputs are the inputs of the next one, so that the host need not wait between steps.
 
-    forward: token [1], position [1], history [S], k, v as in `CachedCausalLM`
+    forward: token [1], position [1], history [S], k, v, r as in `CachedCausalLM`
     → float32 logits [1, 1, vocab], their argmax (the lowest id on ties), position + 1, history with that token at index
-    `position`, the updated k and v. All outputs but the logits update their inputs in place, which the caller donates.
-    If the greatest logit is not finite, the token is -1.
+    `position`, the updated k, v and r. All outputs but the logits update their inputs in place, which the caller
+    donates. If the greatest logit is not finite, the token is -1.
     """
 
     def __init__(self, causal: Any, form: StateForm) -> None:
@@ -187,8 +211,9 @@ class SelfFeedingDecode(nn.Module):
         history: torch.Tensor,
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
+        r: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
-        logits, *cache = self._step[0](token[None], position, None, k, v)
+        logits, *cache = self._step[0](token[None], position, None, k, v, r)
         best = logits.flatten().argmax(0, keepdim=True)
         return (logits, *_fed_back(logits, best, best, token, position, history), *cache)
 
@@ -197,7 +222,7 @@ class SamplingDecode(SelfFeedingDecode):
     """`SelfFeedingDecode` with a sampled token.
 
     forward: token, position, history as there, settings [3] (temperature, top_k, top_p, as `drawn` takes them),
-    uniforms [S] (random numbers from [0, 1); the step uses the one at index `position`), k, v
+    uniforms [S] (random numbers from [0, 1); the step uses the one at index `position`), k, v, r
     → the same outputs, with the sampled token instead of the argmax.
     """
 
@@ -210,8 +235,9 @@ class SamplingDecode(SelfFeedingDecode):
         uniforms: torch.Tensor,
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
+        r: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
-        logits, *cache = self._step[0](token[None], position, None, k, v)
+        logits, *cache = self._step[0](token[None], position, None, k, v, r)
         order = logits.flatten().argsort(descending=True, stable=True)
         place = drawn(logits.flatten().index_select(0, order), settings, uniforms.index_select(0, position))
         chosen = order.index_select(0, place)
@@ -260,6 +286,9 @@ class PagedCausalLM(nn.Module):
     → logits [R, vocab] after the tokens at `outputs`, in float32; the history with the chosen tokens, which are the
     argmax (the lowest id on ties), or -1 where that logit is not finite; the updated k and v of each layer in turn.
 
+    A model with recurrent states takes tokens, positions, sequences and slots [S, T], as many of each sequence, and
+    lanes [S], the lane of each, and r: the states, each [lanes, …]; the updated r are its last outputs.
+
     A token of -1 - p stands for the one at place p of the history, so that a step can be launched before the result
     of the one before is known.
 
@@ -291,9 +320,12 @@ class PagedCausalLM(nn.Module):
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
         adapters: torch.Tensor | None = None,
+        lanes: torch.Tensor | None = None,
+        r: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
         self._choose_adapters(adapters, outputs)
-        return self._step((tokens, positions, sequences, slots, tables, outputs), history, places, k, v, _best_tokens)
+        batch = (tokens, positions, sequences, slots, tables, outputs)
+        return self._step(batch, history, places, (k, v), lanes, r, _best_tokens)
 
     def _choose_adapters(self, adapters: torch.Tensor | None, outputs: torch.Tensor) -> None:
         if self._chosen is not None and adapters is not None:
@@ -304,28 +336,29 @@ class PagedCausalLM(nn.Module):
         batch: tuple[torch.Tensor, ...],
         history: torch.Tensor,
         places: torch.Tensor,
-        k: Sequence[torch.Tensor],
-        v: Sequence[torch.Tensor],
+        pools: tuple[Sequence[torch.Tensor], ...],
+        lanes: torch.Tensor | None,
+        r: Sequence[torch.Tensor],
         choose: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """`forward` with a function from logits [R, vocab] to tokens [R]."""
-        (causal,) = self._causal
+        (causal,), form = self._causal, self._form
         tokens, positions, sequences, slots, tables, outputs = batch
+        count = 1 if lanes is None else tokens.shape[0]
+        states = {} if lanes is None else read_lanes(form.recurrent, r, lanes, positions[:, 0])
+        tokens, positions, sequences, slots = (x.flatten() for x in (tokens, positions, sequences, slots))
         earlier = history.index_select(0, (-1 - tokens).clamp(min=0))
         tokens = torch.where(tokens < 0, earlier, tokens).clamp(min=0)
-        paging, form = Paging(positions, sequences, tables, self._block_size), self._form
-        added = k[0].dtype if form.is_additive else None
+        paging = Paging(positions, sequences, tables, self._block_size)
+        added = pools[0][0].dtype if form.is_additive else None
         blocks = PagePlaces(paging) if form.is_paged else GatheredPlaces(paging, added)
-        cache = _Cache(slots, (k, v), blocks, form.layers)
-        with _only_row(causal.get_output_embeddings(), outputs):
-            logits = causal(
-                input_ids=tokens[None],
-                **placed(causal, blocks, form.takes_mask),
-                past_key_values=cache,
-                use_cache=True,
-            ).logits.float()[0]
+        cache = _Cache(slots, pools, blocks, form.layers, states)
+        ids = tokens[None] if lanes is None else tokens.reshape(count, -1)
+        with _chosen_rows(causal.get_output_embeddings(), outputs):
+            logits = causal(input_ids=ids, **placed(causal, cache, form.takes_mask, count)).logits.float()[0]
         history = torch.index_copy(history, 0, places, choose(logits))
-        return (logits, history, *cache.updated())
+        written = [] if lanes is None else write_lanes(cache.states, form.recurrent, r, lanes)
+        return (logits, history, *cache.updated(), *written)
 
 
 class PagedSampling(PagedCausalLM):
@@ -350,10 +383,12 @@ class PagedSampling(PagedCausalLM):
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
         adapters: torch.Tensor | None = None,
+        lanes: torch.Tensor | None = None,
+        r: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
         self._choose_adapters(adapters, outputs)
         batch, choose = (tokens, positions, sequences, slots, tables, outputs), _Drawing(settings, uniforms)
-        return self._step(batch, history, places, k, v, choose)
+        return self._step(batch, history, places, (k, v), lanes, r, choose)
 
 
 def _best_tokens(logits: torch.Tensor) -> torch.Tensor:

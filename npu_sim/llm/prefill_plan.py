@@ -16,21 +16,25 @@ CPU_RUN, GPU_RUN = 7, 256
 _COMPILING = 200
 
 
-def divide(tokens: int, compiled: Collection[int], chunks: Sequence[int], run: int) -> list[int]:
+def divide(
+    tokens: int, compiled: Collection[int], chunks: Sequence[int], run: int, *, may_pad: bool = True
+) -> list[int]:
     """The sizes of the runs, in order, that prefill `tokens` tokens at the least cost; 1 is a decode step.
 
-    All runs are full but the last, whose size may exceed what is left. At most one size is not among `compiled`.
+    All runs are full but the last, whose size may exceed what is left, if padding is allowed. At most one size is not
+    among `compiled`.
 
     Args:
         compiled: The sizes whose programs have been compiled before.
         chunks: All sizes that could be compiled.
         run: Cost of a run besides its tokens: `CPU_RUN` or `GPU_RUN`.
+        may_pad: Whether padding is allowed: a recurrent state would take it for tokens.
     """
     ready = [size for size in chunks if size in compiled]
-    plans = [(_cost(plan := _divide(tokens, ready, run), run), plan)]
+    plans = [(_cost(plan := _divide(tokens, ready, run, may_pad), run), plan)]
     for new in chunks:
         if new not in compiled:
-            plan = _divide(tokens, [*ready, new], run)
+            plan = _divide(tokens, [*ready, new], run, may_pad)
             plans.append((_cost(plan, run) + _COMPILING, plan))
     return min(plans, key=lambda pair: pair[0])[1]
 
@@ -39,12 +43,13 @@ def _cost(plan: Sequence[int], run: int) -> int:
     return sum(plan) + len(plan) * run
 
 
-def _divide(tokens: int, sizes: Sequence[int], run: int) -> list[int]:
+def _divide(tokens: int, sizes: Sequence[int], run: int, may_pad: bool) -> list[int]:
     """The cheapest runs of these sizes and decode steps, larger ones first."""
     if not sizes:
         return tokens * [1]
     largest = max(sizes)
     whole, rest = divmod(tokens, largest)
-    smaller = _divide(rest, [size for size in sizes if size < largest], run)
-    padded = [largest] if rest else []
-    return whole * [largest] + min(padded, smaller, key=lambda plan: _cost(plan, run))
+    smaller = _divide(rest, [size for size in sizes if size < largest], run, may_pad)
+    if not rest or not may_pad:
+        return whole * [largest] + smaller
+    return whole * [largest] + min([largest], smaller, key=lambda plan: _cost(plan, run))

@@ -1,6 +1,8 @@
 """Finding out what state the layers of a Hugging Face model keep, by running it without weights or data."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from npu_sim.llm.attention import (
     window_of,
 )
 from npu_sim.llm.modules import PlacedCache, placed
+from npu_sim.llm.recurrent import StateName
 
 _TOKENS, _BLOCK = 5, 16
 Build = Callable[[Callable[..., Any]], Any]
@@ -42,8 +45,8 @@ class _ProbedRows(RowPlaces):
 class _Recorder(PlacedCache):
     """A cache that notes the shapes of keys and values, and returns them, or pools of their shape."""
 
-    def __init__(self, places: Places) -> None:
-        super().__init__(places)
+    def __init__(self, places: Places, states: dict[StateName, torch.Tensor] | None) -> None:
+        super().__init__(places, states)
         self.rows: dict[int, list[list[int]]] = {}
 
     def update(
@@ -51,11 +54,32 @@ class _Recorder(PlacedCache):
     ) -> tuple[torch.Tensor, ...]:
         """Take keys and values [1, KV heads, N, head dim]."""
         rows = [[x.shape[1], x.shape[3]] for x in (key, value)]
-        if key.shape[0] != 1 or key.shape[2] != _TOKENS or self.rows.setdefault(layer_idx, rows) != rows:
+        if (
+            key.shape[0] != 1
+            or key.shape[2] != len(self.places.queries)
+            or self.rows.setdefault(layer_idx, rows) != rows
+        ):
             raise InputError(f"its layer {layer_idx} keeps {list(key.shape)}, not keys of each token by head")
         if not isinstance(self.places, PagePlaces):
             return key, value
         return tuple(x.new_empty(4 * _BLOCK, x.shape[1], x.shape[3]) for x in (key, value))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Results of running a module once.
+
+    Attributes:
+        rows: The shapes of a token's keys and values in each layer that has some.
+        windows: The number of last tokens that each layer attends to, 0 for all.
+        calls: Number of calls of the attention function.
+        states: The recurrent states that the layers left.
+    """
+
+    rows: dict[int, list[list[int]]]
+    windows: dict[int, int]
+    calls: int
+    states: dict[StateName, torch.Tensor]
 
 
 def probe_state(build: Build) -> dict[str, Any]:
@@ -63,8 +87,8 @@ def probe_state(build: Build) -> dict[str, Any]:
 
     Returns:
         `layers`: number of each layer with keys and values; `rows`: the shapes of a token's keys and values in each;
-        `windows`: the number of last tokens that each attends to, 0 for all; and `is_additive`, `is_paged` and
-        `takes_mask` as in `StateForm`.
+        `windows`: the number of last tokens that each attends to, 0 for all; `recurrent`: name, shape and dtype of each
+        recurrent state; and `is_additive`, `is_paged`, `takes_mask` and `takes_pieces` as in `StateForm`.
 
     Raises:
         InputError: a layer keeps something else.
@@ -75,19 +99,20 @@ def probe_state(build: Build) -> dict[str, Any]:
         places = _ProbedRows(positions, _TOKENS)
     takes_mask = False
     try:
-        rows, windows, calls = _run(build, attend_to_rows, places)
+        run = _run(build, attend_to_rows, places)
     except InputError:
         raise
     except Exception:  # a module that computes with the number of tokens in a cache
         takes_mask = True
-        rows, windows, calls = _run(build, attend_to_rows, places, takes_mask=True)
-    if not rows:
+        run = _run(build, attend_to_rows, places, takes_mask=True)
+    rows, calls = run.rows, run.calls
+    if not rows and not run.states:
         raise InputError("its layers keep no keys and values")
-    if not places.asked:
+    if rows and not places.asked:
         raise InputError("its attention takes no causal mask, which is not supported")
     if calls and calls < len(rows):
         raise InputError("some of its layers do not use the attention function that they are given")
-    is_paged = calls > 0 and not takes_mask
+    is_paged = not takes_mask and (calls > 0 or not rows)
     if is_paged:
         try:
             _run(build, attend_to_pages, PagePlaces(Paging(positions, positions, tables, _BLOCK)))
@@ -97,17 +122,56 @@ def probe_state(build: Build) -> dict[str, Any]:
     return {
         "layers": layers,
         "rows": [rows[layer] for layer in layers],
-        "windows": [windows.get(layer, 0) for layer in layers],
-        "is_additive": calls == 0,
+        "windows": [run.windows.get(layer, 0) for layer in layers],
+        "recurrent": [[list(name), *_described(x)] for name, x in run.states.items()],
+        "is_additive": calls == 0 and bool(rows),
         "is_paged": is_paged,
         "takes_mask": takes_mask,
+        "takes_pieces": _takes_pieces(build, run.states, takes_mask),
     }
 
 
+def _described(state: torch.Tensor) -> tuple[list[int], str]:
+    """The shape of a state of one sequence, and its dtype."""
+    return list(state.shape[1:]), str(state.dtype).removeprefix("torch.")
+
+
+def _takes_pieces(build: Build, states: dict[StateName, torch.Tensor], takes_mask: bool) -> bool:
+    """Whether steps of several tokens continue from recurrent states.
+
+    Raises:
+        InputError: not even a step of one token does, or the states' sizes depend on the number of tokens.
+    """
+    sorts = {(name.sort, name.place) for name in states}
+    for count, sort in product((1, _TOKENS), sorts):
+        with torch.device("meta"):
+            places = _ProbedRows(torch.empty(count, dtype=torch.long), count)
+        # Whether a new state comes from the old one: PyTorch notes it for gradients, with data or without.
+        traced = {name for name in states if (name.sort, name.place) == sort}
+        before = {name: torch.empty_like(x).requires_grad_(name in traced).clone() for name, x in states.items()}
+        run = _run(build, attend_to_rows, places, takes_mask=takes_mask, states=before)
+        if {name: _described(x) for name, x in run.states.items()} != {n: _described(x) for n, x in states.items()}:
+            raise InputError("the size of its layers' recurrent states depends on the number of tokens")
+        if not all(run.states[name].requires_grad for name in traced):
+            if count == 1:
+                raise InputError("its layers do not continue from the recurrent states that a cache holds")
+            return False
+    return True
+
+
 def _run(
-    build: Build, attend: Callable[..., Any], places: Places, *, takes_mask: bool = False
-) -> tuple[dict[int, list[list[int]]], dict[int, int], int]:
-    """Run a module once: the rows and windows of its layers, and how often it called the attention function."""
+    build: Build,
+    attend: Callable[..., Any],
+    places: Places,
+    *,
+    takes_mask: bool = False,
+    states: dict[StateName, torch.Tensor] | None = None,
+) -> _Run:
+    """Run a module once.
+
+    Args:
+        states: The recurrent states with which it begins. None: as at the first token.
+    """
     windows: dict[int, int] = {}
     calls = 0
 
@@ -119,11 +183,12 @@ def _run(
             windows[layer] = window
         return attend(module, query, key, value, attention_mask, **others)
 
-    model, cache = build(probing), _Recorder(places)
-    with torch.no_grad(), torch.device("meta"):
-        ids = torch.empty(1, _TOKENS, dtype=torch.long)
-        model(input_ids=ids, **placed(model, places, takes_mask), past_key_values=cache, use_cache=True)
+    model, cache = build(probing), _Recorder(places, states)
+    model.requires_grad_(False)
+    with torch.set_grad_enabled(bool(states)), torch.device("meta"):
+        ids = torch.empty(1, len(places.queries), dtype=torch.long)
+        model(input_ids=ids, **placed(model, cache, takes_mask))
     squares = [name for name, x in model.named_buffers() if x.dim() == 4 and x.shape[-2] == x.shape[-1] > 1]
     if squares and not calls:
         raise InputError(f"its own attention has a mask ('{squares[0]}') for queries at the end of the keys")
-    return cache.rows, windows, calls
+    return _Run(cache.rows, windows, calls, cache.states)

@@ -13,6 +13,7 @@ from npu_compiler.errors import DeviceError, InputError
 from npu_runtime.device import Device
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import layer_states
+from npu_sim.llm.state import is_recurrent
 from npu_sim.llm.step_program import ProgramName
 from npu_sim.parallel.group import LocalWorker, RankGroup, StartWorker
 from npu_sim.parallel.worker import Rank, named
@@ -103,6 +104,9 @@ def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
     """Refuse a number of devices that cannot share the model's heads evenly. Raises InputError."""
     if ranks == 1:
         return
+    if is_recurrent(layer_states(checkpoint)):
+        reason = "its layers have recurrent states, which devices cannot share; leave out --tensor-parallel"
+        raise InputError(f"{checkpoint.name} cannot be divided among {ranks} devices: {reason}")
     config = checkpoint.config
     heads = config.num_attention_heads
     shared = min(

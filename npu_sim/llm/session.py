@@ -182,6 +182,7 @@ class LanguageModel:
         self._release()
         ids = self._checked_prompt(token_ids, len(self._tokens))
         tokens = np.concatenate((np.array(self._tokens, np.int64), ids))
+        del self._tokens[self._continued() :]
         while len(self._tokens) < len(tokens):
             start, end = self.model.piece(len(self._tokens), len(tokens))
             logits = self._append(tokens[start:end], start)
@@ -198,6 +199,8 @@ class LanguageModel:
         if len(self._tokens) >= self.cache_length:
             raise InputError(f"the cache is full: it holds {self.cache_length} tokens")
         self._check_ids(token)
+        if self._continued() < len(self._tokens):
+            return self.prefill([token])
         logits = self._append(np.array([token]), len(self._tokens))
         self._tokens.append(int(token))
         return logits
@@ -278,14 +281,20 @@ class LanguageModel:
     def rewind(self, ids: Sequence[int]) -> int:
         """Truncate the sequence to its longest common prefix with `ids` and return the length of that.
 
-        At least the last of `ids` is left out, so that there is a token to compute logits from.
+        At least the last of `ids` is left out, so that there is a token to compute logits from. A recurrent state
+        cannot be truncated: it is kept only where `ids` continue the whole sequence.
         """
         self._release()
         common = 0
         while common < min(len(self._tokens), len(ids) - 1) and self._tokens[common] == ids[common]:
             common += 1
-        del self._tokens[common:]
-        return common
+        del self._tokens[common if self.model.rewinds or common == self._continued() else 0 :]
+        return len(self._tokens)
+
+    def _continued(self) -> int:
+        """Number of tokens of the sequence that its next step may follow: all, or none of a recurrent state's."""
+        tokens = len(self._tokens)
+        return tokens if self.model.rewinds or self.model.end == tokens else 0
 
     def _release(self) -> None:
         """Take the cache from the generation that has it, if any; its tokens stay in the cache."""

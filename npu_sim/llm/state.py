@@ -1,6 +1,7 @@
 """The state that the layers of a language model keep between steps, as data: `StateKind` rows."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,55 +11,78 @@ from npu_compiler.graph.dtypes import itemsize
 
 @dataclass(frozen=True)
 class StateKind:
-    """A kind of state of a layer. Its tensors hold a row for each token; a block of a pool holds some rows of each.
+    """A kind of state of a layer. Its tensors hold a row for each token, or one for each sequence.
 
+    A block of a pool holds some rows of tokens; a row of a sequence has a lane, which a running sequence holds.
     Tracing makes the inputs of a step's module from a kind, the pool its memory, the scheduler its rule for prefixes,
-    and a group of devices its division. To add a kind (a latent that keys and values are computed from, a recurrent
-    state), write a row below, let `probe.py` find its layers, and add to `modules.py` the cache that updates its
-    tensors. A kind without a row for each token also says here how much a block holds.
+    and a group of devices its division. To add a kind (a latent that keys and values are computed from), write a row
+    below, let `probe.py` find its layers, and add to `modules.py` the cache that updates its tensors.
 
     Attributes:
         tensors: Arguments of the traced modules, each a list with one tensor for each layer. The program's inputs are
-            named after them: `k_0` is the first layer's.
+            named after them: `k_0` is that of the first layer that has some.
         dtype: Element type. None: the compute dtype.
         sharded_axis: Axis of a row that the devices of a group divide. None: each device has whole rows.
         shares_prefixes: Whether sequences that begin with the same tokens may share a block that is full of these.
+        is_recurrent: Whether there is one row for each sequence, which every step replaces. Without the rows of earlier
+            tokens, nothing that was computed can be taken back, so that no prefix is shared and no draft is tried.
     """
 
     tensors: tuple[str, ...]
     dtype: str | None = None
     sharded_axis: int | None = None
     shares_prefixes: bool = True
+    is_recurrent: bool = False
 
 
 FULL_ATTENTION = StateKind(tensors=("k", "v"), sharded_axis=0)
+RECURRENT = StateKind(tensors=("r",), shares_prefixes=False, is_recurrent=True)
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """The state of one layer.
+    """The state of one layer, or one of its states: a layer may have keys and values beside recurrent ones.
 
     Attributes:
         rows: The shape of a row of each of the kind's tensors: [KV heads, head dim] of keys and of values.
         window: Number of last tokens whose rows are read. 0: all.
+        dtype: Element type. None: that of the kind.
     """
 
     kind: StateKind
     rows: tuple[tuple[int, ...], ...]
     window: int = 0
+    dtype: str | None = None
 
 
-def state_inputs(states: Sequence[LayerState]) -> frozenset[str]:
+def state_inputs(states: Iterable[LayerState]) -> frozenset[str]:
     """Names of the program inputs that are state."""
-    return frozenset(f"{tensor}_{layer}" for layer, state in enumerate(states) for tensor in state.kind.tensors)
+    layers = Counter(tensor for state in states for tensor in state.kind.tensors)
+    return frozenset(f"{tensor}_{layer}" for tensor, count in layers.items() for layer in range(count))
 
 
 def row_bytes(states: Iterable[LayerState], dtype: str) -> int:
     """Memory of one token's rows in all layers, in a compute dtype."""
-    return sum(int(np.prod(row)) * itemsize(state.kind.dtype or dtype) for state in states for row in state.rows)
+    return _bytes((state for state in states if not state.kind.is_recurrent), dtype)
+
+
+def lane_bytes(states: Iterable[LayerState], dtype: str) -> int:
+    """Memory of one sequence's recurrent states in all layers, in a compute dtype."""
+    return _bytes((state for state in states if state.kind.is_recurrent), dtype)
+
+
+def _bytes(states: Iterable[LayerState], dtype: str) -> int:
+    return sum(
+        int(np.prod(row)) * itemsize(state.dtype or state.kind.dtype or dtype) for state in states for row in state.rows
+    )
+
+
+def is_recurrent(states: Iterable[LayerState]) -> bool:
+    """Whether some layer has a recurrent state."""
+    return any(state.kind.is_recurrent for state in states)
 
 
 def read_window(states: Iterable[LayerState]) -> int:
     """Number of last tokens whose rows some layer reads. 0: all."""
-    windows = [state.window for state in states]
+    windows = [state.window for state in states if not state.kind.is_recurrent]
     return 0 if 0 in windows else max(windows, default=0)

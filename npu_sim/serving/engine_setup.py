@@ -145,7 +145,8 @@ def prepare_steps(model: PagedModel, report: Report) -> None:
         report(done, len(steps))
         model.prepare(size, outputs)
         model.prepare(size, outputs, sampling=True)
-    model.prepare_copies()
+    if model.shares_prefixes:
+        model.prepare_copies()
     model.warm_up()
     # What is there now stays. Otherwise a full collection looks at all of it, which stops a step for half a second.
     gc.collect()

@@ -14,10 +14,11 @@ from npu_sim.llm.context import cache_capacity
 from npu_sim.llm.engine.batch import Batch, StepResult
 from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged, layer_states, state_form
 from npu_sim.llm.sampling import choose_by
-from npu_sim.llm.state import read_window, row_bytes
+from npu_sim.llm.state import is_recurrent, lane_bytes, read_window, row_bytes
 from npu_sim.llm.step_program import ProgramName, StepProgram
 from npu_sim.parallel.group import LocalWorker, StartWorker
 from npu_sim.serving.batch_check import check_batch, check_pairs
+from npu_sim.serving.recurrent_runs import PIECES, check_lanes, divide_step
 
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
@@ -42,10 +43,14 @@ class PagedModel(CompiledModel):
     write to a spare block at the end of the pool. Tokens are chosen on the device; only where launching a step also
     completes it does the host choose those with a temperature above 0, since sorting all logits takes longer there.
 
+    Where the model has recurrent states, a step is several runs (see `recurrent_runs`), and each sequence has a lane;
+    padding has a spare one.
+
     See `BatchModel` for the attributes. One thread at a time may use a model.
 
     Attributes:
         block_bytes: Memory of a block over all layers.
+        lane_bytes: Memory of a sequence's recurrent states.
     """
 
     def __init__(  # noqa: PLR0913 -- an argument is a user's option
@@ -109,9 +114,18 @@ class PagedModel(CompiledModel):
         states = layer_states(checkpoint)
         self.shares_prefixes = all(state.kind.shares_prefixes for state in states)
         self.read_window = read_window(states)
+        self.rewinds = not is_recurrent(states)
         self.block_bytes = block_size * row_bytes(states, checkpoint.dtype)
-        history = KEPT_STEPS * self.max_outputs
-        self._smallest = PagedShape(1, 1, 1, per_sequence, self.blocks + 1, block_size, history=history)
+        self.lane_bytes = lane_bytes(states, checkpoint.dtype)
+        self._pieces = PIECES if state_form(checkpoint).takes_pieces else ()
+        if checkpoint.adapters and not self.rewinds:
+            raise InputError(
+                "adapters cannot be chosen by the request where a model has recurrent states; "
+                "add one to the weights: --adapter DIR"
+            )
+        lanes = 0 if self.rewinds else max_sequences + 1
+        history = KEPT_STEPS * self.max_outputs + 1
+        self._smallest = PagedShape(1, 1, 1, per_sequence, self.blocks + 1, block_size, history, lanes)
         self._places = _history_places(self.max_outputs)
         self._launched = 0
         self._kept: list[_BatchResult | None] = [None] * KEPT_STEPS
@@ -140,24 +154,26 @@ class PagedModel(CompiledModel):
         Args:
             sampling: Whether some output has a temperature above 0.
         """
-        self.program((self._shape_for(tokens, outputs), bool(sampling and self.runs_ahead)))
+        sequences = min(tokens, outputs)
+        shape = self._shape_for(tokens, outputs) if self.rewinds else self._shape_of(sequences, 1, outputs)
+        self.program((shape, bool(sampling and self.runs_ahead)))
+        for size in () if self.rewinds else self._pieces:
+            if size <= tokens:
+                self.program((self._shape_of(1, size, 0), False))
 
     def warm_up(self) -> None:
         """Run all steps that were prepared on padding alone, until they are as fast as they will be."""
-        place, empty = self._launched % KEPT_STEPS, np.zeros(0, np.int32)
+        place, empty = self._launched % KEPT_STEPS, np.zeros((0,) if self.rewinds else (0, 1), np.int32)
         if (next_overwritten := self._kept[place]) is not None:
             next_overwritten.tokens()
         for name, program in self._programs.items():
             for _ in range(self.device.backend.first_runs if name != COPY else 0):
-                for x in (
-                    "tokens",
-                    "positions",
-                    "sequences",
-                    "outputs",
-                    *(["adapters"] if self.checkpoint.adapters else []),
-                ):
+                for x in ("tokens", "positions", "sequences", *(["adapters"] if self.checkpoint.adapters else [])):
                     program.fill(x, empty)
+                program.fill("outputs", empty.reshape(-1))
                 program.fill("slots", empty, rest=self.blocks * self.block_size)
+                if not self.rewinds:
+                    program.fill("lanes", empty.reshape(-1), rest=self.max_sequences)
                 program.fill("places", self._places[place][: cast(tuple[PagedShape, bool], name)[0].outputs])
                 program.run()
 
@@ -172,6 +188,12 @@ class PagedModel(CompiledModel):
         rows = FEW_OUTPUTS if outputs <= FEW_OUTPUTS < most else most
         return replace(self._smallest, tokens=size, outputs=rows, sequences=min(size, self.max_sequences))
 
+    def _shape_of(self, sequences: int, each: int, outputs: int) -> PagedShape:
+        """The sizes of the smallest program that holds a run of sequences with so many tokens each."""
+        size = _power_of_two(sequences)
+        rows = self._shape_for(size, outputs).outputs if each == 1 else 1
+        return replace(self._smallest, tokens=size * each, outputs=rows, sequences=size)
+
     def piece(self, start: int, end: int) -> tuple[int, int]:
         """All of the tokens: a program can run any number up to `max_tokens`."""
         return start, end
@@ -184,23 +206,40 @@ class PagedModel(CompiledModel):
         """
         last = self._kept[(self._launched - 1) % KEPT_STEPS]
         check_batch(batch, self, 0 if last is None else last.count)
-        tokens, sequences, tables = batch.tokens, batch.sequences, batch.tables
+        tokens = batch.tokens
         if last is not None and (tokens < 0).any():
             tokens = np.where(tokens < 0, last.stand_in(-1 - tokens), tokens)
-        shape, chosen = self._shape_for(len(tokens), len(batch.outputs)), self._adapters_of(batch)
-        if len(tables) > shape.sequences:
-            used, order = np.unique(sequences, return_inverse=True)
-            sequences, tables = order.astype(np.int32), tables[used]
-        drawing = bool((batch.settings[:, 0] > 0).any())
-        samples = drawing and self.runs_ahead > 0
-        program = self.program((shape, samples))
         place = self._launched % KEPT_STEPS
         if (old := self._kept[place]) is not None:
             old.tokens()  # its place in the history is about to be overwritten
-        first = place * self.max_outputs
+        runs = [replace(batch, tokens=tokens)]
+        if not self.rewinds:
+            check_lanes(batch, self.max_sequences)
+            runs = [*divide_step(runs[0], self._pieces)]
+        program = [self._run(run, place) for run in runs][-1]
+        result = _BatchResult(self, program, place * self.max_outputs, len(batch.outputs))
+        if not self.runs_ahead and (batch.settings[:, 0] > 0).any():
+            result.choose(batch)
+        self._kept[place] = result
+        self._launched += 1
+        return result
+
+    def _run(self, batch: Batch, place: int) -> StepProgram:
+        """Launch a run whose chosen tokens go to a place in the history; returns its program."""
+        sequences, tables = batch.sequences, batch.tables
+        if self.rewinds:
+            shape = self._shape_for(len(batch.tokens), len(batch.outputs))
+        else:
+            count, each = batch.tokens.shape
+            shape = self._shape_of(count, each, len(batch.outputs))
+        if len(tables) > shape.sequences:
+            used, order = np.unique(sequences, return_inverse=True)
+            sequences, tables = order.astype(np.int32), tables[used]
+        samples = self.runs_ahead > 0 and bool((batch.settings[:, 0] > 0).any())
+        program = self.program((shape, samples))
         spare = self.blocks * self.block_size
         blocks = tables[sequences, batch.positions // self.block_size]
-        program.fill("tokens", tokens)
+        program.fill("tokens", batch.tokens)
         program.fill("positions", batch.positions)
         program.fill("sequences", sequences)
         program.fill("slots", blocks * self.block_size + batch.positions % self.block_size, rest=spare)
@@ -208,18 +247,15 @@ class PagedModel(CompiledModel):
         program.fill("tables", tables[:, : shape.blocks_per_sequence], rest=None)
         program.fill("outputs", batch.outputs)
         program.fill("places", self._places[place][: shape.outputs])
-        if chosen is not None:
+        if (chosen := self._adapters_of(batch)) is not None:
             program.fill("adapters", chosen, rest=-1)
+        if batch.lanes is not None and not self.rewinds:
+            program.fill("lanes", batch.lanes, rest=self.max_sequences)
         if samples:
             program.fill("settings", batch.settings)
             program.fill("uniforms", batch.uniforms)
         program.run()
-        result = _BatchResult(self, program, first, len(batch.outputs))
-        if drawing and not samples:
-            result.choose(batch)
-        self._kept[place] = result
-        self._launched += 1
-        return result
+        return program
 
     def _adapters_of(self, batch: Batch) -> NDArray[np.int32] | None:
         """[N]: the place of each token's adapter, -1 for the base; None where the model has none.
@@ -309,9 +345,10 @@ def _context_length(checkpoint: Checkpoint, requested: int | None) -> int:
 
 
 def _history_places(outputs: int) -> NDArray[np.int32]:
-    """[kept steps, outputs]: the place in the history of each output's token; padded ones share the last place."""
-    columns = np.minimum(np.arange(_power_of_two(outputs), dtype=np.int32), outputs - 1)
-    return np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * outputs + columns
+    """[kept steps, outputs]: the place in the history of each output's token; all have a spare one for padding."""
+    columns = np.arange(_power_of_two(outputs), dtype=np.int32)
+    places = np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * outputs + columns
+    return np.where(columns < outputs, places, KEPT_STEPS * outputs).astype(np.int32)
 
 
 def _check_options(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy_batches import VOCAB, EvenTimes, ToyModel, ToyResult, alone
 
+from npu_compiler.errors import InputError
 from npu_sim.llm.engine.batch import Batch
 from npu_sim.llm.engine.blocks import BlockPool, first_digest, next_digest
 from npu_sim.llm.engine.core import EngineCore, SequenceOutput
@@ -79,7 +80,7 @@ class Bench:
 
     def check(self, arrival: int) -> None:
         """The tokens told so far are the first of those of the request alone; all of them if it ended by itself."""
-        right = alone(self.requests[arrival], self.limit, STOPS, self.model.read_window)
+        right = alone(self.requests[arrival], self.limit, STOPS, self.model.read_window, not self.model.rewinds)
         told, reason = tuple(self.tokens[arrival]), self.reasons.get(arrival)
         assert told == (right if reason in ("stop", "length") else right[: len(told)])
 
@@ -134,6 +135,7 @@ class Serving(RuleBasedStateMachine):
         runs_ahead=st.booleans(),
         draft=st.sampled_from(["", "lookup", "model", "ahead"]),
         window=st.sampled_from([0, 0, 1, 3, 8, 17]),
+        recurrent=st.booleans(),
     )
     def start(
         self,
@@ -146,12 +148,13 @@ class Serving(RuleBasedStateMachine):
         runs_ahead: bool,
         draft: str,
         window: int,
+        recurrent: bool,
     ) -> None:
         blocks = max(blocks, -(-24 // block_size))
-        model = ToyModel(blocks, block_size, 40, max_tokens, sequences, runs_ahead, outputs, window)
+        model = ToyModel(blocks, block_size, 40, max_tokens, sequences, runs_ahead, outputs, window, recurrent)
         small = ToyModel(blocks + 3, 2, 30, max_tokens, sequences, draft == "ahead")
         drafter = {"": None, "lookup": PromptLookup()}.get(draft, ModelDrafter(small))
-        self.bench = Bench(model, prefill, drafter)
+        self.bench = Bench(model, prefill, None if recurrent else drafter)
 
     @rule(request=requests)
     def submit(self, request: Request) -> None:
@@ -223,6 +226,33 @@ def test_a_sequence_holds_the_blocks_of_its_window_however_long_it_grows() -> No
     assert len(bench.tokens[0]) == new
     assert max(held) <= -(-(window + piece) // size) + 1  # the window and a piece of a prompt begin within blocks
     assert max(held[20:]) <= -(-window // size) + 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_recurrent_states_are_those_of_each_sequence_alone(seed: int) -> None:
+    """A crowd of requests that come, lose their blocks and are cancelled at random."""
+    random = np.random.default_rng(seed)
+    model = ToyModel(int(random.integers(10, 16)), 4, 40, 16, 5, bool(seed % 2), recurrent=True)
+    bench = Bench(model)
+    for _ in range(12):
+        prompt = random.integers(0, VOCAB, random.integers(1, 20)).tolist()
+        bench.submit(greedy(*prompt, new=int(random.integers(1, 20))))
+        for _ in range(int(random.integers(3))):
+            bench.core.advance()
+        if random.random() < 0.2:
+            bench.core.cancel(int(random.integers(len(bench.requests))))
+    bench.finish()
+    assert bench.core.scheduler.preemptions > 0
+    assert "error" not in bench.reasons.values(), bench.errors
+    for arrival in bench.requests:
+        bench.check(arrival)
+
+
+def test_a_model_with_recurrent_states_takes_no_drafts() -> None:
+    with pytest.raises(InputError, match="recurrent states, which cannot be taken back after a wrong draft; choose no"):
+        Bench(ToyModel(recurrent=True), drafter=PromptLookup())
+    with pytest.raises(InputError, match="recurrent states, which cannot be taken back"):
+        ModelDrafter(ToyModel(recurrent=True))
 
 
 def test_a_long_prompt_does_not_stall_the_others() -> None:

@@ -71,6 +71,7 @@ class RecitingModel:
 
     block_size, blocks, context_length, vocab_size = 16, 128, 2048, 1 << 20
     max_tokens, max_sequences, runs_ahead, shares_prefixes, read_window = 2048, 8, True, True, 0
+    rewinds = True
 
     def __init__(self, text: list[int], times: Times, clock: Clock, max_outputs: int = 64) -> None:
         self._text, self.times, self.clock, self.max_outputs = [*text, 0], times, clock, max_outputs

@@ -2,7 +2,8 @@
 
 The pool holds a number for each row, made of the token and the position that were written there. The next token depends
 on the numbers in all rows of the sequence's table, so a wrong table, position or token, a row that somebody else has
-written, and a block used after it was given away all change the answer.
+written, and a block used after it was given away all change the answer. A recurrent toy has a
+number for each lane, made of all tokens in their order: one left out, taken twice or of another changes the answer too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def row_values(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return the pool's row values of tokens at positions: [N]."""
     return _mixed((tokens.astype(np.uint64) + np.uint64(1)) * _M + positions.astype(np.uint64) * np.uint64(0x51ED270B))
+
+
+def states_of(rows: NDArray[np.uint64], before: int = 0) -> list[int]:
+    """Return the numbers of a lane after each of these rows, from that before them on."""
+    states = []
+    for row in rows.tolist():
+        before = ((before ^ row) * int(_M) + 1) % 2**64
+        states.append(before)
+    return states
 
 
 def logits_of(rows: NDArray[np.uint64], last: int) -> NDArray[np.float32]:
@@ -71,8 +81,6 @@ class ToyModel:
         not_finite: Last tokens after which logits are not finite.
     """
 
-    shares_prefixes = True
-
     def __init__(
         self,
         blocks: int = 16,
@@ -83,7 +91,9 @@ class ToyModel:
         runs_ahead: int = False,
         max_outputs: int | None = None,
         read_window: int = 0,
+        recurrent: bool = False,
     ) -> None:
+        self.shares_prefixes = self.rewinds = not recurrent
         self.read_window = read_window
         self.blocks, self.block_size, self.context_length = blocks, block_size, context_length
         self.vocab_size, self.runs_ahead = VOCAB, runs_ahead
@@ -94,6 +104,7 @@ class ToyModel:
         self.fail_reading: set[int] = set()
         self.not_finite: set[int] = set()
         self._pool = np.random.default_rng(0).integers(0, 2**63, blocks * block_size).astype(np.uint64)
+        self._lanes = np.random.default_rng(1).integers(0, 2**63, max_sequences).astype(np.uint64)
         self._chosen = np.zeros(0, np.int32)
 
     def step(self, batch: Batch) -> ToyResult:
@@ -112,11 +123,13 @@ class ToyModel:
         assert len(set(rows.tolist())) == len(rows), "two tokens write one row"
         self._pool[rows] = row_values(tokens, positions)
         self.computed += len(tokens)
+        states = None if self.rewinds else self._renewed(batch, row_values(tokens, positions))
         logits = np.zeros((len(batch.outputs), VOCAB), np.float32)
         for index, output in enumerate(batch.outputs):
             places = np.arange(positions[output] + 1)[-self.read_window :]
             table = batch.tables[batch.sequences[output]].astype(np.int64)
-            logits[index] = logits_of(self._pool[table[places // size] * size + places % size], int(tokens[output]))
+            read = self._pool[table[places // size] * size + places % size]
+            logits[index] = logits_of(read if states is None else states[output : output + 1], int(tokens[output]))
         self._chosen = np.array(
             [
                 -1 if int(tokens[output]) in self.not_finite else chosen(row, settings, uniform)
@@ -127,6 +140,17 @@ class ToyModel:
             np.int32,
         )
         return ToyResult(self, self._chosen, logits)
+
+    def _renewed(self, batch: Batch, rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Renew the lanes of a step's sequences, and return what they were after each token."""
+        assert batch.lanes is not None and len(set(batch.lanes.tolist())) == len(batch.lanes) == len(batch.tables)
+        states = np.zeros(len(rows), np.uint64)
+        for sequence in np.unique(batch.sequences):
+            own, lane = np.flatnonzero(batch.sequences == sequence), batch.lanes[sequence]
+            before = int(self._lanes[lane]) if batch.positions[own[0]] else 0
+            states[own] = states_of(rows[own], before)
+            self._lanes[lane] = states[own[-1]]
+        return states
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
         return start, end
@@ -172,27 +196,36 @@ def chosen(logits: NDArray[np.float32], settings: NDArray[np.float32], uniform: 
     return draw(probabilities(logits, temperature, top_k=kept, top_p=top_p), float(uniform))
 
 
-def alone(request: Request, limit: int, stop_ids: frozenset[int] = frozenset(), window: int = 0) -> tuple[int, ...]:
+def alone(
+    request: Request, limit: int, stop_ids: frozenset[int] = frozenset(), window: int = 0, recurrent: bool = False
+) -> tuple[int, ...]:
     """The answer to a request: what the model says when it has one sequence and the pool to itself.
 
     Args:
         limit: Maximum length of prompt and answer.
         window: Number of last tokens on which each depends. 0: all.
+        recurrent: Whether it depends on a recurrent state instead.
     """
     stops = stop_ids if request.stop_ids is None else request.stop_ids
     ahead = limit if request.max_new_tokens is None else len(request.prompt) + request.max_new_tokens
-    return _alone(request.prompt, request.sampling, stops, min(limit, ahead), window)
+    return _alone(request.prompt, request.sampling, stops, min(limit, ahead), window, recurrent)
 
 
 @lru_cache(1000)
 def _alone(
-    prompt: tuple[int, ...], sampling: SamplingSettings, stops: frozenset[int], limit: int, window: int
+    prompt: tuple[int, ...],
+    sampling: SamplingSettings,
+    stops: frozenset[int],
+    limit: int,
+    window: int,
+    recurrent: bool,
 ) -> tuple[int, ...]:
     sampler = make_sampler(sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed)
     tokens = list(prompt)
     while len(tokens) < limit:
         values = row_values(np.array(tokens), np.arange(len(tokens)))
-        token = sampler(logits_of(values[-window:], tokens[-1]))
+        read = np.array(states_of(values)[-1:], np.uint64) if recurrent else values[-window:]
+        token = sampler(logits_of(read, tokens[-1]))
         if token in stops:
             break
         tokens.append(token)

@@ -7,6 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+NO_DRAFTS = "the model's layers have recurrent states, which cannot be taken back after a wrong draft; choose no drafts"
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -27,6 +29,8 @@ class Batch:
         outputs: [R], int32, increasing: indices into `tokens` of those after which a token is to be chosen.
         settings: [R, 3], float32: temperature (0: greedy), top_k (infinity: all) and top_p of each output.
         uniforms: [R], float32: a random number from [0, 1) for each output.
+        lanes: [S], int32: each sequence's place among the recurrent states of a model that has some. What is there is
+            ignored where a sequence begins, at position 0. None: the batch is for a model without.
         upcoming: Function from a count to the random numbers of the sequence's next tokens, so that a model can upload
             those of many steps at once. None but in a step of one token.
         adapters: [S], int32: the place of each sequence's adapter among the model's; -1 for the base. None: all are -1.
@@ -39,6 +43,7 @@ class Batch:
     outputs: NDArray[np.int32]
     settings: NDArray[np.float32]
     uniforms: NDArray[np.float32]
+    lanes: NDArray[np.int32] | None = None
     upcoming: Callable[[int], NDArray[np.float32]] | None = None
     adapters: NDArray[np.int32] | None = None
 
@@ -74,6 +79,8 @@ class BatchModel(Protocol):
             still to be chosen. 0: `step` returns when the device has finished.
         shares_prefixes: Whether sequences that begin with the same tokens may share blocks that are full of these.
         read_window: Number of last tokens whose rows some layer reads; blocks behind them are released. 0: all.
+        rewinds: Whether a sequence may compute tokens anew after later ones, as behind a wrong draft. A recurrent state
+            cannot be taken back.
     """
 
     block_size: int
@@ -86,6 +93,7 @@ class BatchModel(Protocol):
     runs_ahead: int
     shares_prefixes: bool
     read_window: int
+    rewinds: bool
 
     def step(self, batch: Batch) -> StepResult:
         """Run one step. It is launched, not waited for; the next step may be launched before this one's result is read.

@@ -112,14 +112,16 @@ class PlannedStep:
         if len(self._tokens) == len(self._outputs) == 1 and sequences[0].draws:
             (sequence,) = sequences
             upcoming = partial(sequence.uniforms, len(sequence.tokens) + sequence.pending - 1 - sequence.prompt_length)
+        slots = [sequence.slot for sequence in sequences]
         self.batch = Batch(
             np.array(self._tokens, np.int32),
             np.array(self._positions, np.int32),
             np.array(self._rows, np.int32),
-            tables[[sequence.slot for sequence in sequences], :width],
+            tables[slots, :width],
             np.array(self._outputs, np.int32),
             settings[self._choosers],
             np.array(self._uniforms, np.float32),
+            np.array(slots, np.int32),
             upcoming,
             np.array([sequence.adapter_place for sequence in sequences], np.int32),
         )

@@ -15,7 +15,8 @@ Invariants:
 4. As many sequences run as one step can hold, so every running sequence that can take its next token takes it.
 5. Each sequence fits into the pool alone, takes blocks from later ones only, and waits where the later ones are already
    part of the step; nothing is admitted meanwhile. So the earliest running sequence ends, and then every one.
-6. A block that is released before its sequence ends lies behind the window of every token that is still to be computed.
+6. A running sequence's slot is its own, with the recurrent states there. One that is admitted again begins anew.
+7. A block that is released before its sequence ends lies behind the window of every token that is still to be computed.
 """
 
 import bisect
@@ -24,7 +25,8 @@ from collections import Counter
 
 import numpy as np
 
-from npu_sim.llm.engine.batch import BatchModel
+from npu_compiler.errors import InputError
+from npu_sim.llm.engine.batch import NO_DRAFTS, BatchModel
 from npu_sim.llm.engine.blocks import BlockPool
 from npu_sim.llm.engine.planned_step import Choice, PlannedStep
 from npu_sim.llm.engine.sequence import Sequence
@@ -41,6 +43,9 @@ class Scheduler:
             takes where no running sequence waits for a token.
         drafter: Guesses tokens of sequences that want drafts.
 
+    Raises:
+        InputError: drafts are wanted of a model that cannot take back tokens.
+
     Attributes:
         running: Running sequences, in order of arrival.
         waiting: Number of sequences that wait.
@@ -50,6 +55,8 @@ class Scheduler:
     """
 
     def __init__(self, model: BatchModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
+        if drafter is not None and not model.rewinds:
+            raise InputError(NO_DRAFTS)
         self._model = model
         self._block_size = model.block_size
         self._max_tokens, self._max_outputs = model.max_tokens, model.max_outputs

@@ -46,6 +46,7 @@ class SimulatedModel:
     runs_ahead = 0
     shares_prefixes = False
     read_window = 0
+    rewinds = True
 
     def __init__(
         self,

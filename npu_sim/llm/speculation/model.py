@@ -11,7 +11,8 @@ from itertools import takewhile
 
 import numpy as np
 
-from npu_sim.llm.engine.batch import Batch, BatchModel, StepResult
+from npu_compiler.errors import InputError
+from npu_sim.llm.engine.batch import NO_DRAFTS, Batch, BatchModel, StepResult
 from npu_sim.llm.engine.blocks import BlockPool
 from npu_sim.llm.engine.sequence import Sequence
 
@@ -47,9 +48,14 @@ class ModelDrafter:
 
     Args:
         model: Nobody else may use it meanwhile.
+
+    Raises:
+        InputError: the model cannot take back tokens.
     """
 
     def __init__(self, model: BatchModel) -> None:
+        if not model.rewinds:
+            raise InputError(NO_DRAFTS)
         self._model = model
         self._pool = BlockPool(model.blocks)
         self._rows: dict[Sequence, _Rows] = {}

@@ -1,0 +1,127 @@
+"""Recurrent states of traced modules: tensors of a fixed size that a layer reads and replaces at each step.
+
+transformers' cache has two sorts: the last columns of a convolution's input, and the state of a recurrence (a selective
+scan, a delta rule, a linear attention). A layer may have several of each. They lie in lanes, one for each sequence.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class StateName(NamedTuple):
+    """The place of a state in transformers' cache.
+
+    Attributes:
+        sort: "conv" or "recurrent".
+        layer, place: Number of the layer, and of the state among those of its sort there.
+    """
+
+    sort: str
+    layer: int
+    place: int
+
+
+class RecurrentCache:
+    """The part of a cache, as transformers asks for it, that has recurrent states; for a subclass.
+
+    Attributes:
+        states: State → tensor [sequences, …]; a state that is absent begins with zeros. Layers may change tensors in
+            place; what they leave here is the state after the step.
+    """
+
+    states: dict[StateName, torch.Tensor]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.states.get(StateName("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.states.get(StateName("recurrent", layer_idx, state_idx))
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return bool(self.states)
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Append new columns [sequences, channels, tokens]; returns the kept ones and the new ones."""
+        name = StateName("conv", layer_idx, state_idx)
+        kept = self.states.get(name)
+        if kept is None:
+            width = conv_kernel_size or conv_states.shape[-1]
+            missing = max(0, width - conv_states.shape[-1])
+            columns = nn.functional.pad(conv_states, (missing, 0)) if missing else conv_states
+            self.states[name] = columns[..., -width:]
+        else:
+            columns = torch.cat([kept, conv_states], dim=-1)
+            self.states[name] = columns[..., -kept.shape[-1] :].to(kept.dtype)
+        return columns
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Replace a state."""
+        name = StateName("recurrent", layer_idx, state_idx)
+        kept = self.states.get(name)
+        self.states[name] = recurrent_states if kept is None else recurrent_states.to(kept.dtype)
+        return self.states[name]
+
+
+def read_lanes(
+    names: Sequence[StateName], pools: Sequence[torch.Tensor], lanes: torch.Tensor, firsts: torch.Tensor
+) -> dict[StateName, torch.Tensor]:
+    """Return the states of a step's sequences.
+
+    Args:
+        pools: [lanes, …] for each name.
+        lanes: [S], the lane of each sequence.
+        firsts: [S], the position of each sequence's first token in the step. At position 0 its states are zeros,
+            whatever its lane holds of another sequence.
+    """
+
+    def read(pool: torch.Tensor) -> torch.Tensor:
+        begun = (firsts > 0).reshape(-1, *[1] * (pool.dim() - 1))
+        return torch.where(begun, pool.index_select(0, lanes), torch.zeros((), dtype=pool.dtype, device=pool.device))
+
+    return {name: read(pool) for name, pool in zip(names, pools, strict=True)}
+
+
+def write_lanes(
+    states: dict[StateName, torch.Tensor],
+    names: Sequence[StateName],
+    pools: Sequence[torch.Tensor],
+    lanes: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Return the pools with the states of a step's sequences in their lanes."""
+    return [
+        torch.index_copy(pool, 0, lanes, states[name].to(pool.dtype)) for name, pool in zip(names, pools, strict=True)
+    ]
+
+
+def folded(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function for the tokens of several sequences over one pool, from one for tokens in a row.
+
+    Where the query is [S, H, T, head dim] and the keys are those of a pool, `attend` gets [1, H, S · T, head dim].
+    """
+
+    @wraps(attend)
+    def attend_folded(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if query.shape[0] == 1 or (key.dim() == 4 and key.shape[0] != 1):
+            return attend(module, query, key, *others, **named)
+        sequences, heads, tokens, width = query.shape
+        flat = query.transpose(1, 2).reshape(1, sequences * tokens, heads, width).transpose(1, 2)
+        attended, weights = attend(module, flat, key, *others, **named)
+        return attended.reshape(sequences, tokens, *attended.shape[2:]), weights
+
+    return attend_folded
