@@ -5,7 +5,6 @@ is dequantized when it is looked up, and what transformers makes of the metadata
 """
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,8 +61,8 @@ def load_gguf(path: Path, dtype: str) -> Checkpoint:
     settings = _config_fields(file)
     tensors = dict(file.tensors)
     divisors = tensors.pop(_FREQUENCIES, None)
-    facts_key = [file.digest, version("transformers"), source_digest("npu_sim.llm")]
-    fields = cached_facts("config", facts_key, lambda: stored_fields(_config(settings)))
+    facts_key = [file.digest, source_digest("npu_sim.llm")]
+    fields = cached_facts("config", facts_key, lambda: stored_fields(_config(settings)), ("transformers",))
     state = _GGUFTensors(tensors, settings, dtype)
     eos = {_whole_number(file, f"tokenizer.ggml.{kind}_token_id", None) for kind in ("eos", "eot")}
     return Checkpoint(
