@@ -36,10 +36,10 @@ def make_entries(folder: Path) -> None:
             model.prefill_program(tokens)
         for path in sorted(Path(cache).glob("*.*")):
             if path.suffix in (".npubin", ".json"):
-                _bring(path, folder)
+                bring(path, folder)
 
 
-def _bring(path: Path, folder: Path) -> None:
+def bring(path: Path, folder: Path) -> None:
     """Copy an entry to the folder, under the name by which a wheel brings it; facts have it in their seal."""
     content, name = path.read_bytes(), shipped_name(path.name)
     if path.suffix == ".json":
