@@ -110,7 +110,7 @@ def _packed_linear_weight(call: TensorCall, dtype: torch.dtype) -> Tensor:
 
 
 def packed_linear(call: TensorCall) -> Launch | None:
-    """The product by oneDNN, of a weight that it has packed."""
+    """The product by oneDNN, of a weight that it has packed; None where it cannot be."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _has_onednn() or not _can_prepare(call, bias) or call.out.shape[0] < _FEWEST_PACKED_ROWS:
         return None
@@ -128,7 +128,7 @@ def packed_linear(call: TensorCall) -> Launch | None:
 
 
 def plain_linear(call: TensorCall) -> Launch | None:
-    """The product by the library for matrices, of a float32 copy of the weight."""
+    """The product by the library for matrices, of a float32 copy of the weight; None where it cannot be."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _can_prepare(call, bias):
         return None
@@ -178,7 +178,7 @@ def half_linear(call: TensorCall) -> Launch | None:
 
 
 def gated_linear(call: TensorCall) -> Launch | None:
-    """The two halves of a gated product by one product of a float32 copy of both weights."""
+    """The two halves of a gated product by one product of a float32 copy of both weights; None where it cannot be."""
     (bias,) = call.optional(("has_bias",), 2)
     if not _can_prepare(call, bias):
         return None
@@ -234,7 +234,7 @@ def _conv_epilogue(call: TensorCall, activation: str, residual: int | None) -> C
 
 
 def packed_conv(call: TensorCall) -> Launch | None:
-    """The convolution by oneDNN, of a weight that it has packed."""
+    """The convolution by oneDNN, of a weight that it has packed; None where it cannot be."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _has_onednn() or not _can_prepare(call, bias):
         return None
@@ -261,7 +261,7 @@ def packed_conv(call: TensorCall) -> Launch | None:
 
 
 def plain_conv(call: TensorCall) -> Launch | None:
-    """PyTorch's convolution, of a float32 copy of the weight."""
+    """PyTorch's convolution, of a float32 copy of the weight; None where it cannot be."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _can_prepare(call, bias):
         return None
@@ -277,7 +277,7 @@ def plain_conv(call: TensorCall) -> Launch | None:
 
 
 def pointwise_conv(call: TensorCall) -> Launch | None:
-    """A 1×1 convolution as a product of the weight and the maps, which need not change their layout."""
+    """A 1×1 convolution as a product of the weight and the maps, in the layout that they have; None for another call."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     params, x = call.params, call.inputs[0]
     window = (tuple(call.inputs[1].shape[2:]), tuple(params["stride"]), tuple(params["padding"]), params["groups"])
