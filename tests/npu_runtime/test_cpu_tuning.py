@@ -321,7 +321,7 @@ def test_a_slow_native_kernel_is_given_to_pytorch_and_the_choice_is_kept(slow_na
 
 
 def test_a_kept_choice_is_found_by_a_process_that_has_not_imported_pytorch() -> None:
-    """Before the import, the same number of threads is expected of PyTorch as it has afterwards, since they are a part of the choice's name."""
+    """PyTorch begins with as many threads as are expected of it before, which are a part of the name of a choice."""
     code = (
         "import sys; from npu_runtime.cpu.tuning import machine; from npu_runtime.pytorch import torch_threads;"
         "print(*machine(False).values(), torch_threads(), 'torch' in sys.modules);"

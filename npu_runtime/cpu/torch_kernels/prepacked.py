@@ -277,7 +277,7 @@ def plain_conv(call: TensorCall) -> Launch | None:
 
 
 def pointwise_conv(call: TensorCall) -> Launch | None:
-    """A 1×1 convolution as a product of the weight and the maps, in the layout that they have; None for another call."""
+    """A 1×1 convolution as a product of the weight and the maps, in their own layout; None for another call."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     params, x = call.params, call.inputs[0]
     window = (tuple(call.inputs[1].shape[2:]), tuple(params["stride"]), tuple(params["padding"]), params["groups"])
