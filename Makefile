@@ -130,8 +130,9 @@ bench: venv
 	$(BIN)/npu-sim bench
 
 # The source distribution and all wheels, in dist: docs/releasing.md.
-wheels: build/release/.installed
-	nice build/release/bin/python -m release.wheels dist
+wheels: build/release/.installed venv
+	nice $(BIN)/python -W ignore -m release.programs build/programs
+	nice build/release/bin/python -m release.wheels dist build/programs
 
 # Builds them, tries them where nothing else is installed, and runs a sample of AArch64's kernels under qemu.
 release-check: wheels venv

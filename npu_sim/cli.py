@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from npu_sim.commands.application import app
 
 __all__ = ["app", "main"]
+
+INTERRUPTED = 130  # exit code
 
 
 def __getattr__(name: str) -> Any:
@@ -27,13 +31,27 @@ def main() -> None:
         signal.signal(signal.SIGINT, _end)  # a running command has a handler of its own
     from npu_sim.commands.application import app
 
-    app(prog_name="npu-sim")
+    try:
+        app(prog_name="npu-sim")
+    except SystemExit as status:
+        if status.code == INTERRUPTED:
+            _end_quickly()
+        raise
+
+
+def _end_quickly() -> NoReturn:
+    """End after Ctrl-C without waiting for threads and for the memory of large libraries to be freed."""
+    atexit._run_exitfuncs()  # which end compilers and other processes
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(INTERRUPTED)
 
 
 def _end(*_: object) -> None:
     """End at once: an exception in the middle of an import would be reported by whatever is being imported."""
     os.write(2, b"interrupted\n")
-    os._exit(130)
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Builds the source distribution and the wheels: one of Python alone, and one for each machine to compile for.
 
-    python -m release.wheels dist
+    python -m release.wheels dist build/programs
 
+All wheels bring the programs and facts of `release.programs`.
 On Linux the machines are x86-64 and AArch64, each with a library for each of its CPU levels; auditwheel judges whether
 they run on the systems that the wheel's name promises. On a Mac it is that Mac's own machine.
 """
@@ -17,16 +18,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from npu_runtime.cache_folder import read_entry
 from npu_runtime.cpu.levels import LEVELS, this_cpu
 from npu_runtime.cpu.native.build import build, find_compiler, shipped_name
+from npu_sim.cache import SHIPPED
 
 _ROOT = Path(__file__).resolve().parents[1]
-_SHIPPED = Path("npu_runtime", "cpu", "native", "shipped")
+_KERNELS = Path("npu_runtime", "cpu", "native", "shipped")
+_PROGRAMS = SHIPPED.relative_to(_ROOT)
 _MOST_BYTES = 15_000_000
 _MACOS = "11.0"  # the first macOS on AArch64
 
@@ -65,12 +69,31 @@ def _found(compiler: str | None, name: str) -> str:
     return compiler
 
 
-def build_all(folder: Path) -> list[Path]:
-    """Build the source distribution and all wheels into a folder; return the wheels, that of Python alone first."""
+def build_all(folder: Path, programs: Path) -> list[Path]:
+    """Build the source distribution and all wheels into a folder; return the wheels, that of Python alone first.
+
+    Args:
+        programs: Folder of what `release.programs` has made.
+
+    Raises:
+        RuntimeError: a wheel cannot be built as it should be.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     _run(sys.executable, "-m", "build", "--outdir", folder, _ROOT)
     (pure,) = folder.glob("*.whl")
+    with _unpacked(pure) as content:
+        shutil.copytree(programs, content / _PROGRAMS)
     return [pure, *(with_kernels(pure, target) for target in targets())]
+
+
+@contextmanager
+def _unpacked(wheel: Path) -> Iterator[Path]:
+    """The content of a wheel, in a folder that is packed again at the end, beside it, under the name of its tag."""
+    with tempfile.TemporaryDirectory() as work:
+        _run(sys.executable, "-m", "wheel", "unpack", "--dest", work, wheel)
+        (content,) = Path(work).iterdir()
+        yield content
+        _run(sys.executable, "-m", "wheel", "pack", "--dest-dir", wheel.parent, content)
 
 
 def with_kernels(pure: Path, target: Target) -> Path:
@@ -79,14 +102,11 @@ def with_kernels(pure: Path, target: Target) -> Path:
     Raises:
         RuntimeError: it is too large, or needs newer systems than its tag says.
     """
-    with tempfile.TemporaryDirectory() as work:
-        _run(sys.executable, "-m", "wheel", "unpack", "--dest", work, pure)
-        (content,) = Path(work).iterdir()
-        _add_libraries(content / _SHIPPED, target)
+    with _unpacked(pure) as content:
+        _add_libraries(content / _KERNELS, target)
         (description,) = content.glob("*.dist-info/WHEEL")
         text = re.sub(r"(?m)^Root-Is-Purelib: .*$", "Root-Is-Purelib: false", description.read_text())
         description.write_text(re.sub(r"(?m)^Tag: .*$", f"Tag: py3-none-{target.tag}", text))
-        _run(sys.executable, "-m", "wheel", "pack", "--dest-dir", pure.parent, content)
     (wheel,) = pure.parent.glob(f"*-{target.tag}.whl")
     size = wheel.stat().st_size
     if size > _MOST_BYTES:
@@ -132,7 +152,9 @@ def main(arguments: Iterable[str] | None = None) -> None:
     """Build into the folder of the command line, and say what was built."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    for wheel in build_all(parser.parse_args(None if arguments is None else list(arguments)).folder):
+    parser.add_argument("programs", type=Path)
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    for wheel in build_all(given.folder, given.programs):
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
 
 

@@ -36,10 +36,11 @@ from npu_runtime.cpu.native import available as native_available
 from npu_runtime.cpu.native.bindings import pointers
 from npu_runtime.cpu.native.candidates import native_candidates
 from npu_runtime.cpu.native.threads import usable_threads
+from npu_runtime.cpu.torch_candidates import torch_candidates
 from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
 from npu_runtime.hardware import Ceilings
 from npu_runtime.pieces import in_pieces
-from npu_runtime.pytorch import find_torch
+from npu_runtime.pytorch import find_torch, torch_threads, torch_version
 
 if TYPE_CHECKING:
     import torch
@@ -133,8 +134,8 @@ class CPUBackend(Backend):
 
     @functools.cached_property
     def pytorch(self) -> bool:
-        """Whether PyTorch is wanted and installed; imports it."""
-        return self._wants_pytorch and find_torch() is not None
+        """Whether PyTorch is installed and wanted; it is imported when a call is prepared on one of its kernels."""
+        return self._wants_pytorch and torch_version() is not None
 
     @functools.cached_property
     def choices(self) -> ChoiceTable:
@@ -147,8 +148,7 @@ class CPUBackend(Backend):
 
     @property
     def device(self) -> str:
-        torch = find_torch() if self.pytorch else None
-        threads, library = (usable_threads(), "NumPy") if torch is None else (torch.get_num_threads(), "torch")
+        threads, library = (torch_threads(), "torch") if self.pytorch else (usable_threads(), "NumPy")
         return f"CPU, {threads} threads, {'native and ' * self.native}{library} kernels"
 
     @property
@@ -161,8 +161,8 @@ class CPUBackend(Backend):
         return CPUBuffer(shape, alloc_shape, dtype, host_memory(numel(memory), numpy_dtype(dtype)))
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Wait for the native kernels and import torch, so that no run has to wait for them."""
-        _ = self.native, self.pytorch
+        """Wait for the native kernels, so that no run has to."""
+        _ = self.native
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         if self._wants_native and not self.native:
@@ -246,9 +246,7 @@ def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Cand
     """
     possible = native_candidates(call) if native else []
     if pytorch and not (possible and is_quantized(call.call)):  # which PyTorch's kernels would widen
-        from npu_runtime.cpu.torch_kernels.prepacked import prepacked_candidates
-
-        possible += prepacked_candidates(call)
+        possible += torch_candidates(call)
     return possible
 
 
@@ -284,6 +282,8 @@ def bind(operand: Operand) -> np.ndarray:
 def fallback(call: ArrayCall, among_native: bool, pytorch: bool) -> Launch:
     """The launch of a call that no candidate handles: PyTorch's kernel if it has a faster one, else the reference.
 
+    A call without inputs, which fills its output, is the reference's.
+
     Args:
         among_native: Whether native kernels run before and after it.
         pytorch: Whether to use torch.
@@ -292,7 +292,7 @@ def fallback(call: ArrayCall, among_native: bool, pytorch: bool) -> Launch:
         DeviceError: there is no kernel of that name.
     """
     launch = None
-    if pytorch:
+    if pytorch and call.inputs and find_torch() is not None:
         from npu_runtime.cpu.torch_kernels import torch_launch
 
         launch = torch_launch(call, among_native)

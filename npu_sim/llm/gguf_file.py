@@ -6,7 +6,6 @@ is dequantized when it is looked up, and what transformers makes of the metadata
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ def load_gguf(path: Path, dtype: str) -> Checkpoint:
         raise InputError("the GGUF file has rotary factors for short or for long contexts, but not for both")
     factors = {field: dequantized(tensor, "float32").ravel().tolist() for field, tensor in stored.items()}
     file = GGUFFile(file.metadata, file.arrays, tensors, file.digest)
-    facts_key = [file.digest, factors, version("transformers"), version("gguf"), source_digest("npu_sim.llm")]
-    facts = cached_facts("gguf", facts_key, lambda: _facts(file, row, factors))
+    facts_key = [file.digest, factors, source_digest("npu_sim.llm")]
+    facts = cached_facts("gguf", facts_key, lambda: _facts(file, row, factors), ("transformers", "gguf"))
     if divisors is not None and divisors.shape != (facts["frequencies"],):
         raise InputError(
             f"'{_DIVISORS}' has the shape {list(divisors.shape)}, but the model has {facts['frequencies']} frequencies"

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from npu_sim.llm.modules import StateForm
 
 INV_FREQ = "model.rotary_emb.inv_freq"
+_TRACING = ("torch", "transformers", "pytorch-ir")  # packages of which another version may trace another graph
 
 
 def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = None) -> Any:
@@ -218,7 +219,7 @@ def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[s
         reason = "layers with a recurrent state are not simulated; choose a model of attention alone"
         raise _unsupported(checkpoint, InputError(reason))
     name = f"{checkpoint.config.model_type}-contiguous-ir"
-    ir = cached_facts(name, ["contiguous", _model_key(checkpoint)], lambda: _symbolic_contiguous(checkpoint))
+    ir = cached_facts(name, ["contiguous", _model_key(checkpoint)], lambda: _symbolic_contiguous(checkpoint), _TRACING)
     cache = f"{FULL_ATTENTION.tensors[0]}_0"
     given = {"input_ids": [shape.sequences, shape.tokens], cache: [shape.rows]}
     specialized: dict[str, Any] = specialize(ir, _sizes(ir, given))
@@ -258,7 +259,7 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
     sequences = [] if each > 1 else [shape.sequences]
     key = ["paged", sampling, shape.block_size, each, _model_key(checkpoint), *_adapters_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-paged-ir"
-    ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape.block_size, sampling, each))
+    ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape.block_size, sampling, each), _TRACING)
     given = {
         "tokens": sequences if each else [shape.tokens],
         "tables": [*sequences, shape.blocks_per_sequence],
@@ -453,7 +454,7 @@ def has_prefill(
     """Whether the cache holds what `compile_prefill` returns for these arguments."""
     key = ["prefill", [tokens, cache_length], _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-prefill"
-    return has_program(name, key, target, _options(checkpoint, mesh))
+    return has_program(name, key, target, _options(checkpoint, mesh), _TRACING)
 
 
 def compile_decode_loop(
@@ -498,7 +499,10 @@ def compile_contiguous(checkpoint: Checkpoint, shape: ContiguousShape, target: "
 
 def contiguous_key(checkpoint: Checkpoint, target: "CodegenTarget") -> list[Any]:
     """A cache key that changes whenever `compile_contiguous` might return other programs."""
-    return [_model_key(checkpoint), program_key(target, _options(checkpoint, None))]
+    from importlib.metadata import version
+
+    versions = [version(package) for package in _TRACING]
+    return [_model_key(checkpoint), versions, program_key(target, _options(checkpoint, None))]
 
 
 def compile_copy_rows(
@@ -522,7 +526,7 @@ def _compiled(
     key = [kind, sizes, _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-{kind}"
     try:
-        return cached_program(name, key, make_ir, target, _options(checkpoint, mesh))
+        return cached_program(name, key, make_ir, target, _options(checkpoint, mesh), _TRACING)
     except InputError:
         raise
     except NPUError as error:
@@ -536,14 +540,11 @@ def _options(checkpoint: Checkpoint, mesh: "Mesh | None") -> "CompileOptions":
 
 
 def _model_key(checkpoint: Checkpoint) -> list[Any]:
-    """A cache key that changes whenever a checkpoint's module might be traced differently."""
-    from importlib.metadata import version
-
+    """A cache key that changes whenever a checkpoint's module might be traced differently by the same packages."""
     config = checkpoint.config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         config.pop(volatile, None)
-    versions = [version(package) for package in ("torch", "transformers", "pytorch-ir")]
-    return [config, checkpoint.dtype, versions, source_digest("npu_sim.llm", "npu_sim.module")]
+    return [config, checkpoint.dtype, source_digest("npu_sim.llm", "npu_sim.module")]
 
 
 def _adapters_key(checkpoint: Checkpoint) -> list[Any]:
@@ -572,7 +573,7 @@ def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     name = f"{checkpoint.config.model_type}-module"
-    facts: dict[str, Any] = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
+    facts: dict[str, Any] = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint), _TRACING)
     return facts
 
 

@@ -6,7 +6,6 @@ After the first use they are read without transformers, whose import takes secon
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,8 @@ def _stored(digests: Mapping[str, str], load: Callable[[], Any]) -> Any:
     Args:
         digests: Digest of all that `load` reads.
     """
-    versions = [version("transformers"), version("tokenizers"), source_digest("npu_sim.llm")]
-    facts = cached_facts("tokenizer", [digests, versions], lambda: _find_facts(load()))
+    key, packages = [digests, source_digest("npu_sim.llm")], ("transformers", "tokenizers")
+    facts = cached_facts("tokenizer", key, lambda: _find_facts(load()), packages)
     return load() if facts is None else StoredTokenizer(facts, load)
 
 

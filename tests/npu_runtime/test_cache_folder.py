@@ -7,16 +7,19 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ir_builder import IRBuilder
 
-from npu_compiler import files
+from npu_compiler import OpLevelTarget, files
 from npu_compiler.files import UNFINISHED, seal, unseal, working_folder, write_atomically
 from npu_runtime import cache_folder
 from npu_runtime.cpu.native.build import find_compiler
-from npu_sim.cache import cached_facts
+from npu_sim.cache import cached_facts, cached_program, has_program
+from release.programs import bring
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +57,53 @@ def test_a_wrong_fact_is_found_out_again(cache: Path, wrong: bytes | None) -> No
     assert cached_facts("fact", "key", lambda: pytest.fail("it is in the cache")) == {"a": [1, 2]}
 
 
+def test_facts_of_another_version_of_a_package_are_found_out_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, finds in (("1.0", 1), ("1.0+cpu", 1), ("2.0", 2), ("1.0", 2)):
+        monkeypatch.setattr("npu_sim.cache.version", lambda _, number=number: number)
+        cached_facts("fact", "key", lambda: 1, ["torch"])
+        assert len(list(cache.iterdir())) == finds
+
+
+def test_what_a_wheel_brings_holds_with_any_version(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached_facts("fact", "key", lambda: "old", ["numpy"])
+    ir = linear_ir()
+    cached_program("program", "key", lambda: ir, packages=["numpy"])
+    monkeypatch.setattr("npu_sim.cache.SHIPPED", tmp_path / "shipped")
+    (tmp_path / "shipped").mkdir()
+    for path in cache.iterdir():
+        bring(path, tmp_path / "shipped")
+        path.unlink()
+    monkeypatch.setattr("npu_sim.cache.version", lambda _: pytest.fail("no version is asked for"))
+    assert cached_facts("fact", "key", lambda: pytest.fail("it is shipped"), ["numpy"]) == "old"
+    assert has_program("program", "key", OpLevelTarget(), packages=["numpy"])
+    program = cached_program("program", "key", lambda: pytest.fail("it is shipped"), packages=["numpy"])
+    assert program.weight_specs and not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("key", ["another", "damaged"])
+def test_what_a_wheel_brings_is_passed_over_where_it_does_not_fit(
+    key: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached_facts("fact", "damaged", lambda: "old", ["numpy"])
+    monkeypatch.setattr("npu_sim.cache.SHIPPED", tmp_path)
+    for path in cache.iterdir():
+        bring(path, tmp_path)
+        path.unlink()
+    for path in tmp_path.glob("fact-*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert cached_facts("fact", key, lambda: "new", ["numpy"]) == "new"
+
+
+def linear_ir() -> dict[str, Any]:
+    g = IRBuilder()
+    g.output(g("aten.linear.default", g.input("x", 2, 4), g.weight("weight", 3, 4)))
+    return g.ir()
+
+
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path / "file"))
@@ -69,7 +119,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatc
 WRITER = """
 import sys
 from pathlib import Path
-from npu_compiler import files
+from npu_compiler import OpLevelTarget, files
 with files.working_folder(Path(sys.argv[1])):
     files._begin(Path(sys.argv[1]), files._create_file)
     print("writing", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -290,6 +291,7 @@ def slow_native(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(cpu_backend, "native_candidates", candidates)
     monkeypatch.setattr(tuner, "_SHORT", 0.0)
+    monkeypatch.setattr(tuner, "_MOST_SECONDS", float("inf"))
     monkeypatch.setattr(trials, "_AGREEMENT", float("inf"))  # on a busy machine PyTorch's own times may differ much
     return made
 
@@ -316,6 +318,21 @@ def test_a_slow_native_kernel_is_given_to_pytorch_and_the_choice_is_kept(slow_na
     result, expected = run_mlp(later)
     np.testing.assert_allclose(result, expected, atol=1e-4)
     assert later._tuner.trials == 0 and not slow_native, "the choice comes from the file"
+
+
+def test_a_kept_choice_is_found_by_a_process_that_has_not_imported_pytorch() -> None:
+    """PyTorch begins with as many threads as are expected of it before, which are a part of the name of a choice."""
+    code = (
+        "import sys; from npu_runtime.cpu.tuning import machine; from npu_runtime.pytorch import torch_threads;"
+        "print(*machine(False).values(), torch_threads(), 'torch' in sys.modules);"
+    )
+    after = f"{code} import torch; {code}"
+    for variables in ({}, {"OMP_NUM_THREADS": "1"}):
+        done = subprocess.run(
+            [sys.executable, "-c", after], env={**os.environ, **variables}, capture_output=True, text=True, check=True
+        )
+        first, second = done.stdout.splitlines()
+        assert first.endswith(" False") and second == first.replace("False", "True")
 
 
 def test_a_call_of_another_shape_is_tried_by_itself(slow_native: list[str]) -> None:

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import SCALES, random_blocks, save_gguf
+from kernel_cache import put_kernels
 from tiny_llms import TEMPLATE, assert_same_tokens, save_tiny, save_tokenizer, tensors, transformers
 
 from npu_compiler import OpLevelTarget
 from npu_compiler.errors import InputError, NPUError
+from npu_runtime.cpu import native
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import LanguageModel, compile_decode_loop, load_checkpoint
 from npu_sim.llm.gguf_blocks import quantized_encodings, quantized_rows
@@ -130,16 +132,22 @@ def test_a_second_start_needs_neither_torch_nor_transformers(file: Path, tmp_pat
     code = f"""
 import sys
 from cuda_compiler import CUDACodegenTarget
-from npu_sim.llm import compile_decode_loop, load_checkpoint
+from npu_sim.llm import LanguageModel, compile_decode_loop, load_checkpoint
 from npu_sim.llm.graph import state_with_buffers
 checkpoint, target = load_checkpoint({str(file)!r}), CUDACodegenTarget()
 program = compile_decode_loop(checkpoint, 24, target)
 state = state_with_buffers(checkpoint)
 assert all(state[key].size for weight in program.weight_specs.values() for key in weight.recipe.keys())
-assert checkpoint.tokenizer.encode("the cat") and checkpoint.eos_ids
+prompt = checkpoint.tokenizer.encode("the cat")
+assert prompt and checkpoint.eos_ids
+if {native.available()}:
+    model = LanguageModel(checkpoint, device="cpu", cache_length=24, chunk=2)
+    assert len(list(model.generate(prompt, max_new_tokens=3))) <= 3
+    assert "native" in model.device.backend.device
 print("torch" in sys.modules, "transformers" in sys.modules)
 """
-    environment = {**os.environ, "NPU_SIM_CACHE": str(tmp_path)}
+    put_kernels(tmp_path)
+    environment = {**os.environ, "NPU_SIM_CACHE": str(tmp_path), "NPU_SIM_TUNE": "1"}
     starts = [
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=environment

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+from npu_compiler.errors import DeviceError
 from npu_runtime.cache_folder import cache_folder
 from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.levels import Level, find_level, this_cpu
@@ -110,8 +111,8 @@ class ForeignLibrary:
         """The string that a function without parameters returns."""
         return self._ask("s", name, lambda: self._read(self._numbers(1)[0]))
 
-    def launch(self, name: str, args: ctypes.Structure, kept: tuple[object, ...]) -> None:
-        """Runs a kernel on its argument block and the memory of the arrays that its launch keeps."""
+    def launch(self, name: str, args: ctypes.Structure, kept: tuple[object, ...]) -> bool:
+        """Run a kernel on its argument block and the memory of its launch's arrays; return whether it failed."""
         storages = {begin: size for begin, size in map(_storage, arrays_in(kept)) if size}
         begins, pointers = list(storages), []
         for offset, target in _pointers(args):
@@ -124,11 +125,13 @@ class ForeignLibrary:
             parts += [struct.pack("<2q", size, begin % 64), ctypes.string_at(begin, size)]
         parts.append(struct.pack(f"<{1 + len(pointers)}q", len(pointers) // 3, *pointers))
 
-        def copy_back() -> None:
+        def copy_back() -> bool:
+            (failed,) = self._numbers(1)
             for begin, size in storages.items():
                 ctypes.memmove(begin, self._read(size), size)
+            return bool(failed)
 
-        self._ask("l", name, copy_back, b"".join(parts))
+        return bool(self._ask("l", name, copy_back, b"".join(parts)))
 
     def _ask(self, kind: str, name: str, read_answer: Any, rest: bytes = b"") -> Any:
         assert self._process.stdin is not None
@@ -208,7 +211,13 @@ def install(level: Level) -> None:
         if name.startswith("npu_runtime.cpu.native") and hasattr(module, "library"):
             module.library = lambda: foreign  # type: ignore[attr-defined]
     launch, sequence = bindings.NativeLaunch, bindings.NativeSequence
-    launch.__call__ = lambda self: foreign.launch(f"npu_{self.name}", self.args, self._keep)  # type: ignore[method-assign]
+
+    def run(self: bindings.NativeLaunch) -> None:
+        if foreign.launch(f"npu_{self.name}", self.args, self._keep):
+            reason = foreign.text("npu_failure").decode()
+            raise DeviceError(f"{reason} in kernel {self.name}{self.origin}")
+
+    launch.__call__ = run  # type: ignore[method-assign]
     launch.addresses = lambda self: (0, 0)  # type: ignore[method-assign]
     sequence.__call__ = lambda self: [one() for one in self.launches] and None  # type: ignore[method-assign]
 

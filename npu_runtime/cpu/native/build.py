@@ -5,6 +5,7 @@ A library that is compiled here is compiled once per machine, CPU level and sour
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import functools
 import hashlib
@@ -13,13 +14,14 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from npu_compiler.errors import DeviceError, NPUError
 from npu_compiler.files import working_folder
@@ -278,21 +280,54 @@ def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], com
             _log.info("compiling the CPU kernels for %s, once on this machine", level.name)
             say(f"{compiling}: 0 of {len(objects)}")
             start = time.perf_counter()
-            pool = ThreadPoolExecutor(usable_threads())
-            try:
-                jobs = [pool.submit(_object, folder / name, work, command, unit) for unit, name in objects.items()]
-                for done, job in enumerate(as_completed(jobs), 1):
-                    job.result()
-                    say(f"{compiling}: {done} of {len(objects)}")
-            except BaseException:  # Ctrl-C too, after which nobody waits for half a minute
-                _stop_compilers()
-                raise
-            finally:
-                pool.shutdown(cancel_futures=True)
+            files: list[Path] = []
+            for file in _objects([(folder / name, unit) for unit, name in objects.items()], work, command):
+                files.append(file)
+                left = (time.perf_counter() - start) * (len(objects) / len(files) - 1)
+                say(f"{compiling}: {len(files)} of {len(objects)}, about {left:.0f} s left")
             library = work / path.name
-            _run([command[0], "-shared", "-pthread", *(str(job.result()) for job in jobs), "-o", str(library)])
+            _run([command[0], "-shared", "-pthread", *map(str, files), "-o", str(library)])
             write_entry(path, library.read_bytes())
             return time.perf_counter() - start
+
+
+def _objects(units: list[tuple[Path, tuple[Path, ...]]], work: Path, command: list[str]) -> Iterator[Path]:
+    """The object files of units, as they become ready; several threads compile them.
+
+    The threads are daemons, unlike a pool's: a process that ends does not wait for them, but ends its compilers.
+
+    Args:
+        units: For each object file its place in the cache, and the sources.
+    """
+    todo, ready = list(reversed(units)), SimpleQueue[Path | BaseException]()
+
+    def compile_units() -> None:
+        while True:
+            try:
+                path, unit = todo.pop()
+            except IndexError:
+                return
+            try:
+                ready.put(_object(path, work, command, unit))
+            except BaseException as error:
+                ready.put(error)
+                return
+
+    threads = [threading.Thread(target=compile_units, daemon=True) for _ in range(usable_threads())]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in units:
+            outcome = ready.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            yield outcome
+    finally:  # after Ctrl-C too: nobody waits for half a minute
+        todo.clear()
+        while any(thread.is_alive() for thread in threads):
+            _stop_compilers()
+            threads[0].join(0.02)
+            threads.sort(key=threading.Thread.is_alive, reverse=True)
 
 
 def _object(path: Path, work: Path, command: list[str], unit: tuple[Path, ...]) -> Path:
@@ -361,6 +396,7 @@ def _run(command: list[str], source: str = "") -> str:
     return output
 
 
+@atexit.register
 def _stop_compilers() -> None:
     """Kill the compilers that are running, with the processes that they have started."""
     for process in tuple(_running):

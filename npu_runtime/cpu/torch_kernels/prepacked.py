@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate, reporting
+from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, reporting
 from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
 from npu_runtime.cpu.torch_kernels.launches import on_tensors
 from npu_runtime.cpu.torch_kernels.products import activated
@@ -36,7 +36,6 @@ _FLOATS = (torch.float32, *_HALVES)
 # A weight is widened while that many times its size is free: a large model must not run out of memory for being faster.
 _SPARE = 16
 _FEWEST_PACKED_ROWS = 4  # for fewer, a packed weight is no faster than a plain one, and takes memory of its own
-_LINEAR = ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
 # Activations that oneDNN applies to a product or a convolution before it is stored: attribute, scalars, algorithm.
 _FUSED: dict[str, tuple[str, list[float], str]] = {
     "none": ("none", [], ""),
@@ -49,35 +48,16 @@ _FUSED: dict[str, tuple[str, list[float], str]] = {
     "gelu_tanh": ("gelu", [], "tanh"),
 }
 
-_MAKERS: dict[str, list[tuple[str, Maker]]] = {}
 
-
-def prepacked_candidates(call: ArrayCall) -> list[Candidate]:
-    """PyTorch's kernels that may run the call, the default first; empty if only the reference can."""
-    possible = [Candidate(name, partial(_make, make), uses_pytorch=True) for name, make in _MAKERS.get(call.name, ())]
-    if call.name == "conv2d_kernel" and call.inputs[1].size < call.out.size:
-        # Packing a small weight at every call takes less than the layout in which a packed one leaves a large result.
-        possible.sort(key=lambda candidate: candidate.name == "onednn")
-    return possible
-
-
-def _make(make: Maker, call: ArrayCall) -> Launch | None:
+def make(maker: Maker, call: ArrayCall) -> Launch | None:
+    """The call prepared on one of the kernels below; None where that does not handle it."""
     if any(x.size == 0 for x in (*call.inputs, *call.outputs)):
         return None
     try:
-        launch = make(on_tensors(call))
+        launch = maker(on_tensors(call))
     except RuntimeError:  # oneDNN cannot pack this weight on this processor
         return None
     return None if launch is None else reporting(call.call, launch)
-
-
-def _candidate(name: str, *kernels: str) -> Callable[[Maker], Maker]:
-    def add(maker: Maker) -> Maker:
-        for kernel in kernels:
-            _MAKERS.setdefault(kernel, []).append((name, maker))
-        return maker
-
-    return add
 
 
 @cache
@@ -129,8 +109,8 @@ def _packed_linear_weight(call: TensorCall, dtype: torch.dtype) -> Tensor:
     return weight
 
 
-@_candidate("onednn", *_LINEAR)
-def _packed_linear(call: TensorCall) -> Launch | None:
+def packed_linear(call: TensorCall) -> Launch | None:
+    """The product by oneDNN, of a weight that it has packed; None where it cannot be."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _has_onednn() or not _can_prepare(call, bias) or call.out.shape[0] < _FEWEST_PACKED_ROWS:
         return None
@@ -147,8 +127,8 @@ def _packed_linear(call: TensorCall) -> Launch | None:
     return launch
 
 
-@_candidate("sgemm", *_LINEAR)
-def _plain_linear(call: TensorCall) -> Launch | None:
+def plain_linear(call: TensorCall) -> Launch | None:
+    """The product by the library for matrices, of a float32 copy of the weight; None where it cannot be."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _can_prepare(call, bias):
         return None
@@ -169,8 +149,7 @@ def _plain_linear(call: TensorCall) -> Launch | None:
     return launch
 
 
-@_candidate("16-bit", *_LINEAR)
-def _half_linear(call: TensorCall) -> Launch | None:
+def half_linear(call: TensorCall) -> Launch | None:
     """A launch of a linear in its 16-bit dtype, if that rounds nothing but the result; else None."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     x, weight, out, shift, added = call.inputs[0], call.inputs[1], call.out, call.at(bias), call.at(residual)
@@ -198,8 +177,8 @@ def _half_linear(call: TensorCall) -> Launch | None:
     return launch
 
 
-@_candidate("sgemm", "gated_matmul_vec_kernel")
-def _gated_linear(call: TensorCall) -> Launch | None:
+def gated_linear(call: TensorCall) -> Launch | None:
+    """The two halves of a gated product by one product of a float32 copy of both weights; None where it cannot be."""
     (bias,) = call.optional(("has_bias",), 2)
     if not _can_prepare(call, bias):
         return None
@@ -235,9 +214,9 @@ def _widened(maker: Maker) -> Maker:
     return make
 
 
-for _name, _maker in (("onednn", _packed_linear), ("sgemm", _plain_linear)):
-    _candidate(_name, "quantized_matmul_kernel", "quantized_matmul_vec_kernel")(_widened(_maker))
-_candidate("sgemm", "quantized_gated_matmul_vec_kernel")(_widened(_gated_linear))
+widened_packed_linear = _widened(packed_linear)
+widened_plain_linear = _widened(plain_linear)
+widened_gated_linear = _widened(gated_linear)
 
 
 def _padded(call: TensorCall) -> tuple[Callable[[], Tensor], list[int]]:
@@ -257,8 +236,8 @@ def _conv_epilogue(call: TensorCall, activation: str, residual: int | None) -> C
     return lambda result: out.copy_(activated(result if added is None else result.add_(added), activation))
 
 
-@_candidate("onednn", "conv2d_kernel")
-def _packed_conv(call: TensorCall) -> Launch | None:
+def packed_conv(call: TensorCall) -> Launch | None:
+    """The convolution by oneDNN, of a weight that it has packed; None where it cannot be."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _has_onednn() or not _can_prepare(call, bias):
         return None
@@ -284,8 +263,8 @@ def _packed_conv(call: TensorCall) -> Launch | None:
     return lambda: finish(convolve(source(), weight, shift, *window, *fused))  # type: ignore[return-value]
 
 
-@_candidate("conv2d", "conv2d_kernel")
-def _plain_conv(call: TensorCall) -> Launch | None:
+def plain_conv(call: TensorCall) -> Launch | None:
+    """PyTorch's convolution, of a float32 copy of the weight; None where it cannot be."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _can_prepare(call, bias):
         return None
@@ -300,8 +279,7 @@ def _plain_conv(call: TensorCall) -> Launch | None:
     return launch
 
 
-@_candidate("sgemm", "conv2d_kernel")
-def _pointwise_conv(call: TensorCall) -> Launch | None:
+def pointwise_conv(call: TensorCall) -> Launch | None:
     """A launch of a 1×1 convolution as a product of the weight and the images in their layout; None for any other."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     params, x = call.params, call.inputs[0]
@@ -320,14 +298,12 @@ def _pointwise_conv(call: TensorCall) -> Launch | None:
     return launch
 
 
-@_candidate("torch", "attention_kernel", "batched_matmul_kernel", "max_pool2d_kernel", "avg_pool2d_kernel")
-def _unprepared(call: TensorCall) -> Launch | None:
+def unprepared(call: TensorCall) -> Launch | None:
     """A launch of PyTorch's kernel as it is, for a call without a weight to prepare."""
     return partial(TORCH_KERNELS[call.name], call.inputs, call.outputs, call.params)
 
 
-@_candidate("torch 16-bit", "attention_kernel")
-def _half_attention(call: TensorCall) -> Launch | None:
+def half_attention(call: TensorCall) -> Launch | None:
     q, k, v, *rest = call.inputs
     mask, out = (rest[0] if rest else None), call.out
     if any(t.dtype != q.dtype for t in (k, v, out)) or q.dtype not in _HALVES:

@@ -17,7 +17,7 @@ from npu_runtime.cache_folder import cache_folder, keep_entry
 from npu_runtime.cpu.levels import cpu_identity
 from npu_runtime.cpu.native.build import library_path
 from npu_runtime.cpu.native.threads import usable_threads
-from npu_runtime.pytorch import find_torch
+from npu_runtime.pytorch import torch_version
 
 _FORMAT = 1
 
@@ -50,12 +50,12 @@ def machine(native: bool) -> dict[str, str]:
     Args:
         native: Whether native kernels are among the implementations.
     """
-    library, torch = library_path() if native else None, find_torch()
+    library = library_path() if native else None
     return {
         "processor": cpu_identity(),
         "threads": str(usable_threads()),
         "native kernels": library.stem if library is not None else "none",
-        "torch": "none" if torch is None else str(torch.__version__),
+        "torch": torch_version() or "none",
     }
 
 

@@ -14,7 +14,7 @@ from npu_runtime.cpu.bound_call import ArrayCall, Candidate
 from npu_runtime.cpu.tuning.table import Choice, ChoiceTable
 from npu_runtime.cpu.tuning.trials import best_of, measure, stand_in
 from npu_runtime.hardware import Launch
-from npu_runtime.pytorch import find_torch
+from npu_runtime.pytorch import find_torch, torch_threads
 
 _MOST_SECONDS = 2.5  # time limit of all trials of a start; the rest takes the default and is tried at a later start
 # What a call takes at the least on a slow machine, for leaving out those that are too short for a choice to matter.
@@ -54,6 +54,8 @@ class Tuner:
         if choice is not None and choice.chosen in {candidate.name for candidate in candidates}:
             return choice.chosen
         if key not in self._without_table and self.seconds_left > 0:
+            if any(candidate.uses_pytorch for candidate in candidates):
+                find_torch()  # its import is no part of the trial
             start = time.perf_counter()
             self._without_table[key] = self._try(key, call, candidates)
             self.seconds_left -= time.perf_counter() - start
@@ -103,10 +105,8 @@ def call_key(call: ArrayCall) -> str:
             *((x, "") for x in call.outputs),
         )
     ]
-    torch = find_torch()
-    threads = 0 if torch is None else torch.get_num_threads()
     params = json.dumps(dict(sorted(call.params.items())), default=str)
-    return f"{call.call.kernel} {params} {'; '.join(views)}; {threads} threads"
+    return f"{call.call.kernel} {params} {'; '.join(views)}; {torch_threads()} threads"
 
 
 def _is_worth_a_trial(call: ArrayCall) -> bool:

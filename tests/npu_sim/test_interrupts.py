@@ -1,0 +1,135 @@
+"""Ctrl-C ends real processes at once, whatever they do: no compiler goes on, and what is left over is removed later."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ir_builder import IRBuilder
+from kernel_cache import put_kernels
+from tiny_llms import TEMPLATE, save_tiny, save_tokenizer
+
+from npu_compiler.files import UNFINISHED, remove_leftovers
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_SECONDS = 5.0  # half a second on an idle machine
+# Sends itself SIGINT as it enters a function, says when, and runs the command meanwhile.
+SCRIPT = """
+import os, signal, sys, threading, time
+stage, sent, *command = sys.argv[1:]
+def watch(frame, event, argument):
+    if event == "call" and frame.f_code.co_qualname == stage and "npu_" in frame.f_code.co_filename:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        with open(sent, "w") as file:
+            file.write(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGINT)
+sys.setprofile(watch)
+threading.setprofile(watch)
+sys.argv = ["npu-sim", *command]
+from npu_sim.cli import main
+main()
+"""
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && { echo fake 1.0; exit; }
+echo $$ >> "$PIDS"
+sleep 60
+"""
+
+
+def interrupted(folder: Path, stage: str, *command: str, **env: str) -> float:
+    """Seconds from the signal, as the command enters a stage, to its end, which must be that of an interrupt."""
+    sent = folder / "sent"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPU_SIM_CACHE": str(folder / "cache"), **env}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, stage, str(sent), *command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert sent.exists(), f"'{' '.join(command)}' did not reach {stage}: {done.stderr}"
+    assert done.returncode == 130 and done.stderr.splitlines()[-1] == "interrupted", done.stderr
+    return time.monotonic() - float(sent.read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    g = IRBuilder()
+    g.output(g("aten.linear.default", g.input("x", 2, 4), g.weight("weight", 3, 4)))
+    (tmp_path / "layer.json").write_text(json.dumps(g.ir()))
+    put_kernels(tmp_path / "cache")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "stage, command",
+    [("compile", "compile layer.json -o layer.npubin"), ("simulate", "simulate layer.json --npu edge")],
+)
+def test_work_on_a_graph_is_interrupted(stage: str, command: str, folder: Path) -> None:
+    assert interrupted(folder, stage, *command.split()) < MOST_SECONDS
+    assert not (folder / "layer.npubin").exists() and not list(folder.glob(f"**/{UNFINISHED}*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stage, command",
+    [
+        ("export", "generate m --device cpu -p word"),
+        ("load_weights", "generate m --device cpu -p word"),
+        ("ContiguousModel.step", "generate m --device cpu -p word"),
+        ("PagedModel.__init__", "serve m --device cpu --port 0"),
+        ("quantized_layers", "quantize m --weights int8 -o out"),
+    ],
+)
+def test_work_on_a_language_model_is_interrupted(stage: str, command: str, folder: Path) -> None:
+    save_tokenizer(save_tiny(folder / "m", "llama", "bfloat16", vocab_size=320), TEMPLATE)
+    assert interrupted(folder, stage, *command.split()) < MOST_SECONDS
+    assert not (folder / "out").exists() and not list(folder.glob(f"**/{UNFINISHED}*"))
+
+
+def test_kernels_that_are_being_compiled_in_the_background_are_given_up(folder: Path) -> None:
+    """The compiler runs beside a command that does not wait for it yet, which is where Ctrl-C arrives."""
+    pids, compiler, cache = folder / "pids", folder / "slow-compiler", folder / "empty"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    settings = {"NPU_SIM_CACHE": str(cache), "NPU_SIM_NATIVE": "compile", "CXX": str(compiler), "PIDS": str(pids)}
+    code = (
+        "import os, signal, sys, time\n"
+        "import npu_compiler\n"
+        "from npu_runtime import CPUBackend\n"
+        "def wait(path):\n"
+        "    CPUBackend()\n"
+        f"    while not os.path.exists({str(pids)!r}):\n"
+        "        time.sleep(0.01)\n"
+        "    time.sleep(0.1)\n"
+        "    print(time.monotonic(), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "npu_compiler.read_ir = wait\n"
+        "sys.argv = ['npu-sim', 'describe', 'layer.json']\n"
+        "from npu_sim.cli import main\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 130, done.stderr
+    assert time.monotonic() - float(done.stdout) < MOST_SECONDS
+    assert not [pid for pid in pids.read_text().split() if is_running(int(pid))]
+    remove_leftovers.__wrapped__(cache)  # as the next process does
+    assert not list(cache.glob(f"{UNFINISHED}*"))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
