@@ -89,10 +89,19 @@ class _Cache(PlacedCache):
 def placed(causal: Any, places: Places, takes_mask: bool) -> dict[str, torch.Tensor]:
     """The arguments by which a Hugging Face model is told its tokens' positions, those of them that it takes."""
     taken, positions = inspect.signature(causal.forward).parameters, places.queries
-    given = {"position_ids": positions[None], "cache_position": positions}
+    given = {"position_ids": positions[None] + first_position(causal), "cache_position": positions}
     if takes_mask:
         given["attention_mask"] = torch.ones_like(places.keys)[None]
     return {name: value for name, value in given.items() if name in taken}
+
+
+def first_position(causal: Any) -> int:
+    """The number that a Hugging Face model gives to the first position: above 0 where they begin after padding's."""
+    for module in causal.modules():
+        number = getattr(type(module), "create_position_ids_from_input_ids", None)
+        if number is not None and isinstance(padding := getattr(module, "padding_idx", None), int):
+            return padding + 1
+    return 0
 
 
 @dataclass(frozen=True)

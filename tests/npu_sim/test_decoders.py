@@ -96,7 +96,7 @@ def test_the_page_of_model_types_is_current() -> None:
     assert page == model_types.document(tried_types()), "run `python -m benchmarks.pages.model_types`"
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "bert"])
+@pytest.mark.parametrize("model_type", ["mamba", "prophetnet"])
 def test_model_types_that_are_not_computed_right_are_refused_in_a_sentence(model_type: str) -> None:
     outcomes = decoders.tried(model_type)
     assert {outcome.kind for outcome in outcomes.values()} == {"refused"}, outcomes

@@ -37,6 +37,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from npu_compiler.errors import NPUError
+from npu_sim.llm.modules import first_position
 
 PROMPT, NEW, WINDOW, CONTEXT, VOCAB = 60, 24, 16, 128, 160
 SECONDS = 120  # per model type, after which it counts as a hang
@@ -99,6 +100,8 @@ _TOGETHER: dict[str, dict[str, Any]] = {
     "kv_n_heads": {"rope_theta": 1e4, "clip_qkv": 2.0},  # which real files have and the class does not
     "attention_hidden_size": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "expand": {"num_heads": 8},
+    "num_random_blocks": {"attention_type": "original_full"},  # the only one of a decoder
+    "qk_dim_factor": {"num_blocks": 2},
     "cca_time0": {"num_experts_per_tok": 1},
     "num_dense_layers": {"num_dense_layers": 1},
     "axial_pos_shape": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 48], "hash_seed": 0},
@@ -196,7 +199,11 @@ def prompts() -> list[list[int]]:
 
 
 def reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """Return transformers' greedy tokens, and the margin of each over the second greatest logit."""
+    """Return transformers' greedy tokens, and the margin of each over the second greatest logit.
+
+    Where padding has a position of its own, what follows a padding token has too, and so no margin here.
+    """
+    last = model.config.pad_token_id if first_position(model) else None
     ids = torch.tensor([prompt])
     tokens: list[int] = []
     gaps: list[float] = []
@@ -204,8 +211,8 @@ def reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
         for _ in range(NEW):
             logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
             best = logits.topk(2)
+            gaps.append(0.0 if last in tokens else float(best.values[0] - best.values[1]))
             tokens.append(int(best.indices[0]))
-            gaps.append(float(best.values[0] - best.values[1]))
             ids = torch.cat((ids, best.indices[:1][None]), 1)
     return tokens, gaps
 
@@ -292,12 +299,7 @@ def tried(model_type: str, changes: Mapping[str, Any] | None = None) -> dict[str
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         try:
-            config = tiny_config(model_type, changes)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-            randomize(model)
-            model.generation_config = transformers.GenerationConfig(eos_token_id=None)
-            model.save_pretrained(folder)
-            del model
+            save_tiny(model_type, folder, changes)
             expected = expectation(folder)
         except Exception:  # transformers does not build such a model
             shutil.rmtree(folder, ignore_errors=True)
@@ -310,6 +312,17 @@ def tried(model_type: str, changes: Mapping[str, Any] | None = None) -> dict[str
             "generate": attempt(lambda: generated(folder, expected)),
             "serve": attempt(lambda: served(folder, expected)),
         }
+
+
+def save_tiny(model_type: str, folder: Path, changes: Mapping[str, Any] | None = None) -> None:
+    """A folder with a tiny random model; its config is the whole one where the class itself keeps the part for text."""
+    config = tiny_config(model_type, changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomize(model)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=None)
+    model.save_pretrained(folder)
+    if model.config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config.save_pretrained(folder)
 
 
 def save_default(model_type: str, folder: Path) -> None:
