@@ -90,6 +90,8 @@ def placed(causal: Any, places: Places, takes_mask: bool) -> dict[str, torch.Ten
     """The arguments by which a Hugging Face model is told its tokens' positions, those of them that it takes."""
     taken, positions = inspect.signature(causal.forward).parameters, places.queries
     given = {"position_ids": positions[None] + first_position(causal), "cache_position": positions}
+    if any(name.endswith("token_type_ids") for name, _ in causal.named_buffers()):  # which end somewhere
+        given["token_type_ids"] = torch.zeros_like(positions)[None]
     if takes_mask:
         given["attention_mask"] = torch.ones_like(places.keys)[None]
     return {name: value for name, value in given.items() if name in taken}

@@ -347,8 +347,6 @@ def test_attention_refuses_what_it_does_not_compute(llama: Path) -> None:
             attend_to_pages(torch.nn.Identity(), query, pool, pool, PageMask(paging, 0), scaling=1.0, **{name: value})
     with pytest.raises(InputError, match="a dropout of 0.1"):
         attend_to_rows(torch.nn.Identity(), query, query, query, mask, dropout=0.1)
-    with pytest.raises(InputError, match="not causal"):
-        attend_to_rows(torch.nn.Identity(), query, query, query, mask, is_causal=False)
     with pytest.raises(InputError, match="a mask of its own"):
         attend_to_rows(torch.nn.Identity(), query, query, query, None)
     with pytest.raises(InputError, match="a sliding window"):
