@@ -97,6 +97,32 @@ def placed(causal: Any, places: Places, takes_mask: bool) -> dict[str, torch.Ten
     return {name: value for name, value in given.items() if name in taken}
 
 
+@contextlib.contextmanager
+def told_positions(causal: Any, places: Places) -> Iterator[None]:
+    """Give positions to the parts of a model that would count them from the length of its cache.
+
+    These are modules that take `past_key_values_length`, and `position_ids` [N] or [1, N] instead.
+    """
+
+    def tell(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        bound = inspect.signature(module.forward).bind(*args, **named)
+        if bound.arguments.get("position_ids") is None:
+            bound.arguments["position_ids"] = places.queries
+        bound.arguments["past_key_values_length"] = 0
+        return bound.args, bound.kwargs
+
+    hooks = [
+        module.register_forward_pre_hook(tell, with_kwargs=True)
+        for module in causal.modules()
+        if {"past_key_values_length", "position_ids"} <= inspect.signature(module.forward).parameters.keys()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def first_position(causal: Any) -> int:
     """The number that a Hugging Face model gives to the first position: above 0 where they begin after padding's."""
     for module in causal.modules():
@@ -152,7 +178,7 @@ class CachedCausalLM(nn.Module):
         (causal,) = self._causal
         places = RowPlaces(positions, k[0].shape[2], k[0].dtype if self._form.is_additive else None)
         cache = _Cache(positions, (k, v), places, self._form.layers)
-        with _only_row(causal.get_output_embeddings(), last):
+        with told_positions(causal, places), _only_row(causal.get_output_embeddings(), last):
             logits = causal(
                 input_ids=input_ids,
                 **placed(causal, places, self._form.takes_mask),
@@ -319,7 +345,7 @@ class PagedCausalLM(nn.Module):
         added = k[0].dtype if form.is_additive else None
         blocks = PagePlaces(paging) if form.is_paged else GatheredPlaces(paging, added)
         cache = _Cache(slots, (k, v), blocks, form.layers)
-        with _only_row(causal.get_output_embeddings(), outputs):
+        with told_positions(causal, blocks), _only_row(causal.get_output_embeddings(), outputs):
             logits = causal(
                 input_ids=tokens[None],
                 **placed(causal, blocks, form.takes_mask),

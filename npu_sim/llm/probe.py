@@ -16,7 +16,7 @@ from npu_sim.llm.attention import (
     attend_to_rows,
     window_of,
 )
-from npu_sim.llm.modules import PlacedCache, placed
+from npu_sim.llm.modules import PlacedCache, placed, told_positions
 
 _TOKENS, _BLOCK = 5, 16
 Build = Callable[[Callable[..., Any]], Any]
@@ -120,7 +120,7 @@ def _run(
         return attend(module, query, key, value, attention_mask, **others)
 
     model, cache = build(probing), _Recorder(places)
-    with torch.no_grad(), torch.device("meta"):
+    with torch.no_grad(), torch.device("meta"), told_positions(model, places):
         ids = torch.empty(1, _TOKENS, dtype=torch.long)
         model(input_ids=ids, **placed(model, places, takes_mask), past_key_values=cache, use_cache=True)
     squares = [name for name, x in model.named_buffers() if x.dim() == 4 and x.shape[-2] == x.shape[-1] > 1]
