@@ -258,6 +258,9 @@ def attend_to_rows(
     _check_dropout(dropout)
     if attention_mask is None or attention_mask.dtype != torch.bool:
         raise InputError("its attention has a mask of its own instead of the causal one")
+    if (chosen := others.pop("indices", None)) is not None:  # of keys, for each query
+        shown = torch.zeros_like(attention_mask[:, 0]).scatter(-1, chosen.long(), True)
+        attention_mask = attention_mask & shown[:, None]
     if features := asked_features(module, others):
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if own is None:

@@ -37,6 +37,20 @@ class PlacedCache:
         positions = self.places.queries
         return positions - torch.arange(positions.shape[0], device=positions.device)
 
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Take one more vector [1, N, D] of each token, by which a layer chooses keys; return all [1, S, D].
+
+        It is kept as half a key and half a value of a layer of its own.
+        """
+        halves = self.update(*keys[:, None].chunk(2, -1), -1 - layer_idx)
+        return torch.cat(halves, -1)[:, 0]
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Take keys and values [1, KV heads, N, head dim]; return those that attention reads."""
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> Any:
         raise OtherStateError(f"its layers keep more than keys and values between tokens ('{name}' of the cache)")
 
@@ -70,9 +84,8 @@ class _Cache(PlacedCache):
         self._index = {layer: index for index, layer in enumerate(layers or range(len(tensors[0])))}
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Take keys and values [1, KV heads, N, head dim]."""
         index = self._index[layer_idx]
         for layers, new in zip(self._tensors, (key, value), strict=True):
             if layers[index].dim() == 3:
@@ -137,7 +150,7 @@ class StateForm:
     """The form in which a Hugging Face model keeps and reads its keys and values.
 
     Attributes:
-        layers: Number of each layer that has some.
+        layers: Number of each layer that has some; -1 - n for what layer n keeps to choose keys by.
         is_additive: Whether its attention is its own, which adds masks to scores, not a function that is given to it.
         is_paged: Whether paged attention computes what its attention does.
         takes_mask: Whether it must be told that no key is padding: it counts keys by such a mask.

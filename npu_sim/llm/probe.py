@@ -49,7 +49,6 @@ class _Recorder(PlacedCache):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Take keys and values [1, KV heads, N, head dim]."""
         rows = [[x.shape[1], x.shape[3]] for x in (key, value)]
         if key.shape[0] != 1 or key.shape[2] != _TOKENS or self.rows.setdefault(layer_idx, rows) != rows:
             raise InputError(f"its layer {layer_idx} keeps {list(key.shape)}, not keys of each token by head")
@@ -85,7 +84,7 @@ def probe_state(build: Build) -> dict[str, Any]:
         raise InputError("its layers keep no keys and values")
     if not places.asked:
         raise InputError("its attention takes no causal mask, which is not supported")
-    if calls and calls < len(rows):
+    if calls and calls < sum(layer >= 0 for layer in rows):
         raise InputError("some of its layers do not use the attention function that they are given")
     is_paged = calls > 0 and not takes_mask
     if is_paged:

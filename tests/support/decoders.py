@@ -77,7 +77,7 @@ _SIZES: dict[str, Any] = {
     "mamba_d_ssm": 128,
     **dict.fromkeys(("router_hidden_size", "pronunciation_embed_dim", "shape_embed_dim"), 32),
     **dict.fromkeys(("encoder_hash_byte_group_vocab", "pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
-    **dict.fromkeys(("indexer_n_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("indexer_n_heads", "index_n_heads"), 16),  # with few, many scores are exactly 0
     **dict.fromkeys(("indexer_head_dim", "index_head_dim"), 16),
     **dict.fromkeys(("indexer_budget", "index_topk"), WINDOW),
     "indexer_kv_heads": 1,
