@@ -121,7 +121,7 @@ class LanguageModel:
 
     def _start_over(self) -> None:
         """Begin with an empty cache and a new engine."""
-        self._core = EngineCore(self.model, None, None, self._receive)
+        self._core = EngineCore(self.model, None, None, self._receive, eager=True)
         self._current: Generation | None = None  # the one whose sequence is in the cache
         self._tokens: list[int] = []  # of the cache, where there is none
 

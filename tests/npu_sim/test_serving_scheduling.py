@@ -31,9 +31,11 @@ STOPS = frozenset({7})
 class Bench:
     """A core, the requests that it got and what it has told of them."""
 
-    def __init__(self, model: ToyModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, model: ToyModel, prefill_tokens: int | None = None, drafter: Drafter | None = None, *, eager: bool = False
+    ) -> None:
         self.model = model
-        self.core = EngineCore(model, prefill_tokens, drafter, self._receive)
+        self.core = EngineCore(model, prefill_tokens, drafter, self._receive, eager=eager)
         self.core.scheduler.times = EvenTimes()
         self.limit = self.core.scheduler.max_rows + 1
         self.requests: dict[int, Request] = {}
@@ -427,6 +429,35 @@ def test_tokens_are_delivered_while_the_device_is_busy(runs_ahead: bool) -> None
     bench.check(arrival)
     ahead = 3 if runs_ahead else 1  # the step that chose the tokens, one under way, and the one just launched
     assert events == [*["launch"] * ahead, *["deliver", "launch"] * (6 - ahead), *["deliver"] * ahead]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_eager_core_delivers_the_first_token_before_it_launches_the_next_step(eager: bool) -> None:
+    events: list[str] = []
+
+    class HostResult(ToyResult):
+        on_host = True  # as after a prompt that a program without a choice has computed
+
+    class Model(ToyModel):
+        def step(self, batch: Batch) -> ToyResult:
+            events.append("launch")
+            result = super().step(batch)
+            result.__class__ = HostResult if len(batch.tokens) > 1 else ToyResult
+            return result
+
+    bench = Bench(Model(runs_ahead=True), eager=eager)
+    receive = bench.core._deliver
+
+    def receiving(outputs: list[SequenceOutput]) -> None:
+        events.append("deliver")
+        receive(outputs)
+
+    bench.core._deliver = receiving
+    possible = (greedy(token, token, new=3) for token in range(VOCAB))
+    arrival = bench.submit(next(each for each in possible if len(alone(each, bench.limit, STOPS)) == 3))
+    bench.finish()
+    bench.check(arrival)
+    assert events[:3] == ["launch", *(["deliver", "launch"] if eager else ["launch", "deliver"])]
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

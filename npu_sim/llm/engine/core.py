@@ -7,7 +7,8 @@ Invariants:
 1. After step k + 1 has been launched, only the tokens of step k are read, never its logits.
 2. A sequence that was added ends once, with one last output: by a token, `end`, its deadline, or a device error.
 3. Outputs are delivered in the order of the steps. While a single step is under way, those of the one before are kept
-   until the next has been launched: their receiver competes with this thread, and the device would soon be idle.
+   until the next has been launched: their receiver competes with this thread, and the device would soon be idle. An
+   eager core delivers before: its receiver only keeps them for the caller of `advance`, who waits for the token.
 """
 
 import heapq
@@ -56,6 +57,8 @@ class EngineCore:
         deliver: Called with new outputs of sequences.
         clock: Function that returns the time in seconds, from any start: that of the sequences' `last_time` and
             `deadline`. A model that is only simulated moves a clock of its own.
+        eager: Whether `advance` returns with the outputs of a step that planning the next one had to wait for, instead
+            of launching that first.
 
     Attributes:
         sequences: All that have not ended, by arrival.
@@ -69,6 +72,8 @@ class EngineCore:
         drafter: Drafter | None,
         deliver: Callable[[list[SequenceOutput]], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        eager: bool = False,
     ) -> None:
         self.scheduler = Scheduler(model, prefill_tokens, drafter)
         self.sequences: dict[int, Sequence] = {}
@@ -76,6 +81,7 @@ class EngineCore:
         self._model = model
         self._deliver = deliver
         self._clock = clock
+        self._eager = eager
         self._outputs: list[SequenceOutput] = []  # that are not delivered yet
         self._launched: deque[_Launched] = deque()
         self._read_time = 0.0
@@ -172,6 +178,9 @@ class EngineCore:
         stops = bool(self._launched) and (self._launched[-1].result.on_host or self.scheduler.must_know())
         if stops:
             self._read(0)
+            if self._eager and self._outputs:
+                self._deliver_outputs()
+                return
         step = self.scheduler.plan()
         self._observe_admitted()
         if step is not None:
