@@ -606,8 +606,9 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     except InputError as error:
         raise _unsupported(checkpoint, error) from error
     except Exception as error:  # whatever a module's own code raises
-        lines = str(error).strip().splitlines()
-        reason = f"its module does not run over a cache that others hold: {lines[0] if lines else type(error).__name__}"
+        reason = "its module does not run over a cache that others hold"
+        if any(word in str(error) for word in ("nonzero", "meta tensor", "data-dependent")):
+            reason = "its module chooses shapes or branches by numbers that it computes, as no program can"
         raise _unsupported(checkpoint, InputError(reason)) from error
 
 
@@ -620,6 +621,7 @@ def _buffers(model: Any) -> dict[str, Any]:
     import torch
 
     buffers = {}
+    owners = {path: module for path, module in model.named_modules() if hasattr(module, "_init_weights")}
     for path, module in model.named_modules():
         if any(part.startswith(SENSES) for part in path.split(".")):
             continue  # no text passes through it
@@ -628,7 +630,9 @@ def _buffers(model: Any) -> dict[str, Any]:
             meta = module._buffers[name]
             module._buffers[name] = torch.full(meta.shape, torch.nan, dtype=torch.float32)
         if names:
-            model._init_weights(module)
+            parts = path.split(".")
+            inside = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+            next(owners[name] for name in inside if name in owners)._init_weights(module)
         for name in names:
             value = module._buffers[name]
             if value.isnan().any():

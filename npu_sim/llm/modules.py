@@ -42,8 +42,8 @@ class PlacedCache:
 
         It is kept as half a key and half a value of a layer of its own.
         """
-        halves = self.update(*keys[:, None].chunk(2, -1), -1 - layer_idx)
-        return torch.cat(halves, -1)[:, 0]
+        first, second = keys[:, None].chunk(2, -1)
+        return torch.cat(self.update(first, second, -1 - layer_idx), -1)[:, 0]
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any

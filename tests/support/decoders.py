@@ -181,7 +181,10 @@ def _few_layers(stored: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[st
 
 
 def randomize(model: Any, seed: int = 0) -> None:
-    """Randomize every parameter, biases and norms too, so that each affects the result."""
+    """Randomize every parameter, biases and norms too, so that each affects the result.
+
+    Embeddings are small: else a model whose head is tied to them repeats its last token, whatever its layers do.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -191,6 +194,7 @@ def randomize(model: Any, seed: int = 0) -> None:
                 parameter.copy_(noise * (1.5 / max(1, fan) ** 0.5))
             else:
                 parameter.copy_(parameter.nan_to_num().clamp(-4, 4) + 0.1 * noise)
+        model.get_input_embeddings().weight.mul_(0.1)
 
 
 def prompts() -> list[list[int]]:
