@@ -1,4 +1,4 @@
-"""Which tensors of a file make each parameter of a module: transformers' own rules, asked once and kept as facts."""
+"""The tensors of a file that make each parameter of a module: transformers' own rules, asked once and kept as facts."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ class Piece:
 
 
 Stored = str | ExpertParts | Rows | Piece
-"""What a parameter is in a file: a tensor, or what it is made of."""
+"""A parameter in a file: the name of a tensor, or the parts that it is made of."""
 
 
 def first_name(stored: Stored) -> str:
