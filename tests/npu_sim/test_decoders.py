@@ -171,7 +171,7 @@ def test_attention_sees_the_keys_that_are_chosen_for_a_query(masked: bool, rng: 
     ("model_type", "feature"), [("gemma2", "sliding_window"), ("gemma2", "attn_logit_softcapping")]
 )
 def test_a_feature_that_is_dropped_is_noticed(model_type: str, feature: str, tmp_path: Path) -> None:
-    """Without a window or a cap in the config that we read, the tokens are others than transformers'."""
+    """The tokens are others than those of transformers if a window or a cap is left out of the config that we read."""
     folder = tmp_path / "whole"
     decoders.save_tiny(model_type, folder)
     expected = decoders.expectation(folder)
