@@ -220,7 +220,6 @@ def attend_to_pages(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function for transformers: query [1, H, N, head dim] and pools → [1, N, H, head dim].
@@ -228,7 +227,7 @@ def attend_to_pages(
     Raises:
         InputError: the model asks for more than paged attention computes.
     """
-    _check_causal(module, dropout, is_causal)
+    _check_dropout(dropout)
     if not isinstance(attention_mask, PageMask) or keys.dim() != 3:
         raise InputError("its attention has a mask of its own, which paged attention does not compute")
     features = asked_features(module, others)
@@ -250,7 +249,6 @@ def attend_to_rows(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, Any]:
     """An attention function for transformers: PyTorch's own, or the model's own where it asks for more.
@@ -260,9 +258,12 @@ def attend_to_rows(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    _check_causal(module, dropout, is_causal)
+    _check_dropout(dropout)
     if attention_mask is None or attention_mask.dtype != torch.bool:
         raise InputError("its attention has a mask of its own instead of the causal one")
+    if (chosen := others.pop("indices", None)) is not None:  # of keys, for each query
+        shown = torch.zeros_like(attention_mask[:, 0]).scatter(-1, chosen.long(), True)
+        attention_mask = attention_mask & shown[:, None]
     if features := asked_features(module, others):
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if own is None:
@@ -274,10 +275,10 @@ def attend_to_rows(
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
 
 
-# Arguments that say nothing about what attention computes. A window is in the mask.
+# Arguments that say nothing about what attention computes. A window is in the mask, and so is what is causal.
 _OF_CALLERS = frozenset(
     {
-        *("position_ids", "cache_position", "use_cache", "layer_idx", "sliding_window"),
+        *("position_ids", "cache_position", "use_cache", "layer_idx", "sliding_window", "is_causal"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
         *("target_dtype", "deterministic", "implementation"),
     }
@@ -297,9 +298,7 @@ def _named(features: list[str]) -> str:
     return f"{described} ('{features[0]}')" if described else f"the argument '{features[0]}'"
 
 
-def _check_causal(module: nn.Module, dropout: float, is_causal: bool | None) -> None:
-    """Refuse attention that is not causal. Raises InputError."""
+def _check_dropout(dropout: float) -> None:
+    """Raise InputError for attention that drops some of its weights at random."""
     if dropout:
         raise InputError(f"its attention uses a dropout of {dropout}, which is not supported")
-    if is_causal is False or not getattr(module, "is_causal", True):
-        raise InputError("its attention is not causal, which is not supported")

@@ -1,7 +1,6 @@
 """Weights of experts as files name and divide them, and as programs take them: one matrix [E · N, K] for each layer."""
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,45 +36,17 @@ class Joined:
         return matrices.reshape(-1, matrices.shape[2])
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """Rule by which files name the weights of single experts.
+class ExpertParts:
+    """Names of a file's tensors that are the matrices of a layer's experts.
 
-    Attributes:
-        sources: Patterns of the names of one expert's matrices, in the order in which they stand below each other;
-            their group is the expert's number.
-        target: Name of the joined parameter, which replaces what has matched.
+    Args:
+        places: Matrices of one expert, which stand below each other.
+        parts: Expert, place and name of each tensor.
     """
 
-    sources: tuple[str, ...]
-    target: str
-
-    def find(self, name: str) -> tuple[str, int, int] | None:
-        """The parameter that a file's tensor belongs to, its expert, and its place among that one's matrices."""
-        for place, pattern in enumerate(self.sources):
-            if match := re.search(pattern, name):
-                return name[: match.start()] + self.target + name[match.end() :], int(match[1]), place
-        return None
-
-
-def expert_names(rule: Any) -> ExpertNames | None:
-    """The rule of one of transformers' conversions by which experts' matrices are merged; None of any other."""
-    kinds = [(type(x).__name__, getattr(x, "dim", None)) for x in getattr(rule, "operations", ())]
-    if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
-        return None
-    patterns = (source.replace("*.", r"(\d+)\.") for source in rule.source_patterns)
-    return ExpertNames(tuple(rf"{pattern}(?!\w)" for pattern in patterns), rule.target_patterns[0])
-
-
-class ExpertParts:
-    """Names of a file's tensors that are the matrices of a layer's experts."""
-
-    def __init__(self, rule: ExpertNames) -> None:
-        self._places = len(rule.sources)
-        self._names: dict[tuple[int, int], str] = {}
-
-    def add(self, expert: int, place: int, name: str) -> None:
-        self._names[expert, place] = name
+    def __init__(self, places: int, parts: Iterable[tuple[int, int, str]]) -> None:
+        self._places = places
+        self._names = {(expert, place): name for expert, place, name in parts}
 
     @property
     def first(self) -> str:

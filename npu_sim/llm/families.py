@@ -212,9 +212,15 @@ def check_tensors(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         int(number) for name in shapes for number in re.findall(r"\.(?:layers?|h|blocks?)\.(\d{1,9})\.", f".{name}")
     }
     said, stored = fields.get("num_hidden_layers"), max(layers, default=-1) + 1
-    if isinstance(said, int) and said > stored:
+    others = [value for name, value in fields.items() if "_layers" in name and name != "num_hidden_layers"]
+    if isinstance(said, int) and said > stored and stored not in others:  # layers may be used more than once
         raise InputError(f"its config says {said} layers, but its files hold {stored}")
     vocabulary = fields.get("vocab_size")
     for name, shape in shapes.items():
-        if name.endswith(TABLES) and len(shape) == 2 and isinstance(vocabulary, int) and shape[0] != vocabulary:
+        if (
+            f".{name}".endswith(tuple(f".{table}" for table in TABLES))
+            and len(shape) == 2
+            and isinstance(vocabulary, int)
+            and shape[0] != vocabulary
+        ):
             raise InputError(f"its config says a vocabulary of {vocabulary} tokens, but '{name}' has {shape[0]}")

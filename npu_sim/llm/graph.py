@@ -18,9 +18,10 @@ from npu_sim.cache import cached_facts, cached_program, has_program, program_key
 from npu_sim.llm.adapter_weights import Merged, Stacked
 from npu_sim.llm.adapters import Linear, adapter_ranks, check_adapter
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
-from npu_sim.llm.expert_weights import ExpertNames, ExpertParts, Joined, expert_names
+from npu_sim.llm.expert_weights import ExpertParts, Joined
 from npu_sim.llm.families import SENSES
 from npu_sim.llm.state import FULL_ATTENTION, RECURRENT, LayerState, is_recurrent
+from npu_sim.llm.stored_names import Stored, find_names, first_name, parameters
 
 if TYPE_CHECKING:
     import torch
@@ -562,10 +563,7 @@ def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
     if not isinstance(formats, Mapping):
         return formats
     tied = _facts(checkpoint)["tied"]
-    names = {
-        name: stored.first if isinstance(stored, ExpertParts) else stored
-        for name, stored in _stored_names(checkpoint).items()
-    }
+    names = {name: first_name(stored) for name, stored in _stored_names(checkpoint).items()}
     dense = {f"{layer}.weight" for layer in checkpoint.merged.layers} if checkpoint.merged else set()
     named = {name: formats[stored] for name, stored in names.items() if stored in formats and name not in dense}
     return {**named, **{name: named[other] for name, other in tied.items() if other in named}}
@@ -604,27 +602,18 @@ def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
 _MASKS = (r"\.masked_bias$",)
 
 
-def _stored_names(checkpoint: Checkpoint) -> dict[str, "str | ExpertParts"]:
-    """The module's names of tensors → those in the files, which may be older or lack the module's prefix."""
+def _stored_names(checkpoint: Checkpoint) -> dict[str, Stored]:
+    """The module's parameters → the tensors in the files, which may have older names or lack the module's prefix."""
     facts, state = _facts(checkpoint), checkpoint.state
-    shapes, unknown = facts["shapes"], []
-    rules = [ExpertNames(tuple(sources), target) for sources, target in facts["expert_names"]]
-    names: dict[str, str | ExpertParts] = {}
-    for stored in state:
-        name = stored
-        for pattern, replacement in facts["renamings"]:
-            name = re.sub(pattern, replacement, name)
-        rule, part = next(((rule, part) for rule in rules if (part := rule.find(name))), (None, None))
-        name = part[0] if part else name
-        name = name if name in shapes else f"{facts['prefix']}.{name}"
-        if name in shapes and rule and part:
-            parts = names.setdefault(name, ExpertParts(rule))
-            assert isinstance(parts, ExpertParts)
-            parts.add(*part[1:], stored)
-        elif name in shapes:
-            names[name] = stored
-        elif not any(re.search(pattern, stored) for pattern in (*facts["ignored"], *_MASKS)):
-            unknown.append(stored)
+    shapes, key = facts["shapes"], [_model_key(checkpoint), sorted(state)]
+    name = f"{checkpoint.config.model_type}-names"
+    found = cached_facts(name, key, lambda: find_names(meta_model(checkpoint), state), _TRACING)
+    for name, operation in found["unsupported"].items():
+        raise InputError(f"the files of {checkpoint.name} hold '{name}', of which {operation} is not supported")
+    stored = parameters(found)
+    names = {name: value for name, value in stored.items() if name in shapes}
+    unread = [first_name(value) for name, value in stored.items() if name not in shapes]
+    unknown = [name for name in unread if not any(re.search(x, name) for x in (*facts["ignored"], *_MASKS))]
     missing = [name for name in shapes if name not in names and facts["tied"].get(name) not in names]
     if missing:
         raise InputError(f"the files of {checkpoint.name} lack '{missing[0]}'{_and_others(missing)}")
@@ -636,15 +625,14 @@ def _stored_names(checkpoint: Checkpoint) -> dict[str, "str | ExpertParts"]:
     return names
 
 
-def _check_shapes(
-    checkpoint: Checkpoint, names: "Mapping[str, str | ExpertParts]", shapes: Mapping[str, list[int]]
-) -> None:
+def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, Stored], shapes: Mapping[str, list[int]]) -> None:
     """Refuse a tensor that has another shape than its config says, where the files tell. Raises InputError."""
     shape_of: Any = getattr(checkpoint.state, "shape", None)
-    for name, stored in names.items() if shape_of is not None else ():
+    for name, stored in names.items():
         if isinstance(stored, ExpertParts):
             stored.names(shapes[name][0])
-        elif list(shape := shape_of(stored)) != shapes[name]:
+    for name, stored in names.items() if shape_of is not None else ():
+        if isinstance(stored, str) and list(shape := shape_of(stored)) != shapes[name]:
             raise InputError(
                 f"'{stored}' of {checkpoint.name} has the shape {list(shape)}, but its config says {shapes[name]}"
             )
@@ -655,7 +643,7 @@ def _and_others(names: list[str]) -> str:
 
 
 def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Facts of a module that are kept on disk: its buffers, its tied parameters, and how a file names its tensors.
+    """Facts of a module that are kept on disk: its buffers, its tied parameters, and its state.
 
     The buffers are the non-persistent ones, as lists; tied parameters are name → the other name, both ways.
     """
@@ -663,7 +651,6 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
     model = meta_model(checkpoint)
     joined = joined_parameters(model)
-    names, renamings = _renamings(model)
     try:
         buffers = _buffers(model)
     except Exception as error:  # whatever a module's own initialization raises
@@ -680,11 +667,8 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
             for name, value in model.state_dict().items()
         },
         "joined": {name: [list(matrices.shape), matrices.transposed] for name, matrices in joined.items()},
-        "expert_names": [[list(rule.sources), rule.target] for rule in names],
         "linears": _linears(model, tied),
-        "prefix": model.base_model_prefix,
         "ignored": list(model._keys_to_ignore_on_load_unexpected or ()),
-        "renamings": renamings,
         "state": _state_facts(checkpoint),
     }
 
@@ -712,26 +696,10 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     except InputError as error:
         raise _unsupported(checkpoint, error) from error
     except Exception as error:  # whatever a module's own code raises
-        lines = str(error).strip().splitlines()
-        reason = f"its module does not run over a cache that others hold: {lines[0] if lines else type(error).__name__}"
+        reason = "its module does not run over a cache that others hold"
+        if any(word in str(error) for word in ("nonzero", "meta tensor", "data-dependent")):
+            reason = "its module chooses shapes or branches by numbers that it computes, as no program can"
         raise _unsupported(checkpoint, InputError(reason)) from error
-
-
-def _renamings(model: Any) -> tuple[list[ExpertNames], list[tuple[str, str]]]:
-    """Rules by which transformers itself changes names in files of a model: of single experts, and of any other tensor.
-
-    The latter are pairs (pattern, replacement).
-    """
-    from transformers.conversion_mapping import extract_weight_conversions_for_model
-
-    rules = extract_weight_conversions_for_model(model) or ()
-    names = [rule for rule in map(expert_names, rules) if rule is not None]
-    return names, [
-        (source, target)
-        for rule in rules
-        if expert_names(rule) is None
-        for source, target in zip(rule.source_patterns, rule.target_patterns, strict=False)
-    ]
 
 
 def _buffers(model: Any) -> dict[str, Any]:
@@ -743,6 +711,7 @@ def _buffers(model: Any) -> dict[str, Any]:
     import torch
 
     buffers = {}
+    owners = {path: module for path, module in model.named_modules() if hasattr(module, "_init_weights")}
     for path, module in model.named_modules():
         if any(part.startswith(SENSES) for part in path.split(".")):
             continue  # no text passes through it
@@ -751,7 +720,9 @@ def _buffers(model: Any) -> dict[str, Any]:
             meta = module._buffers[name]
             module._buffers[name] = torch.full(meta.shape, torch.nan, dtype=torch.float32)
         if names:
-            model._init_weights(module)
+            parts = path.split(".")
+            inside = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+            next(owners[name] for name in inside if name in owners)._init_weights(module)
         for name in names:
             value = module._buffers[name]
             if value.isnan().any():
@@ -774,7 +745,7 @@ class _WithExtras(Mapping[str, Any]):
     def __init__(
         self,
         state: Mapping[str, Any],
-        names: "Mapping[str, str | ExpertParts]",
+        names: Mapping[str, Stored],
         extra: Mapping[str, Any],
         tied: Mapping[str, str],
         joined: Mapping[str, Joined],
@@ -791,7 +762,7 @@ class _WithExtras(Mapping[str, Any]):
         stored, joined = self._names[key], self._joined.get(key)
         if isinstance(stored, ExpertParts):
             return stored.matrix(self._state, self._joined[key])
-        value = self._state[stored]
+        value = self._state[stored] if isinstance(stored, str) else stored.read(self._state)
         return value if joined is None else joined.join(value)
 
     def __contains__(self, key: object) -> bool:

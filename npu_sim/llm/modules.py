@@ -40,6 +40,20 @@ class PlacedCache(RecurrentCache):
         positions = self.places.queries
         return positions - torch.arange(positions.shape[0], device=positions.device)
 
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Take one more vector [1, N, D] of each token, by which a layer chooses keys; return all [1, S, D].
+
+        It is kept as half a key and half a value of a layer of its own.
+        """
+        first, second = keys[:, None].chunk(2, -1)
+        return torch.cat(self.update(first, second, -1 - layer_idx), -1)[:, 0]
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Take keys and values [1, KV heads, N, head dim]; return those that attention reads."""
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> Any:
         raise OtherStateError(f"its layers keep more than keys, values and recurrent states ('{name}' of the cache)")
 
@@ -75,7 +89,7 @@ class _Cache(PlacedCache):
         self._index = {layer: index for index, layer in enumerate(range(len(tensors[0])) if layers is None else layers)}
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, ...]:
         """Take keys and values [1, KV heads, N, head dim], for a pool also of sequences with T tokens each."""
         index = self._index[layer_idx]
@@ -96,11 +110,48 @@ def placed(causal: Any, cache: PlacedCache, takes_mask: bool, sequences: int = 1
     """The arguments by which a Hugging Face model gets its cache and its tokens' positions, as far as it takes them."""
     taken, positions = inspect.signature(causal.forward).parameters, cache.places.queries
     own = positions[None] if sequences == 1 else positions.reshape(sequences, -1)
-    given: dict[str, Any] = {"position_ids": own, "cache_position": positions}
+    given: dict[str, Any] = {"position_ids": own + first_position(causal), "cache_position": positions}
+    if any(name.endswith("token_type_ids") for name, _ in causal.named_buffers()):  # which end somewhere
+        given["token_type_ids"] = torch.zeros_like(own)
     if takes_mask:
         given["attention_mask"] = torch.ones_like(cache.places.keys)[None]
     given = {name: value for name, value in given.items() if name in taken}
     return {**given, "cache_params" if "cache_params" in taken else "past_key_values": cache, "use_cache": True}
+
+
+@contextlib.contextmanager
+def told_positions(causal: Any, places: Places) -> Iterator[None]:
+    """Give positions to the parts of a model that would count them from the length of its cache.
+
+    These are modules that take `past_key_values_length`, and `position_ids` [N] or [1, N] instead.
+    """
+
+    def tell(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        bound = inspect.signature(module.forward).bind(*args, **named)
+        if bound.arguments.get("position_ids") is None:
+            bound.arguments["position_ids"] = places.queries
+        bound.arguments["past_key_values_length"] = 0
+        return bound.args, bound.kwargs
+
+    hooks = [
+        module.register_forward_pre_hook(tell, with_kwargs=True)
+        for module in causal.modules()
+        if {"past_key_values_length", "position_ids"} <= inspect.signature(module.forward).parameters.keys()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_position(causal: Any) -> int:
+    """The number that a Hugging Face model gives to the first position: above 0 where they begin after padding's."""
+    for module in causal.modules():
+        number = getattr(type(module), "create_position_ids_from_input_ids", None)
+        if number is not None and isinstance(padding := getattr(module, "padding_idx", None), int):
+            return padding + 1
+    return 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +159,7 @@ class StateForm:
     """The form in which a Hugging Face model keeps and reads its state.
 
     Attributes:
-        layers: Number of each layer that has keys and values.
+        layers: Number of each layer that has keys and values; -1 - n for what layer n keeps to choose keys by.
         is_additive: Whether its attention is its own, which adds masks to scores, not a function that is given to it.
         is_paged: Whether paged attention computes what its attention does.
         takes_mask: Whether it must be told that no key is padding: it counts keys by such a mask.
@@ -159,7 +210,7 @@ class CachedCausalLM(nn.Module):
         lanes = torch.arange(input_ids.shape[0], device=positions.device)
         states = read_lanes(form.recurrent, r, lanes, positions[:1])
         cache = _Cache(positions, (k, v), places, form.layers, states)
-        with _only_row(causal.get_output_embeddings(), last):
+        with told_positions(causal, places), _only_row(causal.get_output_embeddings(), last):
             logits = causal(input_ids=input_ids, **placed(causal, cache, form.takes_mask)).logits
         return (logits.float(), *cache.updated(), *write_lanes(cache.states, form.recurrent, r, lanes))
 
@@ -354,7 +405,7 @@ class PagedCausalLM(nn.Module):
         blocks = PagePlaces(paging) if form.is_paged else GatheredPlaces(paging, added)
         cache = _Cache(slots, pools, blocks, form.layers, states)
         ids = tokens[None] if lanes is None else tokens.reshape(count, -1)
-        with _chosen_rows(causal.get_output_embeddings(), outputs):
+        with told_positions(causal, blocks), _chosen_rows(causal.get_output_embeddings(), outputs):
             logits = causal(input_ids=ids, **placed(causal, cache, form.takes_mask, count)).logits.float()[0]
         history = torch.index_copy(history, 0, places, choose(logits))
         written = [] if lanes is None else write_lanes(cache.states, form.recurrent, r, lanes)

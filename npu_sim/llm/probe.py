@@ -18,7 +18,7 @@ from npu_sim.llm.attention import (
     attend_to_rows,
     window_of,
 )
-from npu_sim.llm.modules import PlacedCache, placed
+from npu_sim.llm.modules import PlacedCache, placed, told_positions
 from npu_sim.llm.recurrent import StateName
 
 _TOKENS, _BLOCK = 5, 16
@@ -52,7 +52,6 @@ class _Recorder(PlacedCache):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Take keys and values [1, KV heads, N, head dim]."""
         rows = [[x.shape[1], x.shape[3]] for x in (key, value)]
         if (
             key.shape[0] != 1
@@ -110,7 +109,7 @@ def probe_state(build: Build) -> dict[str, Any]:
         raise InputError("its layers keep no keys and values")
     if rows and not places.asked:
         raise InputError("its attention takes no causal mask, which is not supported")
-    if calls and calls < len(rows):
+    if calls and calls < sum(layer >= 0 for layer in rows):
         raise InputError("some of its layers do not use the attention function that they are given")
     is_paged = not takes_mask and (calls > 0 or not rows)
     if is_paged:
@@ -185,7 +184,7 @@ def _run(
 
     model, cache = build(probing), _Recorder(places, states)
     model.requires_grad_(False)
-    with torch.set_grad_enabled(bool(states)), torch.device("meta"):
+    with torch.set_grad_enabled(bool(states)), torch.device("meta"), told_positions(model, places):
         ids = torch.empty(1, len(places.queries), dtype=torch.long)
         model(input_ids=ids, **placed(model, cache, takes_mask))
     squares = [name for name, x in model.named_buffers() if x.dim() == 4 and x.shape[-2] == x.shape[-1] > 1]

@@ -20,12 +20,15 @@ from transformers import masking_utils
 
 from benchmarks.pages import model_types
 from npu_compiler.errors import InputError, WeightError
+from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_compiler.installing import install_command
 from npu_sim.llm import LanguageModel, cache_capacity, load_checkpoint, make_sampler
 from npu_sim.llm.attention import PageMask, Paging, attend_to_pages, attend_to_rows, window_of
 from npu_sim.llm.graph import meta_model, state_with_buffers
 from npu_sim.llm.model_types import tried_types
+from npu_sim.llm.modules import first_position
 from npu_sim.llm.sampling import penalized
+from npu_sim.llm.stored_names import Piece, Rows
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
 from npu_sim.serving.request import Request, SamplingSettings
@@ -96,7 +99,7 @@ def test_the_page_of_model_types_is_current() -> None:
     assert page == model_types.document(tried_types()), "run `python -m benchmarks.pages.model_types`"
 
 
-@pytest.mark.parametrize("model_type", ["rwkv", "bert"])
+@pytest.mark.parametrize("model_type", ["rwkv", "prophetnet"])
 def test_model_types_that_are_not_computed_right_are_refused_in_a_sentence(model_type: str) -> None:
     outcomes = decoders.tried(model_type)
     assert {outcome.kind for outcome in outcomes.values()} == {"refused"}, outcomes
@@ -134,6 +137,51 @@ def test_what_a_checkpoint_says_is_computed(name: str) -> None:
 def test_what_a_checkpoint_says_is_computed_or_refused(name: str) -> None:
     """`make test-decoders` tries all variants."""
     check_variant(name)
+
+
+def test_parts_of_a_parameter_are_joined_and_divided_as_transformers_does(rng: np.random.Generator) -> None:
+    first, second = rng.normal(size=(2, 4, 3)).astype(np.float32)
+    state = {"q": first, "k": second}
+    np.testing.assert_array_equal(Rows(("q", "k")).read(state), np.concatenate([first, second]))
+    np.testing.assert_array_equal(Piece("q", 1, 2).read(state), first[2:])
+    few = {"q": quantize(np.tile(first, 16), QuantizedFormat("int8"))}
+    with pytest.raises(InputError, match="'q' is stored in few bits and joined or divided by transformers"):
+        Piece("q", 0, 2).read(few)
+
+
+def test_positions_begin_after_those_of_padding_where_a_module_counts_so() -> None:
+    for model_type, first in (("roberta", 1), ("bert", 0)):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(decoders.tiny_config(model_type))
+        assert first_position(model) == first
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_sees_the_keys_that_are_chosen_for_a_query(masked: bool, rng: np.random.Generator) -> None:
+    query, key, value = torch.from_numpy(rng.normal(size=(3, 1, 2, 3, 4)).astype(np.float32))
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril() if masked else torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    chosen = torch.tensor([[[0, 0], [0, 1], [0, 2]]])
+    seen = mask & torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
+    found, _ = attend_to_rows(torch.nn.Identity(), query, key, value, mask, indices=chosen)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "feature"), [("gemma2", "sliding_window"), ("gemma2", "attn_logit_softcapping")]
+)
+def test_a_feature_that_is_dropped_is_noticed(model_type: str, feature: str, tmp_path: Path) -> None:
+    """The tokens are others than those of transformers if a window or a cap is left out of the config that we read."""
+    folder = tmp_path / "whole"
+    decoders.save_tiny(model_type, folder)
+    expected = decoders.expectation(folder)
+    assert decoder_variants.computed(folder, expected).kind == "right"
+    value = 4096 if feature == "sliding_window" else None
+    if feature == "attn_logit_softcapping":
+        folder = changed(folder, tmp_path / "capped", **{feature: 1.0})
+        expected = decoders.expectation(folder)
+    dropped = changed(folder, tmp_path / "dropped", **{feature: value})
+    assert decoder_variants.computed(dropped, expected).kind == "wrong"
 
 
 def test_names_in_files_are_those_of_transformers_own(tmp_path: Path) -> None:
@@ -347,8 +395,6 @@ def test_attention_refuses_what_it_does_not_compute(llama: Path) -> None:
             attend_to_pages(torch.nn.Identity(), query, pool, pool, PageMask(paging, 0), scaling=1.0, **{name: value})
     with pytest.raises(InputError, match="a dropout of 0.1"):
         attend_to_rows(torch.nn.Identity(), query, query, query, mask, dropout=0.1)
-    with pytest.raises(InputError, match="not causal"):
-        attend_to_rows(torch.nn.Identity(), query, query, query, mask, is_causal=False)
     with pytest.raises(InputError, match="a mask of its own"):
         attend_to_rows(torch.nn.Identity(), query, query, query, None)
     with pytest.raises(InputError, match="a sliding window"):

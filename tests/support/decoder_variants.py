@@ -738,7 +738,7 @@ def computed(folder: Path, expected: list[tuple[list[int], list[float]]]) -> Out
         held = causal.get_submodule(owner)
         tensor = numpy_to_tensor(to_numpy(value).astype(np.float32))
         if leaf in held._buffers:
-            held._buffers[leaf] = tensor
+            held._buffers[leaf] = tensor.to(held._buffers[leaf].dtype)
         else:
             held._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
     model = CachedCausalLM(causal, state_form(checkpoint))

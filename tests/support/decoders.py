@@ -37,6 +37,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from npu_compiler.errors import NPUError
+from npu_sim.llm.modules import first_position
 
 PROMPT, NEW, WINDOW, CONTEXT, VOCAB = 60, 24, 16, 128, 160
 SECONDS = 120  # per model type, after which it counts as a hang
@@ -46,7 +47,7 @@ _WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_wind
 _WINDOWS += ("sliding_window_size", "local_attention")
 # Sizes by the names that configs use. A name that a config lacks is left out.
 _SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "hidden_dim"), 64),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "hidden_dim", "hidden_size_global"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "d_inner"), 96),
     **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "dim_ff", "block_ff_dim"), 96),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
@@ -72,9 +73,39 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(("eos_token_id",), None),
+    **dict.fromkeys(("adapter_in_dim", "adapter_out_dim", "adapter_input_size"), 64),
+    "mamba_d_ssm": 128,
+    **dict.fromkeys(("router_hidden_size", "pronunciation_embed_dim", "shape_embed_dim"), 32),
+    **dict.fromkeys(("encoder_hash_byte_group_vocab", "pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
+    **dict.fromkeys(("indexer_n_heads", "index_n_heads"), 16),  # with few, many scores are exactly 0
+    **dict.fromkeys(("indexer_head_dim", "index_head_dim"), 16),
+    **dict.fromkeys(("indexer_budget", "index_topk"), WINDOW),
+    "indexer_kv_heads": 1,
+    "indexer_compress_ratio": 4,
+    "n_shared_experts": 1,
     "num_kv_shared_layers": 0,
     "bos_token_id": 1,
     "pad_token_id": 0,
+    "is_decoder": True,
+}
+# Sizes that a config needs though it has none by default.
+_NEEDED = frozenset(
+    {"head_dim", "sliding_window", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts"}
+)
+_NEEDED |= {name for name in _SIZES if name.startswith("indexer_")}
+# Fields that must fit each other, by one that only such configs have.
+_TOGETHER: dict[str, dict[str, Any]] = {
+    "kv_lora_rank": {"num_key_value_heads": 4, "head_dim": 8},  # a latent: `head_dim` is the rotated part of a key
+    "attention_types": {"attention_types": [[["global", "local"], 1]]},
+    "kv_n_heads": {"rope_theta": 1e4, "clip_qkv": 2.0},  # which real files have and the class does not
+    "attention_hidden_size": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "expand": {"num_heads": 8},
+    "num_random_blocks": {"attention_type": "original_full"},  # the only one of a decoder
+    "qk_dim_factor": {"num_blocks": 2},
+    "cca_time0": {"num_experts_per_tok": 1},
+    "num_dense_layers": {"num_dense_layers": 1},
+    "axial_pos_shape": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 48], "hash_seed": 0},
+    "default_language": {"default_language": "en_XX"},
 }
 _NO_TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **_: "")
 
@@ -100,33 +131,60 @@ def tiny_config(model_type: str, changes: Mapping[str, Any] | None = None) -> An
 
 def _resized(kind: Any, plain: Any, changes: dict[str, Any]) -> Any:
     stored = plain.to_dict()
-    own = kind.attribute_map
     fields: dict[str, Any] = {}
     for name, value in stored.items():
-        if name in own:
+        if name in kind.attribute_map:
             continue
         part = vars(plain).get(name)
         if isinstance(part, transformers.PretrainedConfig):
             fields[name] = _resized(type(part), part, dict(changes)).to_dict()
-        elif name in _SIZES and (value is not None or name in ("head_dim", "sliding_window", "num_key_value_heads")):
+        elif name in _SIZES and (value is not None or name in _NEEDED):
             fields[name] = _SIZES[name]
-    if "kv_lora_rank" in stored:  # a latent: as many key heads as heads, and the rotated part of them is `head_dim`
-        fields.update({x: y for x, y in (("num_key_value_heads", 4), ("head_dim", 8)) if x in stored})
-    if "attention_types" in stored:
-        fields["attention_types"] = [[["global", "local"], 1]]
-    if isinstance(stored.get("layer_types"), list):
-        kinds = list(dict.fromkeys(stored["layer_types"]))
-        layers = max(2, len(kinds))
-        for name in ("num_hidden_layers", "n_layer", "num_layers"):
-            if name in fields:
-                fields[name] = layers
-        fields["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
+    fields.update(_few_layers(stored, fields))
+    for name, together in _TOGETHER.items():
+        if name in stored:
+            fields.update(together)
+    if "conv_L_cache" in stored and "layer_types" not in fields:
+        fields["layer_types"] = ["conv", "full_attention"]
+    if stored.get("rope_parameters") == {} and stored.get("layer_types"):
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        fields["rope_parameters"] = dict.fromkeys(fields["layer_types"], rope)
     fields.update({name: value for name, value in changes.items() if name in stored or name in fields})
     return kind(**fields)
 
 
+def _few_layers(stored: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say something of each layer, for two layers or as many as there are kinds of them."""
+    counts = [name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in fields]
+    lists = {
+        name: value
+        for name, value in stored.items()
+        if isinstance(value, (list, tuple)) and value and all(isinstance(kind, str) for kind in value)
+        if len(value) in [stored[count] for count in counts]
+    }
+    each = list(zip(*lists.values(), strict=True))
+    first = [each.index(kind) for kind in dict.fromkeys(each)] or [0]
+    chosen = [first[i % len(first)] for i in range(max(2, len(first)))]
+    fields_of_layers: dict[str, Any] = {name: [value[layer] for layer in chosen] for name, value in lists.items()}
+    if isinstance(stored.get("per_layer_config"), Mapping):
+        changes = {int(layer): fields for layer, fields in stored["per_layer_config"].items()}
+        sizes = {**_SIZES, **_TOGETHER["kv_lora_rank"]}
+        fields_of_layers["per_layer_config"] = {
+            place: {
+                **{name: sizes.get(name, value) for name, value in changes[layer].items()},
+                **({"head_dim": 24} if "qk_nope_head_dim" in changes[layer] else {}),  # the rotated part and the other
+            }
+            for place, layer in enumerate(chosen)
+            if layer in changes
+        }
+    return {**fields_of_layers, **(dict.fromkeys(counts, len(chosen)) if lists else {})}
+
+
 def randomize(model: Any, seed: int = 0) -> None:
-    """Randomize every parameter, biases and norms too, so that each affects the result."""
+    """Randomize every parameter, biases and norms too, so that each affects the result.
+
+    Embeddings are small: else a model whose head is tied to them repeats its last token, whatever its layers do.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -136,6 +194,7 @@ def randomize(model: Any, seed: int = 0) -> None:
                 parameter.copy_(noise * (1.5 / max(1, fan) ** 0.5))
             else:
                 parameter.copy_(parameter.nan_to_num().clamp(-4, 4) + 0.1 * noise)
+        model.get_input_embeddings().weight.mul_(0.1)
 
 
 def prompts() -> list[list[int]]:
@@ -144,7 +203,11 @@ def prompts() -> list[list[int]]:
 
 
 def reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """Return transformers' greedy tokens, and the margin of each over the second greatest logit."""
+    """Return transformers' greedy tokens, and the margin of each over the second greatest logit.
+
+    Where padding has a position of its own, what follows a padding token has too, and so no margin here.
+    """
+    last = model.config.pad_token_id if first_position(model) else None
     ids = torch.tensor([prompt])
     tokens: list[int] = []
     gaps: list[float] = []
@@ -152,8 +215,8 @@ def reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
         for _ in range(NEW):
             logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
             best = logits.topk(2)
+            gaps.append(0.0 if last in tokens else float(best.values[0] - best.values[1]))
             tokens.append(int(best.indices[0]))
-            gaps.append(float(best.values[0] - best.values[1]))
             ids = torch.cat((ids, best.indices[:1][None]), 1)
     return tokens, gaps
 
@@ -240,12 +303,7 @@ def tried(model_type: str, changes: Mapping[str, Any] | None = None) -> dict[str
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         try:
-            config = tiny_config(model_type, changes)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-            randomize(model)
-            model.generation_config = transformers.GenerationConfig(eos_token_id=None)
-            model.save_pretrained(folder)
-            del model
+            save_tiny(model_type, folder, changes)
             expected = expectation(folder)
         except Exception:  # transformers does not build such a model
             shutil.rmtree(folder, ignore_errors=True)
@@ -258,6 +316,17 @@ def tried(model_type: str, changes: Mapping[str, Any] | None = None) -> dict[str
             "generate": attempt(lambda: generated(folder, expected)),
             "serve": attempt(lambda: served(folder, expected)),
         }
+
+
+def save_tiny(model_type: str, folder: Path, changes: Mapping[str, Any] | None = None) -> None:
+    """A folder with a tiny random model; its config is the whole one where the class itself keeps the part for text."""
+    config = tiny_config(model_type, changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomize(model)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=None)
+    model.save_pretrained(folder)
+    if model.config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config.save_pretrained(folder)
 
 
 def save_default(model_type: str, folder: Path) -> None:
