@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import served, text_checkpoint
+from gguf_files import save_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from tiny_adapters import LINEARS, merged_weights, save_adapter, save_merged
-from tiny_llms import TEMPLATE, VOCAB, save_gguf, save_tiny, save_tokenizer
+from tiny_llms import TEMPLATE, VOCAB, save_tiny, save_tokenizer
 from typer.testing import CliRunner
 
 from npu_compiler.errors import InputError
