@@ -20,7 +20,7 @@ from npu_sim.llm.adapters import Linear, adapter_ranks, check_adapter
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
 from npu_sim.llm.expert_weights import ExpertParts, Joined
 from npu_sim.llm.families import SENSES
-from npu_sim.llm.state import FULL_ATTENTION, RECURRENT, LayerState, is_recurrent
+from npu_sim.llm.state import FULL_ATTENTION, RECURRENT, LayerState, StateForm, StateName, is_recurrent
 from npu_sim.llm.stored_names import Stored, find_names, first_name, parameters
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram, CompileOptions
     from npu_compiler.graph.mesh import Mesh
     from npu_compiler.passes.quantize import Quantization
-    from npu_sim.llm.modules import StateForm
 
 INV_FREQ = "model.rotary_emb.inv_freq"
 _TRACING = ("torch", "transformers", "pytorch-ir")  # packages of which another version may trace another graph
@@ -114,11 +113,8 @@ def kv_shapes(checkpoint: Checkpoint, cache_length: int) -> list[list[tuple[int,
     return [[(1, row[0], cache_length, row[1]) for row in state.rows] for state in states]
 
 
-def state_form(checkpoint: Checkpoint) -> "StateForm":
+def state_form(checkpoint: Checkpoint) -> StateForm:
     """The form in which the checkpoint's module keeps and reads its state."""
-    from npu_sim.llm.modules import StateForm
-    from npu_sim.llm.recurrent import StateName
-
     facts = _facts(checkpoint)["state"]
     return StateForm(
         tuple(facts["layers"]),

@@ -15,7 +15,8 @@ from torch import nn
 from npu_compiler.errors import InputError
 from npu_sim.llm.adapter_rows import AdapterRows
 from npu_sim.llm.attention import GatheredPlaces, PagePlaces, Paging, Places, RowPlaces
-from npu_sim.llm.recurrent import RecurrentCache, StateName, read_lanes, write_lanes
+from npu_sim.llm.recurrent import RecurrentCache, read_lanes, write_lanes
+from npu_sim.llm.state import StateForm, StateName
 
 
 class PlacedCache(RecurrentCache):
@@ -152,27 +153,6 @@ def first_position(causal: Any) -> int:
         if number is not None and isinstance(padding := getattr(module, "padding_idx", None), int):
             return padding + 1
     return 0
-
-
-@dataclass(frozen=True)
-class StateForm:
-    """The form in which a Hugging Face model keeps and reads its state.
-
-    Attributes:
-        layers: Number of each layer that has keys and values; -1 - n for what layer n keeps to choose keys by.
-        is_additive: Whether its attention is its own, which adds masks to scores, not a function that is given to it.
-        is_paged: Whether paged attention computes what its attention does.
-        takes_mask: Whether it must be told that no key is padding: it counts keys by such a mask.
-        recurrent: Its recurrent states.
-        takes_pieces: Whether a step may have several tokens of a sequence: some recurrences begin with zeros then.
-    """
-
-    layers: tuple[int, ...]
-    is_additive: bool = False
-    is_paged: bool = True
-    takes_mask: bool = False
-    recurrent: tuple[StateName, ...] = ()
-    takes_pieces: bool = True
 
 
 class CachedCausalLM(nn.Module):

@@ -19,7 +19,7 @@ from npu_sim.llm.attention import (
     window_of,
 )
 from npu_sim.llm.modules import PlacedCache, placed, told_positions
-from npu_sim.llm.recurrent import StateName
+from npu_sim.llm.state import StateName
 
 _TOKENS, _BLOCK = 5, 16
 Build = Callable[[Callable[..., Any]], Any]

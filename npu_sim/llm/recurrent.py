@@ -6,23 +6,12 @@ scan, a delta rule, a linear attention). A layer may have several of each. They 
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-
-class StateName(NamedTuple):
-    """The place of a state in transformers' cache.
-
-    Attributes:
-        sort: "conv" or "recurrent".
-        layer, place: Number of the layer, and of the state among those of its sort there.
-    """
-
-    sort: str
-    layer: int
-    place: int
+from npu_sim.llm.state import StateName
 
 
 class RecurrentCache:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -86,3 +87,37 @@ def read_window(states: Iterable[LayerState]) -> int:
     """Number of last tokens whose rows some layer reads. 0: all."""
     windows = [state.window for state in states if not state.kind.is_recurrent]
     return 0 if 0 in windows else max(windows, default=0)
+
+
+class StateName(NamedTuple):
+    """The place of a state in transformers' cache.
+
+    Attributes:
+        sort: "conv" or "recurrent".
+        layer, place: Number of the layer, and of the state among those of its sort there.
+    """
+
+    sort: str
+    layer: int
+    place: int
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """The form in which a Hugging Face model keeps and reads its state.
+
+    Attributes:
+        layers: Number of each layer that has keys and values; -1 - n for what layer n keeps to choose keys by.
+        is_additive: Whether its attention is its own, which adds masks to scores, not a function that is given to it.
+        is_paged: Whether paged attention computes what its attention does.
+        takes_mask: Whether it must be told that no key is padding: it counts keys by such a mask.
+        recurrent: Its recurrent states.
+        takes_pieces: Whether a step may have several tokens of a sequence: some recurrences begin with zeros then.
+    """
+
+    layers: tuple[int, ...]
+    is_additive: bool = False
+    is_paged: bool = True
+    takes_mask: bool = False
+    recurrent: tuple[StateName, ...] = ()
+    takes_pieces: bool = True
