@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,9 +114,13 @@ def test_a_model_type_is_right_by_both_routes(model_type: str) -> None:
     assert {outcome.kind for outcome in outcomes.values()} == {"right"}, outcomes
 
 
+DRAWN = Random(int(os.environ["TEST_SEED"])).sample(decoders.model_types(), 40)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", decoders.model_types())
-def test_each_model_type_does_what_the_page_says_or_better(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", DRAWN)
+def test_model_types_do_what_the_page_says_or_better(model_type: str) -> None:
+    """`make test-decoders` tries all of them; each takes a process of its own for some seconds."""
     known = json.loads((ROOT / "npu_sim" / "data" / "model_types.json").read_text())[model_type]
     outcomes, _ = decoders.isolated(lambda: decoders.tried(model_type))
     allowed = {"right"} | {outcome["kind"] for outcome in known.values()} & {"refused"}
