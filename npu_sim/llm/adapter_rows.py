@@ -1,4 +1,4 @@
-"""Adapters in traced modules: to the product of each row of a linear layer, that of its sequence's adapter is added."""
+"""LoRA adapters in traced modules: a linear layer adds to each row the output of that row's adapter."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ from npu_sim.llm.experts import expert_linear
 
 
 class AdapterRows:
-    """The adapter of each row while a module runs; see `add_adapters`.
+    """The adapter of each row of the current step, which the hooks of `add_adapters` read while a module runs.
 
     Attributes:
-        rows: [N], the adapter's place in the stacks for each token of the step, -1 for the base alone.
-        outputs: [R], the tokens whose rows reach the head. None: all do.
+        rows: [N], the index of each token's adapter in the stacked matrices; -1 for no adapter.
+        outputs: [R], indices of the tokens whose rows reach the output head. None: all do.
     """
 
     rows: torch.Tensor
@@ -23,7 +23,10 @@ class AdapterRows:
 
 
 def add_adapters(causal: Any, ranks: Mapping[str, int], count: int) -> AdapterRows:
-    """Let linear layers of a module on the meta device add the products of adapters, by rows.
+    """Let linear layers of a module on the meta device add the outputs of LoRA adapters, chosen for each row.
+
+    The stacked matrices become parameters of the layers. The result says which adapter each row has; set it before a
+    run.
 
     Args:
         ranks: Path of each layer that some adapter changes → the rank of its stacks.
@@ -41,13 +44,13 @@ def add_adapters(causal: Any, ranks: Mapping[str, int], count: int) -> AdapterRo
 
 
 def _sizes(module: Any) -> tuple[int, int]:
-    """Elements of a row after and before a linear layer, whose weight may be transposed."""
+    """Output and input size of a linear layer, whose weight may be transposed."""
     outputs, inputs = module.weight.shape
     return (outputs, inputs) if isinstance(module, nn.Linear) else (inputs, outputs)
 
 
 def _adding(chosen: AdapterRows, is_head: bool) -> Any:
-    """A forward hook."""
+    """A forward hook that adds the outputs of the rows' adapters to those of a linear layer."""
 
     def add(module: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         rows = chosen.rows
@@ -59,7 +62,10 @@ def _adding(chosen: AdapterRows, is_head: bool) -> Any:
 
 
 def _product(x: torch.Tensor, stack: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The product of each row of x [..., in] with its own of the matrices [adapters, out, in]; 0 for adapter -1."""
+    """The product of each row of x [..., in] with its adapter's matrix in `stack` [adapters, out, in].
+
+    0 for adapter -1.
+    """
     count, outputs, inputs = stack.shape
     matrices = stack.view(count * outputs, inputs)
     product: torch.Tensor = expert_linear(x.reshape(-1, inputs), matrices, rows, None, count)

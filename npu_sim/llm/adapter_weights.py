@@ -12,10 +12,10 @@ from npu_sim.llm.checkpoint import widened
 
 
 class Merged(Mapping[str, Any]):
-    """The tensors of a module, those of an adapter's layers with its additions, in float32; computed when looked up.
+    """The tensors of a module with an adapter merged into its layers' weights, in float32, when they are looked up.
 
     Args:
-        state: The base's tensors by the names of the module.
+        state: The base model's tensors by the module's parameter names.
         linears: Path → linear layer of the module.
     """
 
@@ -43,7 +43,10 @@ class Merged(Mapping[str, Any]):
 
 
 class Stacked(Mapping[str, Any]):
-    """The tensors of a module, and the stacks of adapters: `LAYER.lora_a` [adapters, rank, in] and `LAYER.lora_b`."""
+    """The tensors of a module, and the stacked matrices of its adapters.
+
+    These are `LAYER.lora_a` [adapters, rank, in] and `LAYER.lora_b` [adapters, out, rank].
+    """
 
     def __init__(self, state: Mapping[str, Any], adapters: Sequence[Adapter]) -> None:
         self._state, self._adapters = state, adapters

@@ -1,10 +1,10 @@
-"""LoRA adapters in PEFT's folders: merged into a checkpoint's weights, or stacked beside them to be chosen by sequence.
+"""LoRA adapters in PEFT's folders: merged into a checkpoint's weights, or kept apart for each sequence to choose.
 
 An adapter adds `scaling · B · A` to the weight [out, in] of some linear layers, A [rank, in] and B [out, rank].
 
-Merged, the sum is what programs load as the weight. Several adapters that are served at once stay apart: those of a
-layer are stacked, A [adapters, rank, in] and B [adapters, out, rank], padded with zeros to the largest rank, and the
-programs of batches add to the product of each row that of its sequence's adapter (`adapter_rows`).
+If an adapter is merged, programs load the sum as the weight. Several adapters that are served at once stay apart: their
+matrices for a layer are stacked, A [adapters, rank, in] and B [adapters, out, rank], padded with zeros to the largest
+rank, and the programs of batches add to each row's output that of its sequence's adapter (`adapter_rows`).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Linear:
     """A linear layer of a module.
 
     Attributes:
-        inputs, outputs: Elements of a row before and after it.
+        inputs, outputs: Input and output size.
         transposed: Whether its weight is [in, out], as in GPT-2.
-        is_head: Whether it makes the logits.
-        is_shared: Whether its weight is that of another module too.
+        is_head: Whether its outputs are the logits.
+        is_shared: Whether its weight is tied to that of another module.
     """
 
     inputs: int
@@ -71,7 +71,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The addition of an adapter to a linear layer: scaling · B [outputs, rank] · A [rank, inputs]."""
+    """Sizes of an adapter's addition to a linear layer: scaling · B [outputs, rank] · A [rank, inputs]."""
 
     rank: int
     scaling: float
@@ -84,8 +84,8 @@ class Adapter:
     """A LoRA adapter in a folder.
 
     Attributes:
-        layers: Path of each linear layer that it changes, in the base's module → the addition.
-        fields: Fields of its config.
+        layers: Path of each linear layer of the base model that it changes → its addition.
+        fields: Fields of its adapter_config.json.
         tensors: The file's tensors by their names, read when they are looked up.
     """
 
@@ -95,7 +95,7 @@ class Adapter:
     tensors: Mapping[str, Any]
 
     def matrices(self, layer: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """A [rank, in], and scaling · B [out, rank], in float32."""
+        """A layer's A [rank, in], and scaling · B [out, rank], in float32."""
         a, b = (np.asarray(to_numpy(self.tensors[name]), np.float32) for name in _tensor_names(layer))
         return a, b * np.float32(self.layers[layer].scaling)
 
@@ -126,7 +126,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Let the messages of `InputError` begin with the adapter."""
+    """Put the adapter's folder at the start of the message of any `InputError` raised inside."""
     try:
         yield
     except InputError as error:
@@ -134,7 +134,7 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The fields of an adapter's config. Raises InputError where it is none, or of a kind that is not supported."""
+    """The fields of an adapter's config. Raises InputError if it is not one, or is of an unsupported kind."""
     path = folder / CONFIG
     if not path.is_file():
         raise InputError(f"{folder} has no {CONFIG}, so it is not the folder of a PEFT adapter")
@@ -152,7 +152,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Refuse a kind of adapter that is not supported, and values that none has."""
+    """Refuse a config of an unsupported kind of adapter, or with values that no adapter has. Raises InputError."""
     if fields.get("peft_type") != "LORA":
         raise InputError(f"is of the kind {fields.get('peft_type')!r:.40}; only LORA is supported")
     for name, meaning in _UNSUPPORTED.items():
@@ -177,7 +177,7 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def _shapes(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, list[tuple[int, ...]]]:
-    """The path of each layer → the shapes of its A and B."""
+    """Layer path → the shapes of its A and B, from the shapes of the file's tensors."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in tensors.items():
         match = _TENSOR.fullmatch(name)
@@ -200,7 +200,7 @@ def _tensor_names(layer: str) -> tuple[str, str]:
 
 
 def _low_rank(layer: str, fields: Mapping[str, Any], a: tuple[int, ...], b: tuple[int, ...]) -> LowRank:
-    """The addition to a layer, whose A and B have these shapes, by the rules of the config."""
+    """The addition to a layer whose A and B have the shapes `a` and `b`, scaled as the config says."""
     rank, alpha = (
         _by_pattern(fields, "rank_pattern", layer, "r"),
         _by_pattern(fields, "alpha_pattern", layer, "lora_alpha"),
@@ -218,7 +218,7 @@ def _low_rank(layer: str, fields: Mapping[str, Any], a: tuple[int, ...], b: tupl
 
 
 def _by_pattern(fields: Mapping[str, Any], patterns: str, layer: str, default: str) -> Any:
-    """The value of the first pattern that the end of a layer's path matches, else the default."""
+    """The value of the first of a config's patterns that matches the end of a layer's path, else the default."""
     for pattern, value in (fields.get(patterns) or {}).items():
         if _matches(rf"(.*\.)?({pattern})", layer):
             return value
@@ -226,7 +226,7 @@ def _by_pattern(fields: Mapping[str, Any], patterns: str, layer: str, default: s
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a config's regular expression matches a name. One that takes forever is refused."""
+    """Whether a config's regular expression matches a whole name. Raises InputError if that takes too long."""
     import regex
 
     try:
@@ -236,14 +236,15 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def check_adapter(adapter: Adapter, linears: Mapping[str, Linear], base: str) -> None:
-    """Check that an adapter is one for a base, and complete.
+    """Check that an adapter fits a base model and has all layers that its config names.
 
     Args:
-        linears: Path → linear layer of the base's module.
-        base: Name of the base, for messages.
+        linears: Path → linear layer of the base model.
+        base: Name of the base model, for messages.
 
     Raises:
-        InputError: a layer does not exist there or has another shape; or it lacks one that its config names.
+        InputError: the base model lacks a layer of the adapter, or has it in another shape; or the adapter lacks a
+            layer that its config names.
     """
     with _naming(adapter.folder):
         for layer, added in adapter.layers.items():
@@ -271,7 +272,7 @@ def _and_others(names: list[str]) -> str:
 
 
 def _is_target(layer: str, linear: Linear, fields: Mapping[str, Any]) -> bool:
-    """Whether a config names a layer, by PEFT's rules."""
+    """Whether an adapter's config names a layer to change, by PEFT's rules."""
     targets, excluded = fields["target_modules"], fields.get("exclude_modules")
     if excluded and _names(excluded, layer):
         return False
@@ -288,14 +289,14 @@ def _is_target(layer: str, linear: Linear, fields: Mapping[str, Any]) -> bool:
 
 
 def _names(targets: str | list[str], layer: str) -> bool:
-    """Whether a regular expression matches a layer's path, or one of several names ends it."""
+    """Whether `targets`, a regular expression or a list of path endings, matches a layer's path."""
     if isinstance(targets, str):
         return _matches(targets, layer)
     return any(layer == target or layer.endswith(f".{target}") for target in targets)
 
 
 def adapter_ranks(adapters: Iterable[Adapter]) -> dict[str, int]:
-    """The layers that any of these adapters change → the rank of their stacks."""
+    """Path of each layer that an adapter changes → the largest rank of any adapter there, rounded up."""
     ranks: dict[str, int] = {}
     for adapter in adapters:
         for layer, added in adapter.layers.items():

@@ -1,9 +1,10 @@
-"""Attention of traced modules: the functions that transformers calls, and the places over which they attend.
+"""Attention in traced modules: the functions that transformers calls, and the positions over which they attend.
 
-transformers asks `visible` for a mask and hands it to the attention function of each layer. A mask is made of the
-places of queries and keys: rows of a cache in one piece (`RowPlaces`), blocks of a pool that paged attention reads
-(`PagePlaces`), or blocks that are copied out of the pool first, for attention that no kernel computes there
-(`GatheredPlaces`). What a layer sees is asked of transformers' own mask function, whatever it is.
+transformers asks `visible` for a mask and hands it to the attention function of each layer. A mask is computed from a
+`Places` object, which says where queries and keys stand: rows of a cache in one piece (`RowPlaces`), blocks of a pool
+that paged attention reads (`PagePlaces`), or blocks that are copied out of the pool first, for attention that no kernel
+computes there (`GatheredPlaces`). Which keys a query may see is asked of transformers' own mask function, whatever that
+is.
 """
 
 import sys
@@ -21,12 +22,12 @@ from npu_runtime.cpu.torch_kernels import attention
 from npu_sim.llm.recurrent import folded
 
 MaskFunction = Callable[..., Any]
-"""transformers' (batch, head, position of the query, position of the key) → whether that is seen, by broadcasting."""
+"""transformers' function of (batch, head, query position, key position) → whether the query sees the key."""
 
 
 @dataclass(frozen=True)
 class Paging:
-    """The places of a batch's keys and values, as in `engine.batch.Batch`.
+    """The positions of a batch's tokens and the KV blocks of its sequences, as in `engine.batch.Batch`.
 
     Attributes:
         positions: [N], each token's position in its sequence.
@@ -43,17 +44,17 @@ class Paging:
 
 @dataclass(frozen=True)
 class PageMask:
-    """A mask over a pool: causal, of the last `window` positions where that is above 0."""
+    """A causal mask over a paged KV pool, restricted to the last `window` positions if that is above 0."""
 
     paging: Paging
     window: int
 
 
 class Places(ABC):
-    """Positions of new tokens, and the rows that they may attend to.
+    """The positions of a step's new tokens and of the KV rows that they may attend to.
 
     Attributes:
-        queries, keys: [N], [S], positions in their sequences.
+        queries, keys: [N] and [S], the positions of queries and keys in their sequences.
     """
 
     queries: torch.Tensor
@@ -61,18 +62,18 @@ class Places(ABC):
 
     @abstractmethod
     def mask(self, function: MaskFunction) -> Any:
-        """Return the mask that an attention function gets."""
+        """Return the mask that a layer's attention function gets, made from transformers' mask function."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a layer's updated keys or values that attention gets."""
+        """Return the rows of a layer's updated keys or values that its attention function gets."""
         return tensor
 
 
 class RowPlaces(Places):
-    """Rows of a cache in one piece, at positions from 0 on.
+    """Positions in a KV cache that is contiguous: row p holds position p.
 
     Args:
-        added: The dtype of masks that are added to scores. None: masks are booleans.
+        added: The dtype of masks, which attention adds to scores. None: masks are booleans.
     """
 
     def __init__(self, queries: torch.Tensor, rows: int, added: torch.dtype | None = None) -> None:
@@ -81,7 +82,7 @@ class RowPlaces(Places):
         self._causal = (self.keys[None, :] <= queries[:, None])[None, None]
 
     def mask(self, function: MaskFunction) -> torch.Tensor:
-        """[1, 1, N, S]."""
+        """The mask [1, 1, N, S]."""
         mask = self._causal
         if window_of(function) != 0:
             mask = mask & _seen(function, self.queries, self.keys)
@@ -89,7 +90,10 @@ class RowPlaces(Places):
 
 
 class GatheredPlaces(Places):
-    """Rows of a pool, copied so that those of all sequences follow each other; `added` as in `RowPlaces`."""
+    """Positions in a KV pool whose blocks are first copied out, so that the rows of each sequence are contiguous.
+
+    `added` as in `RowPlaces`.
+    """
 
     def __init__(self, paging: Paging, added: torch.dtype | None = None) -> None:
         self.queries, self._added = paging.positions, added
@@ -101,19 +105,19 @@ class GatheredPlaces(Places):
         self._own = paging.sequences[:, None] == owners[None, :]
 
     def mask(self, function: MaskFunction) -> torch.Tensor:
-        """[1, 1, N, S · rows of a sequence]."""
+        """The mask [1, 1, N, S · rows of a sequence]."""
         mask = self._own & (self.keys[None, :] <= self.queries[:, None])[None, None]
         if window_of(function) != 0:
             mask = mask & _seen(function, self.queries, self.keys)
         return mask if self._added is None else additive(mask, self._added)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[rows, KV heads, D] → [1, KV heads, S · rows of a sequence, D]."""
+        """Copy the sequences' rows out of a pool: [rows, KV heads, D] → [1, KV heads, S · rows of a sequence, D]."""
         return tensor.index_select(0, self._rows.clamp(0, tensor.shape[0] - 1)).transpose(0, 1)[None]
 
 
 class PagePlaces(Places):
-    """Blocks of a pool, which paged attention reads where they lie."""
+    """Positions in a KV pool, whose blocks paged attention reads where they lie."""
 
     def __init__(self, paging: Paging) -> None:
         self.queries = self.keys = paging.positions
@@ -127,16 +131,19 @@ class PagePlaces(Places):
 
 
 def visible(*_: Any, q_offset: Places, mask_function: MaskFunction, **__: Any) -> Any:
-    """The mask that transformers asks for, of the places that the cache has given it as the offset of the queries.
+    """The mask that transformers asks for. `q_offset` is the `Places` object that our cache gave as the query offset.
 
-    A mask of padding, if the module makes one, is left out: there is no padding. For other keys than the cache's, such
-    as an encoder's that is not there, there is no mask, and attention without one is refused.
+    A padding mask that the module makes is ignored, since there is no padding. For keys that are not the cache's, such
+    as an encoder's, the result is None, and the attention functions refuse to run without a mask.
     """
     return q_offset.mask(mask_function) if isinstance(q_offset, Places) else None
 
 
 class _Indices(np.ndarray[Any, Any]):
-    """Positions as NumPy arrays with what transformers' mask functions call of tensors: tracing records nothing."""
+    """Positions as NumPy arrays with the few tensor methods that transformers' mask functions call.
+
+    So a mask function can be evaluated while a module is traced, without being recorded.
+    """
 
     def new_ones(self, shape: Any, **_: Any) -> Any:
         return np.ones(shape, bool).view(_Indices)
@@ -152,7 +159,7 @@ def window_of(function: MaskFunction) -> int | None:
     """The number of last positions that a mask function shows: 0 for all up to the query's own, None for other masks.
 
     Raises:
-        InputError: it shows positions after the query's.
+        InputError: the mask shows positions after the query's own.
     """
 
     def shown(query: int, keys: Any) -> Any:
@@ -177,14 +184,14 @@ def window_of(function: MaskFunction) -> int | None:
 
 
 def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[1, 1, N, S]: what a mask function shows."""
+    """The values [1, 1, N, S] of a mask function: whether each query sees each key."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=queries.device)
     seen: torch.Tensor = function(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
     return seen
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a mask is True, else the lowest number."""
+    """A boolean mask as numbers to add to scores: 0 where it is True, else the lowest number of the dtype."""
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
@@ -200,7 +207,7 @@ def paged_attention(
     block_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """See `npu_compiler.ops.transformer.lower_paged_attention`."""
+    """A custom op for tracing; see `npu_compiler.ops.transformer.lower_paged_attention`."""
     attended = attention.paged_attention(query, keys, values, tables, sequences, positions, block_size, scale)
     return attended.to(query.dtype)
 
@@ -222,10 +229,10 @@ def attend_to_pages(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function for transformers: query [1, H, N, head dim] and pools → [1, N, H, head dim].
+    """An attention function for transformers over a paged pool: query [1, H, N, D] and pools → [1, N, H, D].
 
     Raises:
-        InputError: the model asks for more than paged attention computes.
+        InputError: the model asks for a feature that paged attention lacks.
     """
     _check_dropout(dropout)
     if not isinstance(attention_mask, PageMask) or keys.dim() != 3:
@@ -251,10 +258,10 @@ def attend_to_rows(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """An attention function for transformers: PyTorch's own, or the model's own where it asks for more.
+    """An attention function for transformers: PyTorch's own, or the model's own if it needs more than that computes.
 
     Raises:
-        InputError: the model asks for other than causal attention, or for what nothing computes.
+        InputError: the model's attention is not causal, or has a feature that neither function computes.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -287,7 +294,7 @@ _NAMES = {"s_aux": "attention sinks", "softcap": "softcapping of attention score
 
 
 def asked_features(module: nn.Module, others: Mapping[str, Any]) -> list[str]:
-    """The arguments of an attention function that ask for more than causal attention."""
+    """Names of arguments of an attention function that ask for more than plain causal attention, such as a soft cap."""
     return sorted(name for name, value in others.items() if value is not None and name not in _OF_CALLERS)
 
 
@@ -299,6 +306,6 @@ def _named(features: list[str]) -> str:
 
 
 def _check_dropout(dropout: float) -> None:
-    """Raise InputError for attention that drops some of its weights at random."""
+    """Raise InputError if attention weights are to be dropped at random."""
     if dropout:
         raise InputError(f"its attention uses a dropout of {dropout}, which is not supported")

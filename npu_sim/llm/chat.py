@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 
 
 class StreamDecoder:
-    """Incremental detokenization: a character is returned once all of its bytes have arrived."""
+    """Incremental detokenization: text is returned up to the last character all of whose bytes have arrived."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -31,7 +31,7 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """The remaining text; an incomplete character becomes U+FFFD."""
+        """The text not returned yet; an incomplete character becomes U+FFFD."""
         text = self._pending()
         self._context = self._done = len(self._ids)
         return text
@@ -39,7 +39,7 @@ class StreamDecoder:
     def _pending(self) -> str:
         """The text of the tokens not yet returned.
 
-        They are decoded together with the piece before them, because some tokenizers drop a leading space.
+        They are decoded together with the tokens before them, because some tokenizers drop a leading space.
         """
         before = self._decode(self._ids[self._context : self._done])
         return self._decode(self._ids[self._context :])[len(before) :]
@@ -50,7 +50,7 @@ class StreamDecoder:
 
 
 class TextStream(Iterator[str]):
-    """The text of one generation, piece by piece as it is iterated over; `stats` is complete at the end."""
+    """The text of one generation, as an iterator of pieces; `stats` is complete once the iterator has ended."""
 
     def __init__(self, tokens: Generation, decoder: StreamDecoder) -> None:
         self._tokens = tokens
@@ -63,7 +63,7 @@ class TextStream(Iterator[str]):
 
     @property
     def spans(self) -> list[Span]:
-        """Times for a trace; see `Generation`."""
+        """Times of the generation's parts for a trace; see `Generation`."""
         return self._tokens.spans
 
     def __next__(self) -> str:
@@ -93,7 +93,10 @@ class Conversation:
         max_new_tokens: int | None = None,
         sampler: Sampler = greedy,
     ) -> None:
-        """Begin a chat; `max_new_tokens` and `sampler` are for every reply, as in `LanguageModel.generate`."""
+        """Begin a chat. `max_new_tokens` and `sampler` hold for every reply, as in `LanguageModel.generate`.
+
+        `system` is the text of the system message; None: there is none.
+        """
         self.model = model
         self.stats = GenerationStats()
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -105,13 +108,13 @@ class Conversation:
         self.messages: list[Message] = list(self._system)
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Stream the reply to a message, which is added to the conversation, and the reply with it.
+        """Stream the reply to a user message; both are added to the conversation.
 
-        If the iterator is closed early, what it has yielded is kept as the reply. After an error before the reply's
+        If the iterator is closed early, the text yielded so far is kept as the reply. After an error before the reply's
         first character, the conversation is as it was before.
 
         Raises:
-            InputError: as `chat` does, or the conversation is longer than the KV cache.
+            InputError: for the reasons of `chat`, or the conversation is longer than the KV cache.
         """
         reply, ended = "", False
         self.messages.append({"role": "user", "content": text})
@@ -138,7 +141,7 @@ class Conversation:
 
 
 def filled_cache(stats: GenerationStats, max_new_tokens: int | None) -> bool:
-    """Whether a generation with that limit ended because there was no room left in the KV cache."""
+    """Whether a generation with the limit `max_new_tokens` (None: no limit) ended because the KV cache was full."""
     return stats.finish_reason == "length" and stats.new_tokens != max_new_tokens
 
 
@@ -152,7 +155,7 @@ def check_fits(prompt_ids: Sequence[int], cache_length: int) -> None:
 
 
 def chat_prompt(model: LanguageModel, messages: str | Sequence[Message]) -> list[int]:
-    """The token ids of a chat, by `encode_chat` of the model's checkpoint."""
+    """The token ids of a chat, as `encode_chat` computes them for the model's checkpoint."""
     return encode_chat(model.checkpoint, messages)
 
 
@@ -162,7 +165,7 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **values: Any,
 ) -> list[int]:
-    """The token ids of what `chat_text` returns for the same arguments."""
+    """The token ids of a conversation: the text that `chat_text` returns for these arguments, encoded."""
     text = chat_text(checkpoint, messages, tools, **values)
     ids: list[int] = checkpoint.tokenizer.encode(text, add_special_tokens=False)
     return ids
@@ -178,8 +181,8 @@ def chat_text(
 
     Args:
         messages: {"role", "content"} messages, or the text of a single user message.
-        tools: Functions that the model may call, in OpenAI's form, for a template that knows them.
-        values: Variables of the template's own, such as `enable_thinking`.
+        tools: Functions that the model may call, in OpenAI's form, for a template that uses them. None: no functions.
+        values: Further variables for the template, such as `enable_thinking`.
 
     Raises:
         InputError: the tokenizer has no chat template, or the template rejects the messages.

@@ -1,7 +1,7 @@
-"""Chat templates: Jinja by a model's author, rendered in a sandbox and within bounds.
+"""Rendering of chat templates: Jinja code by a model's author, in a sandbox with bounds on time and size.
 
 A template cannot reach files or Python's internals (`ImmutableSandboxedEnvironment`). Each turn of a loop and each call
-looks at the clock, products and powers are bounded before they are computed, and so is the text.
+checks the time limit, products and powers are bounded before they are computed, and the text is bounded too.
 """
 
 import json
@@ -22,10 +22,10 @@ LARGEST_TEXT = 2**24  # characters
 
 
 def render(source: str, values: Mapping[str, Any]) -> str:
-    """The text that a template makes of its variables.
+    """Render a chat template with these variables.
 
     Raises:
-        InputError: it takes too long, or the text is too long.
+        InputError: rendering takes too long, or the text becomes too long.
         TemplateError: the template is wrong, or rejects the variables. Templates may raise other errors too.
     """
     environment, template = _compiled(source)
@@ -43,17 +43,18 @@ def _bounded(pieces: Iterator[str]) -> Iterator[str]:
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox that ends templates that run for long.
+    """A Jinja sandbox that ends a template that runs for too long.
 
     Attributes:
-        deadline: The time by `time.monotonic` at which the latest rendering ends; those of other threads end later.
+        deadline: The time by `time.monotonic` at which rendering is stopped. Each new rendering moves it, for all
+            threads.
     """
 
     intercepted_binops = frozenset({"*", "**"})
     deadline = float("inf")
 
     def tick(self) -> str:
-        """Look at the clock. Raises InputError after the deadline."""
+        """Raise InputError if the deadline has passed; return an empty text for the template otherwise."""
         if time.monotonic() > self.deadline:
             raise InputError(f"it takes longer than {SECONDS:g} seconds")
         return ""
@@ -63,7 +64,10 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """A product or a power; text and lists are not repeated, and numbers not raised, beyond bounds."""
+        """Compute a product or a power.
+
+        Raises InputError if it would repeat a text or raise a number beyond the bounds.
+        """
         if operator == "**" and not (abs(left) <= 2**32 and abs(right) <= 64):
             raise InputError(f"it computes {left!r:.20} ** {right!r:.20}")
         sizes = [len(value) if hasattr(value, "__len__") else value for value in (left, right)]
@@ -80,7 +84,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> tuple[_Bounded, Template]:
-    """A template as transformers compiles it, with its environment."""
+    """The sandbox and the compiled template, with the functions that transformers gives to chat templates."""
 
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)

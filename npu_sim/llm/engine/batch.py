@@ -1,4 +1,4 @@
-"""The interface between engine and model: a step over a batch of tokens, whose state lives in blocks of a pool."""
+"""The interface between engine and model: a step over a batch of tokens, with keys and values in a pool of blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ NO_DRAFTS = "the model's layers have recurrent states, which cannot be taken bac
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens of one step: any mixture of sequences that decode one token and of pieces of prompts.
+    """The tokens of one step: any mixture of decoding sequences, with one token each, and of pieces of prompts.
 
-    Tokens of a sequence stand beside each other, in order of position. Before token n attends, the keys and values of
-    all tokens of the step are in the pool; it then attends to the rows 0..positions[n] of its own sequence only, or to
-    the last of these.
+    Tokens of a sequence stand beside each other, in order of position. The keys and values of all tokens of the step
+    are written to the pool before any token attends; token n then attends to the rows 0..positions[n] of its own
+    sequence only, or, with a window, to the last of these.
 
     Attributes:
-        tokens: [N], int32, token ids. Where the model runs ahead, -1 - k is the token that output k of the step
-            launched before this one chooses.
+        tokens: [N], int32, token ids. Where the model runs ahead, -1 - k stands for the token that output k of the
+            previous step chooses.
         positions: [N], int32, each token's position in its sequence.
         sequences: [N], int32, the row of `tables` that a token belongs to.
         tables: [S, T], int32: the blocks of each sequence, in order; entries beyond its last block are ignored. T is
@@ -29,11 +29,12 @@ class Batch:
         outputs: [R], int32, increasing: indices into `tokens` of those after which a token is to be chosen.
         settings: [R, 3], float32: temperature (0: greedy), top_k (infinity: all) and top_p of each output.
         uniforms: [R], float32: a random number from [0, 1) for each output.
-        lanes: [S], int32: each sequence's place among the recurrent states of a model that has some. What is there is
-            ignored where a sequence begins, at position 0. None: the batch is for a model without.
+        lanes: [S], int32: the index of each sequence's recurrent states in the model's memory for them. Where a
+            sequence begins, at position 0, the old contents are ignored. None: the model has no recurrent states.
         upcoming: Function from a count to the random numbers of the sequence's next tokens, so that a model can upload
-            those of many steps at once. None but in a step of one token.
-        adapters: [S], int32: the place of each sequence's adapter among the model's; -1 for the base. None: all are -1.
+            those of many steps at once. None unless the step is a single sampled token.
+        adapters: [S], int32: the index of each sequence's LoRA adapter among the model's; -1: no adapter. None: all are
+            -1.
     """
 
     tokens: NDArray[np.int32]
@@ -49,19 +50,19 @@ class Batch:
 
 
 class StepResult(Protocol):
-    """The tokens that a step chose; reading them waits for the device.
+    """The tokens that a step chose. Reading them waits until the device has run the step.
 
     Attributes:
-        on_host: Whether the host chooses them, so that they are to be read before the next step is planned.
+        on_host: Whether the host chooses the tokens, so that they must be read before the next step is planned.
     """
 
     on_host: bool
 
     def tokens(self) -> NDArray[np.int32]:
-        """[R]: the chosen token of each output; -1 where its logits are not finite."""
+        """Return the chosen token of each output, [R]; -1 where its logits are not finite."""
 
     def logits(self) -> NDArray[np.float32]:
-        """[R, vocab]: the logits of each output. Slow for large batches; for log probabilities and grammars."""
+        """Return the logits [R, vocab] of each output. Slow for large batches; for log probabilities and grammars."""
 
 
 class BatchModel(Protocol):
@@ -75,12 +76,13 @@ class BatchModel(Protocol):
         max_tokens: Maximum number of tokens of a step.
         max_outputs: Maximum number of outputs of a step.
         max_sequences: Maximum number of sequences of a step.
-        runs_ahead: Number of steps that may be under way when another one is launched, which then takes tokens that are
-            still to be chosen. 0: `step` returns when the device has finished.
-        shares_prefixes: Whether sequences that begin with the same tokens may share blocks that are full of these.
-        read_window: Number of last tokens whose rows some layer reads; blocks behind them are released. 0: all.
-        rewinds: Whether a sequence may compute tokens anew after later ones, as behind a wrong draft. A recurrent state
-            cannot be taken back.
+        runs_ahead: Number of steps that may be unfinished when another one is launched, whose input tokens may then be
+            outputs of these. 0: `step` returns when the device has finished.
+        shares_prefixes: Whether sequences that begin with the same tokens may share the full blocks of this prefix.
+        read_window: Number of last tokens whose keys and values some layer reads; blocks of earlier tokens are
+            released. 0: all tokens.
+        rewinds: Whether a sequence may go back and replace computed tokens, as after a rejected draft. A recurrent
+            state cannot go back.
     """
 
     block_size: int
@@ -96,21 +98,21 @@ class BatchModel(Protocol):
     rewinds: bool
 
     def step(self, batch: Batch) -> StepResult:
-        """Run one step. It is launched, not waited for; the next step may be launched before this one's result is read.
+        """Launch one step without waiting for it. The next step may be launched before this one's result is read.
 
         Raises:
             InputError: the batch exceeds the model's limits or refers to blocks outside the pool.
         """
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
-        """The piece of a prompt that one step should compute, where tokens `start` to `end` are to be computed.
+        """The piece of a prompt that one step should compute, of the tokens `start` to `end` that are left.
 
         Returns:
-            (first, last + 1) of its tokens. It may begin before `start`, and computes these again.
+            (first, last + 1) of its tokens. It may begin before `start`, and then computes earlier tokens again.
         """
 
     def check(self) -> None:
-        """Raise the reason (`NPUError`) if no further step can succeed, since a part of what runs them is lost."""
+        """Raise the reason (`NPUError`) if no further step can succeed, since a part of the model is lost."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, each (from, to), in all layers, after the steps launched so far."""

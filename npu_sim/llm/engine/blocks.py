@@ -1,8 +1,9 @@
-"""`BlockPool`: the blocks of a KV pool, their holders, and the prefixes in them that later prompts can reuse.
+"""`BlockPool`: the blocks of a KV pool, the sequences that hold them, and the cached prefixes in them.
 
-A block that is full of known tokens gets a digest, chained over the tenant, the adapter and all tokens up to its end. A
-prompt with the same beginning shares the block instead of computing it again. A block that nobody holds stays cached
-until the pool needs it; the least recently released one goes first.
+A block is a fixed number of rows for keys and values. A block that is full of known tokens gets a digest: a hash,
+chained over the tenant (the client), the adapter and all tokens of the sequence up to the block's end. A prompt with
+the same beginning shares the block instead of computing it again. A block that nobody holds stays cached until the pool
+needs it; the least recently released one goes first.
 
 Invariants:
 1. Every block is either free, cached and held by nobody, or held by one or more sequences.
@@ -21,7 +22,7 @@ _DIGEST_BYTES = 16
 
 
 def first_digest(tenant: str, adapter: str | None = None) -> bytes:
-    """The digest before the first block of a tenant's sequences with an adapter. None: with the base alone."""
+    """The hash with which the chain of a tenant's sequences begins, for one LoRA adapter or (None) for none."""
     digest = hashlib.blake2b(_encoded(tenant), digest_size=_DIGEST_BYTES).digest()
     if adapter is None:
         return digest
@@ -33,15 +34,15 @@ def _encoded(name: str) -> bytes:
 
 
 def next_digest(digest: bytes, tokens: Sequence[int]) -> bytes:
-    """The digest of a full block with these tokens after blocks with that digest."""
+    """The hash of a full block: that of these tokens after the blocks before, whose hash is `digest`."""
     return hashlib.blake2b(np.array(tokens, np.int32).tobytes(), digest_size=_DIGEST_BYTES, key=digest).digest()
 
 
 class BlockPool:
-    """The blocks of one KV pool.
+    """The blocks of one KV pool: which are free, held or cached.
 
     Args:
-        blocks: Number of blocks.
+        blocks: Number of blocks in the pool.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -54,7 +55,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can return: free ones and cached ones that nobody holds."""
+        """Number of blocks that `allocate` can return: free ones, and cached ones that no sequence holds."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -63,7 +64,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks with a digest that nobody holds."""
+        """Number of blocks with a digest that no sequence holds."""
         return len(self._cached)
 
     def allocate(self) -> int | None:
@@ -79,7 +80,7 @@ class BlockPool:
         return block
 
     def find(self, digest: bytes) -> int | None:
-        """The block with that digest, for one more holder."""
+        """The block with that digest, now held once more; None if no block has it."""
         block = self._by_digest.get(digest)
         if block is not None:
             self._cached.pop(block, None)
@@ -87,13 +88,16 @@ class BlockPool:
         return block
 
     def register(self, block: int, digest: bytes) -> None:
-        """Let `find` return a full block that is held, unless another one with the same contents is registered."""
+        """Let `find` return a full block that is held, unless another block with the same digest is registered."""
         if digest not in self._by_digest:
             self._by_digest[digest] = block
             self._digests[block] = digest
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one holder's blocks of a sequence, in its order; invariant 4 is why it starts at the end."""
+        """Give back the blocks of one sequence, in the order of its tokens.
+
+        The last block is released first, because of invariant 4.
+        """
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -103,7 +107,10 @@ class BlockPool:
                     self._cached[block] = None
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Let `find` no longer return these blocks, whose contents may be wrong. Holders keep them."""
+        """Take blocks out of the prefix cache, since their contents may be wrong.
+
+        Sequences that hold them keep them.
+        """
         for block in blocks:
             self._forget(block)
             if block in self._cached:

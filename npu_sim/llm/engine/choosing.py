@@ -1,4 +1,4 @@
-"""Host-side choice from an output's logits: a token, for grammars and penalties, and log probabilities."""
+"""Choosing tokens on the host from an output's logits, for grammars and penalties; and log probabilities."""
 
 from collections.abc import Collection
 
@@ -18,7 +18,9 @@ def choose_token(
     uniform: float,
     banned: Collection[int] = (),
 ) -> int:
-    """The token that the rule of `npu_sim.llm.sampling` chooses from those that a grammar allows, or from all.
+    """The token that `sampling` chooses from the logits, among the tokens that the grammar `filter` allows.
+
+    None as `filter` allows all tokens.
 
     Args:
         logits: [vocab].

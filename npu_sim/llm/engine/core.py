@@ -1,14 +1,17 @@
-"""`EngineCore`: the engine without its threads: launches the scheduler's steps and reads the tokens that they chose.
+"""`EngineCore`: the engine without its threads.
 
-Where the device runs ahead of the host, a step is launched before the result of the one before is read; its
-tokens are taken on the device.
+It launches the steps that the scheduler plans and reads the tokens chosen in them.
+
+Where the device runs ahead of the host, a step is launched before the result of the previous step is read; its input
+tokens are then taken from the device's memory.
 
 Invariants:
 1. After step k + 1 has been launched, only the tokens of step k are read, never its logits.
 2. A sequence that was added ends once, with one last output: by a token, `end`, its deadline, or a device error.
-3. Outputs are delivered in the order of the steps. While a single step is under way, those of the one before are kept
-   until the next has been launched: their receiver competes with this thread, and the device would soon be idle. An
-   eager core delivers before: its receiver only keeps them for the caller of `advance`, who waits for the token.
+3. Outputs are delivered in the order of the steps. While a single step is under way, the outputs of the previous step
+   are kept until the next one has been launched: their receiver competes with this thread, and the device would soon be
+   idle. An eager core delivers them before that launch: its receiver only keeps them for the caller of `advance`, who
+   waits for the token.
 """
 
 import heapq
@@ -30,7 +33,10 @@ from npu_sim.llm.speculation.lookup import Drafter
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """New tokens of a sequence. The last output has a reason, and an error if that is "error"."""
+    """New tokens of a sequence.
+
+    The last output has the reason why the sequence ended, and the error if that is "error".
+    """
 
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
@@ -41,7 +47,7 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step under way."""
+    """A step that the device runs, or will run, and whose tokens have not been read."""
 
     step: PlannedStep
     result: StepResult
@@ -50,19 +56,19 @@ class _Launched:
 
 
 class EngineCore:
-    """Runs sequences on a model; for one thread.
+    """Runs sequences on a model. Only one thread may use it.
 
     Args:
         model, prefill_tokens, drafter: As for `Scheduler`.
         deliver: Called with new outputs of sequences.
         clock: Function that returns the time in seconds, from any start: that of the sequences' `last_time` and
             `deadline`. A model that is only simulated moves a clock of its own.
-        eager: Whether `advance` returns with the outputs of a step that planning the next one had to wait for, instead
-            of launching that first.
+        eager: Where planning a step has to wait for the tokens of the previous one, `advance` delivers these and
+            returns, instead of launching the next step first.
 
     Attributes:
-        sequences: All that have not ended, by arrival.
-        failures: Steps that have failed since one did not.
+        sequences: All sequences that have not ended, by their `arrival`.
+        failures: Number of steps that have failed since the last one that succeeded.
     """
 
     def __init__(
@@ -97,7 +103,7 @@ class EngineCore:
         return bool(self.sequences or self._launched)
 
     def stats(self) -> EngineStats:
-        """The state and the counts, from any thread; they may be of slightly different moments."""
+        """The engine's state and counts. Any thread may call it, so they may stem from slightly different moments."""
         scheduler, pool, counts = self.scheduler, self.scheduler.pool, self._counts
         free, cached = pool.free, pool.cached
         return EngineStats(
@@ -123,7 +129,7 @@ class EngineCore:
         )
 
     def add(self, sequence: Sequence, computed: int = 0) -> None:
-        """Run a sequence from now on.
+        """Take a sequence into the engine: it waits for admission, and steps compute it from then on.
 
         Args:
             computed: See `Scheduler.add`.
@@ -135,9 +141,9 @@ class EngineCore:
         self.scheduler.add(sequence, computed)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that may be added again.
+        """Take a sequence that has not ended out of the engine; it may be added again.
 
-        Tokens that are not chosen or delivered yet are dropped, unless it has ended.
+        Its tokens that have not been chosen or delivered yet are dropped.
         """
         if self.sequences.pop(sequence.arrival, None) is not None:
             sequence.ended = True
@@ -158,7 +164,7 @@ class EngineCore:
             self._deliver_outputs()
 
     def cancel(self, arrival: int) -> None:
-        """End the sequence with that number, if it has not ended."""
+        """End the sequence with that arrival number as cancelled, unless it has ended already."""
         if sequence := self.sequences.get(arrival):
             self.end(sequence, "cancelled")
 
@@ -170,9 +176,9 @@ class EngineCore:
         self.sequences.clear()
 
     def advance(self) -> None:
-        """End sequences whose time is over, launch the next step, and read all steps but those that may run ahead.
+        """End sequences past their deadline, launch the next step, and read all steps that must not run ahead.
 
-        Where there is no next step, one of those under way is read.
+        Without a next step, the oldest step under way is read.
         """
         self._expire()
         stops = bool(self._launched) and (self._launched[-1].result.on_host or self.scheduler.must_know())
@@ -206,7 +212,7 @@ class EngineCore:
                 self.end(sequence, "error", late)
 
     def _launch(self, step: PlannedStep, idle_since: float | None) -> None:
-        """Launch a step; if that fails, end its sequences."""
+        """Launch a step; if that fails, end its sequences with the error."""
         try:
             if step.copies:
                 self._model.copy_blocks(step.copies)
@@ -220,7 +226,10 @@ class EngineCore:
         self._batch_size = len(step.sequences)
 
     def _read(self, left: int) -> None:
-        """Read the tokens of steps, in order, until `left` are under way. One that fails ends them all."""
+        """Read the tokens of launched steps, oldest first, until only `left` are unread.
+
+        If a step fails, the sequences of all unread steps end with its error.
+        """
         while len(self._launched) > left:
             launched = self._launched.popleft()
             step = launched.step
@@ -268,7 +277,10 @@ class EngineCore:
     def _append_plain(
         self, sequence: Sequence, token: int, now: float, outputs: list[SequenceOutput], waited: list[float]
     ) -> bool:
-        """Append a token that neither ends its sequence nor is chosen by the host, as nearly all are; else False."""
+        """Append a token in the usual case that it neither ends its sequence nor is chosen by the host.
+
+        Returns False, and does nothing, in all other cases.
+        """
         tokens = sequence.tokens
         length = len(tokens) + 1
         if (
@@ -290,7 +302,7 @@ class EngineCore:
         return True
 
     def _output(self, choice: Choice, chosen: list[int], logits: Logits | None) -> SequenceOutput:
-        """The output of a sequence in a step: its next token, and one more for each draft that was right before it."""
+        """The output of a sequence in a step: its next token, and one more for each drafted token that proved right."""
         sequence = choice.sequence
         room = sequence.limit - len(sequence.tokens)
         output = SequenceOutput(sequence)
@@ -318,9 +330,10 @@ class EngineCore:
         return output
 
     def _choose(self, output: SequenceOutput, token: int, logits: Logits) -> int:
-        """The next token of a sequence, by its own rules if the host has to choose, else the device's choice.
+        """The next token of a sequence: the host's choice from the logits if it has to choose, else the device's.
 
-        It follows the sequence and the output's tokens so far; its log probability is added to the output.
+        The token comes after those of the sequence and of the output so far. If the request wants log probabilities,
+        the token's is added to the output.
         """
         sequence = output.sequence
         filter, sampling = sequence.token_filter, sequence.sampling
@@ -360,7 +373,7 @@ class EngineCore:
         sequence.last_time = now
 
     def _fail(self, error: Exception, steps: list[PlannedStep]) -> None:
-        """End the sequences of failed steps; the others start over, since the pool may hold wrong rows."""
+        """End the sequences of failed steps. All others start over, since the KV pool may hold wrong rows."""
         self.failures += 1
         for sequence in {sequence: None for step in steps for sequence in step.sequences}:
             self.end(sequence, "error", error)

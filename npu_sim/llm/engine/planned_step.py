@@ -1,4 +1,4 @@
-"""`PlannedStep`: the next step, as the scheduler puts it together."""
+"""`PlannedStep`: the next step while the scheduler puts it together: tokens to compute, and outputs to choose."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,10 +12,10 @@ from npu_sim.llm.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Choice:
-    """The outputs of one sequence in a step: its next token, and one for each draft after it.
+    """The outputs of one sequence in a step: its next token, and one for each drafted token after it.
 
     Attributes:
-        first: Index of the first one among the step's outputs.
+        first: Index of its first output among those of the step.
     """
 
     sequence: Sequence
@@ -25,16 +25,17 @@ class Choice:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """The next step: first its singles, then sequences with other numbers of tokens and outputs.
+    """The next step: sequences that compute one token each (`singles`), then all others.
 
     Attributes:
-        copies: Blocks to copy before it: (from, to); none is in two pairs but as the source of both.
+        copies: Blocks to copy before the step, each (from, to). A block may be the source of several copies, but is the
+            target of one at most, and never both.
         singles: The sequences that compute one token and choose one; output i is that of the i-th of them.
         others: All other sequences of the step.
         choices: The outputs after those of `singles`.
         prompt_tokens: Tokens that belong to pieces of prompts.
-        cost_shares: Shares of the time that drafts add to this step, by the sequences that pay it.
-        drafting_seconds: Time that drafting took.
+        cost_shares: Sequence → its share, a weight, of the time by which drafts make this step longer.
+        drafting_seconds: Time that the drafter took for this step.
         batch: Input of the model, once `finish` has made it.
     """
 
@@ -55,12 +56,12 @@ class PlannedStep:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens that the step computes."""
         return len(self._tokens)
 
     @property
     def drafts(self) -> list[Choice]:
-        """The outputs of sequences that have a draft in it."""
+        """The outputs of those sequences whose drafts this step verifies."""
         return [choice for choice in self.choices if choice.draft]
 
     @property
@@ -69,7 +70,7 @@ class PlannedStep:
         return self.singles + self.others
 
     def add_singles(self, sequences: list[Sequence]) -> None:
-        """Compute the last token of each of these; to be called once, before `add`."""
+        """Add sequences that compute their last token and choose the next; to be called once, before `add`."""
         self.singles = sequences
         self._tokens = [-1 - sequence.output if sequence.pending else sequence.tokens[-1] for sequence in sequences]
         self._positions = [sequence.computed for sequence in sequences]
@@ -82,7 +83,7 @@ class PlannedStep:
             sequence.output = index
 
     def add(self, sequence: Sequence, tokens: list[int], outputs: int, draft: tuple[int, ...] = ()) -> None:
-        """Compute these tokens of a sequence; the last `outputs` of them are followed by a choice."""
+        """Add tokens of a sequence to compute; after each of the last `outputs` of them, a new token is chosen."""
         start = sequence.computed
         self._rows += [len(self.singles) + len(self.others)] * len(tokens)
         self.others.append(sequence)
@@ -101,10 +102,10 @@ class PlannedStep:
                 sequence.pending += 1
 
     def finish(self, tables: NDArray[np.int32], settings: NDArray[np.float32]) -> None:
-        """Make the batch.
+        """Set `batch`, the input of the model.
 
         Args:
-            tables: [slots, T], each slot's table of blocks.
+            tables: [slots, T], the blocks of the sequence that holds each slot.
             settings: [slots, 3], as in `Batch`.
         """
         sequences, upcoming = self.sequences, None

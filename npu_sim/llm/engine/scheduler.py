@@ -1,21 +1,24 @@
-"""`Scheduler`: plans the next step: the tokens of the sequences that it computes, and the blocks for them.
+"""`Scheduler`: plans each step: which tokens of which sequences it computes, and the KV blocks that these need.
 
-A step takes the running sequences' next tokens first, then pieces of prompts, up to a number of tokens: a long prompt
-stalls neither those that decode nor short prompts that come after it. A waiting sequence is admitted when its prompt's
-blocks are free; the tenant with the fewest running sequences goes first. Where a running sequence needs a block and
-none is left, the latest one loses its blocks and waits again; what it had computed is computed again, as far as it is
-no longer cached.
+A step takes the next token of each running sequence first, then pieces of prompts, up to a maximum number of tokens: a
+long prompt stalls neither the sequences that decode nor short prompts that come after it. A waiting sequence is
+admitted when its prompt's blocks are free; the tenant with the fewest running sequences goes first. Where a running
+sequence needs a block and none is left, the sequence that arrived last is preempted: it loses its blocks and waits
+again. Its tokens are computed again, except those whose blocks are still cached.
 
 Invariants:
 1. `computed` tokens of a sequence are in the pool as soon as the launched steps have run; the device runs steps and
    copies in the order of their launches, so a block may be given to another sequence while such steps are under way.
-2. A sequence writes rows from `computed` on only. The blocks there are its own, unregistered (blocks.py, invariant 2).
-   Where a model's `piece` begins earlier, `computed` goes back to there: the rows get the values that they have.
-3. A sequence with an output under way is in the latest launched step, and gets no draft.
+2. A sequence writes rows from `computed` on only. The blocks of these rows are its own and not registered (blocks.py,
+   invariant 2). Where a model's `piece` begins earlier, `computed` goes back to its start: the rows are overwritten
+   with the values that they already have.
+3. A sequence with an output whose token is not known yet is in the latest launched step, and gets no draft.
 4. As many sequences run as one step can hold, so every running sequence that can take its next token takes it.
-5. Each sequence fits into the pool alone, takes blocks from later ones only, and waits where the later ones are already
-   part of the step; nothing is admitted meanwhile. So the earliest running sequence ends, and then every one.
-6. A running sequence's slot is its own, with the recurrent states there. One that is admitted again begins anew.
+5. Each sequence fits into the pool alone, takes blocks only from sequences that arrived later, and waits where these
+   are already part of the step; nothing is admitted meanwhile. So the earliest running sequence ends, then the next,
+   and in the end all of them.
+6. A running sequence has a slot of its own, with its recurrent states. A sequence that is admitted again computes them
+   from its first token.
 7. A block that is released before its sequence ends lies behind the window of every token that is still to be computed.
 """
 
@@ -36,20 +39,20 @@ from npu_sim.llm.speculation.planner import Speculation
 
 
 class Scheduler:
-    """Plans steps for a model. It neither runs them nor waits.
+    """Plans the steps of a model. It neither runs them nor waits for them.
 
     Args:
-        prefill_tokens: Maximum number of prompt tokens of a step. Default: as `times` says, or as many as the model
-            takes where no running sequence waits for a token.
-        drafter: Guesses tokens of sequences that want drafts.
+        prefill_tokens: Maximum number of prompt tokens of a step. None: as many as delay the other sequences little by
+            the measured `times`, or as many as the model takes where no running sequence waits for a token.
+        drafter: Guesses next tokens, which a step then verifies. None: there is no speculative decoding.
 
     Raises:
-        InputError: drafts are wanted of a model that cannot take back tokens.
+        InputError: there is a drafter, but the model cannot take back tokens.
 
     Attributes:
         running: Running sequences, in order of arrival.
         waiting: Number of sequences that wait.
-        times: Durations of steps.
+        times: Measured durations of steps by their size.
         admitted: Sequences that were admitted for the first time; the caller empties it.
         preemptions: Number of times that a sequence lost its blocks.
     """
@@ -77,17 +80,18 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, sequence: Sequence, computed: int = 0) -> None:
-        """Let a sequence wait for admission.
+        """Put a sequence into the queue of those that wait for admission.
 
         Args:
-            computed: Number of its first tokens that the block of a pool with a single one still holds.
+            computed: Number of its first tokens whose keys and values are still in the pool; above 0 only for a pool of
+                a single block.
         """
         sequence.computed = computed
         heapq.heappush(self._waiting.setdefault(sequence.tenant, []), (sequence.arrival, sequence))
         self.waiting += 1
 
     def end(self, sequence: Sequence) -> None:
-        """Release what a sequence holds, running or waiting."""
+        """End a sequence, running or waiting: take it out and release its blocks, its slot and its drafter's data."""
         if not sequence.ended:
             sequence.ended = True
             self.remove(sequence)
@@ -95,7 +99,7 @@ class Scheduler:
                 self._speculation.forget(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence, running or waiting, which may be added again."""
+        """Take out a running or waiting sequence and release its blocks; it may be added again."""
         if sequence.slot >= 0:
             self._stop_running(sequence)
             return
@@ -113,20 +117,21 @@ class Scheduler:
 
     @property
     def _decoding(self) -> int:
-        """The number of sequences that take one token in a step."""
+        """Number of running sequences that need one token of the next step, since all others are computed."""
         return sum(sequence.computed + 1 >= len(sequence.tokens) + sequence.pending for sequence in self.running)
 
     @property
     def _spare_outputs(self) -> int:
-        """Outputs of a step that neither running nor waiting sequences need."""
+        """Outputs that a step has left for drafts if every running and waiting sequence takes one of them."""
         return min(self._max_outputs, self._max_tokens) - min(self.max_running, len(self.running) + self.waiting)
 
     def learn_duration(self, step: PlannedStep, seconds: float, since_idle: float | None) -> None:
         """Learn how long a step took, and charge the sequences for whose drafts it took longer.
 
         Args:
-            seconds: Time from its launch, or from the end of the one before, to its end.
-            since_idle: Time from when a device that runs ahead had nothing to do, if planning needed results.
+            seconds: Time from the step's launch, or from the end of the step before if that is later, to its end.
+            since_idle: Time since the device had nothing to do, if it runs ahead but planning this step had to wait for
+                results; else None.
         """
         if self._stops_anyway:
             since_idle = None
@@ -141,11 +146,11 @@ class Scheduler:
 
     @property
     def _stops_anyway(self) -> bool:
-        """Whether each step needs the results before it, drafts or not."""
+        """Whether planning needs the results of every step even without drafts, since the host reads some logits."""
         return any(sequence.reads_logits for sequence in self.running)
 
     def plan(self) -> PlannedStep | None:
-        """The next step; None if nothing can be computed before the launched ones are read."""
+        """The next step; None if there is nothing to compute before the results of launched steps are read."""
         step = PlannedStep()
         if self._speculation is not None:
             self._speculation.begin(step)
@@ -158,9 +163,10 @@ class Scheduler:
         return step
 
     def steps_alike(self) -> int:
-        """Number of steps that would be like one in which every running sequence has decoded a token.
+        """Number of coming steps in which every running sequence decodes one token and nothing else happens.
 
-        In each they all decode another, and none ends, is admitted or loses its blocks, unless requests are added.
+        No sequence ends, is admitted or loses its blocks in them, unless requests are added. 0 unless each running
+        sequence has decoded a token before and none of its tokens is still unread.
         """
         for sequence in self.running:
             tokens = len(sequence.tokens)
@@ -173,7 +179,7 @@ class Scheduler:
         return steps
 
     def repeat(self, durations: list[float]) -> None:
-        """Take as many steps as `steps_alike` says, or fewer, as done: they took these seconds, and chose tokens 0."""
+        """Treat steps as done that `steps_alike` counted, one for each duration in seconds; each token chosen is 0."""
         for sequence in self.running:
             sequence.computed += len(durations)
             self._extend(sequence, sequence.computed)
@@ -183,14 +189,14 @@ class Scheduler:
             self.times.learn(len(self.running), seconds)
 
     def launched(self, step: PlannedStep) -> None:
-        """Note that a step has been launched: blocks that it fills with known tokens can be shared from now on."""
+        """Note that a step has been launched: from now on, the blocks that it fills with known tokens can be shared."""
         if self._speculation is not None:
             self._speculation.launched(step)
         for sequence in step.others:
             self.register(sequence)
 
     def learn(self, choice: Choice, tokens: list[int]) -> None:
-        """Append the tokens that a step has chosen: its first ones, up to one that is not its draft's."""
+        """Append the tokens that a step has chosen for a sequence, and take back drafted tokens that were rejected."""
         sequence = choice.sequence
         sequence.pending -= 1 + len(choice.draft)
         if sequence.ended:
@@ -203,7 +209,7 @@ class Scheduler:
         self.register(sequence)
 
     def register(self, sequence: Sequence) -> None:
-        """Let others share the blocks that are full of known tokens; no sequence writes to these any more."""
+        """Offer a sequence's blocks full of known tokens to others, and release the blocks behind its window."""
         full = min(sequence.computed, len(sequence.tokens)) // self._block_size
         while sequence.registered < full and self._model.shares_prefixes:
             block = sequence.registered
@@ -212,9 +218,10 @@ class Scheduler:
         self._release_behind(sequence)
 
     def _release_behind(self, sequence: Sequence) -> None:
-        """Release the blocks that are behind every window: no token from the last known one on reads their rows.
+        """Release the blocks behind every attention window: no token still to be computed reads their rows.
 
-        Their numbers stay in the table, where nothing of theirs is read; shared ones stay in the cache.
+        Their numbers stay in the table, where they are not read. Blocks that other sequences may share stay in the
+        cache.
         """
         window = self._model.read_window
         behind = max(0, min(sequence.computed, len(sequence.tokens)) - window) // self._block_size if window else 0
@@ -223,17 +230,17 @@ class Scheduler:
             sequence.released = behind
 
     def stop_sharing(self, sequence: Sequence) -> None:
-        """Share none of a sequence's blocks any more: its numbers are wrong."""
+        """Take a sequence's blocks out of the prefix cache, since its keys and values may be wrong."""
         self.pool.forget(sequence.table)
 
     def start_over(self) -> None:
-        """Let all running sequences wait again: the contents of the pool are lost."""
+        """Preempt all running sequences and empty the prefix cache, since the contents of the pool are lost."""
         for sequence in reversed(self.running.copy()):
             self._preempt(sequence)
         self.pool.forget(range(self.pool.blocks))
 
     def _plan_decodes(self, step: PlannedStep) -> None:
-        """Add the next token of every sequence that has computed all others."""
+        """Add to a step the sequences that have only their last token left to compute, with drafts if worthwhile."""
         ready = [
             sequence
             for sequence in self.running
@@ -249,7 +256,7 @@ class Scheduler:
             step.add(sequence, [sequence.tokens[-1], *draft], 1 + len(draft), tuple(draft))
 
     def _drafts(self, ready: list[Sequence], step: PlannedStep) -> dict[Sequence, list[int]]:
-        """A draft for each sequence that wants one, within its remaining token budget but for the last token.
+        """Drafted tokens for sequences that may profit from them; a draft ends before its sequence's token limit.
 
         Drafts take only outputs of the step that neither running nor waiting sequences need.
         """
@@ -276,7 +283,10 @@ class Scheduler:
         return drafts
 
     def _must_know(self, sequence: Sequence, drafts: bool) -> bool:
-        """Whether planning needs the results of a sequence's launched steps, where steps may have drafts."""
+        """Whether planning needs the results of a sequence's launched steps.
+
+        `drafts` tells whether a step has room for drafts at all. A sequence with one needs its tokens first.
+        """
         if sequence.reads_logits:
             return True
         if self._speculation is None:
@@ -287,8 +297,8 @@ class Scheduler:
     def _plan_prompts(self, step: PlannedStep) -> None:
         """Add pieces of prompts to the step.
 
-        Half of the tokens go to the shortest rests, which are soon done, the others to the earliest prompts, which
-        therefore never starve.
+        Half of the tokens go to the prompts with the fewest tokens left, which are soon done, the others to the
+        earliest prompts, which therefore never starve.
         """
         rests = {
             sequence: len(sequence.tokens) - sequence.computed
@@ -309,7 +319,7 @@ class Scheduler:
                 self._add_piece(sequence, tokens, step)
 
     def _add_piece(self, sequence: Sequence, tokens: int, step: PlannedStep) -> None:
-        """Add the next piece of a prompt, of up to that many tokens."""
+        """Add the next tokens of a prompt to a step, `tokens` at most, or none if the pool has no block for them."""
         self._share(sequence, step)
         length = len(sequence.tokens)
         if sequence.computed < sequence.rows or self._make_room(sequence, step):
@@ -318,7 +328,7 @@ class Scheduler:
             step.add(sequence, sequence.tokens[sequence.computed : end], 1 if end == length else 0)
 
     def _admit(self, step: PlannedStep) -> Sequence | None:
-        """Let the next waiting sequence run, if there is room for it."""
+        """Let the next waiting sequence run and return it; None if none waits or it has no slot or blocks yet."""
         if not self._waiting or not self._slots:
             return None
         tenant = min(self._waiting, key=lambda name: (self._running_of[name], self._waiting[name][0][0]))
@@ -346,7 +356,7 @@ class Scheduler:
         return sequence
 
     def _reserved(self) -> int:
-        """Blocks that running sequences will need soon: the rest of their prompts, and one in a hundred to grow."""
+        """Blocks kept for running sequences: for the rest of their prompts, and one in a hundred for new tokens."""
         prompts = sum(max(0, self._blocks_for(len(sequence.tokens)) - len(sequence.table)) for sequence in self.running)
         return prompts + (-(-self.pool.blocks // 100) if self.running else 0)
 
@@ -354,10 +364,10 @@ class Scheduler:
         return -(-min(tokens, self.max_rows) // self._block_size)
 
     def _share(self, sequence: Sequence, step: PlannedStep, copy: bool = True) -> None:
-        """Take blocks from the cache that continue the sequence.
+        """Give a sequence those cached blocks that hold its next tokens.
 
-        The last token is always computed, for its logits: where the cache has its block too, the sequence gets a copy
-        of that.
+        The last token is always computed, for its logits: where its block is cached too, the sequence gets a copy of
+        this block, unless `copy` is False.
         """
         size, length = self._block_size, len(sequence.tokens)
         while self._model.shares_prefixes and sequence.computed == sequence.rows and sequence.computed + size <= length:
@@ -388,7 +398,7 @@ class Scheduler:
         sequence.rows += self._block_size
 
     def _extend(self, sequence: Sequence, rows: int) -> int:
-        """Allocate blocks for that many tokens, as far as there are any; the number of tokens that fit."""
+        """Allocate blocks so that a sequence can hold `rows` tokens; return how many fit if the pool runs out."""
         while sequence.rows < rows:
             block = self.pool.allocate()
             if block is None:
@@ -397,7 +407,10 @@ class Scheduler:
         return min(rows, sequence.rows)
 
     def _make_room(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Allocate a block for the next token, if need be by preempting later sequences that are not in the step."""
+        """Allocate a block for a sequence's next token, if need be by preempting later sequences outside the step.
+
+        Returns whether there is one.
+        """
         while self._extend(sequence, sequence.computed + 1) <= sequence.computed:
             planned = {*step.singles, *step.others}
             victim = next((other for other in reversed(self.running) if other not in planned), sequence)
@@ -422,16 +435,16 @@ class Scheduler:
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Release a sequence's blocks; shared ones stay in the cache."""
+        """Release a sequence's blocks; those with a digest stay in the prefix cache."""
         self.pool.release(sequence.table[sequence.released :])
         sequence.table = []
         sequence.registered = sequence.rows = sequence.released = 0
 
 
 def divided(budget: int, rests: dict[Sequence, int]) -> dict[Sequence, int]:
-    """The number of tokens that each prompt gets, in order of arrival.
+    """Divide a step's budget of prompt tokens: sequence → number of its tokens to compute, in order of arrival.
 
-    Half of the budget goes to the shortest rests, all that remains to the earliest prompts.
+    Half of the budget goes to the prompts with the fewest tokens left, all that remains to the earliest prompts.
     """
     earliest = sorted(rests, key=lambda sequence: sequence.arrival)
     shares = dict.fromkeys(earliest, 0)

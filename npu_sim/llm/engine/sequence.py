@@ -1,4 +1,4 @@
-"""`Sequence`: tokens that the engine continues, with their blocks of the pool and their random numbers."""
+"""`Sequence`: a prompt and the tokens generated after it, with its KV blocks and its random numbers."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -16,18 +16,18 @@ _UNIFORMS = 64  # random numbers drawn at a time
 
 
 class TokenFilter(Protocol):
-    """A grammar: which tokens may come next. One object per request."""
+    """A grammar, which says which tokens may come next. Each request has an object of its own."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """[vocab]: whether each token may come next."""
 
     def advance(self, token: int) -> None:
-        """Take a chosen token."""
+        """Note that a token has been chosen, so that `allowed` speaks of the token after it."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log probability (natural) of a chosen token before temperature, top-k and top-p, and of the best others."""
+    """The natural log probability of a chosen token, before temperature, top-k and top-p, and of the best tokens."""
 
     token: int
     logprob: float
@@ -36,37 +36,40 @@ class TokenLogprobs:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A sequence in the engine.
+    """A request's tokens while the engine generates, and all that it keeps for them.
 
     Attributes:
-        arrival: Increasing number.
+        arrival: Number of the sequence; later sequences have larger ones.
         tokens: The prompt and the new tokens that are known.
         limit: Maximum length of `tokens`.
         stop_ids: Token ids that end the sequence.
         sampling: Rule by which tokens are chosen.
-        sampler: Chooses each token on the host instead, from the logits.
-        token_filter: Grammar that the tokens follow.
-        logprobs: Number of the most probable tokens whose log probabilities come with each token. None: none come.
-        tenant: Blocks are shared within a tenant only.
-        adapter: Name of its adapter; blocks are shared with sequences of the same one only. None: the base alone.
-        adapter_place: Place of the adapter among the model's; -1: the base alone.
-        deadline: Time by the engine's clock at which the sequence ends with an error.
-        timeout: Seconds from submission to the deadline.
-        budget: Length and budget of drafts.
-        generator: Source of the random numbers. Default: one with the seed of `sampling`.
-        draws: Whether tokens are sampled.
+        sampler: Function that chooses each token on the host, from the logits, in place of `sampling`. None: `sampling`
+            decides.
+        token_filter: Grammar that the new tokens follow. None: any token may come.
+        logprobs: Number of the most probable tokens whose log probabilities come with each new token. None: no log
+            probabilities come.
+        tenant: Name of the client; sequences share blocks only with others of this tenant.
+        adapter: Name of its LoRA adapter; blocks are shared only with sequences of the same adapter. None: the base
+            model without an adapter.
+        adapter_place: Index of the adapter among the model's; -1: no adapter.
+        deadline: Time by the engine's clock at which the sequence ends with an error. None: there is no time limit.
+        timeout: Seconds from submission to the deadline; None without one.
+        budget: Decides how many tokens to draft, and counts the time spent on them.
+        generator: Source of the random numbers. None: one with the seed of `sampling` if tokens are sampled.
+        draws: Whether tokens are sampled with random numbers, not greedily.
         settings: Temperature, top_k and top_p, as `Batch.settings` has them.
         computed: Tokens whose keys and values are in the pool or will be after the steps that are launched.
         cached_tokens: Tokens of the prompt that were in the pool when the sequence was first admitted.
         pending: Outputs in launched steps whose tokens are not known yet.
         output: Index of the latest output in its step.
-        table: Blocks that the sequence holds, in order, after `released` ones that it holds no longer.
-        rows: Number of tokens that these hold.
-        digests: Digests of the first full blocks of known tokens, as far as they were needed.
-        registered: Blocks at the start of `table` that are shared or can be.
-        slot: Row of the scheduler's table of blocks; -1 while the sequence waits.
-        preempted: Whether it has lost its blocks before.
-        ended: No more tokens are wanted.
+        table: Numbers of its KV blocks, in order. The first `released` of them it holds no longer.
+        rows: Number of tokens for which the blocks in `table` have room.
+        digests: Hashes of its first full blocks, chained over their tokens, as many as were needed so far.
+        registered: Number of blocks at the start of `table` that other sequences can share.
+        slot: Number of its row in the scheduler's tables; -1 while the sequence waits.
+        preempted: Whether it has run before and lost its blocks to an earlier sequence.
+        ended: Whether no more tokens are wanted.
         prompt_length: Number of tokens of the prompt.
         reads_logits: Whether the host needs the logits of each output.
         last_time: Time at which the latest token was known, or the request submitted.
@@ -120,11 +123,11 @@ class Sequence:
             self.generator = self.generator or sampler.generator()
 
     def next_uniform(self) -> float:
-        """The random number for the token after the known and pending ones, the same in whatever step it is chosen."""
+        """The random number for the next token that no step has chosen yet; it does not depend on the step."""
         return self.uniform(len(self.tokens) + self.pending - self.prompt_length)
 
     def uniform(self, index: int) -> float:
-        """The random number that chooses new token `index`."""
+        """The random number from [0, 1) that chooses new token `index`; 0 where tokens are not sampled."""
         if self.generator is None:
             return 0.0
         while len(self._uniforms) <= index:
@@ -137,12 +140,12 @@ class Sequence:
         return np.array(self._uniforms[first : first + count], np.float32)
 
     def draw_from(self, generator: np.random.Generator) -> None:
-        """Take the random numbers of all further tokens from a generator."""
+        """Take the random numbers of all tokens after the known ones from another generator."""
         del self._uniforms[len(self.tokens) - self.prompt_length :]
         self.generator = generator
 
     def digest(self, block: int, block_size: int) -> bytes:
-        """The digest of a block that is full of known tokens."""
+        """The chained hash of a block that is full of known tokens, by which the prefix cache finds it."""
         while len(self.digests) <= block:
             before = self.digests[-1] if self.digests else first_digest(self.tenant, self.adapter)
             start = len(self.digests) * block_size

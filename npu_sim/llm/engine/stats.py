@@ -15,7 +15,7 @@ SECONDS = tuple(mantissa * 10.0**exponent for exponent in range(-4, 3) for manti
 
 @dataclass(frozen=True)
 class Histogram:
-    """Observations since the start, as Prometheus counts them.
+    """Counts of observed values by bucket since the start, in the form of a Prometheus histogram.
 
     Attributes:
         bounds: Upper bound of each bucket, inclusive; after them comes one without a bound.
@@ -36,7 +36,7 @@ _FEW = 16  # values, which are counted faster one by one
 
 
 class Observations:
-    """A histogram being filled, by one thread."""
+    """A histogram that one thread fills."""
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
         self._bounds = bounds
@@ -65,12 +65,13 @@ class EngineStats:
     """The engine's state, and its counts since the start. Times are in seconds.
 
     Attributes:
-        waiting, running: Requests without and with KV blocks.
-        batch_size: Sequences of the latest step.
+        waiting, running: Requests that wait for admission, and those that hold KV blocks.
+        batch_size: Number of sequences in the latest step.
         steps: Steps launched.
         prompt_tokens: Tokens of the prompts that were submitted, of which `cached_tokens` were found in the cache.
         new_tokens: Tokens chosen, without those that ended a sequence.
-        drafted_tokens, accepted_tokens: Tokens that were guessed, and those of them that were right.
+        drafted_tokens, accepted_tokens: Tokens that speculative decoding guessed, and those of them that the model
+            confirmed.
         blocks_free, blocks_used, blocks_cached: Blocks of the pool that hold nothing, belong to running requests, or
             hold a prefix that a later prompt can reuse.
         rows_empty: Rows of the used blocks that hold no token yet.
@@ -104,7 +105,7 @@ class EngineStats:
 
 
 def merged(living: Iterable[EngineStats], gone: Iterable[EngineStats]) -> EngineStats:
-    """The stats of several engines as of one: the state of the living ones, and the counts of all."""
+    """The stats of several engines as if of one: the state of the living engines, and the counts of all."""
     living = [*living]
     everyone = [*living, *gone]
     values: dict[str, Any] = {name: sum(getattr(one, name) for one in living) for name in _STATE}
@@ -117,7 +118,7 @@ def merged(living: Iterable[EngineStats], gone: Iterable[EngineStats]) -> Engine
 
 
 def _added(histograms: list[Histogram]) -> Histogram:
-    """All observations in one histogram; all have the bounds `SECONDS`."""
+    """The sum of histograms that all have the bounds `SECONDS`."""
     counts = [sum(counts) for counts in zip(*(histogram.counts for histogram in histograms), strict=True)]
     return Histogram(
         SECONDS, tuple(counts or [0] * (len(SECONDS) + 1)), sum(histogram.total for histogram in histograms)

@@ -1,6 +1,6 @@
-"""`StepTimes`: durations of steps, and the number of prompt tokens that fit beside tokens that others wait for.
+"""`StepTimes`: measured durations of steps, and from them the number of prompt tokens that a step can take on.
 
-A model pads a step to the next power of two of its tokens, so a step is as long as one of that many.
+A model pads a step to a power of two of tokens, so a step takes as long as one of the padded number.
 """
 
 import statistics
@@ -18,7 +18,7 @@ _FORGOTTEN = 256  # steps after which a time no longer counts
 
 
 class _Durations:
-    """Durations of steps by size: the logarithm of the power of two of tokens that they are padded to."""
+    """Durations of steps by size. A size is the base-2 logarithm of the padded number of tokens."""
 
     def __init__(self) -> None:
         self._times: dict[int, deque[tuple[int, float]]] = {}
@@ -30,14 +30,17 @@ class _Durations:
         self._medians[size] = _median([seconds for _, seconds in times])
 
     def median(self, size: int, since: int = 0) -> float | None:
-        """The median of steps with that number and later ones. None if there is just one, which may have compiled."""
+        """The median duration of a size, of steps from number `since` on.
+
+        None for fewer than two steps: a single one may have included compiling.
+        """
         times = self._times.get(size)
         if not times or times[0][0] >= since:
             return self._medians.get(size)
         return _median([seconds for step, seconds in times if step >= since])
 
     def up_to(self, size: int, since: int = 0) -> float | None:
-        """The median of the largest steps up to a size for which there is one."""
+        """The median duration of the largest size, `size` at most, that has one; None if no size has."""
         medians = (self.median(smaller, since) for smaller in range(size, -1, -1))
         return next((seconds for seconds in medians if seconds is not None), None)
 
@@ -47,9 +50,9 @@ def _median(values: list[float]) -> float | None:
 
 
 class StepTimes:
-    """Durations of steps, without prompts and with them.
+    """Measured durations of steps without prompt tokens, and of steps with both prompt and decoded tokens.
 
-    Times that are older than `_FORGOTTEN` steps are forgotten, since they grow with the sequences.
+    Durations are ignored after `_FORGOTTEN` further steps, since steps become longer as the sequences grow.
     """
 
     def __init__(self) -> None:
@@ -59,50 +62,52 @@ class StepTimes:
         self._stops: deque[float] = deque([0.0], maxlen=_KEPT)
 
     def learn(self, tokens: int, seconds: float, prompt_tokens: int = 0) -> None:
-        """Take the duration of a step of that many tokens, of which some may be of prompts.
+        """Record the duration of a step of `tokens` tokens, `prompt_tokens` of which belong to prompts.
 
-        One of nothing but prompts is left out: nobody waited for a token in it.
+        A step of prompt tokens only is left out: nobody waited for a token in it.
         """
         self._steps += 1
         if prompt_tokens < tokens:
             (self._mixed if prompt_tokens else self._plain).add(_size(tokens), self._steps, seconds)
 
     def learn_drafting(self, seconds: float) -> None:
-        """Take how long it took to draft for a step."""
+        """Record the seconds that drafting took for a step."""
         self._drafting.append(seconds)
 
     def learn_stop(self, seconds: float) -> None:
-        """Take how long a device that runs ahead had nothing to do, since a draft needed the tokens before it."""
+        """Record the seconds that a device that runs ahead was idle, waiting for a draft."""
         self._stops.append(seconds)
 
     @property
     def stop(self) -> float:
-        """Idle seconds of a device that runs ahead, when it must stop for the tokens that a draft needs; else 0."""
+        """Idle seconds of the device when drafting makes it wait for tokens: the median measured, 0 at first."""
         return statistics.median_low(self._stops)
 
     @property
     def drafting(self) -> float:
-        """Seconds that drafting for a step takes."""
+        """Seconds that drafting for a step takes: the median of recent steps."""
         return statistics.median_low(self._drafting)
 
     def knows(self, tokens: int) -> bool:
-        """Whether steps of that many tokens, none of a prompt, have been measured lately."""
+        """Whether steps of that many tokens, none of them a prompt's, have been measured recently."""
         return self._plain.median(_size(tokens), self._since) is not None
 
     def seconds(self, tokens: int) -> float:
-        """The time of a step without prompts; where that is not known, what is known of the next shorter ones."""
+        """The duration of a step of that many tokens without prompts; if unknown, that of the next smaller known size.
+
+        0 if no smaller one is known either.
+        """
         return self._plain.up_to(_size(tokens), self._since) or 0.0
 
     def prompt_tokens(self, decoded: int, most: int) -> int:
-        """The number of prompt tokens to compute in a step besides those that others wait for.
+        """The number of prompt tokens to compute in a step that also decodes `decoded` tokens.
 
-        They fill a step that takes no more than `SLOWER` times as long as one without: so the time between two tokens
-        stays even while long prompts arrive, on slow and on fast devices. Where no step is that fast, they fill one
-        that takes hardly longer than the fastest. Of such steps it is the largest of those that are longer by about the
-        least for each token that they have more.
+        Steps up to `SLOWER` times as long as one without prompt tokens are allowed, so that the time between two tokens
+        stays even while long prompts arrive. Where no step is that fast, those hardly longer than the fastest are. Of
+        the allowed sizes, the largest is taken whose prompt tokens a second come near the best rate.
 
         Args:
-            decoded: Tokens that others wait for, at least one.
+            decoded: Tokens of decoding sequences, at least one.
             most: Maximum number of tokens of a step.
         """
         if decoded == most:
@@ -131,10 +136,10 @@ class StepTimes:
 
 
 def _estimate(size: int, decoded: int, plain: float, measured: Mapping[int, float]) -> float:
-    """The time of a step of a size, on a line through two measured times.
+    """The estimated duration of a step of a size, on a line through two measured durations.
 
-    These are the times of the two nearest smaller sizes that were measured, where a step without prompts counts as the
-    smallest; if there is only one, those of a step without prompts and of the smallest measured size.
+    These are the two nearest smaller sizes that were measured, where a step without prompt tokens (`plain`) counts as
+    the smallest. If there is only one, the line goes through `plain` and the smallest measured size.
     """
     points = [(0, plain), *(((1 << other) - decoded, measured[other]) for other in sorted(measured))]
     smaller = [point for point in points if point[0] <= (1 << size) - decoded]
