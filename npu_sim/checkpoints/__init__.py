@@ -1,4 +1,4 @@
-"""Weights in few bits as others store them, by parameter name."""
+"""Checkpoints of quantized weights in the formats of other tools, read as `QuantizedArray`s by parameter name."""
 
 from npu_sim.checkpoints.folder import quantized_tensors
 

@@ -1,4 +1,4 @@
-"""Integers that checkpoints pack into 32-bit words, as rows of codes; large ones by several threads."""
+"""Unpacking the small integers that checkpoints pack into 32-bit words; large arrays by several threads."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def fields(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def awq_fields(words: np.ndarray) -> np.ndarray:
-    """The 4-bit integers in AWQ's words [k, n / 8], in the order of the outputs: uint8 [k, n]."""
+    """The 4-bit integers in AWQ's words [k, n / 8], undoing AWQ's interleaved order: uint8 [k, n]."""
     stored = fields(words, 4).reshape(len(words), -1, 8)
     return stored[..., _AWQ_FIELDS].reshape(len(words), -1)
 
 
 def rows_of(columns: np.ndarray) -> np.ndarray:
-    """Words [m, n], each with consecutive elements of one of n rows, as codes of the rows: uint8 [n, 4 · m]."""
+    """Transpose words [m, n], each with consecutive elements of one of n rows, to the packed rows: uint8 [n, 4 · m]."""
     result = np.empty(columns.shape[::-1], columns.dtype)
     by_rows(result, lambda piece: columns[:, piece].T)
     return result.view(np.uint8)
 
 
 def awq_rows_of(words: np.ndarray) -> np.ndarray:
-    """AWQ's words [k, n / 8] as 4-bit codes of rows: uint8 [n, k / 2]."""
+    """Transpose AWQ's words [k, n / 8] to packed rows of 4-bit codes: uint8 [n, k / 2]."""
     k, columns = words.shape
     result = np.empty((columns, 8, k // 2), np.uint8)
 
@@ -53,14 +53,14 @@ def awq_rows_of(words: np.ndarray) -> np.ndarray:
 
 
 def signed(codes: np.ndarray) -> np.ndarray:
-    """Unsigned 8-bit codes [n, k] as the signed ones that are smaller by 128."""
+    """Subtract 128 from unsigned 8-bit codes [n, k], which become signed."""
     result = np.empty_like(codes)
     by_rows(result, lambda piece: codes[piece] ^ SIGN)
     return result
 
 
 def by_rows(result: np.ndarray, make: Callable[[slice], np.ndarray]) -> None:
-    """Fill the rows of an array, a piece at a time by several threads, with those that `make` returns."""
+    """Fill an array with the rows that `make` returns for slices of them, by several threads."""
 
     def fill(piece: slice) -> None:
         result[piece] = make(piece)

@@ -1,4 +1,4 @@
-"""The tensors of a quantized checkpoint by the names of the parameters that they are parts of."""
+"""The tensors of a quantized checkpoint by parameter name: several stored tensors become one `QuantizedArray`."""
 
 from __future__ import annotations
 
@@ -28,24 +28,27 @@ _KEPT = 4  # arrays: a program takes the codes and the scales of a weight one af
 
 
 def quantized_tensors(state: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> QuantizedTensors | BlockTensors:
-    """A quantized checkpoint's tensors by parameter name; arguments and errors as of `QuantizedTensors`."""
+    """A quantized checkpoint's tensors by parameter name, whichever format they have.
+
+    Arguments and errors as of `QuantizedTensors`.
+    """
     if config.get("quant_method") == "mxfp4":
         return BlockTensors(state)
     return QuantizedTensors(state, config)
 
 
 class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
-    """A checkpoint's tensors by parameter name; those in few bits are `QuantizedArray`s, made when they are looked up.
+    """A checkpoint's tensors by parameter name; a quantized one is made a `QuantizedArray` when it is looked up.
 
-    Looking one up raises WeightError where its scales are 0 or not finite.
+    Looking up a tensor whose scales are 0 or not finite raises WeightError.
 
     Args:
         state: The tensors as they are stored.
         config: The `quantization_config` of config.json.
 
     Attributes:
-        formats: Parameter name → format, of those in few bits; with what activations are rounded to by row, if the
-            config says so.
+        formats: Parameter name → format of each quantized parameter, including the format to which activations are
+            rounded by row if the config sets one.
 
     Raises:
         InputError: the method or a setting of it is not supported.
@@ -74,7 +77,10 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
                 self.formats[f"{module}.weight"] = replace(format, activations=activations[module])
 
     def _is_dense(self, key: str) -> bool:
-        """Whether a tensor is a parameter as it is. Raises WeightError for a float8 matrix without scales."""
+        """Whether a stored tensor is itself a parameter, not quantized.
+
+        Raises WeightError for a float8 matrix without scales.
+        """
         module, _, name = key.rpartition(".")
         if name in _OF_ACTIVATIONS or (module in self._layouts and (name == "weight" or name in _OF_WEIGHTS)):
             return False
@@ -122,7 +128,7 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
 
 @contextmanager
 def _concerning(module: str) -> Iterator[None]:
-    """Name the module in an error about its tensors."""
+    """Put the module's name into the message of an error about its tensors that is raised inside."""
     try:
         yield
     except (WeightError, InputError) as error:

@@ -1,7 +1,7 @@
-"""Layouts of matrices in few bits in GPTQ, AWQ, compressed-tensors and fp8 checkpoints, read as `QuantizedArray`.
+"""Layouts of quantized matrices in GPTQ, AWQ, compressed-tensors and fp8 checkpoints, read as `QuantizedArray`.
 
-Nothing is rounded: codes and zero points are the checkpoint's, scales stay in its dtype. A layout takes a module's
-tensors by the names that they have within it ("qweight", "weight_scale", ...).
+Nothing is rounded: codes and zero points are taken over, and scales keep their dtype. A layout gets a module's tensors
+by their names within the module ("qweight", "weight_scale", ...).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _SMALLEST_GROUP = 16  # of elements for which a block's width and a row's length
 
 @dataclass(frozen=True)
 class GPTQ:
-    """Layout of AutoGPTQ and GPTQModel.
+    """The layout of AutoGPTQ and GPTQModel.
 
     qweight is int32 [k / elements of a word, n], qzeros [groups, n / elements of a word], scales [groups, n],
     g_idx [k]; a weight is scale · (code - zero point).
 
     Attributes:
-        bits: 4 or 8.
-        group: 0 for the whole row.
-        symmetric: Whether the zero points are the middle of the codes.
-        stored_minus_one: Whether the zero points are smaller by one in the file, as in version 1 of the format.
+        bits: Bits of a code: 4 or 8.
+        group: Number of elements of a row that share a scale; 0: the whole row.
+        symmetric: Whether all zero points are the middle of the range of codes.
+        stored_minus_one: Whether the file stores zero points minus 1, as in version 1 of the format.
     """
 
     bits: int
@@ -63,7 +63,7 @@ class GPTQ:
         return fields(parts["qzeros"], self.bits).astype(np.int16) + np.int16(self.stored_minus_one)
 
     def _check_order(self, order: np.ndarray | None, k: int) -> None:
-        """Refuse columns that were quantized, and are stored, in another order than the input's (`desc_act`)."""
+        """Raise an error if columns are stored in another order than the input's elements (`desc_act`)."""
         if order is not None and not np.array_equal(order, np.arange(k) // (self.group or k)):
             raise WeightError(
                 "its g_idx says that the columns of a group do not follow each other (desc_act, act-order), which is "
@@ -90,7 +90,7 @@ class AWQ:
     """AutoAWQ's version "gemm": qweight int32 [k, n / 8], qzeros [groups, n / 8], scales [groups, n].
 
     Attributes:
-        group: 0 for the whole row.
+        group: Number of elements of a row that share a scale; 0: the whole row.
     """
 
     group: int
@@ -118,14 +118,14 @@ class AWQ:
 
 @dataclass(frozen=True)
 class Packed:
-    """Layout "pack-quantized" of compressed-tensors.
+    """The layout "pack-quantized" of compressed-tensors.
 
-    weight_packed is int32 [n, words] with the codes plus half their range, weight_scale [n, groups] or one in all,
+    weight_packed is int32 [n, words] with the codes plus half their range, weight_scale [n, groups] or a single number,
     weight_zero_point packed along n, weight_shape [2].
 
     Attributes:
-        bits: 4 or 8.
-        group: 0 for the whole row, or for one scale in all.
+        bits: Bits of a code: 4 or 8.
+        group: Number of elements of a row that share a scale; 0: the whole row, or the whole matrix.
         symmetric: Whether there are no zero points.
     """
 
@@ -180,12 +180,15 @@ class Packed:
 
 @dataclass(frozen=True)
 class Plain:
-    """One byte per element, int8 or float8 e4m3: weight [n, k] and scales for all, rows, groups or blocks of it.
+    """A layout with one byte for each element, int8 or float8 e4m3.
+
+    The weight is [n, k]; its scales are for the whole matrix, its rows, groups of columns, or blocks.
 
     Attributes:
-        scale: The scales' name: "weight_scale", or "weight_scale_inv" in DeepSeek's format, which also multiply.
-        block: Rows and columns of a block; rows are 1 for groups, columns 0 for whole rows. None: as many as the
-            scales' shape says.
+        scale: Name of the scales' tensor: "weight_scale", or "weight_scale_inv" in DeepSeek's format. Both are factors
+            of the codes.
+        block: Rows and columns that share a scale: one row for groups; 0 columns means whole rows. None: they follow
+            from the scales' shape.
         symmetric: Whether there are no zero points.
     """
 
@@ -206,7 +209,7 @@ class Plain:
         return n, k
 
     def _block(self, parts: Parts) -> tuple[int, int]:
-        """Rows and columns that share a scale."""
+        """Number of rows and of columns that share a scale."""
         (n, k), scales = self.shape(parts), parts[self.scale]
         if scales.size == 1:
             return n, k
@@ -233,7 +236,7 @@ class Plain:
         group = format.group or k
 
         def spread(values: np.ndarray) -> np.ndarray:
-            """A value per block as a value per group of each row."""
+            """Repeat a value for each block as a value for each group of each row."""
             by_block = _per_row(values, -(-n // rows), -(-k // columns))
             by_group = by_block[:, np.arange(0, k, group) // columns]
             return np.ascontiguousarray(np.repeat(by_group, rows, axis=0)[:n])
@@ -248,7 +251,10 @@ class Plain:
 
 
 def matrix_shape(parts: Parts, name: str, *dtypes: str) -> tuple[int, int]:
-    """The shape of a stored matrix. Raises WeightError if it is none, or of another dtype."""
+    """The shape of a stored matrix.
+
+    Raises WeightError if the tensor is missing, is not a matrix, or has none of these dtypes.
+    """
     array = parts[name]
     if array.ndim != 2 or 0 in array.shape or array.dtype.name not in dtypes:
         raise WeightError(f"its {name} is {array.dtype.name}{list(array.shape)}, not a matrix of {' or '.join(dtypes)}")
@@ -257,14 +263,14 @@ def matrix_shape(parts: Parts, name: str, *dtypes: str) -> tuple[int, int]:
 
 
 def groups_of(k: int, group: int) -> int:
-    """The number of groups in a row of k elements. Raises WeightError if it is not a whole one."""
+    """The number of groups in a row of k elements. Raises WeightError if `group` does not divide k."""
     if group and k % group:
         raise WeightError(f"its rows of {k} elements are not a whole number of groups of {group}")
     return k // (group or k)
 
 
 def expect(parts: Parts, name: str, shape: tuple[int, int], dtypes: tuple[str, ...]) -> None:
-    """Raise WeightError if a tensor has another shape, or none of these dtypes."""
+    """Raise WeightError if a tensor has another shape than this, or none of these dtypes."""
     part = parts[name]
     if part.shape != shape or part.dtype.name not in dtypes:
         wanted = f"{' or '.join(dtypes)} {list(shape)}"
@@ -281,7 +287,7 @@ def _check_scales(parts: Parts, rows: int, groups: int, name: str = "weight_scal
 
 
 def _per_row(values: np.ndarray, rows: int, groups: int) -> np.ndarray:
-    """Values [rows, groups], [rows] or one in all as [rows, groups]."""
+    """Values of shape [rows, groups], [rows] or a single one, broadcast to [rows, groups]."""
     if values.size == 1:
         return np.full((rows, groups), values.reshape(-1)[0], values.dtype)
     if values.size != rows * groups:
@@ -290,7 +296,7 @@ def _per_row(values: np.ndarray, rows: int, groups: int) -> np.ndarray:
 
 
 def checked(array: QuantizedArray) -> QuantizedArray:
-    """Refuse scales that no quantizer writes: they are of a damaged file."""
+    """Return the array. Raises WeightError for scales that no quantizer writes, which mean a damaged file."""
     for problem in array.problems():
         raise WeightError(problem)
     return array

@@ -1,8 +1,8 @@
 """Matrices whose groups have scales of 8 bits: MXFP4, MXFP8 and NVFP4, as compressed-tensors and gpt-oss store them.
 
-MX scales are powers of two, stored as exponents; NVFP4's are float8, and all are divided by one float32 besides. A
-4-bit float stands for one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, half of an integer: so codes are held as
-int8, with scales of half the size.
+MX scales are powers of two, stored as exponents; NVFP4 scales are float8, all divided by one float32. A 4-bit float is
+one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Since these are halves of integers, codes are stored as integers
+of twice the value, and scales are halved.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True)
 class Microscaled:
-    """Layouts "mxfp4-pack-quantized", "mxfp8-quantized" and "nvfp4-pack-quantized" of compressed-tensors.
+    """The layouts "mxfp4-pack-quantized", "mxfp8-quantized" and "nvfp4-pack-quantized" of compressed-tensors.
 
     The weight is uint8 [n, k / 2] with the even element in the low bits, or float8 [n, k]; weight_scale is [n, groups].
 
     Attributes:
-        bits: 4 or 8.
+        bits: Bits of a code: 4 or 8.
         group: Elements that share a scale.
         is_divided: Whether scales are float8, and divided by weight_global_scale.
     """
@@ -76,12 +76,15 @@ class Microscaled:
 
 
 def _powers(exponents: np.ndarray, is_halved: bool) -> np.ndarray:
-    """Stored exponents as the powers of two that they stand for, or as half of these, in bfloat16."""
+    """The powers of two with these stored exponents, in bfloat16, halved if `is_halved`."""
     return (_EXPONENTS / (1 + is_halved)).astype(ml_dtypes.bfloat16)[exponents.view(np.uint8)]
 
 
 def _array(format: QuantizedFormat, stored: np.ndarray, scales: np.ndarray, bits: int) -> QuantizedArray:
-    """Rows of codes [n, k · bits / 8] with scales [n, groups]. Codes of groups whose scale is 0 may be any; here 0."""
+    """The matrix of stored codes [n, k · bits / 8] with scales [n, groups].
+
+    Codes of a group whose scale is 0 do not matter; they become 0.
+    """
     n, k = len(stored), stored.shape[1] * 8 // bits
     codes = np.empty((n, k), np.uint8)
 
@@ -98,15 +101,16 @@ def _array(format: QuantizedFormat, stored: np.ndarray, scales: np.ndarray, bits
 
 
 class BlockTensors(Mapping[str, Any]):
-    """The tensors of a folder quantized as gpt-oss is, by parameter name; codes are repacked when they are looked up.
+    """The tensors of a folder quantized as gpt-oss is, by parameter name; a matrix is repacked when it is looked up.
 
-    A matrix of experts is `…_blocks`, uint8 [E, N, K / 32, 16], and `…_scales`, uint8 [E, N, K / 32]; here [E · N, K].
+    The experts' matrices of a layer are stored as `…_blocks`, uint8 [E, N, K / 32, 16], and `…_scales`, uint8 [E, N, K
+    / 32]; they become one matrix [E · N, K].
 
     Args:
         state: The tensors as they are stored.
 
     Attributes:
-        formats: Parameter name → format, of those in few bits.
+        formats: Parameter name → format of each quantized parameter.
 
     Raises:
         WeightError: blocks and scales do not fit each other.

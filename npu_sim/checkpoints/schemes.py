@@ -1,4 +1,4 @@
-"""Schemes of a `quantization_config`: the layout in which each of a checkpoint's modules is stored."""
+"""Schemes of a `quantization_config`: which modules of a checkpoint are stored in which layout."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MICROSCALED = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """A layout and the modules that have it.
+    """A layout, and the modules that are stored in it.
 
     Attributes:
-        activations: Format to which the modules' inputs are rounded, as in `QuantizedFormat`.
+        activations: Format to which the modules' inputs are rounded, as in `QuantizedFormat`; "none": they are not.
         targets: Module names, regular expressions after "re:", or "Linear" and "Embedding" for all of a class.
     """
 
@@ -38,7 +38,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Schemes:
-    """The schemes of a checkpoint, and the modules that are not quantized, whatever a scheme targets.
+    """The schemes of a checkpoint, and the modules that stay unquantized even if a scheme targets them.
 
     Attributes:
         kept: Names or regular expressions as in `Scheme.targets`; where `kept_parts` is True, also parts of names.
@@ -49,13 +49,16 @@ class Schemes:
     kept_parts: bool = False
 
     def keeps(self, module: str) -> bool:
-        """Whether a module is listed as not quantized."""
+        """Whether the config lists a module as not quantized."""
         if any(_matches(module, target) for target in self.kept):
             return True
         return self.kept_parts and any(f".{target.strip('.')}." in f".{module}." for target in self.kept)
 
     def scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module: by the target that is most specific (a name, an expression, a class), if any."""
+        """The scheme of a module; None if no scheme targets it.
+
+        Of several, the one with the most specific target counts: a name, then an expression, then a class.
+        """
         matches = [
             (_rank(target), place)
             for place, scheme in enumerate(self.schemes)
@@ -69,7 +72,7 @@ _CLASSES = ("Linear", "Embedding")
 
 
 def _rank(target: str) -> int:
-    """Return a sort key that is less for more specific targets."""
+    """Return a sort key that is smaller for more specific targets."""
     return 2 if target in _CLASSES else int(target.startswith("re:"))
 
 
@@ -85,7 +88,8 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes:
     """The schemes of a `quantization_config`.
 
     Raises:
-        InputError: its method, format or a setting of it is not supported, or its fields are not what they should be.
+        InputError: the config's method, format or one of its settings is not supported, or its fields have wrong
+            values.
     """
     method = str(config.get("quant_method", "")).replace("_", "-")
     readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
@@ -162,7 +166,7 @@ def _compressed_layout(format: Any, weights: Mapping[str, Any]) -> Layout:
 
 
 def _dynamic_activations(settings: Mapping[str, Any]) -> str:
-    """Return the format to which rows are rounded at run time; "none" for settings that are not supported."""
+    """Return the format to which rows of activations are rounded at run time; "none" for unsupported settings."""
     by_row = settings.get("dynamic") is True and settings.get("strategy") == "token" and settings.get("num_bits") == 8
     if not by_row or not settings.get("symmetric", True):
         return "none"
@@ -185,7 +189,7 @@ def _one_of(config: Mapping[str, Any], name: str, choices: Sequence[Any], defaul
 
 
 def _group(config: Mapping[str, Any]) -> int:
-    """Elements of a group; 0 stands for the whole row, which configs write as -1."""
+    """Number of elements that share a scale; 0 stands for the whole row, which configs write as -1."""
     size = config.get("group_size", 128)
     if type(size) is not int or size < -1 or size == 0:
         raise InputError(

@@ -1,7 +1,7 @@
-"""Weights of torchao's `quantize_`, which are tensor subclasses, as `QuantizedArray`s.
+"""Weights that torchao's `quantize_` has made tensor subclasses, read as `QuantizedArray`s.
 
-They are told by the names of their classes and attributes (torchao 0.18), so torchao is not imported. What torchao
-would do to activations is not kept: x stays in 16 bits.
+Classes and attributes are recognized by their names (torchao 0.18), so torchao is not imported. Rounding of activations
+that torchao would do is left out: the inputs of layers stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def as_quantized(tensor: torch.Tensor) -> QuantizedArray | None:
     """The matrix that a tensor of torchao holds, exactly; None for a plain tensor.
 
     Raises:
-        WeightError: the tensor is of a kind of torchao's, or has a layout, that is not supported.
+        WeightError: the tensor is of a torchao class, or has a layout, that is not supported.
     """
     if not type(tensor).__module__.startswith("torchao."):
         return None
@@ -71,7 +71,7 @@ def _bits(tensor: Any) -> int:
 
 
 def _narrowed(array: QuantizedArray) -> QuantizedArray:
-    """Codes from -8 to 7 that take a byte each, in 4 bits."""
+    """An array of codes from -8 to 7, stored in a byte each, as one with 4-bit codes."""
     format = replace(array.format, codes="int4")
     codes = format.code_format.pack(array.codes.view(np.int8) + np.int8(format.code_format.zero))
     zeros = None if array.offsets is None else array.offsets + np.uint8(format.code_format.zero)
@@ -79,7 +79,10 @@ def _narrowed(array: QuantizedArray) -> QuantizedArray:
 
 
 def _int4(tensor: Any) -> QuantizedArray:
-    """A weight is scale · q + zero_point with q from -8 to 7, two to a byte and the first in the low bits."""
+    """The matrix of a torchao int4 tensor.
+
+    A weight is scale · q + zero_point with q from -8 to 7; two codes share a byte, the first in the low bits.
+    """
     shape = (int(tensor.shape[0]), int(tensor.shape[1]))
     group = int(tensor.block_size[-1])
     scales, zeros = (np.ascontiguousarray(tensor_to_numpy(x.cpu()).T) for x in (tensor.scale, tensor.zero_point))
@@ -94,16 +97,19 @@ def _int4(tensor: Any) -> QuantizedArray:
 
 
 def quantized_parameters(module: nn.Module) -> dict[str, QuantizedArray]:
-    """Key → weight, of the parameters that torchao has quantized. Raises WeightError as `as_quantized`."""
+    """Parameter name → weight, of the parameters that torchao has quantized.
+
+    Raises WeightError for the reasons of `as_quantized`.
+    """
     arrays = {key: as_quantized(value) for key, value in module.named_parameters(remove_duplicate=False)}
     return {key: value for key, value in arrays.items() if value is not None}
 
 
 @contextmanager
 def dense_stand_ins(module: nn.Module, weights: Mapping[str, QuantizedArray]) -> Iterator[None]:
-    """Replace these parameters, within the context, by plain tensors of the same shapes and dtypes, values undefined.
+    """While inside, replace these parameters by plain tensors of the same shapes and dtypes, with undefined values.
 
-    `torch.export` then sees a linear layer with a weight instead of what torchao does with the parts of it.
+    `torch.export` then sees a linear layer with a plain weight instead of torchao's operations on its parts.
     """
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:

@@ -1,4 +1,4 @@
-"""Encoders of texts: embedding models and cross-encoders of Hugging Face folders, compiled by `npu_sim.compile`."""
+"""Text encoders: embedding models and cross-encoders in Hugging Face folders, compiled by `npu_sim.compile`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""Folders of embedding models and cross-encoders: what sentence-transformers writes around a transformers model.
+"""Folders of embedding models and cross-encoders: the files that sentence-transformers adds to a transformers model.
 
-Only small JSON files are read here, so whatever is wrong with them is said before weights are loaded.
+Only small JSON files are read here, so that errors in them are reported before weights are loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLASSIFIER = "ForSequenceClassification"
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A linear layer behind the pooling, in a folder of its own.
+    """A linear layer after the pooling, in a folder of its own.
 
     Attributes:
         activation: Name of its activation's class in `torch.nn`.
@@ -45,13 +45,13 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class EncoderFolder:
-    """The folder of a model that encodes texts.
+    """The settings of a model that encodes texts, from its folder.
 
     Attributes:
         name: Used in messages and by clients.
         transformer: The folder with config.json, weights and tokenizer.
-        max_length: Maximum tokens of a text, as sentence-transformers is told. None: what the model takes.
-        lower_case: Whether texts are written in lower case before they are tokenized.
+        max_length: Maximum tokens of a text in sentence-transformers' settings. None: the model's own maximum.
+        lower_case: Whether texts are converted to lower case before they are tokenized.
     """
 
     name: str
@@ -62,16 +62,17 @@ class EncoderFolder:
 
 @dataclass(frozen=True)
 class EmbedderFolder(EncoderFolder):
-    """The folder of an embedding model.
+    """The settings of an embedding model, which makes a vector of each text.
 
     Attributes:
-        poolings: Ways to make one vector of a text's tokens, whose results are joined; the values of `POOLINGS`.
-        dense: Layers behind the pooling.
+        poolings: Ways to combine the vectors of a text's tokens into one, among the values of `POOLINGS`; several
+            results are concatenated.
+        dense: Linear layers after the pooling, in order.
         normalized: Whether vectors are divided by their length at the end.
-        dimensions: Leading numbers of a vector that are kept. None: all.
-        prompts: Name of a prompt → text that is put before a text.
-        default_prompt: The prompt of texts for which none is named. None: they have none.
-        pools_prompt: Whether the prompt's tokens are pooled too.
+        dimensions: Number of leading elements of a vector that are kept. None: all.
+        prompts: Name of a prompt → text that is put before each text to embed.
+        default_prompt: Name of the prompt for texts for which none is chosen. None: such texts have no prompt.
+        pools_prompt: Whether pooling includes the prompt's tokens.
     """
 
     poolings: tuple[str, ...] = ("mean",)
@@ -85,10 +86,10 @@ class EmbedderFolder(EncoderFolder):
 
 @dataclass(frozen=True)
 class CrossEncoderFolder(EncoderFolder):
-    """The folder of a model that scores pairs of texts.
+    """The settings of a cross-encoder, which scores pairs of texts.
 
     Attributes:
-        activation: Function of the logit that gives the score, one of `ACTIVATIONS`.
+        activation: Name of the function that turns the logit into the score, one of `ACTIVATIONS`.
     """
 
     activation: str = "Sigmoid"
@@ -98,7 +99,7 @@ def read_encoder(folder: Path) -> EmbedderFolder | CrossEncoderFolder | None:
     """The embedding model or cross-encoder that a folder describes; None for a folder of another model.
 
     Raises:
-        InputError: it is one of them, but has modules or settings that are not supported.
+        InputError: the folder holds such a model, but with modules or settings that are not supported.
     """
     if not folder.is_dir() or not ((folder / "modules.json").is_file() or (folder / "config.json").is_file()):
         return None
@@ -131,7 +132,7 @@ def _cross_encoder(folder: Path, fields: Mapping[str, Any]) -> CrossEncoderFolde
 
 
 def _embedder(folder: Path) -> EmbedderFolder:
-    """An embedding model by its modules.json."""
+    """The settings of an embedding model, from the modules that its modules.json lists."""
     modules = _read(folder / "modules.json", list)
     kinds = [_module(folder, item) for item in modules]
     wanted = [kind for kind, _ in kinds[:2]]
@@ -158,7 +159,7 @@ def _embedder(folder: Path) -> EmbedderFolder:
 
 
 def _module(folder: Path, item: Any) -> tuple[str, Path]:
-    """The class and the folder of an entry of modules.json."""
+    """The class name and the folder of an entry in modules.json."""
     kind, path = (item.get("type"), item.get("path")) if isinstance(item, dict) else (None, None)
     if not isinstance(kind, str) or not isinstance(path, str):
         raise InputError(f"{folder / 'modules.json'} has an entry without a type and a path: {item!r:.80}")
@@ -173,7 +174,7 @@ def _listed(kinds: list[str]) -> str:
 
 
 def _transformer_settings(folder: Path) -> dict[str, Any]:
-    """The length of texts and whether they are written in lower case."""
+    """The fields of `EncoderFolder` for the maximum length of texts and for lower case."""
     path = folder / "sentence_bert_config.json"
     if not path.is_file():
         return {}
@@ -218,7 +219,7 @@ def _prompts(folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, kind: type) -> Any:
-    """The list or dict in a JSON file."""
+    """The list or dict (`kind`) in a JSON file. Raises InputError if the file holds anything else."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """`TextEncoder`: an embedding model or a cross-encoder on a device, called with batches of texts of any lengths.
 
 Texts of a batch are padded on the right to one of a few lengths, and batches to one of a few numbers of rows, so that
-few programs serve all. A mask keeps the padding out of attention and pooling.
+few programs are needed. A mask keeps the padding out of attention and pooling.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_LENGTH = 2048
 
 
 class TextEncoder:
-    """An encoder on a device. For one thread at a time.
+    """An encoder on a device. Only one thread at a time may use it.
 
     Attributes:
         name: The folder's name.
@@ -53,14 +53,15 @@ class TextEncoder:
         """Load the weights and compile the program of the smallest batch.
 
         Args:
-            dtype: Compute dtype. Default: that of the weights.
-            quantization: Format of the weights of linear layers; see `npu_sim.compile`.
-            context_length: Maximum tokens of a text. Default: 2048, or what the model takes if that is less.
+            dtype: Compute dtype. None: that of the weights.
+            quantization: Format to which the weights of linear layers are rounded; see `npu_sim.compile`. None: they
+                are not.
+            context_length: Maximum tokens of a text. None: 2048, or the model's own maximum if that is less.
             max_batch: Maximum number of texts in a run.
 
         Raises:
-            InputError: the folder's files do not fit together, the model cannot be compiled, or a text cannot have as
-                many tokens.
+            InputError: the folder's files do not fit together, the model cannot be compiled, or it does not take texts
+                of `context_length` tokens.
             DeviceError: there is no such device.
         """
         self.folder, self.name = folder, folder.name
@@ -98,7 +99,7 @@ class TextEncoder:
 
     @property
     def is_embedder(self) -> bool:
-        """Whether results are embeddings; else they are scores of pairs."""
+        """Whether the results are embeddings; otherwise they are scores of pairs of texts."""
         return self._pools
 
     def length_of(self, text: EncodedText) -> int:
@@ -106,14 +107,15 @@ class TextEncoder:
         return next(length for length in self._lengths if length >= len(text.ids))
 
     def most_rows(self, length: int) -> int:
-        """Maximum number of texts of a padded length that run at once."""
+        """Maximum number of texts in a run whose texts are padded to `length` tokens."""
         return max(1, min(self._max_batch, MOST_TOKENS // length))
 
     def run(self, texts: Sequence[EncodedText]) -> NDArray[np.float32]:
-        """The results of texts, [texts, width]: embeddings, or scores.
+        """Encode texts; return [texts, width]: embeddings, or scores of width 1.
 
         Args:
-            texts: At most `most_rows` of the longest one's padded length, each within the context.
+            texts: As many as `most_rows` allows for the padded length of the longest one; each within the context
+                length.
         """
         length = max(map(self.length_of, texts))
         rows = next(size for size in _quadrupled(self.most_rows(length)) if size >= len(texts))
@@ -122,17 +124,17 @@ class TextEncoder:
         return results[: len(texts)].numpy()  # type: ignore[no-any-return]
 
     def prepare(self, report: Callable[[int, int], None]) -> None:
-        """Compile the programs of single texts of all lengths; others are compiled when batches need them.
+        """Compile now the programs for single texts of all lengths; those for batches are compiled when needed.
 
         Args:
-            report: Called with (programs ready, all of them).
+            report: Called with (programs ready, total programs).
         """
         for done, length in enumerate(self._lengths):
             report(done, len(self._lengths))
             self.run([EncodedText((0,) * min(length, self.context_length))])
 
     def shortened(self, vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-        """The leading numbers of embeddings, normalized again where the model's are."""
+        """The first `dimensions` elements of each embedding, normalized again if the model normalizes embeddings."""
         cut = vectors[:, :dimensions]
         if dimensions == self.width or not (isinstance(self.folder, EmbedderFolder) and self.folder.normalized):
             return cut
@@ -141,7 +143,10 @@ class TextEncoder:
         return scaled
 
     def _inputs(self, texts: Sequence[EncodedText], rows: int, length: int) -> dict[str, torch.Tensor]:
-        """Tensors of a batch. Rows beyond the texts repeat the first one, so that none is empty."""
+        """The input tensors of a batch, padded to `rows` texts of `length` tokens.
+
+        Rows beyond the texts repeat the first text, so that no row is empty.
+        """
         ids = np.full((rows, length), self.text.padding, np.int64)
         mask, types = np.zeros((rows, length), np.int64), np.zeros((rows, length), np.int64)
         pooled = np.zeros((rows, length), np.float32)
@@ -159,14 +164,14 @@ class TextEncoder:
 def _context(
     folder: EmbedderFolder | CrossEncoderFolder, text: EncoderText, positions: int | None, wanted: int | None
 ) -> int:
-    """Maximum tokens of a text.
+    """Maximum number of tokens of a text, from the limits of the model, the folder and the user.
 
     Args:
-        positions: What the model's positions allow.
-        wanted: The user's wish. None: a default.
+        positions: Maximum that the model's position embeddings allow. None: there is no limit.
+        wanted: The number that the user has asked for. None: a default.
 
     Raises:
-        InputError: the model does not take as many as are wanted.
+        InputError: `wanted` is beyond what the model takes.
     """
     said = text.longest if folder.max_length is None else folder.max_length
     most = said if positions is None else min(said, positions)
@@ -178,7 +183,7 @@ def _context(
 
 
 def _doubled(first: int, last: int) -> list[int]:
-    """Sizes from the first to the last, each twice the one before, the last one whatever it is."""
+    """Sizes from `first` to `last`, each twice the one before, except that the final one is `last`."""
     sizes = takewhile(lambda size: size < last, (first << power for power in range(64)))
     return [*sizes, max(first, last)]
 

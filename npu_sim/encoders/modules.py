@@ -1,4 +1,4 @@
-"""The modules that are compiled: a transformer with its pooling, or with its head for one score."""
+"""The modules of encoders that are compiled: a transformer with its pooling, or with its head for a score."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def load_transformer(folder: EncoderFolder, dtype: str | None) -> nn.Module:
     """The transformer of a folder with its weights.
 
     Args:
-        dtype: Default: that of the weights.
+        dtype: Dtype of the module. None: that of the stored weights.
 
     Raises:
-        InputError: there is none, it cannot be read, or it lacks weights.
+        InputError: the folder holds no transformer, it cannot be read, or weights are missing.
     """
     from transformers import AutoModel, AutoModelForSequenceClassification
 
@@ -46,7 +46,7 @@ def load_transformer(folder: EncoderFolder, dtype: str | None) -> nn.Module:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """A context in which transformers shows no bar of its own."""
+    """While inside, transformers shows no progress bar."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -59,9 +59,9 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def longest_text(model: nn.Module) -> int | None:
-    """Maximum tokens of a text that the model's positions allow; None: any number, as far as its config says.
+    """Maximum tokens of a text that the model's position embeddings allow; None if its config sets no limit.
 
-    Where positions are counted from a padding token on (RoBERTa), the table has fewer than its rows.
+    If positions are counted from after the padding id (RoBERTa), fewer positions are usable than the table has rows.
     """
     sizes: list[int] = []
     for name, table in model.named_modules():
@@ -72,10 +72,10 @@ def longest_text(model: nn.Module) -> int | None:
 
 
 class Encoder(nn.Module):
-    """A transformer that is called with a batch of texts.
+    """A transformer as a module that takes a batch of texts: the base class of `Scorer` and `Embedder`.
 
     Attributes:
-        takes_types: Whether it distinguishes the parts of a text.
+        takes_types: Whether it takes token types, which distinguish the two texts of a pair.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,7 +91,7 @@ class Encoder(nn.Module):
 
 
 class Scorer(Encoder):
-    """A cross-encoder: the score of each pair [batch, 1], in float32."""
+    """A cross-encoder as a module that returns the score of each pair of texts, [batch, 1] in float32."""
 
     def __init__(self, model: nn.Module, activation: str) -> None:
         super().__init__(model)
@@ -105,11 +105,11 @@ class Scorer(Encoder):
 
 
 class Embedder(Encoder):
-    """An embedding model: a vector for each text [batch, dimensions], in float32.
+    """An embedding model as a module that returns a vector for each text, [batch, dimensions] in float32.
 
     Args:
         poolings: See `EmbedderFolder`.
-        tail: What is behind the pooling.
+        tail: The layers after the pooling.
     """
 
     def __init__(self, model: nn.Module, poolings: Sequence[str], tail: nn.Module) -> None:
@@ -124,11 +124,11 @@ class Embedder(Encoder):
         pooled: torch.Tensor,
         token_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the vectors.
+        """Return the vectors of a batch of texts.
 
         Args:
-            pooled: [batch, length] in float32, 1 for the tokens that are pooled. The first token and the last one
-                count for poolings by one token, whether they are pooled or not.
+            pooled: [batch, length] in float32, 1 for the tokens that are pooled. Poolings that take only the first or
+                the last token ignore this.
         """
         states = self.called(input_ids, attention_mask, token_type_ids).last_hidden_state.float()
         vectors = [_POOLED[name](states, pooled, attention_mask) for name in self._poolings]
@@ -152,10 +152,10 @@ def _greatest(states: torch.Tensor, pooled: torch.Tensor, mask: torch.Tensor) ->
 def _weighted(
     states: torch.Tensor, pooled: torch.Tensor, mask: torch.Tensor, *, power: float = 1.0, by_place: bool = False
 ) -> torch.Tensor:
-    """The sum of the states, divided by the sum of their weights to some power.
+    """The weighted sum of the token vectors of each text, divided by the sum of the weights to the power `power`.
 
     Args:
-        by_place: Weigh a token by its place, counted from 1.
+        by_place: Whether a token's weight is its position, counted from 1, instead of 1.
     """
     if by_place:
         pooled = pooled * torch.arange(1, pooled.shape[1] + 1, device=pooled.device)
@@ -173,17 +173,17 @@ _POOLED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
 
 
 class Normalize(nn.Module):
-    """Divides each vector by its length."""
+    """A module that divides each vector by its length."""
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         return nn.functional.normalize(vectors, dim=-1)
 
 
 def tail_of(folder: EmbedderFolder) -> nn.Module:
-    """The layers behind the pooling, in float32.
+    """The layers of an embedding model after its pooling, in float32.
 
     Raises:
-        InputError: one has an unknown activation, or weights that do not fit its config.
+        InputError: a layer has an unknown activation, or weights that do not fit its config.
     """
     layers = [part for layer in folder.dense for part in _dense(layer)]
     return nn.Sequential(*layers, *([Normalize()] if folder.normalized else [])).eval()

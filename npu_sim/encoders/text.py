@@ -1,4 +1,4 @@
-"""`EncoderText`: texts and pairs of texts as token ids."""
+"""`EncoderText`: turns texts and pairs of texts into token ids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from npu_sim.llm.checkpoint import as_input_error
 
 @dataclass(frozen=True)
 class EncodedText:
-    """A text, or a pair of texts, as a model takes it.
+    """The tokens of a text, or of a pair of texts, as an encoder takes them.
 
     Attributes:
         ids: Token ids.
-        types: The part to which each token belongs. None: all belong to the first, or the model does not ask.
+        types: For each token, 0 if it belongs to the first text and 1 for the second. None: the tokenizer gives no
+            types.
         pooled_from: Number of leading tokens that are not pooled.
     """
 
@@ -28,10 +29,10 @@ class EncodedText:
 
 
 class EncoderText:
-    """The tokenizer of an encoder. Safe for threads."""
+    """The tokenizer of an encoder. Several threads may use it at once."""
 
     def __init__(self, folder: EncoderFolder) -> None:
-        """Read the tokenizer. Raises `InputError` if there is none."""
+        """Read the tokenizer of a folder. Raises `InputError` if there is none."""
         from transformers import AutoTokenizer
 
         self._folder = folder
@@ -44,11 +45,11 @@ class EncoderText:
         self.longest = int(min(self._tokenizer.model_max_length, 2**31 - 1))
 
     def encode(self, texts: Sequence[str], prompt: str = "", truncate: int | None = None) -> list[EncodedText]:
-        """Token ids of texts, with the special tokens around them.
+        """Tokenize texts, with special tokens added.
 
         Args:
             prompt: Put before each text.
-            truncate: Maximum number of tokens; what is beyond them is cut. Default: any number.
+            truncate: Maximum number of tokens of a text; the rest is cut off. None: nothing is cut.
         """
         encoded = self._encode(truncate, [prompt + text for text in texts])
         if isinstance(self._folder, EmbedderFolder) and prompt and not self._folder.pools_prompt:
@@ -57,7 +58,7 @@ class EncoderText:
         return encoded
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], truncate: int | None = None) -> list[EncodedText]:
-        """Token ids of pairs of texts; `truncate` as in `encode`, which cuts the longer text first."""
+        """Tokenize pairs of texts. `truncate` is as in `encode`; it cuts the longer text of a pair first."""
         return self._encode(truncate, [first for first, _ in pairs], [second for _, second in pairs])
 
     def _encode(self, truncate: int | None, *texts: list[str]) -> list[EncodedText]:
@@ -76,7 +77,7 @@ class EncoderText:
         ]
 
     def _prompt_length(self, prompt: str) -> int:
-        """Number of tokens before a text, as sentence-transformers counts them: without a last special token."""
+        """Number of the prompt's tokens, as sentence-transformers counts them: without a final special token."""
         (encoded,) = self._encode(None, [prompt])
         special = encoded.ids and encoded.ids[-1] in self._tokenizer.all_special_ids
         return len(encoded.ids) - bool(special)

@@ -1,4 +1,4 @@
-"""A language model on disk: its config, tensors and tokenizer, each read when it is needed."""
+"""`Checkpoint`: a language model on disk, whose config, tensors and tokenizer are each read when first used."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -48,12 +48,12 @@ def stored_fields(config: Any) -> dict[str, Any]:
 
 
 class StoredConfig:
-    """The fields of a transformers config, cached from an earlier start; other attributes are read from the config.
+    """The fields of a transformers config that a start needs, cached on disk by an earlier one.
 
-    Most starts need no other attributes and so need not import transformers, which takes seconds.
+    Any other attribute is read from the transformers config, which takes seconds to import and most starts never need.
 
     Attributes:
-        whole: The transformers config, read at the first use.
+        whole: The transformers config, read when it is first used.
 
     Args:
         changes: Fields that replace those of the transformers config.
@@ -92,7 +92,7 @@ class Checkpoint:
 
     Attributes:
         name: Used in messages and file names.
-        config: The transformers config, or a `StoredConfig`.
+        config: The transformers config, or a `StoredConfig` with the needed fields of one.
         state: Hugging Face parameter name → tensor, array or `QuantizedArray`. The mapping reads a tensor when it is
             looked up.
         dtype: The compute dtype: `bfloat16`, `float16` or `float32`.
@@ -100,20 +100,21 @@ class Checkpoint:
         eos_ids: End-of-sequence token ids from the model's config and generation config.
         repetition_penalty: Setting of the generation config: it divides the positive logits of tokens that have
             occurred, and multiplies the negative ones. 1 changes nothing.
-        sampling: Settings of sampling in the generation config, by its names: those of the server's requests that name
+        sampling: Sampling settings of the generation config, by its names. The server uses them for requests that set
             none.
         unsupported: Other settings of the generation config that change the chosen tokens, such as
             `no_repeat_ngram_size=3`.
         inv_freq_divisors: [head dim / 2], divides the rotary frequencies: Llama 3's RoPE scaling as GGUF stores it.
             None without such scaling.
-        quantization: Formats of weights in programs: parameter name → format, for those that the checkpoint stores so
-            itself; or a name that `named_format` knows, to which the checkpoint's weights are rounded when they are
-            loaded. None: in the compute dtype.
-        merged: Adapter that is added to the weights when they are loaded. None: none is.
-        adapters: Name → adapter that a request may choose, in the order of their stacks.
-        kv_cache: `int8` or `fp8`, what the KV cache is rounded to by token and head. None: it is in the compute dtype.
-        opened_by: `module:function` and the arguments with which another process opens the same checkpoint. None: only
-            this process has it.
+        quantization: Storage formats of weights in programs: parameter name → format, for weights that the checkpoint
+            itself stores quantized; or the name of a format (see `named_format`) to which all weights are rounded when
+            they are loaded. None: all weights are in the compute dtype.
+        merged: LoRA adapter that is added to the weights when they are loaded. None: no adapter is.
+        adapters: Name → LoRA adapter that a request may choose, in the order in which their matrices are stacked.
+        kv_cache: `int8` or `fp8`, to which keys and values are rounded, with a scale for each token and head. None: the
+            KV cache is in the compute dtype.
+        opened_by: `module:function` and the arguments with which another process opens the same checkpoint. None: no
+            other process can open it.
     """
 
     name: str
@@ -134,7 +135,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer, or a `StoredTokenizer`.
+        """The transformers tokenizer, or a `StoredTokenizer` in its place.
 
         Raises:
             InputError: the checkpoint has none, or it cannot be read.
@@ -163,7 +164,7 @@ def as_ids(value: Any) -> frozenset[int]:
 
 
 def vocabulary_size(checkpoint: Checkpoint) -> int:
-    """Number of token ids. Raises InputError where the config says none."""
+    """Number of token ids. Raises InputError if the config does not say it."""
     size = checkpoint.config.vocab_size
     if type(size) is not int:
         kind = checkpoint.config.model_type
@@ -173,7 +174,7 @@ def vocabulary_size(checkpoint: Checkpoint) -> int:
 
 @contextlib.contextmanager
 def as_input_error(what: str) -> Iterator[None]:
-    """Turn any error that transformers or a file reader raises into an InputError of one sentence."""
+    """Turn any error raised inside into an InputError of one sentence, which begins with `what`."""
     try:
         yield
     except InputError:
@@ -186,9 +187,9 @@ def as_input_error(what: str) -> Iterator[None]:
 
 
 class Widened(Mapping[str, Any]):
-    """A checkpoint's tensors, those in few bits dequantized when they are looked up.
+    """A checkpoint's tensors with quantized ones dequantized, each when it is looked up.
 
-    They are in bfloat16 if that is the compute dtype, else in float32, so that whoever casts them further can tell
+    Dequantized tensors are in bfloat16 if that is the compute dtype, else in float32, so that a later cast can tell
     which values do not fit: bfloat16 has float32's range, float16 has not.
     """
 
@@ -211,7 +212,7 @@ class Widened(Mapping[str, Any]):
 
 
 def widened(value: QuantizedArray, dtype: str) -> np.ndarray:
-    """A matrix in few bits in a float dtype, computed by several threads a piece at a time."""
+    """Dequantize a matrix to a float dtype, by several threads that take a piece at a time."""
     result = np.empty(value.shape, numpy_dtype(dtype))
 
     def convert(piece: slice) -> None:

@@ -1,7 +1,7 @@
-"""`CompiledModel`: the programs of a language model on a device, over one set of weights and one state.
+"""`CompiledModel`: the programs of a language model on a device, which share the weights and the state (KV cache).
 
-On several devices this process leads: each of the others makes the same model with its part of weights and state, and
-loads and runs the programs that this one names (see `ranks`).
+With several devices, this process leads and there is one more process for each other device: it makes the same model
+with its part of weights and state, and loads and runs the programs that this process names (see `ranks`).
 """
 
 from abc import ABC, abstractmethod
@@ -29,8 +29,8 @@ class CompiledModel(ABC):
     """A language model on a device, or on the devices of a group. One thread at a time may use it.
 
     Attributes:
-        state: Input buffers that all programs share: the layers' state, and the tokens that steps have chosen
-            (`history`).
+        state: Name → input buffer that all programs share: the layers' state (KV cache and recurrent states), and the
+            tokens that steps have chosen (`history`).
         group: The processes for the other devices; None where there is one device.
     """
 
@@ -44,19 +44,21 @@ class CompiledModel(ABC):
         rank: int = 0,
         start_worker: StartWorker = LocalWorker,
     ) -> None:
-        """Check the checkpoint, open the device and start the processes for the others.
+        """Check the checkpoint, open the device and start the processes for the other devices.
 
         Args:
             device: A device or its name. Default: the best one on this machine.
             settings: Arguments with which the other processes make their part of this model.
             tensor_parallel: Divide the model among this many devices: this process starts a process for each of the
                 others. On GPUs they are those from `device` on.
-            rank: Place in the group of a process that was started so; `device` has joined the group.
+            rank: Number of this process in the group: 0 for the leading process. In the others, `device` has joined the
+                group.
             start_worker: Starts the other processes.
 
         Raises:
-            InputError: the model cannot be divided so, or its files ask for what is not done.
-            DeviceError: the device is unknown, cannot be used, or shares no model with others.
+            InputError: the model cannot be divided among so many devices, or its generation config asks for something
+                that is not supported.
+            DeviceError: the device is unknown, cannot be used, or cannot share a model with other devices.
         """
         from npu_runtime import Device
         from npu_runtime.program_run import Arena
@@ -78,10 +80,13 @@ class CompiledModel(ABC):
 
     @abstractmethod
     def compile(self, name: ProgramName) -> "CompiledProgram":
-        """The program of that name, from the cache of programs if it is there. Raises InputError."""
+        """Compile the program of that name, or read it from the cache of programs.
+
+        Raises InputError if that fails.
+        """
 
     def _begin(self, name: ProgramName, history: int, progress: Report | None) -> None:
-        """Load the first program and the weights, and allocate the state that it names.
+        """Load the weights and the program `name`, and allocate the state that its inputs describe.
 
         Args:
             history: Number of chosen tokens that are kept on the device.
@@ -108,7 +113,7 @@ class CompiledModel(ABC):
         return self._programs[name]
 
     def loaded_programs(self) -> "dict[ProgramName, CompiledProgram]":
-        """The programs that were needed so far, by name."""
+        """The programs that have been loaded so far, by name."""
         return {name: program.executor.program for name, program in self._programs.items()}
 
     def _load(self, name: ProgramName, program: "CompiledProgram", progress: Report | None = None) -> None:
@@ -126,20 +131,23 @@ class CompiledModel(ABC):
         self._programs[name] = StepProgram(name, executor, weights, shared, self.group)
 
     def _shared_inputs(self, name: ProgramName, program: "CompiledProgram") -> "dict[str, DeviceBuffer]":
-        """The inputs of a program that are among `state`."""
+        """Name → buffer of those inputs of a program that lie in `state`."""
         return {spec.name: self.state[spec.name] for spec in program.input_specs if spec.name in self.state}
 
     def wait_for(self, marker: Callable[[], None]) -> None:
-        """Wait at a marker of the backend. Raises `NPUError` where a process of the group is lost."""
+        """Wait until the device reaches a marker of the backend.
+
+        Raises `NPUError` if a process of the group has ended.
+        """
         with self.group.together() if self.group else nullcontext():
             marker()
 
     def check(self) -> None:
-        """Raise the reason (`NPUError`) if a process of this model's group is lost."""
+        """Raise the reason (`NPUError`) if a process of this model's group has ended."""
         if self.group is not None:
             self.group.check()
 
     def close(self) -> None:
-        """End the processes that this model started for other devices, if any; it cannot be used afterwards."""
+        """End the processes that this model started for other devices, if any. The model cannot be used afterwards."""
         if self.group is not None:
             self.group.close()

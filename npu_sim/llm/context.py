@@ -9,14 +9,14 @@ _CHUNK = 128  # tokens, of which the default length is a multiple
 
 
 def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tuple[int, int]:
-    """The chunk, and the cache length rounded up to a multiple of it.
+    """Choose the tokens per prefill run and the length of the KV cache, a multiple of them; return both.
 
     Args:
-        cache_length: Default: 2048, or the model's maximum context length if that is less.
+        cache_length: Wanted length in tokens. None: 2048, or the model's maximum context length if that is less.
         chunk: Tokens per run of a prefill program; reduced to the length of a smaller cache.
 
     Raises:
-        InputError: they do not fit the model.
+        InputError: a length is below 1 or beyond the model's maximum.
     """
     stated = getattr(checkpoint.config, "max_position_embeddings", None)
     trained = stated if stated is not None and stated > 0 else DEFAULT_LENGTH
@@ -42,6 +42,6 @@ def cache_capacity(checkpoint: Checkpoint, cache_length: int | None = None) -> i
     """Number of tokens that the KV cache of a `LanguageModel` with these arguments holds.
 
     Raises:
-        InputError: the length does not fit the model.
+        InputError: the length is beyond the model's maximum.
     """
     return context_length(checkpoint, cache_length, _CHUNK)[1]

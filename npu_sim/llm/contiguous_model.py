@@ -1,4 +1,4 @@
-"""`ContiguousModel`: a compiled language model whose pool is one block as long as the context, for one sequence."""
+"""`ContiguousModel`: a compiled language model with a contiguous KV cache for one sequence."""
 
 import logging
 from collections.abc import Sequence
@@ -29,20 +29,20 @@ _log = logging.getLogger(__name__)
 
 
 class ContiguousModel(CompiledModel):
-    """A `BatchModel` for one sequence at a time, whose keys and values lie in one piece.
+    """A `BatchModel` for one sequence, whose pool is a single block as long as the context.
 
-    A step is one token, or a piece of the prompt as `piece` divides it: 16, 128 or 512 tokens. A program for a size is
-    compiled, or read from the cache, when the first prompt needs it, since tracing takes seconds; all of them share the
-    weights and the state. On devices that run ahead of the host (GPUs), where compiling a program's kernels takes
-    seconds more and a large run costs hardly more than a small one, the choice falls on few large sizes.
+    A step is one token, or a piece of the prompt as `piece` divides it: 16, 128 or 512 tokens. Since tracing takes
+    seconds, the program for a size is compiled, or read from the cache, when a prompt first needs it; all programs
+    share the weights and the state. On devices that run ahead of the host (GPUs), compiling a program's kernels takes
+    seconds more and a large run costs hardly more than a small one, so that prompts are divided into few large pieces.
 
-    A decode program's outputs are the inputs of the next one, so that steps behind each other need no upload.
+    The outputs of a decode step are the inputs of the next one, so that consecutive decode steps need no upload.
 
     See `BatchModel` for the attributes.
 
     Attributes:
-        chunks: Tokens per run of the prefill programs that may be compiled.
-        end: Number of tokens of the sequence that the last step has left in the state.
+        chunks: Sizes, in tokens per run, of the prefill programs that may be compiled.
+        end: Number of tokens of the sequence whose keys and values are in the cache after the last step.
     """
 
     blocks = max_sequences = max_outputs = 1
@@ -85,7 +85,7 @@ class ContiguousModel(CompiledModel):
         return compile_prefill(self.checkpoint, name, length, target, self._mesh)
 
     def prepare(self, tokens: int, *, sampling: bool = False) -> None:
-        """Compile now what a prompt of that many tokens needs, and a decode step; else the first such step does.
+        """Compile now the programs that a prompt of `tokens` tokens and decoding need, not at the first step.
 
         Args:
             sampling: Whether the device samples the tokens.
@@ -96,7 +96,7 @@ class ContiguousModel(CompiledModel):
                 self.prefill_program(size)
 
     def prefill_program(self, size: int) -> StepProgram:
-        """The program for `size` tokens of a prompt."""
+        """The program that computes `size` tokens of a prompt in a run."""
         if size not in self._compiled and not self._has_fixed_chunk:
             _log.info("compiling prefill for %d tokens at a time; later starts find it in the cache", size)
         program = self.program(size)
@@ -104,7 +104,7 @@ class ContiguousModel(CompiledModel):
         return program
 
     def sizes(self, count: int) -> list[int]:
-        """Tokens of each run that prefills `count` tokens: 1 is a decode step, else it is a prefill program's size."""
+        """Sizes of the runs that prefill `count` tokens, in order: 1 means a decode step, else a prefill program."""
         if self._has_fixed_chunk:
             whole, rest = divmod(count, self._fixed_chunk)
             singly = rest < 2 or not self.rewinds
@@ -113,9 +113,9 @@ class ContiguousModel(CompiledModel):
         return divide(count, self._compiled, self.chunks, run, may_pad=self.rewinds)
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
-        """The next piece of a prompt whose tokens from `start` to `end` are not computed: where it starts and ends.
+        """The next piece of a prompt of which the tokens `start` to `end` are left, as (first, last + 1).
 
-        Where a run would extend beyond the end of the cache, it starts earlier and recomputes rows that are there.
+        Where a prefill run would extend beyond the end of the cache, it begins earlier and computes some tokens again.
         """
         size = self.sizes(end - start)[0]
         return min(start, self.context_length - size), min(start + size, end)
@@ -128,7 +128,7 @@ class ContiguousModel(CompiledModel):
         return result
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, each (from, to): there is one only, so nothing can be copied."""
+        """Raise InputError unless `pairs` is empty: the pool has a single block, so no copy is possible."""
         if pairs:
             raise InputError("a contiguous cache has one block")
 
@@ -154,8 +154,8 @@ class ContiguousModel(CompiledModel):
     def _prefill(self, batch: Batch) -> "_TokenResult":
         """Run the smallest prefill program that holds the batch, padded.
 
-        The padding writes keys and values beyond the end of the sequence. No query reads them: each attends to rows up
-        to its own position only, and the token that later gets a padded position writes its row before attending to it.
+        The padding writes keys and values beyond the end of the sequence. No query reads them: a query attends only to
+        rows up to its own position, and a later token at such a position overwrites its row before attending to it.
         """
         count, start = len(batch.tokens), int(batch.positions[0])
         sizes = self._compiled if any(size >= count for size in self._compiled) else self.chunks
@@ -169,7 +169,7 @@ class ContiguousModel(CompiledModel):
 
 
 class _TokenResult:
-    """The token that a step chose.
+    """The token that a step of a `ContiguousModel` chose, as a `StepResult`.
 
     Args:
         position: Index in the history of the token that a decode step chose. None: the host chooses from the logits.
@@ -183,7 +183,7 @@ class _TokenResult:
         self._tokens: NDArray[np.int32] | None = None
 
     def leaves(self, token: int, program: StepProgram, position: int) -> bool:
-        """Whether this step has left that token, for that position, in the inputs of that program."""
+        """Whether `program`'s inputs on the device already hold `token` and `position`, left by this step."""
         return (
             program is self._program
             and self._position == position - 1
@@ -192,7 +192,7 @@ class _TokenResult:
         )
 
     def tokens(self) -> NDArray[np.int32]:
-        """[R]: the chosen token of each output, of which there is one or none; -1 where its logits are not finite."""
+        """The chosen token, [R] for R outputs, of which there is one or none; -1 where its logits are not finite."""
         if self._tokens is None:
             self._tokens = np.zeros(0, np.int32) if not len(self._batch.outputs) else self._chosen()
         return self._tokens
@@ -204,5 +204,5 @@ class _TokenResult:
         return np.array(self._model._look()[self._position : self._position + 1])
 
     def logits(self) -> Logits:
-        """[R, vocab]: the logits of each output; to be read before the next step is launched."""
+        """The logits [R, vocab] of the outputs; to be read before the next step is launched."""
         return self._read_logits()[None]

@@ -1,4 +1,4 @@
-"""Weights of experts as files name and divide them, and as programs take them: one matrix [E · N, K] for each layer."""
+"""Weights of mixture-of-experts layers: from a file's tensors to one matrix [E · N, K] for a layer's E experts."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from npu_compiler.graph.quantization import PARTS, QuantizedArray
 
 @dataclass(frozen=True)
 class Joined:
-    """A parameter whose matrices are joined.
+    """A parameter that holds one matrix for each expert and is stored as a single matrix [E · N, K].
 
     Attributes:
         shape: Its shape in transformers: [E, N, K], or [E, K, N] where it is transposed.
@@ -24,12 +24,15 @@ class Joined:
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """E, N and K."""
+        """Number of experts E, and rows N and columns K of each matrix."""
         count, rows, width = self.shape
         return (count, width, rows) if self.transposed else self.shape
 
     def join(self, value: Any) -> Any:
-        """A file's matrices as one matrix [E · N, K]; nothing but these is changed."""
+        """A file's tensor of all experts as one matrix [E · N, K].
+
+        A quantized value, or one that is joined already, is returned as it is.
+        """
         if isinstance(value, QuantizedArray) or value.ndim != 3:
             return value
         matrices = value.swapaxes(1, 2) if self.transposed else value
@@ -37,11 +40,11 @@ class Joined:
 
 
 class ExpertParts:
-    """Names of a file's tensors that are the matrices of a layer's experts.
+    """The tensors of a file, one or more for each expert, that make up one parameter of a layer.
 
     Args:
-        places: Matrices of one expert, which stand below each other.
-        parts: Expert, place and name of each tensor.
+        places: Number of tensors of one expert, whose rows follow each other.
+        parts: Number of the expert, number among the expert's tensors and name of each tensor.
     """
 
     def __init__(self, places: int, parts: Iterable[tuple[int, int, str]]) -> None:
@@ -53,10 +56,10 @@ class ExpertParts:
         return next(iter(self._names.values()))
 
     def names(self, count: int) -> list[str]:
-        """The names in order, for `count` experts.
+        """The names of the tensors of `count` experts, in the order of their rows.
 
         Raises:
-            InputError: a tensor is missing, or one is there that the parameter has no place for.
+            InputError: a tensor is missing, or there are more experts than that.
         """
         wanted = [(expert, place) for expert in range(count) for place in range(self._places)]
         if missing := [where for where in wanted if where not in self._names]:
@@ -69,10 +72,11 @@ class ExpertParts:
         return [self._names[where] for where in wanted]
 
     def matrix(self, state: Mapping[str, Any], joined: Joined) -> Any:
-        """The joined matrix.
+        """The parameter as one matrix [E · N, K], from a checkpoint's tensors.
 
         Raises:
-            InputError: a tensor is missing, too many, or of another shape.
+            InputError: a tensor is missing, superfluous or of another shape, or the experts are stored in several
+                formats.
         """
         count, rows, width = joined.matrices
         names = self.names(count)

@@ -1,8 +1,8 @@
-"""Mixtures of experts as they are traced.
+"""Mixtures of experts in traced modules.
 
-While a model is traced, `routed_experts` stands in for the loop over experts of transformers, whose shapes depend on
-the data: two products by experts (`npu_compiler.ops.experts`), which read the matrices of the chosen experts only. The
-matrices [E, N, K] of a layer are one parameter [E · N, K], so that they are stored in few bits like any other.
+While a model is traced, `routed_experts` replaces transformers' loop over experts, whose shapes depend on the data, by
+two linear layers that read only the matrices of the experts chosen for each row (`npu_compiler.ops.experts`). The
+matrices [E, N, K] of a layer are one parameter [E · N, K], so that they can be quantized like any other.
 """
 
 from typing import Any
@@ -20,7 +20,10 @@ _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 def expert_linear(
     input: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None, count: int
 ) -> torch.Tensor:
-    """See `npu_compiler.ops.experts.lower_expert_linear`; `count` is the number of experts."""
+    """A custom op for tracing; see `npu_compiler.ops.experts.lower_expert_linear`.
+
+    `count` is the number of experts.
+    """
     matrices = weight.view(count, -1, weight.shape[1])
     rows = input.repeat_interleave(len(experts) // len(input), 0)
     result = rows.new_zeros(len(experts), matrices.shape[1])
@@ -40,7 +43,7 @@ def _(
 def routed_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """An experts function for transformers: rows [T, K], experts and weights [T, choices] → [T, K]."""
+    """An experts function for transformers: rows [T, K], each row's experts and weights [T, choices] → rows [T, K]."""
     experts = top_k_index.reshape(-1)
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
@@ -61,7 +64,7 @@ def routed_experts(
 
 
 def join_experts(model: nn.Module) -> None:
-    """Compute the experts of a model by `routed_experts`, and join the matrices of each layer to one parameter."""
+    """Let a model's expert layers use `routed_experts`, and make the matrices of each layer one parameter."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, routed_experts)
@@ -80,7 +83,7 @@ def join_experts(model: nn.Module) -> None:
 
 
 def joined_parameters(model: nn.Module) -> dict[str, Joined]:
-    """The parameters that `join_experts` has joined, by their names."""
+    """Name → description of each parameter that `join_experts` has made from the matrices of experts."""
     return {
         f"{path}.{name}": joined
         for path, module in model.named_modules()

@@ -1,7 +1,8 @@
-"""Refusing what is no causal language model, or what a config says that no program computes, before anything is built.
+"""Early refusals: of what is no causal language model, and of config values that no program computes.
 
-Which model types run is not listed here: `probe.py` and the compiler find out from the module itself, and
-`tests/support/decoders.py` compares every type of transformers with what transformers generates.
+Model types that work are not listed here: `probe.py` and the compiler find out from the module itself, and
+`tests/support/decoders.py` compares the tokens of every model type of transformers with those that transformers
+generates.
 """
 
 import json
@@ -33,11 +34,11 @@ TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddin
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The fields in the config.json of a causal language model, before transformers reads it.
+    """The fields in the config.json of a folder with a causal language model, read before transformers is imported.
 
     Raises:
-        InputError: the folder is none of a whole causal language model that is supported, or a size in its config is
-            not one.
+        InputError: the folder does not hold a complete causal language model of a supported kind, or its config has an
+            impossible size.
     """
     fields = read_fields(folder)
     try:
@@ -51,7 +52,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
     """The fields in a folder's config.json, whatever model it describes.
 
     Raises:
-        InputError: there are none, or a size is not one.
+        InputError: there is no such file, it cannot be read, or it has an impossible size.
     """
     path = folder / "config.json"
     refuse_adapter(folder)
@@ -73,7 +74,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise `InputError` for a folder with a LoRA adapter, whose weights nobody would look at."""
+    """Raise `InputError` for a folder that holds a LoRA adapter, whose weights would otherwise be ignored."""
     path = folder / "adapter_config.json"
     if not path.is_file():
         return
@@ -89,7 +90,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Refuse what is no causal language model, or of a type that is not supported."""
+    """Raise `InputError` for a config of something else than a causal language model."""
     kind, architectures = fields.get("model_type"), fields.get("architectures")
     if not isinstance(kind, str) or not kind:
         raise InputError("names no model_type in its config.json")
@@ -109,7 +110,7 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def refuse_kind(fields: Mapping[str, Any]) -> None:
-    """Raise `InputError` for a config of which transformers has no causal language model."""
+    """Raise `InputError` for a model type for which transformers has no causal language model."""
     kind = fields["model_type"]
     senses = any(name.startswith(SENSES) and isinstance(part, dict) for name, part in fields.items())
     if senses or kind.endswith("_vl"):
@@ -120,14 +121,14 @@ def refuse_kind(fields: Mapping[str, Any]) -> None:
 
 
 def _embeds(folder: Path, architectures: Iterable[str]) -> bool:
-    """Whether a folder is one of sentence-transformers, or holds a model without a head."""
+    """Whether a folder holds an embedding model: one of sentence-transformers, or a model without an output head."""
     return ((folder / "modules.json").is_file() or any(name.endswith("Model") for name in architectures)) and not any(
         name.endswith(_CAUSAL) for name in architectures
     )
 
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:
-    """Refuse a size that is not a whole number of a sensible magnitude."""
+    """Raise `InputError` for a number in a config that is too large, or a size outside its range."""
     for name, value in _numbers("", fields):
         if isinstance(value, float) and value != value or abs(value) > _LARGEST:
             raise InputError(f"has a config.json that says {value!r:.40} for '{name}'")
@@ -142,7 +143,7 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
 
 
 def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
-    """The numbers in JSON data, with the names under which they stand."""
+    """Each number in JSON data with the name of the field in which it stands."""
     pending = [(name, value)]
     while pending:
         name, value = pending.pop()
@@ -155,13 +156,13 @@ def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Refuse what transformers computes for some values of a config and our programs do not.
+    """Refuse config values that transformers computes differently from our programs.
 
     Args:
         fields: Fields of the config, as transformers has read it.
 
     Raises:
-        InputError: there is such a value.
+        InputError: the config has an unsupported kind of RoPE scaling, or a factor that is not above 0.
     """
     for rope in _ropes(fields.get("rope_parameters")):
         kind = rope.get("rope_type", "default")
@@ -179,7 +180,7 @@ def _check_positive(fields: Mapping[str, Any], *names: str) -> None:
 
 
 def _ropes(parameters: Any) -> list[Mapping[str, Any]]:
-    """The settings of rotary embeddings: those of all layers, or of each kind of layer."""
+    """The settings of rotary embeddings: one set for all layers, or one for each kind of layer."""
     if not isinstance(parameters, Mapping):
         return []
     parts = [value for value in parameters.values() if isinstance(value, Mapping)]
@@ -187,9 +188,10 @@ def _ropes(parameters: Any) -> list[Mapping[str, Any]]:
 
 
 def longest_context(fields: Mapping[str, Any]) -> int | None:
-    """The longest context for which the config's rotary frequencies are the same for every token; None: any.
+    """The longest context in which the config's rotary frequencies are the same for every token; None: no limit.
 
-    Beyond it, those of "longrope" depend on the length of the sequence, so that cached keys would be wrong.
+    Beyond the limit, the frequencies of "longrope" scaling depend on the length of the sequence, so that cached keys
+    would be wrong.
 
     Args:
         fields: Fields of the config, as transformers has read it.
@@ -203,10 +205,10 @@ def longest_context(fields: Mapping[str, Any]) -> int | None:
 
 
 def check_tensors(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a config that does not fit the tensors, before anything of its sizes is built.
+    """Refuse a config that does not fit the tensors, before anything of its sizes is allocated.
 
     Raises:
-        InputError: it says another vocabulary, or more layers.
+        InputError: the config says another vocabulary size than the tensors have, or more layers.
     """
     layers = {
         int(number) for name in shapes for number in re.findall(r"\.(?:layers?|h|blocks?)\.(\d{1,9})\.", f".{name}")

@@ -1,8 +1,8 @@
-"""A checkpoint's generation config: what it says about choosing tokens is done or named, never dropped.
+"""A checkpoint's generation config. Each setting that changes the tokens is either followed or refused by name.
 
-`repetition_penalty` is applied. Settings of sampling are what the server does where a request names none; elsewhere,
-and for lengths and for how a search for tokens is sped up, the caller's own take their place. Everything else that
-changes which tokens are chosen is not supported, and a model that asks for it is refused by that name.
+`repetition_penalty` is applied. Sampling settings are the server's defaults for requests. Elsewhere the caller's
+settings replace them, and those for lengths and for speeding up the search. Everything else that changes which tokens
+are chosen is not supported, and a model that asks for it is refused by that name.
 """
 
 import json
@@ -54,10 +54,10 @@ _SAMPLING: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def _sampling(path: Path) -> dict[str, float]:
-    """The settings of sampling in a generation config; none where it says not to sample, or leaves out nothing.
+    """The sampling settings of a generation config, without those that change nothing; empty if it says not to sample.
 
     Raises:
-        InputError: one is out of its range.
+        InputError: a setting is out of its range.
     """
     fields = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     if fields.get("do_sample") is False:
@@ -81,7 +81,7 @@ def read_generation(folder: Path, config: Any) -> dict[str, Any]:
         config: The transformers config.
 
     Raises:
-        InputError: the generation config cannot be read, or a value is none.
+        InputError: the generation config cannot be read, or has an impossible value.
     """
     from transformers import GenerationConfig
 
@@ -114,7 +114,7 @@ def read_generation(folder: Path, config: Any) -> dict[str, Any]:
 
 
 def check_generation(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that asks for a way of choosing tokens that is not supported. Raises InputError."""
+    """Raise InputError if a checkpoint's generation config asks for a way of choosing tokens that is not supported."""
     if checkpoint.unsupported:
         raise InputError(
             f"the generation config of {checkpoint.name} asks for {checkpoint.unsupported[0]}, which is not supported; "

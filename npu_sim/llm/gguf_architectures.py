@@ -1,4 +1,4 @@
-"""GGUF architectures as model types of transformers: a row each, and the config that a file's metadata stands for.
+"""GGUF architectures as model types of transformers: a row for each, and the config that a file's metadata means.
 
 Most fields of the config are those that transformers' `GGUF_CONFIG_MAPPING` has for the keys. A row adds the rest:
 further keys, fields that follow from others or that llama.cpp has in its code, and how its converter changes tensors
@@ -28,14 +28,15 @@ class Architecture:
 
     Attributes:
         model_type: Model type in transformers.
-        fields: Keys of the metadata → fields of the config, beside those that transformers' table has. Only the counts
-            of experts are required.
-        fixed: Keys → the values that are supported, the first of which is meant by a file without the key.
-        derive: Function from the fields so far to further ones, which it may take from the metadata.
-        is_interleaved: Whether rows of queries and keys are in the order of an interleaved rotary embedding.
-        is_alternating: Whether rows of experts' gates and their other factors alternate in transformers.
-        adds_one: Whether the weights of norms are stored plus 1.
-        is_partial: Whether the rotary embedding may turn a part of a head only.
+        fields: Metadata key → field of the config, in addition to those in transformers' table. Only the counts of
+            experts are required.
+        fixed: Metadata key → the supported values. A file without the key means the first one.
+        derive: Function from the metadata and the fields so far to further fields.
+        is_interleaved: Whether the file has the rows of query and key weights in the order for an interleaved rotary
+            embedding.
+        is_alternating: Whether the rows of an expert's gate and up projections alternate in transformers' weights.
+        adds_one: Whether the file stores norm weights plus 1.
+        is_partial: Whether the rotary embedding may apply to a part of each head only.
     """
 
     model_type: str
@@ -52,7 +53,7 @@ _REQUIRED = object()
 
 
 def whole_number(file: GGUFFile, key: str, default: Any = _REQUIRED) -> Any:
-    """A whole number of the metadata that is not negative. Raises InputError if it is another value, or missing."""
+    """A non-negative whole number in the metadata. Raises InputError for another value, or a missing required one."""
     if key in file.arrays:
         raise InputError(f"the GGUF file has a list of values for '{key}'; only a single one is supported")
     value = file.metadata.get(key, default)
@@ -64,7 +65,7 @@ def whole_number(file: GGUFFile, key: str, default: Any = _REQUIRED) -> Any:
 
 
 class Metadata:
-    """The values that a GGUF file has for its architecture; each is used, or refused by `refuse_rest`.
+    """A GGUF file's metadata for its architecture. Each value is either read, or refused by `refuse_rest`.
 
     Attributes:
         architecture: Name of the architecture.
@@ -105,13 +106,16 @@ class Metadata:
         return value
 
     def number(self, key: str) -> int | float | bool:
-        """The value of a key that is there, as its kind demands."""
+        """The value of a key that the file has: a flag, a positive number or a whole number, depending on the key."""
         if key == "expert_weights_norm":
             return self.flag(key)
         return self.positive(key) if key.endswith(_REAL) else self.count(key)
 
     def choice(self, key: str, *values: Scalar) -> Scalar:
-        """The value of a key, which must be one of `values`; the first if it is absent. Raises InputError if not."""
+        """The value of a key, which is the first of `values` if the file lacks it.
+
+        Raises InputError if it is none of `values`.
+        """
         name, value = self._value(key, values[0])
         if value not in values:
             supported = " or ".join(map(repr, values))
@@ -119,7 +123,7 @@ class Metadata:
         return cast(Scalar, value)
 
     def refuse_rest(self) -> None:
-        """Refuse keys that nothing has looked at: each may change what the model computes."""
+        """Raise InputError if there are keys that nothing has read: they may change what the model computes."""
         for name in sorted({*self._file.metadata, *self._file.arrays} - self._used):
             if name == "split.count" and self._file.metadata.get(name) in (0, 1):
                 continue
@@ -130,7 +134,10 @@ class Metadata:
 
 
 def _gemma(largest: int) -> Callable[[Metadata, Fields], Fields]:
-    """The scale of attention, which the largest model, that has so many layers, takes from another size."""
+    """A `derive` function for Gemma's attention scale.
+
+    The model with `largest` layers takes the scale from another size than the smaller ones.
+    """
 
     def derive(metadata: Metadata, fields: Fields) -> Fields:
         heads, is_largest = fields["num_attention_heads"], fields["num_hidden_layers"] == largest
@@ -140,7 +147,7 @@ def _gemma(largest: int) -> Callable[[Metadata, Fields], Fields]:
 
 
 def _gemma3(metadata: Metadata, fields: Fields) -> Fields:
-    """The scale of attention, and a rotary embedding for layers with a window, which is never scaled."""
+    """Gemma 3's attention scale, and its rotary embeddings: that of layers with a window is never scaled."""
     if not fields.get("sliding_window"):
         raise InputError("the GGUF file has no value for 'gemma3.attention.sliding_window'")
     local = {"rope_type": "default", "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0)}
@@ -161,7 +168,10 @@ def _gpt_oss(metadata: Metadata, fields: Fields) -> Fields:
 
 
 def _deepseek(metadata: Metadata, fields: Fields) -> Fields:
-    """Sizes of the latents. A file says those of the keys that attention sees, or of a latent with one head."""
+    """Sizes of DeepSeek's latent attention.
+
+    A file gives the key and value sizes either of the heads, or of the compressed latent as one head.
+    """
     rotary, latent = metadata.count("rope.dimension_count"), metadata.count("attention.kv_lora_rank")
     key, value = metadata.count("attention.key_length"), metadata.count("attention.value_length")
     if "attention.key_length_mla" in metadata:
@@ -251,10 +261,10 @@ _DEEPSEEK_V3 = Architecture("deepseek_v3", _DEEPSEEK, {"expert_gating_func": (_S
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """The row of a file's architecture, some of which have two.
+    """The `Architecture` row for a file. Some names of architectures have two rows.
 
     Raises:
-        InputError: it is not supported, or the file holds no whole model.
+        InputError: the architecture is not supported, or the file holds only a part of a model.
     """
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
@@ -276,10 +286,10 @@ def config_fields(file: GGUFFile, row: Architecture, rope_factors: Mapping[str, 
     """The fields of the transformers config that is equivalent to the file's metadata, model type included.
 
     Args:
-        rope_factors: Divisors of rotary frequencies in the file, `long_factor` and `short_factor`, if there are any.
+        rope_factors: The file's divisors of rotary frequencies, `long_factor` and `short_factor`; empty without any.
 
     Raises:
-        InputError: it says something that our programs do not compute, or that contradicts the tensors.
+        InputError: the metadata says something that our programs do not compute, or that contradicts the tensors.
     """
     metadata = Metadata(file)
     vocabulary = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
@@ -314,7 +324,7 @@ def config_fields(file: GGUFFile, row: Architecture, rope_factors: Mapping[str, 
 
 
 def _table_fields(metadata: Metadata, row: Architecture) -> Fields:
-    """The fields whose values the metadata names."""
+    """The config fields that are single values of the metadata, by transformers' table and the architecture's row."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     tables = cast(Mapping[str, Mapping[str, str]], GGUF_CONFIG_MAPPING)
@@ -340,10 +350,12 @@ def _table_fields(metadata: Metadata, row: Architecture) -> Fields:
 def _rope(
     metadata: Metadata, row: Architecture, head_dim: int, fields: Fields, factors: Mapping[str, list[float]]
 ) -> dict[str, Any]:
-    """The rotary embedding as transformers describes it. As in llama.cpp, a factor without a type scales linearly.
+    """The rotary embedding's settings in transformers' form.
+
+    As in llama.cpp, a factor without a type means linear scaling.
 
     Args:
-        head_dim: Elements of a head; 0 where a part of it is rotated that the row itself asks for.
+        head_dim: Size of a head, all of which has to be rotated; 0 where `row` allows rotating a part.
         factors: As for `config_fields`.
     """
     theta = metadata.positive("rope.freq_base", 10000.0)
@@ -376,7 +388,7 @@ def _rope(
 
 
 def _yarn(metadata: Metadata) -> dict[str, float]:
-    """The settings of YaRN beside its factor."""
+    """The settings of YaRN scaling apart from its factor."""
     metadata.choice("rope.scaling.yarn_ext_factor", 1.0)
     metadata.choice("rope.scaling.yarn_attn_factor", 1.0)
     metadata.choice("rope.scaling.attn_factor", 1.0)

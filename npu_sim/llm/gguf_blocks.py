@@ -1,9 +1,9 @@
 """GGUF's blocks of quantized weights as `QuantizedArray`s, bit for bit.
 
 A row is a sequence of blocks, each with its scales in front of or behind its codes. The layouts are those of
-https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Codes of 2 and 3 bits take 4 here, those of 5 and 6 bits
-and those that choose from a table of numbers take 8; the two levels of scales of the K formats are multiplied into one,
-in float32 as ggml does.
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Here, codes of 2 and 3 bits are stored in 4 bits, and
+codes of 5 and 6 bits and those that index a table of numbers in 8; the two levels of scales of the K formats are
+multiplied into one, in float32 as ggml does.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from npu_runtime.pieces import in_pieces
 
 Bytes = NDArray[np.uint8]
 Parts = tuple[NDArray[np.integer], NDArray[np.floating], "NDArray[np.floating] | None"]
-"""Codes [blocks, elements], scales [blocks, groups] and minimums, if there are any, of the same shape."""
+"""Parts of unpacked blocks: codes [blocks, elements]; scales and minimums (None without any), both [blocks, groups]."""
 
 _PIECE = 2**18  # elements
 
 
 @dataclass(frozen=True)
 class _Encoding:
-    """A ggml type: elements and bytes of a block, the format that holds them, and how to take a block apart."""
+    """A ggml type: elements and bytes of a block, the `QuantizedFormat` that holds them, and how to unpack a block."""
 
     elements: int
     bytes: int
@@ -35,17 +35,17 @@ class _Encoding:
 
     @property
     def zero(self) -> int:
-        """The code of 0."""
+        """The code that stands for the number 0."""
         return self.format.code_format.zero if self.format.offsets == "none" else 0
 
 
 def quantized_format(encoding: str) -> QuantizedFormat | None:
-    """The format that holds a ggml type exactly; None where there is none."""
+    """The format that holds the values of a ggml type exactly; None if there is no such format."""
     return _ENCODINGS[encoding].format if encoding in _ENCODINGS else None
 
 
 def quantized_rows(rows: Bytes, encoding: str) -> QuantizedArray:
-    """The matrix whose rows [n, bytes] are stored in a ggml type for which there is a format."""
+    """The matrix whose rows [n, bytes] are stored in a ggml type that `quantized_format` has a format for."""
     kind = _ENCODINGS[encoding]
     n, blocks = rows.shape[0], rows.shape[1] // kind.bytes
     shape = (n, blocks * kind.elements)
@@ -67,18 +67,18 @@ def quantized_rows(rows: Bytes, encoding: str) -> QuantizedArray:
 
 
 def _halves(block: Bytes, count: int) -> NDArray[np.float16]:
-    """The first `count` float16 of each block."""
+    """The first `count` float16 numbers of each block."""
     return np.ascontiguousarray(block[:, : 2 * count]).view(np.float16)
 
 
 def _nibbles(block: Bytes, run: int) -> Bytes:
-    """4-bit codes of which `run` bytes hold 2 · `run` elements: first the low halves of all, then the high ones."""
+    """Unpack 4-bit codes: each `run` bytes hold 2 · `run` codes, first all low halves, then all high ones."""
     runs = block.reshape(len(block), -1, 1, run)
     return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(block), -1)
 
 
 def _bits(block: Bytes) -> Bytes:
-    """The bits of each block, the lowest of the first byte first."""
+    """The bits of each block as bytes of 0 or 1, from the lowest bit of the first byte on."""
     return np.unpackbits(block, axis=1, bitorder="little")
 
 
@@ -105,7 +105,10 @@ def _q8_0(block: Bytes) -> Parts:
 
 
 def _k_scales(block: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scales and minimums [blocks, 8] of Q4_K and Q5_K: two float16, then eight pairs of 6 bits in 12 bytes."""
+    """Scales and minimums, each [blocks, 8], of Q4_K and Q5_K blocks.
+
+    They are stored as two float16 and eight pairs of 6 bits in 12 bytes.
+    """
     whole = _halves(block, 2).astype(np.float32)
     low, middle, high = np.split(block[:, 4:16], 3, axis=1)
     scales = np.concatenate([low & 63, (high & 15) | (low >> 2 & 48)], axis=1).astype(np.float32)
@@ -130,7 +133,7 @@ def _q6_k(block: Bytes) -> Parts:
 
 
 def _pairs(block: Bytes) -> Bytes:
-    """2-bit codes of which 32 bytes hold 128 elements: first the lowest bits of all."""
+    """Unpack 2-bit codes: each 32 bytes hold those of 128 elements, first the lowest two bits of all bytes."""
     runs = block.reshape(len(block), -1, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     return (runs & np.uint8(3)).reshape(len(block), -1)
 
@@ -205,5 +208,5 @@ _ENCODINGS = {
 
 
 def quantized_encodings() -> tuple[str, ...]:
-    """The ggml types whose matrices stay in few bits."""
+    """The ggml types whose matrices stay quantized in programs."""
     return tuple(_ENCODINGS)

@@ -1,7 +1,7 @@
-"""GGUF files: llama.cpp's metadata, tensor names and layouts, converted back to those of the Hugging Face model.
+"""GGUF files as checkpoints: llama.cpp's metadata, tensor names and layouts, converted back to Hugging Face's.
 
 transformers can load GGUF files too, but it builds the whole model and needs the package `accelerate`. Here each tensor
-is dequantized when it is looked up, and what transformers makes of the metadata is cached.
+is converted when it is looked up, and the config that transformers derives from the metadata is cached.
 """
 
 import re
@@ -24,7 +24,7 @@ _FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_fac
 
 
 def load_gguf(path: Path, dtype: str) -> Checkpoint:
-    """Open a GGUF file.
+    """Open a GGUF file as a checkpoint with the compute dtype `dtype`.
 
     Raises:
         InputError: the file is damaged or contradicts itself; or its architecture, its rotary scaling or a tensor's
@@ -70,10 +70,10 @@ def _config(settings: Mapping[str, Any]) -> Any:
 
 
 def _facts(file: GGUFFile, row: Architecture, factors: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Facts of a file that are kept on disk: its config, and where the module's parameters come from.
+    """A file's config, and the sources of the module's parameters in it, as JSON data to cache.
 
     Raises:
-        InputError: the metadata and the tensors contradict each other, or say what is not supported.
+        InputError: the metadata and the tensors contradict each other, or ask for something that is not supported.
     """
     from npu_sim.llm.experts import joined_parameters
 
@@ -98,7 +98,7 @@ def _facts(file: GGUFFile, row: Architecture, factors: Mapping[str, list[float]]
 
 
 def _check_layers(file: GGUFFile, fields: Mapping[str, Any]) -> None:
-    """Raise `InputError` if there are other layers than the config says, before anything is built for each."""
+    """Raise `InputError` if the file has another number of layers than its config says."""
     layers = {int(match[1]) for name in file.tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     said, stored = fields["num_hidden_layers"], max(layers, default=-1) + 1
     if said != stored:

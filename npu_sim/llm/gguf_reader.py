@@ -1,8 +1,8 @@
 """Reading a GGUF file: its metadata, and its tensors as they are stored.
 
-The package `gguf` has a reader too. It makes several arrays of every string of the vocabulary, which takes seconds, and
-raises errors of many types for a damaged file. This one walks over arrays of strings without decoding them, and every
-value that it returns has been checked against the size of the file. The format:
+The package `gguf` has a reader too. That reader makes several arrays of every string of the vocabulary, which takes
+seconds, and raises errors of many types for a damaged file. This one skips arrays of strings without decoding them, and
+checks every value that it returns against the size of the file. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -35,7 +35,7 @@ class GGUFTensor:
     Attributes:
         shape: Shape in PyTorch's order.
         encoding: The name of its ggml type, such as `F32` or `Q4_1`.
-        rows: [product of all dimensions but the last, bytes of a row], uint8, mapped.
+        rows: [product of all dimensions but the last, bytes of a row], uint8, memory-mapped.
     """
 
     shape: tuple[int, ...]
@@ -48,8 +48,8 @@ class GGUFFile:
     """The contents of a GGUF file.
 
     Attributes:
-        metadata: Key → value; arrays are left out.
-        arrays: The keys of the arrays.
+        metadata: Key → value, without those that are arrays.
+        arrays: The keys whose values are arrays.
         tensors: Name → tensor.
         digest: The SHA-256, as hexadecimal digits, of everything but the tensors' contents.
     """
@@ -61,10 +61,10 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Map a GGUF file.
+    """Map a GGUF file into memory and read its metadata and its table of tensors.
 
     Raises:
-        InputError: it is no GGUF file, is damaged, or is of a version or has a tensor type that is not supported.
+        InputError: the file is not a GGUF file, is damaged, or has an unsupported version or tensor type.
     """
     with path.open("rb") as opened:
         size = opened.seek(0, 2)
@@ -77,7 +77,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class _Cursor:
-    """A place in a file. Reading beyond its end is a `struct.error`, an `OverflowError` or a `ValueError`."""
+    """A position in a file's bytes. Reading beyond the end raises `struct.error`, `OverflowError` or `ValueError`."""
 
     def __init__(self, content: "mmap.mmap | bytes") -> None:
         self.content = content

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file as parameters of the Hugging Face module, llama.cpp's layouts undone when they are read.
+"""The tensors of a GGUF file as parameters of the Hugging Face module; reading one undoes llama.cpp's layout.
 
-Which tensors a parameter is made of follows from the module's own names by the package `gguf`'s `TensorNameMap`; how,
-from a row of `_ARRANGEMENTS`.
+The package `gguf`'s `TensorNameMap` says which tensors a parameter is made of, by the parameter's name in the module; a
+row of `_ARRANGEMENTS` says how.
 """
 
 import math
@@ -30,13 +30,13 @@ Rows = NDArray[Any]
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors of a file that a parameter is made of.
+    """The tensors of a file that one parameter is made of.
 
     Attributes:
         names: Their names.
         arrangement: Name of a row of `_ARRANGEMENTS`.
-        shape: Shape of the parameter; of one for all experts [E, N, K] or [E, N].
-        sizes: Sizes that the arrangement asks for: heads, and the rows of each.
+        shape: Shape of the parameter; [E, N, K] or [E, N] if it holds the weights or biases of all experts.
+        sizes: Numbers that the arrangement needs: number of heads, and the rows of each.
     """
 
     names: tuple[str, ...]
@@ -51,8 +51,8 @@ class _Arrangement:
 
     Attributes:
         shapes: Function from a source to the shapes of its tensors; dimensions of 1 are left out of comparisons.
-        arrange: Function from the tensors' rows to those of the parameter.
-        keeps_rows: Whether rows are only moved, so that rows in few bits can be too.
+        arrange: Function from the source and the tensors' rows to the parameter's rows.
+        keeps_rows: Whether rows are only moved, so that quantized rows need no dequantizing.
     """
 
     shapes: Callable[[Source], list[tuple[int, ...]]]
@@ -67,7 +67,7 @@ def _whole(source: Source) -> list[tuple[int, ...]]:
 def _halves(source: Source, parts: Sequence[Rows]) -> Rows:
     """Undo llama.cpp's row order for rotary embedding, which interleaves the two halves of a head.
 
-    A bias, which is a single row, has the order of the rows.
+    A bias is stored as a single row, whose elements are in that order.
     """
     (rows,) = parts
     ordered = rows if len(rows) > 1 else rows.reshape(-1, 1)
@@ -81,12 +81,12 @@ def _parts_of_experts(source: Source) -> list[tuple[int, ...]]:
 
 
 def _experts(source: Source, parts: Sequence[Rows]) -> Rows:
-    """The rows of each expert's gate, and below them those of its other factor."""
+    """For each expert, the rows of its gate projection, then those of its up projection."""
     return np.concatenate(_by_expert(source, parts), axis=1).reshape(math.prod(source.shape[:2]), -1)
 
 
 def _alternating_experts(source: Source, parts: Sequence[Rows]) -> Rows:
-    """The rows of each expert's gate, each above one of its other factor."""
+    """For each expert, the rows of its gate and up projections in alternation."""
     return np.stack(_by_expert(source, parts), axis=2).reshape(math.prod(source.shape[:2]), -1)
 
 
@@ -101,7 +101,7 @@ def _parts_of_latent(source: Source) -> list[tuple[int, ...]]:
 
 
 def _latent(source: Source, parts: Sequence[Rows]) -> Rows:
-    """The product for keys, which is stored transposed, above the one for values, head by head."""
+    """For each head of latent attention, the projection for keys, which is stored transposed, then that for values."""
     keys, values = (part.reshape(shape) for part, shape in zip(parts, _parts_of_latent(source), strict=True))
     return np.concatenate((keys.swapaxes(1, 2), values), axis=1).reshape(source.shape)
 
@@ -119,15 +119,15 @@ _ARRANGEMENTS = {
 def find_sources(
     file: GGUFFile, row: Architecture, config: Any, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]
 ) -> dict[str, Source]:
-    """The sources of a module's parameters.
+    """Parameter → its source in the file, for all parameters of a module.
 
     Args:
         config: The transformers config.
-        shapes: Parameter → shape; of one for all experts [E, N, K].
-        tied: Parameters that are another, which the file may lack.
+        shapes: Parameter → shape; [E, N, K] if it holds the weights of all experts.
+        tied: Parameters that are tied to another one, which the file may lack.
 
     Raises:
-        InputError: the file lacks a tensor, has one that the module lacks, or one of another shape.
+        InputError: the file lacks a tensor, has one that no parameter needs, or one of an unexpected shape.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -167,7 +167,7 @@ def _source(
     shape: tuple[int, ...],
     name_of: Callable[[str], str | None],
 ) -> Source:
-    """The source of a parameter; its names are those that the file should have."""
+    """The source of a parameter, with the names that its tensors should have in the file."""
     if match := _EXPERTS.fullmatch(parameter):
         suffix = "bias" if match[2] else "weight"
         parts = tuple(f"blk.{match[1]}.ffn_{part}_exps.{suffix}" for part in ("gate", "up"))
@@ -187,7 +187,7 @@ def _source(
 
 
 def _stored_name(file: GGUFFile, parameter: str, name_of: Callable[[str], str | None]) -> str:
-    """The name of the tensor for a parameter, which may have an ending that the module's names lack."""
+    """The name of a parameter's tensor in the file, which may have an ending that the module's name lacks."""
     stem, _, ending = parameter.rpartition(".")
     if ending not in ("weight", "bias"):
         stem, ending = (
@@ -219,7 +219,7 @@ def dequantized_rows(rows: NDArray[np.uint8], encoding: str) -> NDArray[np.float
 
 
 def dequantized(tensor: GGUFTensor, dtype: str) -> NDArray[Any]:
-    """The rows of a tensor in a named dtype, computed by several threads a piece at a time."""
+    """The rows of a tensor in a named dtype, converted by several threads that take a piece at a time."""
     target = numpy_dtype(dtype)
     result = np.empty((len(tensor.rows), tensor.shape[-1]), target)
 
@@ -232,13 +232,13 @@ def dequantized(tensor: GGUFTensor, dtype: str) -> NDArray[Any]:
 
 
 class GGUFTensors(Mapping[str, NDArray[Any] | QuantizedArray]):
-    """The tensors of a GGUF file by the module's names of parameters; each lookup converts one.
+    """The tensors of a GGUF file by the module's parameter names; each lookup converts one.
 
-    Matrices whose type has a `QuantizedFormat` stay in few bits. The others are dequantized: to bfloat16 if that is the
-    compute dtype, else to float32 (see `Widened`). The matrices of a layer's experts are one, [E · N, K].
+    Matrices whose type has a `QuantizedFormat` stay quantized. The others are dequantized: to bfloat16 if that is the
+    compute dtype, else to float32 (see `Widened`). A layer's experts have one matrix, [E · N, K].
 
     Attributes:
-        formats: Name → format, of those in few bits.
+        formats: Name → format of each quantized matrix.
     """
 
     def __init__(self, tensors: Mapping[str, GGUFTensor], sources: Mapping[str, Source], dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""The graphs of a language model, prefill and decode: traced from the Hugging Face module without weights, compiled."""
+"""The graphs of a language model (prefill, decode, paged): traced from its Hugging Face module, and compiled."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
     """The checkpoint's Hugging Face module on the meta device.
 
     Args:
-        attention: An attention function in place of the module's own.
+        attention: An attention function that replaces the module's. None: the module keeps its own.
 
     Raises:
         InputError: transformers cannot build a causal language model from the config.
@@ -73,7 +73,10 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
 
 
 def _register_classes(model_type: str, attention: str) -> None:
-    """Let a module that chooses a class by its attention function's name take the one with attention of its own."""
+    """Let a model type that chooses classes by the name of its attention function accept the name `attention`.
+
+    The class for it is that with an attention of its own ("eager").
+    """
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     name = model_type_to_module_name(model_type)
@@ -84,7 +87,7 @@ def _register_classes(model_type: str, attention: str) -> None:
 
 
 def dense_model(checkpoint: Checkpoint, device: str) -> Any:
-    """The Hugging Face module in float32 on a PyTorch device, with the checkpoint's weights."""
+    """The Hugging Face module in float32 on a PyTorch device, with the checkpoint's weights dequantized."""
     from npu_runtime.torch_arrays import numpy_to_tensor
 
     model = meta_model(checkpoint).to_empty(device=device)
@@ -97,7 +100,10 @@ def dense_model(checkpoint: Checkpoint, device: str) -> Any:
 
 
 def layer_states(checkpoint: Checkpoint) -> list[LayerState]:
-    """The state of each layer that has some. Raises InputError where a layer keeps something that no kind describes."""
+    """The state of each layer that keeps some, such as keys and values.
+
+    Raises InputError if a layer keeps something that no `StateKind` describes.
+    """
     facts = _facts(checkpoint)["state"]
     rows, windows = facts["rows"], facts["windows"]
     keyed = [
@@ -151,7 +157,10 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
 
 
 def extract_decode_loop(checkpoint: Checkpoint, cache_length: int, *, sampling: bool = False) -> dict[str, Any]:
-    """The IR of `SelfFeedingDecode` or, with `sampling`, `SamplingDecode`. Raises InputError if it cannot be traced."""
+    """The IR of `SelfFeedingDecode` or, with `sampling`, `SamplingDecode`.
+
+    Raises InputError if the model cannot be traced.
+    """
     require_torch("tracing a model")
     import torch
 
@@ -169,15 +178,15 @@ def extract_decode_loop(checkpoint: Checkpoint, cache_length: int, *, sampling: 
 
 @dataclass(frozen=True)
 class PagedShape:
-    """The sizes of a paged program.
+    """The sizes for which a program with a paged KV pool is compiled.
 
     Attributes:
-        tokens, outputs: Tokens of a step, and those after which a token is chosen.
-        sequences: Sequences of a step.
-        blocks_per_sequence: The most blocks of a sequence.
+        tokens, outputs: Number of tokens of a step, and of those after which a new token is chosen.
+        sequences: Number of sequences of a step.
+        blocks_per_sequence: Maximum number of blocks of a sequence.
         blocks, block_size: Blocks in the pool, and tokens per block.
-        history: Chosen tokens that are kept.
-        lanes: Places for sequences' recurrent states. 0: the model has none.
+        history: Number of chosen tokens that are kept on the device.
+        lanes: Number of sequences for whose recurrent states there is memory. 0: the model has no recurrent states.
     """
 
     tokens: int
@@ -192,10 +201,10 @@ class PagedShape:
 
 @dataclass(frozen=True)
 class ContiguousShape:
-    """The sizes of a program in which sequences that stand at the same positions have caches of one piece each.
+    """Sizes of a program with a contiguous cache for each sequence; all sequences stand at the same positions.
 
     Attributes:
-        sequences, tokens: Sequences of a step, and tokens of each.
+        sequences, tokens: Number of sequences of a step, and of tokens of each.
         rows: Length of each sequence's cache.
     """
 
@@ -205,7 +214,7 @@ class ContiguousShape:
 
 
 def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[str, Any]:
-    """The IR of `CachedCausalLM` for several sequences; traced and kept as in `extract_paged`.
+    """The IR of `CachedCausalLM` for several sequences; traced once and cached as in `extract_paged`.
 
     Raises:
         InputError: the model cannot be traced.
@@ -224,7 +233,7 @@ def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[s
 
 
 def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The IR of `CachedCausalLM` whose sequences, tokens and rows are symbols, as JSON data."""
+    """The IR, as JSON data, of `CachedCausalLM` with symbols for the numbers of sequences, tokens and rows."""
     require_torch("tracing a model")
     import torch
     from torch.export import Dim
@@ -270,10 +279,10 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
 
 
 def _sizes(ir: dict[str, Any], given: Mapping[str, list[int]]) -> dict[str, int]:
-    """The values of symbols.
+    """Symbol → its value, for the symbols in an IR's input shapes.
 
     Args:
-        given: Input → values of the last symbols of its shape; those that the graph lacks are left out.
+        given: Input → values of the last symbols of its shape. Inputs that the graph lacks are ignored.
     """
     from npu_compiler.graph.symbolic import KEY
 
@@ -287,11 +296,11 @@ def _sizes(ir: dict[str, Any], given: Mapping[str, list[int]]) -> dict[str, int]
 
 
 def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool, each: int) -> dict[str, Any]:
-    """The IR of a paged module whose sizes are symbols, as JSON data.
+    """The IR, as JSON data, of a paged module whose sizes are symbols.
 
     Args:
-        each: Number of tokens of each sequence, where the model has recurrent states; above 1, there is one sequence.
-            0: the model has none.
+        each: Number of tokens of each sequence, for a model with recurrent states; above 1, there is one sequence. 0:
+            the model has no recurrent states.
     """
     require_torch("tracing a model")
     import torch
@@ -339,10 +348,10 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool, eac
 def _trace_symbolic(
     checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], dynamic: list[Any], name: str
 ) -> dict[str, Any]:
-    """The IR of a module with symbols for sizes, as JSON data.
+    """Trace a module with symbols for sizes; the IR as JSON data.
 
     Args:
-        dynamic: For each input, its symbols as `torch.export` takes them.
+        dynamic: For each input, its dynamic dimensions as `torch.export` takes them.
     """
     from npu_sim.module.trace import export, plain_ir, trace
 
@@ -356,10 +365,10 @@ def _trace_symbolic(
 
 
 def extract_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int, division: int = 1) -> dict[str, Any]:
-    """The IR of `CopyRows` for `rows` rows of all pools, each of which has `pool_rows`.
+    """The IR of `CopyRows`, which copies `rows` rows within each KV pool of `pool_rows` rows.
 
     Args:
-        division: Devices that divide the pools; the program is for one of them.
+        division: Number of devices among which the pools are divided; the program is for one of them.
     """
     require_torch("tracing a model")
     import torch
@@ -372,10 +381,10 @@ def extract_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int, divisio
 
 
 def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[list["torch.Tensor"]]:
-    """Tensors of `rows` rows for the layers' keys and values: a list of each, with one for each layer.
+    """Tensors of `rows` rows for a paged pool: for each kind (keys, values), a list with one tensor for each layer.
 
     Args:
-        division: Devices that divide the rows.
+        division: Number of devices among which each row is divided.
     """
 
     def shape(state: LayerState, row: tuple[int, ...]) -> tuple[int, ...]:
@@ -386,7 +395,10 @@ def _empty_pools(checkpoint: Checkpoint, rows: int, division: int = 1) -> list[l
 
 
 def _empty_caches(checkpoint: Checkpoint, cache_length: int, sequences: int = 1) -> list[list["torch.Tensor"]]:
-    """Tensors for the layers' state, a list of each kind by layer: [sequences, KV heads, cache length, head dim]."""
+    """Tensors for contiguous caches: for each kind (keys, values), one for each layer.
+
+    Each has the shape [sequences, KV heads, cache length, head dim].
+    """
 
     def shape(state: LayerState, row: tuple[int, ...]) -> tuple[int, ...]:
         heads, *width = row
@@ -397,7 +409,7 @@ def _empty_caches(checkpoint: Checkpoint, cache_length: int, sequences: int = 1)
 
 
 def _empty_recurrent(checkpoint: Checkpoint, lanes: int) -> list["torch.Tensor"]:
-    """Tensors of `lanes` lanes for the recurrent states."""
+    """Tensors for the recurrent states of `lanes` sequences, one for each state of the model."""
     states = [state for state in layer_states(checkpoint) if state.kind.is_recurrent]
     return [_empty(checkpoint, state, (lanes, *row)) for state in states for row in state.rows]
 
@@ -434,10 +446,10 @@ def compile_prefill(
     """The compiled prefill program for `tokens` tokens per run (see `extract_graph`), from the cache if it is there.
 
     Args:
-        mesh: The devices among which the graph is divided (see `npu_compiler.compile`).
+        mesh: The devices among which the graph is divided (see `npu_compiler.compile`). None: a single device.
 
     Raises:
-        InputError: the model cannot be traced, compiled or divided so.
+        InputError: the model cannot be traced, compiled or divided among these devices.
     """
     sizes = [tokens, cache_length]
     return _compiled(
@@ -483,7 +495,10 @@ def compile_paged(
 
 
 def compile_contiguous(checkpoint: Checkpoint, shape: ContiguousShape, target: "CodegenTarget") -> "CompiledProgram":
-    """The compiled program of `extract_contiguous`, which no cache keeps. Raises InputError as `compile_prefill`."""
+    """The compiled program of `extract_contiguous`; it is not cached.
+
+    Raises InputError for the reasons of `compile_prefill`.
+    """
     from npu_compiler import compile as compile_ir
 
     try:
@@ -537,7 +552,7 @@ def _options(checkpoint: Checkpoint, mesh: "Mesh | None") -> "CompileOptions":
 
 
 def _model_key(checkpoint: Checkpoint) -> list[Any]:
-    """A cache key that changes whenever a checkpoint's module might be traced differently by the same packages."""
+    """A cache key that changes whenever the checkpoint's module might be traced differently."""
     config = checkpoint.config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         config.pop(volatile, None)
@@ -545,15 +560,15 @@ def _model_key(checkpoint: Checkpoint) -> list[Any]:
 
 
 def _adapters_key(checkpoint: Checkpoint) -> list[Any]:
-    """A cache key that changes whenever a batch's module has other stacks of adapters; empty where it has none."""
+    """A cache key that changes with the number and ranks of the checkpoint's adapters; empty without adapters."""
     adapters = checkpoint.adapters
     return [len(adapters), adapter_ranks(adapters.values())] if adapters else []
 
 
 def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
-    """Storage formats of the checkpoint's weights by the module's names, tied parameters under both of theirs.
+    """Storage formats of the checkpoint's weights by the module's parameter names; None: all in the compute dtype.
 
-    Weights into which an adapter is merged are in the compute dtype.
+    A tied parameter is there under both of its names. A weight into which an adapter is merged is in the compute dtype.
     """
     formats = checkpoint.quantization
     if not isinstance(formats, Mapping):
@@ -572,13 +587,14 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The checkpoint's tensors and what else the programs take as weights.
+    """All tensors that the programs take as weights, by the module's parameter names.
 
-    These are tied parameters, rotary frequencies and stacks of adapters. A merged adapter is in the tensors.
+    Beside the checkpoint's tensors these are tied parameters, rotary frequencies and stacked adapters. A merged adapter
+    is added to the tensors.
 
     Raises:
-        InputError: the files lack a tensor of the module, or hold one that it lacks or that has another shape; or an
-            adapter does not fit it.
+        InputError: the files lack a tensor of the module, or hold a tensor that the module lacks or that has another
+            shape; or an adapter does not fit the model.
     """
     facts = _facts(checkpoint)
     extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
@@ -599,7 +615,7 @@ _MASKS = (r"\.masked_bias$",)
 
 
 def _stored_names(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """The module's parameters → the tensors in the files, which may have older names or lack the module's prefix."""
+    """Module parameter → the tensors in the files, whose names may be older or lack the module's prefix."""
     facts, state = _facts(checkpoint), checkpoint.state
     shapes, key = facts["shapes"], [_model_key(checkpoint), sorted(state)]
     name = f"{checkpoint.config.model_type}-names"
@@ -622,7 +638,10 @@ def _stored_names(checkpoint: Checkpoint) -> dict[str, Stored]:
 
 
 def _check_shapes(checkpoint: Checkpoint, names: Mapping[str, Stored], shapes: Mapping[str, list[int]]) -> None:
-    """Refuse a tensor that has another shape than its config says, where the files tell. Raises InputError."""
+    """Raise InputError if a file's tensor has another shape than its config says.
+
+    A state that cannot tell shapes without reading tensors is not checked.
+    """
     shape_of: Any = getattr(checkpoint.state, "shape", None)
     for name, stored in names.items():
         if isinstance(stored, ExpertParts):
@@ -639,9 +658,10 @@ def _and_others(names: list[str]) -> str:
 
 
 def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Facts of a module that are kept on disk: its buffers, its tied parameters, and its state.
+    """Facts of a module that are cached on disk: its buffers, tied parameters, shapes, linear layers and state.
 
-    The buffers are the non-persistent ones, as lists; tied parameters are name → the other name, both ways.
+    The buffers are the non-persistent ones, as lists. Each tied parameter is mapped to the parameter it is tied to, in
+    both directions.
     """
     from npu_sim.llm.experts import joined_parameters
 
@@ -670,7 +690,7 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _linears(model: Any, tied: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Path → arguments of `Linear`, of a module's linear layers."""
+    """Path of each linear layer of a module → the arguments of `Linear` that describe it."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -684,7 +704,7 @@ def _linears(model: Any, tied: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the facts that `probe_state` finds about a module."""
+    """Return what `probe_state` finds about a module. Raises InputError if its state cannot be found."""
     from npu_sim.llm.probe import probe_state
 
     try:
@@ -699,10 +719,10 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _buffers(model: Any) -> dict[str, Any]:
-    """The non-persistent buffers of a module on the meta device as lists, computed as transformers does after loading.
+    """The non-persistent buffers of a module on the meta device, as lists, initialized by transformers' own code.
 
     Raises:
-        InputError: transformers leaves one as it is.
+        InputError: transformers' initialization leaves a buffer unset.
     """
     import torch
 
@@ -728,14 +748,14 @@ def _buffers(model: Any) -> dict[str, Any]:
 
 
 def _whole(config: Any) -> Any:
-    """The transformers config."""
+    """The transformers config itself, read from disk if `config` is a `StoredConfig`."""
     return config.whole if isinstance(config, StoredConfig) else config
 
 
 class _WithExtras(Mapping[str, Any]):
-    """A checkpoint's tensors by the module's names, with additional ones; nothing is copied.
+    """A checkpoint's tensors by the module's parameter names, with additional ones; nothing is copied.
 
-    Tied parameters are there under both of their names, the matrices of a layer's experts as one.
+    A tied parameter is there under both of its names, and the experts of a layer have one matrix.
     """
 
     def __init__(

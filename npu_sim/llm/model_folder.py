@@ -1,4 +1,4 @@
-"""Hugging Face model folders: config.json, *.safetensors and a tokenizer."""
+"""Opening Hugging Face model folders: config.json, *.safetensors and a tokenizer."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
 
 
 def load_config(folder: Path, name: str, dtype: str | None) -> Checkpoint:
-    """A model folder without its weights. Arguments as in `load_folder`.
+    """A model folder's checkpoint without its weights. Arguments as in `load_folder`.
 
     Raises:
-        InputError: there is no config, it cannot be read, or what it is quantized to stands in the weights.
+        InputError: there is no config, it cannot be read, or only the weights would tell how they are quantized.
     """
     config, generation = _config(folder, name)
     if config.quantization_config:
@@ -83,7 +83,7 @@ def load_config(folder: Path, name: str, dtype: str | None) -> Checkpoint:
 
 
 def _config(folder: Path, name: str) -> tuple[StoredConfig, dict[str, Any]]:
-    """A folder's config, and what `Checkpoint` has of its generation config."""
+    """A folder's config, and the fields of `Checkpoint` that its generation config sets."""
     fields = read_config(folder)
     require_packages(f"opening {name}", "transformers", "tokenizers", "jinja2")
     key = _facts_key(folder, ("config.json", "generation_config.json"))
@@ -108,7 +108,7 @@ def _config(folder: Path, name: str) -> tuple[StoredConfig, dict[str, Any]]:
 
 
 def _has_another_head(state: Mapping[str, Any]) -> bool:
-    """Whether the file's output embeddings differ from its input embeddings; then transformers does not tie them."""
+    """Whether the file has output embeddings that differ from its input embeddings, so that they must not be tied."""
     tables, heads = ([name for name in state if name.endswith(names)] for names in (TABLES, HEADS))
     if not tables or not heads:
         return False
@@ -132,13 +132,13 @@ def _first_dtype(tensors: Mapping[str, Any]) -> str:
 
 
 def _facts_key(folder: Path, files: Sequence[str]) -> list[Any]:
-    """A cache key that changes whenever one version of transformers might read a folder's files differently."""
+    """A cache key that changes whenever transformers might read a folder's files differently."""
     texts = [path.read_text("utf-8", "replace") if path.is_file() else None for path in map(folder.joinpath, files)]
     return [texts, source_digest("npu_sim.llm")]
 
 
 def _find_facts(folder: Path) -> dict[str, Any]:
-    """Return the config's fields and the settings of generation, as transformers reads them from a folder."""
+    """Return the config's fields and the generation settings that transformers reads from a folder, as JSON data."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = _read_config(folder)

@@ -1,4 +1,4 @@
-"""Model types that were tried: the outcomes that `tests/support/decoders.py` has written."""
+"""The model types of transformers that were tried, with the outcomes that `tests/support/decoders.py` recorded."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,11 +10,11 @@ RIGHT = "right"
 
 @dataclass(frozen=True)
 class ModelType:
-    """The outcomes of a model type of transformers, tried with a tiny random checkpoint.
+    """The outcome of running a model type of transformers with a tiny random checkpoint.
 
     Attributes:
-        generate, serve: Whether `npu-sim generate`, and `npu-sim serve`, gave the tokens of transformers.
-        reason: The refusal where one did not.
+        generate, serve: Whether `npu-sim generate` and `npu-sim serve` gave the tokens that transformers gives.
+        reason: The error message if one of them refused the model.
     """
 
     name: str
@@ -24,7 +24,7 @@ class ModelType:
 
 
 def tried_types() -> Iterator[ModelType]:
-    """All model types of transformers, in order."""
+    """All model types of transformers with their outcomes, in the order of their names."""
     outcomes = json.loads(files("npu_sim").joinpath("data/model_types.json").read_text("utf-8"))
     return (_model_type(name, outcomes[name]) for name in sorted(outcomes))
 

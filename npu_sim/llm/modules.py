@@ -1,6 +1,6 @@
 """The modules that are traced and compiled: a Hugging Face model with its KV cache as inputs and outputs.
 
-Some choose the next token themselves.
+Some of them also choose the next token.
 """
 
 import contextlib
@@ -20,31 +20,31 @@ from npu_sim.llm.state import StateForm, StateName
 
 
 class PlacedCache(RecurrentCache):
-    """A cache as transformers asks for it, of tokens whose places say which keys there are."""
+    """A cache with the methods that transformers calls, for tokens whose `Places` say which keys they may see."""
 
     is_compileable = True
     is_sliding = ()
 
     def __init__(self, places: Places, states: dict[StateName, torch.Tensor] | None = None) -> None:
-        """Begin with these recurrent states; None: with none."""
+        """Begin with these recurrent states; None: all of them begin with zeros."""
         self.places, self.states = places, states or {}
 
     def get_query_offset(self, *_: Any) -> Places:
-        """Return what `visible` gets as the offset of the queries."""
+        """Return the `Places` object, which transformers hands to `visible` as the offset of the queries."""
         return self.places
 
     def get_mask_sizes(self, *_: Any) -> tuple[Places, int]:
         return self.places, 0
 
     def get_seq_length(self, *_: Any) -> torch.Tensor:
-        """[N]: what transformers adds to 0, 1, 2, … for the positions of the new tokens."""
+        """The positions of the new tokens minus 0, 1, 2, … ([N]); transformers adds 0, 1, 2, … to them again."""
         positions = self.places.queries
         return positions - torch.arange(positions.shape[0], device=positions.device)
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Take one more vector [1, N, D] of each token, by which a layer chooses keys; return all [1, S, D].
 
-        It is kept as half a key and half a value of a layer of its own.
+        The vectors are stored as keys and values, half a vector each, of an additional layer.
         """
         first, second = keys[:, None].chunk(2, -1)
         return torch.cat(self.update(first, second, -1 - layer_idx), -1)[:, 0]
@@ -52,7 +52,7 @@ class PlacedCache(RecurrentCache):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Take keys and values [1, KV heads, N, head dim]; return those that attention reads."""
+        """Take a layer's new keys and values [1, KV heads, N, head dim]; return the rows that its attention reads."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -60,19 +60,19 @@ class PlacedCache(RecurrentCache):
 
 
 class OtherStateError(InputError, AttributeError):
-    """The error of a module that asks a cache for what ours lacks."""
+    """The error of a module that calls a cache method which `PlacedCache` lacks."""
 
 
 class _Cache(PlacedCache):
-    """A KV cache for Hugging Face attention that writes new rows in place and returns what attention is to read.
+    """A KV cache for Hugging Face attention that writes new rows in place and returns the rows that attention reads.
 
     `index_copy` is what the compiler turns into an in-place update of a buffer that the caller donates.
 
     Args:
-        rows: Indices of the new rows. In tensors [1, KV heads, S, head dim] they are positions, in pools [rows, KV
-            heads, head dim] slots.
-        tensors: Keys and values, each a list with a tensor for each layer that has them.
-        layers: Number of each of these layers; None: all from 0 on.
+        rows: Indices of the new rows: positions for tensors [1, KV heads, S, head dim], rows of the pool for tensors
+            [rows, KV heads, head dim].
+        tensors: Two lists, of keys and of values, with one tensor for each layer that has them.
+        layers: Numbers of these layers in the model. None: 0, 1, 2, …
         states: Recurrent states of the step's sequences; None: the model has none.
     """
 
@@ -92,7 +92,10 @@ class _Cache(PlacedCache):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Take keys and values [1, KV heads, N, head dim], for a pool also of sequences with T tokens each."""
+        """Write a layer's new keys and values [1, KV heads, N, head dim]; return the rows that its attention reads.
+
+        For a pool they may also come as [S, KV heads, T, head dim], T tokens of each of S sequences.
+        """
         index = self._index[layer_idx]
         for layers, new in zip(self._tensors, (key, value), strict=True):
             if layers[index].dim() == 3:
@@ -103,12 +106,12 @@ class _Cache(PlacedCache):
         return tuple(self.places.read(layers[index]) for layers in self._tensors)
 
     def updated(self) -> Iterator[torch.Tensor]:
-        """The updated keys and values of each layer in turn."""
+        """The updated tensors: keys and values of the first layer, of the second, and so on."""
         return (tensor for pair in zip(*self._tensors, strict=True) for tensor in pair)
 
 
 def placed(causal: Any, cache: PlacedCache, takes_mask: bool, sequences: int = 1) -> dict[str, Any]:
-    """The arguments by which a Hugging Face model gets its cache and its tokens' positions, as far as it takes them."""
+    """Keyword arguments that give a Hugging Face model its cache and positions, of those that its `forward` accepts."""
     taken, positions = inspect.signature(causal.forward).parameters, cache.places.queries
     own = positions[None] if sequences == 1 else positions.reshape(sequences, -1)
     given: dict[str, Any] = {"position_ids": own + first_position(causal), "cache_position": positions}
@@ -122,9 +125,9 @@ def placed(causal: Any, cache: PlacedCache, takes_mask: bool, sequences: int = 1
 
 @contextlib.contextmanager
 def told_positions(causal: Any, places: Places) -> Iterator[None]:
-    """Give positions to the parts of a model that would count them from the length of its cache.
+    """Give positions to those parts of a model that would derive them from the length of its cache.
 
-    These are modules that take `past_key_values_length`, and `position_ids` [N] or [1, N] instead.
+    They are modules that take `past_key_values_length`; they get `position_ids` [N] or [1, N] instead.
     """
 
     def tell(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -147,7 +150,7 @@ def told_positions(causal: Any, places: Places) -> Iterator[None]:
 
 
 def first_position(causal: Any) -> int:
-    """The number that a Hugging Face model gives to the first position: above 0 where they begin after padding's."""
+    """The number that a Hugging Face model gives to the first position: 0, or the one after its padding id."""
     for module in causal.modules():
         number = getattr(type(module), "create_position_ids_from_input_ids", None)
         if number is not None and isinstance(padding := getattr(module, "padding_idx", None), int):
@@ -159,11 +162,10 @@ class CachedCausalLM(nn.Module):
     """A Hugging Face causal LM as a function of its KV cache; parameter names stay Hugging Face's.
 
     forward: input_ids [B, T], positions [T], last [1] or None, k and v: per layer [B, KV heads, S, head dim], r: the
-    recurrent states, each [B, …]
-    → logits [B, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v of each layer in turn,
-    then the updated r.
-    B is 1 but where programs are only simulated: all sequences stand at the same positions.
-    The logits are float32: bfloat16 numbers near 25 are 0.125 apart, so the best candidates would often tie.
+    recurrent states, each [B, …] → logits [B, 1, vocab] of the token at index `last` (None: T is 1), then the updated k
+    and v of each layer in turn, then the updated r. B is 1 except in programs that are only simulated; all sequences
+    stand at the same positions. The logits are float32: bfloat16 numbers near 25 are 0.125 apart, so the best
+    candidates would often tie.
 
     Token t attends to cache rows 0..positions[t] only, so the contents of later rows never matter.
     """
@@ -197,7 +199,10 @@ class CachedCausalLM(nn.Module):
 
 @contextlib.contextmanager
 def _only_row(lm_head: nn.Module, last: torch.Tensor | None) -> Iterator[None]:
-    """Apply the LM head to one row only: the logits of a whole prompt would cost more than all layers together."""
+    """While inside, apply the LM head to the row `last` only, if it is not None.
+
+    The logits of a whole prompt would cost more than all layers together.
+    """
     if last is None:
         yield
         return
@@ -207,7 +212,7 @@ def _only_row(lm_head: nn.Module, last: torch.Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hooked(lm_head: nn.Module, select: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Apply the LM head to what a function returns for its input."""
+    """While inside, apply the LM head only to what `select` returns for its input."""
     hook = lm_head.register_forward_pre_hook(lambda _, args: (select(args[0]),))
     try:
         yield
@@ -216,7 +221,7 @@ def _hooked(lm_head: nn.Module, select: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def _chosen_rows(lm_head: nn.Module, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Apply the LM head to these tokens only, of any sequences: [S, T, hidden size] → [1, R, vocab]."""
+    """While inside, apply the LM head to the tokens `rows` of all sequences: [S, T, hidden size] → [1, R, vocab]."""
     return _hooked(lm_head, lambda x: torch.index_select(x if x.shape[0] == 1 else x.flatten(0, 1)[None], 1, rows))
 
 
@@ -252,9 +257,9 @@ class SelfFeedingDecode(nn.Module):
 class SamplingDecode(SelfFeedingDecode):
     """`SelfFeedingDecode` with a sampled token.
 
-    forward: token, position, history as there, settings [3] (temperature, top_k, top_p, as `drawn` takes them),
-    uniforms [S] (random numbers from [0, 1); the step uses the one at index `position`), k, v, r
-    → the same outputs, with the sampled token instead of the argmax.
+    forward: token, position, history as in `SelfFeedingDecode`, settings [3] (temperature, top_k, top_p, as `drawn`
+    takes them), uniforms [S] (random numbers from [0, 1); the step uses the one at index `position`), k, v, r → the
+    same outputs, with the sampled token instead of the argmax.
     """
 
     def forward(  # type: ignore[override]
@@ -276,7 +281,7 @@ class SamplingDecode(SelfFeedingDecode):
 
 
 def drawn(scores: torch.Tensor, settings: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The index [..., 1] of a sampled token in descending logits [..., vocab]; the same rule as `sampling.Drawing`.
+    """The index [..., 1] of a sampled token in descending logits [..., vocab], by the rule of `sampling.Drawing`.
 
     Args:
         scores: Logits in descending order.
@@ -300,7 +305,10 @@ def _fed_back(
     position: torch.Tensor,
     history: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The chosen token, position + 1, and history with the token in it, each as an in-place update of its input."""
+    """The updates of a decode step's inputs: the chosen token, position + 1, and history with the token in it.
+
+    Each is computed as an in-place update of the input.
+    """
     token_or_error = torch.where(logits.flatten().index_select(0, best).abs() < torch.inf, chosen, -1)
     only = torch.zeros(1, dtype=torch.long, device=token.device)
     history = torch.index_copy(history, 0, position, token_or_error)
@@ -312,21 +320,24 @@ class PagedCausalLM(nn.Module):
 
     forward: tokens, positions, sequences [N], slots [N] (the row of the pools that a token's keys and values are
     written to), tables [S, T] (see `Paging`); outputs [R], indices of the tokens after which a token is to be chosen;
-    history [H], tokens that earlier steps have chosen; places [R], where in it to write the chosen ones; k and v: per
-    layer [rows, KV heads, head dim]; adapters [N], each token's, where there are some (see `AdapterRows`)
-    → logits [R, vocab] after the tokens at `outputs`, in float32; the history with the chosen tokens, which are the
-    argmax (the lowest id on ties), or -1 where that logit is not finite; the updated k and v of each layer in turn.
+    history [H], tokens that earlier steps have chosen; places [R], where in the history to write the new ones; k and v:
+    per layer [rows, KV heads, head dim]; adapters [N], each token's adapter, if the model has adapters (see
+    `AdapterRows`) → logits [R, vocab] after the tokens at `outputs`, in float32; the history with the chosen tokens,
+    which are the argmax (the lowest id on ties), or -1 where that logit is not finite; the updated k and v of each
+    layer in turn.
 
-    A model with recurrent states takes tokens, positions, sequences and slots [S, T], as many of each sequence, and
-    lanes [S], the lane of each, and r: the states, each [lanes, …]; the updated r are its last outputs.
+    A model with recurrent states takes tokens, positions, sequences and slots as [S, T], T tokens of each sequence. It
+    also takes lanes [S], the row of each sequence in the states, and r, the states, each [lanes, …]; the updated r are
+    its last outputs.
 
-    A token of -1 - p stands for the one at place p of the history, so that a step can be launched before the result
-    of the one before is known.
+    The token -1 - p stands for the token at index p of the history, so that a step can be launched before the result of
+    the previous one is known.
 
     Args:
-        causal: A module whose attention function is `attend_to_pages`, or `attend_to_rows` where the form is not paged.
+        causal: A module whose attention function is `attend_to_pages`, or `attend_to_rows` if its `StateForm` is not
+            paged.
         block_size: Rows per block of the pools.
-        chosen: What the module's linear layers take the adapters of rows from. None: there are no adapters.
+        chosen: Object from which the hooks of `add_adapters` take each row's adapter. None: there are no adapters.
     """
 
     def __init__(self, causal: Any, form: StateForm, block_size: int, chosen: AdapterRows | None = None) -> None:
@@ -372,7 +383,7 @@ class PagedCausalLM(nn.Module):
         r: Sequence[torch.Tensor],
         choose: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """`forward` with a function from logits [R, vocab] to tokens [R]."""
+        """`forward` with `choose`, a function from logits [R, vocab] to tokens [R]."""
         (causal,), form = self._causal, self._form
         tokens, positions, sequences, slots, tables, outputs = batch
         count = 1 if lanes is None else tokens.shape[0]
@@ -395,8 +406,8 @@ class PagedCausalLM(nn.Module):
 class PagedSampling(PagedCausalLM):
     """`PagedCausalLM` with sampled tokens.
 
-    forward: the inputs of that up to `places`, settings [R, 3] as `drawn` takes them (a row with temperature 0 is
-    greedy), uniforms [R] (a random number from [0, 1) each), k, v → the same outputs.
+    forward: the inputs of `PagedCausalLM` up to `places`, settings [R, 3] as `drawn` takes them (a row with temperature
+    0 is greedy), uniforms [R] (a random number from [0, 1) each), k, v → the same outputs.
     """
 
     def forward(  # type: ignore[override]
@@ -430,7 +441,10 @@ def _best_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """A token of each row by `drawn`, or its argmax where the temperature is 0; -1 where no logit is finite."""
+    """Chooses a token for each row by `drawn`, or its argmax if the temperature is 0.
+
+    The token is -1 where no logit is finite.
+    """
 
     settings: torch.Tensor
     uniforms: torch.Tensor
@@ -445,7 +459,10 @@ class _Drawing:
 
 
 class CopyRows(nn.Module):
-    """Rows `source` [P] of each pool replace its rows `target` [P]; the updated pools are the outputs."""
+    """A module that copies rows within each pool: row target[i] becomes a copy of row source[i], for P pairs.
+
+    The updated pools are the outputs.
+    """
 
     def forward(self, source: torch.Tensor, target: torch.Tensor, pools: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.index_copy(pool, 0, target, pool.index_select(0, source)) for pool in pools]

@@ -1,4 +1,4 @@
-"""Packages that language models need and the core does not: what to install where one is missing."""
+"""Packages that only language models need; the error for a missing one says what to install."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -7,13 +7,13 @@ from npu_compiler.installing import install_command
 
 
 def require_packages(purpose: str, *names: str) -> None:
-    """Check that packages are installed; none is imported.
+    """Check that packages are installed, without importing them.
 
     Args:
         purpose: The purpose, as the message's first words: "opening a GGUF file".
 
     Raises:
-        InputError: one is not.
+        InputError: a package is not installed.
     """
     missing = [name for name in names if not _is_installed(name)]
     if missing:

@@ -1,8 +1,8 @@
 """Dividing a prompt among prefill programs of several sizes and decode steps.
 
-Costs are in tokens: what a prefill program takes for one more token, once it runs. Measured with a model of 135 million
-parameters on two cores with AVX2, a token is 1.9 ms, a run of 16 tokens 40 ms, of 128 tokens 257 ms, of 512 tokens
-961 ms, and a decode step 14 ms; a run of 8 tokens takes as long as one of 16.
+The unit of cost is the time by which one more token makes a run of a prefill program longer. Measured with a model of
+135 million parameters on two cores with AVX2, a token is 1.9 ms, a run of 16 tokens 40 ms, of 128 tokens 257 ms, of 512
+tokens 961 ms, and a decode step 14 ms; a run of 8 tokens takes as long as one of 16.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,16 +19,16 @@ _COMPILING = 200
 def divide(
     tokens: int, compiled: Collection[int], chunks: Sequence[int], run: int, *, may_pad: bool = True
 ) -> list[int]:
-    """The sizes of the runs, in order, that prefill `tokens` tokens at the least cost; 1 is a decode step.
+    """The sizes of the runs, in order, that prefill `tokens` tokens at the least cost; size 1 means a decode step.
 
-    All runs are full but the last, whose size may exceed what is left, if padding is allowed. At most one size is not
-    among `compiled`.
+    All runs are full except the last, whose size may exceed the tokens that are left if padding is allowed. At most one
+    of the sizes is not among `compiled`.
 
     Args:
         compiled: The sizes whose programs have been compiled before.
         chunks: All sizes that could be compiled.
-        run: Cost of a run besides its tokens: `CPU_RUN` or `GPU_RUN`.
-        may_pad: Whether padding is allowed: a recurrent state would take it for tokens.
+        run: Fixed cost of a run, in tokens: `CPU_RUN` or `GPU_RUN`.
+        may_pad: Whether padding is allowed. It is not for recurrent states, which it would change like tokens.
     """
     ready = [size for size in chunks if size in compiled]
     plans = [(_cost(plan := _divide(tokens, ready, run, may_pad), run), plan)]
@@ -44,7 +44,7 @@ def _cost(plan: Sequence[int], run: int) -> int:
 
 
 def _divide(tokens: int, sizes: Sequence[int], run: int, may_pad: bool) -> list[int]:
-    """The cheapest runs of these sizes and decode steps, larger ones first."""
+    """The cheapest division into runs of these sizes and decode steps, larger runs first."""
     if not sizes:
         return tokens * [1]
     largest = max(sizes)

@@ -1,4 +1,4 @@
-"""Finding out what state the layers of a Hugging Face model keep, by running it without weights or data."""
+"""Finding out what state the layers of a Hugging Face model keep, by running the model without weights or data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from npu_sim.llm.state import StateName
 
 _TOKENS, _BLOCK = 5, 16
 Build = Callable[[Callable[..., Any]], Any]
-"""Function from an attention function to a module on the meta device that calls it."""
+"""A function from an attention function to a module on the meta device that calls this for each layer."""
 
 
 class _ProbedRows(RowPlaces):
-    """Rows whose masks say in `window` which they are: the number of last positions that is seen, 0 for others.
+    """`RowPlaces` whose masks have an attribute `window`: the number of last positions seen, 0 for other masks.
 
     Attributes:
-        asked: Whether a mask was made.
+        asked: Whether a layer has asked for a mask.
     """
 
     asked = False
@@ -43,7 +43,7 @@ class _ProbedRows(RowPlaces):
 
 
 class _Recorder(PlacedCache):
-    """A cache that notes the shapes of keys and values, and returns them, or pools of their shape."""
+    """A cache that records the shapes of keys and values, and returns them, or pools of such rows."""
 
     def __init__(self, places: Places, states: dict[StateName, torch.Tensor] | None) -> None:
         super().__init__(places, states)
@@ -69,10 +69,10 @@ class _Run:
     """Results of running a module once.
 
     Attributes:
-        rows: The shapes of a token's keys and values in each layer that has some.
-        windows: The number of last tokens that each layer attends to, 0 for all.
+        rows: Layer → the shapes of a token's keys and values, for each layer that has some.
+        windows: Layer → the number of last tokens that it attends to, 0 for all.
         calls: Number of calls of the attention function.
-        states: The recurrent states that the layers left.
+        states: The recurrent states after the run.
     """
 
     rows: dict[int, list[list[int]]]
@@ -90,7 +90,7 @@ def probe_state(build: Build) -> dict[str, Any]:
         recurrent state; and `is_additive`, `is_paged`, `takes_mask` and `takes_pieces` as in `StateForm`.
 
     Raises:
-        InputError: a layer keeps something else.
+        InputError: a layer keeps a state of another kind, or the attention is of an unsupported kind.
     """
     with torch.device("meta"):
         positions = torch.empty(_TOKENS, dtype=torch.long)
@@ -131,15 +131,16 @@ def probe_state(build: Build) -> dict[str, Any]:
 
 
 def _described(state: torch.Tensor) -> tuple[list[int], str]:
-    """The shape of a state of one sequence, and its dtype."""
+    """The shape of one sequence's part of a state, and its dtype."""
     return list(state.shape[1:]), str(state.dtype).removeprefix("torch.")
 
 
 def _takes_pieces(build: Build, states: dict[StateName, torch.Tensor], takes_mask: bool) -> bool:
-    """Whether steps of several tokens continue from recurrent states.
+    """Whether a step of several tokens continues from the recurrent states of the step before.
 
     Raises:
-        InputError: not even a step of one token does, or the states' sizes depend on the number of tokens.
+        InputError: a step of one token does not continue from them either, or their sizes depend on the number of
+            tokens.
     """
     sorts = {(name.sort, name.place) for name in states}
     for count, sort in product((1, _TOKENS), sorts):
@@ -169,7 +170,7 @@ def _run(
     """Run a module once.
 
     Args:
-        states: The recurrent states with which it begins. None: as at the first token.
+        states: The recurrent states with which the run begins. None: those before the first token.
     """
     windows: dict[int, int] = {}
     calls = 0

@@ -1,7 +1,7 @@
-"""A language model on several devices: this process leads, and one process for each other device does what it does.
+"""A language model on several devices: this process leads, and one further process for each other device follows it.
 
-All processes make the same `CompiledModel`, each with its part of the weights and of the state. Sent to the others are
-the values that are written to a program's inputs, and that it runs; everything else stays where it is.
+All processes make the same `CompiledModel`, each with its part of the weights and of the state. The leader sends the
+others the values for a program's inputs and the order to run it; everything else stays on its device.
 """
 
 from collections.abc import Mapping
@@ -27,15 +27,17 @@ def start_group(
     settings: Mapping[str, Any],
     start_worker: StartWorker = LocalWorker,
 ) -> RankGroup:
-    """Start the processes of ranks 1 to ranks - 1 and connect the devices that follow this one with it.
+    """Start the processes of ranks 1 to ranks - 1 and connect their devices with this one.
+
+    A rank is the number of a process; its device is that many places after this one's.
 
     Args:
         model: The `CompiledModel` that every process makes with these settings.
         start_worker: Starts the process of a rank.
 
     Raises:
-        InputError: that many devices cannot share the model, or only this process has the checkpoint.
-        DeviceError: there are not so many devices, or they exchange nothing.
+        InputError: that many devices cannot share the model, or other processes cannot open the checkpoint.
+        DeviceError: there are fewer devices, or they cannot exchange data.
     """
     check_ranks(checkpoint, ranks)
     if checkpoint.opened_by is None:
@@ -62,7 +64,7 @@ def _abort(device: Device) -> None:
 
 
 class RankedModel:
-    """The part of a model that a process other than the first holds, with methods for the first process to call."""
+    """The part of a model that a process other than the leader holds; the leader calls its methods."""
 
     def __init__(
         self,
@@ -82,18 +84,18 @@ class RankedModel:
         self._device.backend.join(self._rank.rank, self._rank.size, self._rank.share)
 
     def build(self, target: str) -> None:
-        """Make the model, whose programs are those of rank 0 if these are the same: compiled for this target."""
+        """Make this rank's part of the model. Raises DeviceError if the device needs other programs than `target`."""
         if (own := self._device.backend.target.key) != target:
             raise DeviceError(f"its device runs programs for '{own}', but rank 0 has them for '{target}'")
         place = {"rank": self._rank.rank, "tensor_parallel": self._rank.size}
         self._model = named(self._type)(self._checkpoint, device=self._device, **place, **self._settings)
 
     def prepare(self, name: ProgramName) -> None:
-        """Load a program."""
+        """Load the program of that name."""
         self._model.program(name)
 
     def run(self, name: ProgramName, values: Mapping[str, NDArray[Any]]) -> None:
-        """Run a program after writing these inputs."""
+        """Write these inputs, by name, and run the program of that name."""
         program = self._model.program(name)
         for key, value in values.items():
             program.fill(key, value)
@@ -101,7 +103,7 @@ class RankedModel:
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
-    """Refuse a number of devices that cannot share the model's heads evenly. Raises InputError."""
+    """Raise InputError if the model's heads cannot be divided evenly among that many devices."""
     if ranks == 1:
         return
     if is_recurrent(layer_states(checkpoint)):

@@ -1,7 +1,8 @@
 """Recurrent states of traced modules: tensors of a fixed size that a layer reads and replaces at each step.
 
 transformers' cache has two sorts: the last columns of a convolution's input, and the state of a recurrence (a selective
-scan, a delta rule, a linear attention). A layer may have several of each. They lie in lanes, one for each sequence.
+scan, a delta rule, a linear attention). A layer may have several of each. Their memory is divided into lanes, one for
+each sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,11 @@ from npu_sim.llm.state import StateName
 
 
 class RecurrentCache:
-    """The part of a cache, as transformers asks for it, that has recurrent states; for a subclass.
+    """The part of a cache for transformers that holds recurrent states; a base class.
 
     Attributes:
         states: State → tensor [sequences, …]; a state that is absent begins with zeros. Layers may change tensors in
-            place; what they leave here is the state after the step.
+            place; the tensors that are here afterwards are the states after the step.
     """
 
     states: dict[StateName, torch.Tensor]
@@ -44,7 +45,7 @@ class RecurrentCache:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Append new columns [sequences, channels, tokens]; returns the kept ones and the new ones."""
+        """Append new columns [sequences, channels, tokens]; return the kept columns followed by the new ones."""
         name = StateName("conv", layer_idx, state_idx)
         kept = self.states.get(name)
         if kept is None:
@@ -60,7 +61,7 @@ class RecurrentCache:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        """Replace a state."""
+        """Replace a layer's recurrent state, and return the new one."""
         name = StateName("recurrent", layer_idx, state_idx)
         kept = self.states.get(name)
         self.states[name] = recurrent_states if kept is None else recurrent_states.to(kept.dtype)
@@ -70,7 +71,7 @@ class RecurrentCache:
 def read_lanes(
     names: Sequence[StateName], pools: Sequence[torch.Tensor], lanes: torch.Tensor, firsts: torch.Tensor
 ) -> dict[StateName, torch.Tensor]:
-    """Return the states of a step's sequences.
+    """Return name → state of a step's sequences, read from their lanes.
 
     Args:
         pools: [lanes, …] for each name.
@@ -92,16 +93,16 @@ def write_lanes(
     pools: Sequence[torch.Tensor],
     lanes: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Return the pools with the states of a step's sequences in their lanes."""
+    """Return the pools after writing the states of a step's sequences to their lanes."""
     return [
         torch.index_copy(pool, 0, lanes, states[name].to(pool.dtype)) for name, pool in zip(names, pools, strict=True)
     ]
 
 
 def folded(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function for the tokens of several sequences over one pool, from one for tokens in a row.
+    """Make an attention function for one row of tokens also take the tokens of several sequences over one pool.
 
-    Where the query is [S, H, T, head dim] and the keys are those of a pool, `attend` gets [1, H, S · T, head dim].
+    If the query is [S, H, T, head dim] and the keys are those of a pool, `attend` gets [1, H, S · T, head dim].
     """
 
     @wraps(attend)

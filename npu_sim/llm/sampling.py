@@ -1,7 +1,7 @@
 """Choosing the next token from logits: greedy decoding, or sampling with temperature, filters, penalties and biases.
 
-`modules.drawn` is the same rule as part of a decode step on the device. top-p is nucleus sampling (Holtzman et al.,
-https://arxiv.org/abs/1904.09751).
+`modules.drawn` is the same rule as a part of a decode step on the device. "top-p" means nucleus sampling (Holtzman et
+al., https://arxiv.org/abs/1904.09751).
 """
 
 import copy
@@ -34,21 +34,21 @@ def greedy(logits: Logits) -> int:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The rule by which tokens are chosen: arguments of `make_sampler`.
+    """The rule by which tokens are chosen: the arguments of `make_sampler` and more.
 
     What the device does not compute (all but temperature, top_k and top_p), the host does from the logits, in this
-    order: repetition penalty, frequency and presence penalties, bias, minimum length; then top_k, top_p, min_p and
-    typical_p, each of what the one before has left.
+    order: repetition penalty, frequency and presence penalties, bias, minimum length; then the filters top_k, top_p,
+    min_p and typical_p, each of which is applied to the tokens that the one before has kept.
 
     Attributes:
-        repetition_penalty: See `penalized`. Default: that of the checkpoint.
-        presence_penalty: Subtracted from the logits of new tokens that have occurred.
-        frequency_penalty: Subtracted as often as they have occurred.
-        min_p: Least probability of a token, as a share of that of the most probable one. Default: 0.
-        typical_p: Probability of the tokens that are kept, those nearest to the distribution's entropy (Meister et al.,
-            https://arxiv.org/abs/2202.00666). Default: 1.
-        logit_bias: Pairs of a token and what is added to its logit.
-        min_tokens: Number of new tokens before which the sequence does not end by itself.
+        repetition_penalty: See `penalized`. None: the checkpoint's own.
+        presence_penalty: Subtracted once from the logit of each token that has occurred among the new ones.
+        frequency_penalty: Subtracted from a token's logit as often as it has occurred among the new ones.
+        min_p: Least probability of a token, as a share of the most probable token's. None: 0.
+        typical_p: Total probability of the kept tokens, those whose information is nearest to the distribution's
+            entropy (Meister et al., https://arxiv.org/abs/2202.00666). None: 1.
+        logit_bias: Pairs of a token id and the number that is added to its logit.
+        min_tokens: Number of new tokens before which no stop token is chosen.
     """
 
     temperature: float = 0.0
@@ -65,7 +65,7 @@ class SamplingSettings:
 
     @property
     def filters(self) -> bool:
-        """Whether tokens are left out by more than top_k and top_p."""
+        """Whether there are filters besides top_k and top_p: min_p or typical_p."""
         return bool(self.min_p) or self.typical_p not in (None, 1)
 
     @property
@@ -79,7 +79,7 @@ class Drawing:
     """A random sampler with its own generator, from which each call takes one uniform number.
 
     Attributes:
-        sampling: Temperature, top_k and top_p.
+        sampling: Settings, of which temperature, top_k and top_p count.
         settings: (temperature, top_k, top_p) in float32, as `modules.drawn` takes them.
     """
 
@@ -102,7 +102,7 @@ class Drawing:
         return copy.deepcopy(self._rng)
 
     def skip(self) -> None:
-        """Advance the generator by one number, which the device has used."""
+        """Advance the generator by one number, since the device has used it."""
         self._rng.random(dtype=np.float32)
 
 
@@ -122,10 +122,10 @@ def penalized(logits: Logits, tokens: Sequence[int], penalty: float) -> Logits:
 
 
 def adjusted(logits: Logits, sampling: SamplingSettings, tokens: Sequence[int], prompt_length: int) -> Logits:
-    """Logits [vocab] after the penalties and the bias, in this order.
+    """Logits [vocab] after the repetition, frequency and presence penalties and the bias, in this order.
 
     Args:
-        tokens: The prompt and the new tokens so far.
+        tokens: Tokens of the prompt and new tokens so far.
     """
     penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
     scores = penalized(logits, tokens, penalty)
@@ -139,7 +139,7 @@ def adjusted(logits: Logits, sampling: SamplingSettings, tokens: Sequence[int], 
 
 
 def check_sampling(sampling: SamplingSettings, vocab_size: int) -> None:
-    """Refuse settings out of their ranges, those of `make_sampler` aside. Raises InputError."""
+    """Raise InputError for settings out of their ranges, except those that `make_sampler` checks."""
     if sampling.repetition_penalty is not None:
         check_penalty(sampling.repetition_penalty)
     for name in ("presence_penalty", "frequency_penalty"):
@@ -159,7 +159,7 @@ def check_sampling(sampling: SamplingSettings, vocab_size: int) -> None:
 
 
 def check_penalty(penalty: float) -> None:
-    """Refuse a repetition penalty that is not a number above 0. Raises InputError."""
+    """Raise InputError for a repetition penalty that is not a finite number above 0."""
     if not 0 < penalty < np.inf:
         raise InputError(f"repetition_penalty must be a finite number above 0, not {penalty}")
 
@@ -171,9 +171,9 @@ def make_sampler(
 
     Args:
         temperature: Divides the logits; 0 means greedy decoding.
-        top_k: Sample from this many of the most probable tokens. Default: all.
-        top_p: Sample from the smallest set of tokens with this total probability. Default: all.
-        seed: Seed of the generator. Default: a random one.
+        top_k: Sample from this many of the most probable tokens. None: all.
+        top_p: Sample from the smallest set of tokens with this total probability. None: all.
+        seed: Seed of the generator. None: a random one.
 
     Raises:
         InputError: temperature is negative or not finite, top_k is below 1, top_p is outside (0, 1], or seed below 0.
@@ -187,12 +187,12 @@ def make_sampler(
 def choose(
     logits: Logits, uniform: float, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None
 ) -> int:
-    """A token sampled by inverse transform.
+    """Sample a token by inverse transform of the uniform number.
 
-    It is the first in descending order at which the cumulative probability exceeds `uniform`. The probabilities are
-    softmax(logits / temperature), restricted to the `top_k` most probable tokens, then to the smallest set of those
-    whose share reaches `top_p`. On ties, lower ids are kept. Only as many tokens are sorted as it takes; the total of
-    all is summed in float32's precision.
+    The token is the first, in descending order of probability, at which the cumulative probability exceeds `uniform`.
+    The probabilities are softmax(logits / temperature), restricted to the `top_k` most probable tokens, then to the
+    smallest set of those whose share reaches `top_p`. On ties, lower ids are kept. Only as many tokens are sorted as
+    are needed; the total of all is computed in float32's precision.
 
     Args:
         logits: [vocab].
@@ -223,7 +223,8 @@ def choose(
 def choose_filtered(logits: Logits, uniform: float, sampling: SamplingSettings) -> int:
     """`choose` with min_p and typical_p too.
 
-    Each filter keeps at least the most probable token, or the most typical one. On ties, lower ids come first.
+    Each filter keeps at least one token: the most probable or, for typical_p, the most typical one. On ties, lower ids
+    come first.
 
     Raises:
         NPUError: a logit is NaN or infinite.
@@ -234,7 +235,7 @@ def choose_filtered(logits: Logits, uniform: float, sampling: SamplingSettings) 
 
 
 def kept_tokens(logits: Logits, sampling: SamplingSettings) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """The tokens that the filters keep, in descending order, and their probabilities, which sum to 1.
+    """Indices of the tokens that the filters keep, most probable first, and their probabilities, which sum to 1.
 
     Raises:
         NPUError: as in `choose_filtered`.

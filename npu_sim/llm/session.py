@@ -1,4 +1,4 @@
-"""`LanguageModel`: a compiled language model on a device that continues one sequence: the engine with one sequence."""
+"""`LanguageModel`: a compiled language model on a device that continues one sequence with the engine."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -34,11 +34,12 @@ class GenerationStats:
     Attributes:
         prompt_tokens: Tokens of the prompt, of which `reused_tokens` were already in the KV cache.
         new_tokens: Tokens generated, not counting the stop token.
-        decode_steps: Tokens after the first one, a stop token included. The first new token comes from the prefill.
-        prefill_seconds, decode_seconds: Time until the first token, and for the others, without the caller's code. All
-            times are by the device's clock.
+        decode_steps: Number of tokens after the first one, including a stop token. The first new token comes from the
+            prefill.
+        prefill_seconds, decode_seconds: Time until the first token, and for all others, without the time of the
+            caller's own code. All times are by the device's clock.
         first_token_seconds: Time from the beginning of the prefill until the first new token was known.
-        token_seconds: Time that the caller waited for each token after it, a stop token included.
+        token_seconds: Time that the caller waited for each token after the first, including a stop token.
         finish_reason: `stop` after a stop token, `length` after the requested number of tokens or when the cache is
             full, None before the end.
     """
@@ -55,12 +56,12 @@ class GenerationStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Rate of prompt tokens computed, without those reused from the cache; 0 before any."""
+        """Prompt tokens computed for each second of prefill, without those reused from the cache; 0 without any."""
         return (self.prompt_tokens - self.reused_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Rate of decode steps; 0 before any."""
+        """Decode steps for each second of decoding; 0 without any."""
         return self.decode_steps / self.decode_seconds if self.decode_seconds else 0.0
 
 
@@ -71,7 +72,7 @@ class LanguageModel:
     that, `prefill` and `decode` append tokens to the sequence and return logits.
 
     Attributes:
-        model: Runs the steps.
+        model: The `ContiguousModel` that runs the steps.
         cache_length: Capacity of the KV cache in tokens, a multiple of `chunk`.
         repetition_penalty: The checkpoint's repetition penalty; see `sampling.penalized`. Other values than 1 make the
             host choose the tokens.
@@ -93,13 +94,15 @@ class LanguageModel:
             device: A device or its name. Default: the best one on this machine.
             cache_length: Capacity of the KV cache in tokens, rounded up to a multiple of `chunk`. Default: 2048, or the
                 model's maximum context length if that is less.
-            chunk: Tokens per run of the only prefill program, which is then compiled at once; reduced to the length of
-                a smaller cache. Default: sizes that fit the prompts; the cache's length is a multiple of 128, or less.
+            chunk: Tokens per run of the only prefill program, which is compiled at once; reduced to the length of a
+                smaller cache. None: programs of several sizes are compiled when prompts need them, and the cache's
+                length is a multiple of 128, or less than that.
             progress: Called with (weights loaded, total weights).
             tensor_parallel: Divide the model among this many devices (see `CompiledModel`).
 
         Raises:
-            InputError: a length does not fit the model, the model cannot be compiled, or not be divided so.
+            InputError: a length does not fit the model, or the model cannot be compiled, or not be divided among so
+                many devices.
             WeightError: the checkpoint does not fit its own config.
             DeviceError: the device is unknown, cannot be used, or is out of memory.
         """
@@ -133,21 +136,24 @@ class LanguageModel:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens whose keys and values are in the cache, in order; a new one joins when the next is requested."""
+        """The tokens whose keys and values are in the cache, in order.
+
+        The latest new token is missing until the next one is requested.
+        """
         return self._tokens if self._current is None else self._current._cached_tokens()
 
     @property
     def decode_program(self) -> "CompiledProgram":
-        """The program of a greedy decode step."""
+        """The compiled program of a greedy decode step."""
         return self.model.program(DECODE).executor.program
 
     @property
     def prefill_programs(self) -> "dict[int, CompiledProgram]":
-        """Tokens per run → prefill program, of those that were needed so far."""
+        """Tokens per run → compiled prefill program, of those loaded so far."""
         return {name: program for name, program in self.model.loaded_programs().items() if isinstance(name, int)}
 
     def prepare(self, sampler: Sampler, prompt_tokens: int = USUAL_PROMPT) -> None:
-        """Compile now what generating with this sampler needs; otherwise the first generation does.
+        """Compile now the programs that generating with this sampler needs, not at the first generation.
 
         Args:
             prompt_tokens: Length of the first prompt.
@@ -158,20 +164,20 @@ class LanguageModel:
         return self.repetition_penalty == 1 and isinstance(sampler, Drawing) and self.model.runs_ahead > 0
 
     def close(self) -> None:
-        """End the processes that this model started for other devices, if any; it cannot be used afterwards."""
+        """End the processes that this model started for other devices, if any. The model cannot be used afterwards."""
         self.model.close()
 
     def eos_ids(self) -> frozenset[int]:
-        """End-of-sequence token ids: those of the checkpoint."""
+        """The checkpoint's end-of-sequence token ids."""
         return self.checkpoint.end_ids()
 
     def reset(self) -> None:
-        """Start an empty sequence. Rows that remain in the cache are overwritten before anything attends to them."""
+        """Start an empty sequence. Old rows in the cache are overwritten before anything attends to them."""
         self._release()
         self._tokens = []
 
     def prefill(self, token_ids: Sequence[int]) -> Logits:
-        """Append tokens to the sequence, in as few and as small runs as fit them.
+        """Append tokens to the sequence, in the cheapest runs of prefill programs and decode steps.
 
         Returns:
             The logits [vocab] for the token after the last one, in float32.
@@ -206,7 +212,7 @@ class LanguageModel:
         return logits
 
     def _append(self, tokens: NDArray[np.int64], start: int) -> Logits:
-        """Run a step of these tokens, at positions from `start` on; the logits after the last one."""
+        """Run a step of these tokens, at positions from `start` on; return the logits after the last token."""
         ids, positions = tokens.astype(np.int32), np.arange(start, start + len(tokens), dtype=np.int32)
         table, last, uniform = (
             np.zeros((1, 1), np.int32),
@@ -218,7 +224,10 @@ class LanguageModel:
         return logits
 
     def _checked_prompt(self, token_ids: Sequence[int], start: int) -> NDArray[np.int64]:
-        """The ids as an array: to check them one by one in Python takes long, and the device idles meanwhile."""
+        """The ids as an array, after checking them and the room for them in the cache. Raises InputError.
+
+        They are checked at once: one by one takes long in Python, while the device idles.
+        """
         try:
             ids = np.asarray(token_ids if isinstance(token_ids, list) else list(map(int, token_ids)))
         except (TypeError, ValueError) as error:
@@ -248,13 +257,13 @@ class LanguageModel:
         """Generate tokens that continue a prompt; they are computed as the result is iterated over.
 
         The longest prefix that the prompt shares with the sequence in the cache is not computed again, so each turn of
-        a conversation costs only its new tokens. Generations may take turns: each continues its own prompt, and
-        computes again what another one has overwritten.
+        a conversation costs only its new tokens. Several generations may take turns: each continues its own prompt, and
+        computes again the tokens that another one has overwritten in the cache.
 
         Args:
             max_new_tokens: Maximum number of new tokens. Default: until the cache is full.
-            sampler: Chooses each token. `greedy` and the results of `make_sampler` run on the device if it can run
-                ahead of the host; any other function is called with the logits [vocab] of every step.
+            sampler: Chooses each token. `greedy` and the results of `make_sampler` are computed on the device if it can
+                run ahead of the host; any other function is called with the logits [vocab] of each step.
             stop: Token ids that end the generation and are not returned. Default: `eos_ids()`.
 
         Raises:
@@ -279,10 +288,10 @@ class LanguageModel:
         return Generation(self, sequence, drawing)
 
     def rewind(self, ids: Sequence[int]) -> int:
-        """Truncate the sequence to its longest common prefix with `ids` and return the length of that.
+        """Truncate the sequence to its longest common prefix with `ids`, and return the length of this prefix.
 
-        At least the last of `ids` is left out, so that there is a token to compute logits from. A recurrent state
-        cannot be truncated: it is kept only where `ids` continue the whole sequence.
+        The prefix does not include the last of `ids`, so that a token is left to compute logits from. A recurrent state
+        cannot be truncated: it is kept only if `ids` continue the whole sequence.
         """
         self._release()
         common = 0
@@ -292,18 +301,21 @@ class LanguageModel:
         return len(self._tokens)
 
     def _continued(self) -> int:
-        """Number of tokens of the sequence that its next step may follow: all, or none of a recurrent state's."""
+        """Number of the sequence's first tokens that its next step may build on.
+
+        It is all of them, or 0 if a recurrent state belongs to another number of tokens.
+        """
         tokens = len(self._tokens)
         return tokens if self.model.rewinds or self.model.end == tokens else 0
 
     def _release(self) -> None:
-        """Take the cache from the generation that has it, if any; its tokens stay in the cache."""
+        """Take the cache from the generation that owns it, if any; its tokens stay in the cache."""
         if self._current is not None:
             self._core.remove(self._current._sequence)
             self._tokens, self._current = self._current._cached_tokens(), None
 
     def _claim(self, generation: "Generation") -> None:
-        """Give the cache to a generation, unless it has it."""
+        """Let a generation own the cache, unless it does already, and forget the tokens that are not its own."""
         if self._current is not generation:
             sequence = generation._sequence
             computed = self.rewind(sequence.tokens)
@@ -313,7 +325,10 @@ class LanguageModel:
             self._core.add(sequence, computed)
 
     def _advance(self) -> None:
-        """Run a step of the generation that has the cache. After an error nothing of the cache is trusted."""
+        """Run a step of the generation that owns the cache.
+
+        After an error, the contents of the cache are not used any more.
+        """
         try:
             self._core.advance()
         except BaseException:
@@ -322,14 +337,14 @@ class LanguageModel:
 
 
 class Generation(Iterator[int]):
-    """The token ids of one generation, computed as they are iterated over; `stats` and `spans` are complete at the end.
+    """The token ids of one generation, as an iterator that computes them; `stats` and `spans` are complete at its end.
 
     Attributes:
-        spans: Times of the prefill and its runs, and of each token, for a trace.
+        spans: Times of the prefill, of its runs and of each token, to be shown in a trace.
     """
 
     def __init__(self, model: LanguageModel, sequence: engine.Sequence, drawing: Drawing | None) -> None:
-        """Begin a generation; `drawing` is the random sampler whose choice the device computes, if any."""
+        """Begin a generation. `drawing` is the sampler if its choice is computed on the device, else None."""
         self.stats = GenerationStats(prompt_tokens=len(sequence.tokens))
         self.spans: list[Span] = []
         self._model, self._sequence, self._drawing = model, sequence, drawing
@@ -365,7 +380,7 @@ class Generation(Iterator[int]):
         stats.finish_reason = reason
 
     def _cached_tokens(self) -> list[int]:
-        """The tokens of the sequence whose keys and values are in the cache, if it has the cache."""
+        """The tokens of this generation whose keys and values are in the cache; empty if it does not own the cache."""
         sequence, new = self._sequence, self.stats.new_tokens
         length = sequence.prompt_length + new - (new > 0 and self.stats.finish_reason != "stop")
         return sequence.tokens[: min(length, sequence.computed)]
@@ -392,7 +407,7 @@ class Generation(Iterator[int]):
         return self._outputs.popleft()
 
     def _span(self, name: str, start: float, **arguments: int) -> float:
-        """Seconds since the start, which become a span."""
+        """Note a span from `start` until now, with arguments for the trace; return its seconds."""
         end = self._clock()
         self.spans.append(Span(name, start, end, arguments))
         return end - start

@@ -1,4 +1,4 @@
-"""The state that the layers of a language model keep between steps, as data: `StateKind` rows."""
+"""Descriptions of the state that a model's layers keep between steps: keys and values, recurrent states."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,21 +12,23 @@ from npu_compiler.graph.dtypes import itemsize
 
 @dataclass(frozen=True)
 class StateKind:
-    """A kind of state of a layer. Its tensors hold a row for each token, or one for each sequence.
+    """A kind of state that a layer keeps. Its tensors hold a row for each token, or one for each sequence.
 
-    A block of a pool holds some rows of tokens; a row of a sequence has a lane, which a running sequence holds.
-    Tracing makes the inputs of a step's module from a kind, the pool its memory, the scheduler its rule for prefixes,
-    and a group of devices its division. To add a kind (a latent that keys and values are computed from), write a row
-    below, let `probe.py` find its layers, and add to `modules.py` the cache that updates its tensors.
+    Rows of tokens lie in the blocks of a pool; the row of a sequence lies in a lane, which the sequence holds while it
+    runs. The kind determines the inputs of a traced step, the memory of the pool, whether the scheduler shares
+    prefixes, and how the state is divided among devices. To add a kind (such as a latent from which keys and values are
+    computed), add an instance below, let `probe.py` find its layers, and add to `modules.py` the cache that updates its
+    tensors.
 
     Attributes:
-        tensors: Arguments of the traced modules, each a list with one tensor for each layer. The program's inputs are
-            named after them: `k_0` is that of the first layer that has some.
+        tensors: Arguments of the traced modules, each a list with one tensor for each layer that has such a state. The
+            program's inputs are named after them: `k_0` is the first tensor of the argument `k`.
         dtype: Element type. None: the compute dtype.
-        sharded_axis: Axis of a row that the devices of a group divide. None: each device has whole rows.
-        shares_prefixes: Whether sequences that begin with the same tokens may share a block that is full of these.
-        is_recurrent: Whether there is one row for each sequence, which every step replaces. Without the rows of earlier
-            tokens, nothing that was computed can be taken back, so that no prefix is shared and no draft is tried.
+        sharded_axis: Axis of a row that is divided among the devices of a group. None: each device has whole rows.
+        shares_prefixes: Whether sequences that begin with the same tokens may share the full blocks of this prefix.
+        is_recurrent: Whether there is one row for each sequence, which every step replaces. As the rows of earlier
+            tokens are gone, a sequence cannot go back to an earlier token, so that no prefix is shared and no draft is
+            tried.
     """
 
     tensors: tuple[str, ...]
@@ -42,10 +44,10 @@ RECURRENT = StateKind(tensors=("r",), shares_prefixes=False, is_recurrent=True)
 
 @dataclass(frozen=True)
 class LayerState:
-    """The state of one layer, or one of its states: a layer may have keys and values beside recurrent ones.
+    """One state of a layer. A layer may have several, such as keys and values beside recurrent states.
 
     Attributes:
-        rows: The shape of a row of each of the kind's tensors: [KV heads, head dim] of keys and of values.
+        rows: The shape of a row in each of the kind's tensors, such as [KV heads, head dim] for keys and for values.
         window: Number of last tokens whose rows are read. 0: all.
         dtype: Element type. None: that of the kind.
     """
@@ -57,18 +59,18 @@ class LayerState:
 
 
 def state_inputs(states: Iterable[LayerState]) -> frozenset[str]:
-    """Names of the program inputs that are state."""
+    """Names of the program inputs that hold these states."""
     layers = Counter(tensor for state in states for tensor in state.kind.tensors)
     return frozenset(f"{tensor}_{layer}" for tensor, count in layers.items() for layer in range(count))
 
 
 def row_bytes(states: Iterable[LayerState], dtype: str) -> int:
-    """Memory of one token's rows in all layers, in a compute dtype."""
+    """Bytes of one token's rows in all layers; `dtype` is the compute dtype."""
     return _bytes((state for state in states if not state.kind.is_recurrent), dtype)
 
 
 def lane_bytes(states: Iterable[LayerState], dtype: str) -> int:
-    """Memory of one sequence's recurrent states in all layers, in a compute dtype."""
+    """Bytes of one sequence's recurrent states in all layers; `dtype` is the compute dtype."""
     return _bytes((state for state in states if state.kind.is_recurrent), dtype)
 
 
@@ -84,17 +86,17 @@ def is_recurrent(states: Iterable[LayerState]) -> bool:
 
 
 def read_window(states: Iterable[LayerState]) -> int:
-    """Number of last tokens whose rows some layer reads. 0: all."""
+    """Number of last tokens whose rows at least one layer reads. 0: all."""
     windows = [state.window for state in states if not state.kind.is_recurrent]
     return 0 if 0 in windows else max(windows, default=0)
 
 
 class StateName(NamedTuple):
-    """The place of a state in transformers' cache.
+    """The place of a recurrent state in transformers' cache.
 
     Attributes:
-        sort: "conv" or "recurrent".
-        layer, place: Number of the layer, and of the state among those of its sort there.
+        sort: "conv" (last columns of a convolution's input) or "recurrent" (state of a recurrence).
+        layer, place: Number of the layer, and of the state among the layer's states of this sort.
     """
 
     sort: str
@@ -107,12 +109,15 @@ class StateForm:
     """The form in which a Hugging Face model keeps and reads its state.
 
     Attributes:
-        layers: Number of each layer that has keys and values; -1 - n for what layer n keeps to choose keys by.
-        is_additive: Whether its attention is its own, which adds masks to scores, not a function that is given to it.
-        is_paged: Whether paged attention computes what its attention does.
-        takes_mask: Whether it must be told that no key is padding: it counts keys by such a mask.
-        recurrent: Its recurrent states.
-        takes_pieces: Whether a step may have several tokens of a sequence: some recurrences begin with zeros then.
+        layers: Number of each layer that has keys and values; -1 - n stands for the vectors by which layer n chooses
+            keys.
+        is_additive: Whether the model has attention code of its own, which adds masks to scores, and does not call an
+            attention function that it is given.
+        is_paged: Whether paged attention can replace the model's attention.
+        takes_mask: Whether the model needs a mask that says that no key is padding, since it counts keys by it.
+        recurrent: The model's recurrent states.
+        takes_pieces: Whether a step may continue a sequence by several tokens: some recurrences would then begin with
+            zeros.
     """
 
     layers: tuple[int, ...]

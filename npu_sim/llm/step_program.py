@@ -15,19 +15,20 @@ if TYPE_CHECKING:
 
 
 ProgramName: TypeAlias = Hashable
-"""A model's name for one of its programs, such as "decode" or the number of tokens of a prefill; can be pickled."""
+"""A model's name for one of its programs, such as "decode" or the number of tokens of a prefill run; can be pickled."""
 
 
 class StepProgram:
-    """A program with its executor and the input buffers that every run uses.
+    """A compiled program with its executor and the input buffers that every run uses.
 
-    After `write` or `fill`, the next run uploads all inputs that are not shared. A run without these takes what is on
-    the device, such as a token that the run before chose there.
+    After `write` or `fill`, the next run uploads all inputs that are not shared. A run without them takes the values on
+    the device, such as the token that the previous run chose.
 
     Args:
         name: The model's name for it.
         shared: Input buffers that are shared with other programs, by name; the others are allocated here.
-        group: Processes for other devices, which run the program of that name too, with the same uploads.
+        group: Processes for other devices, which run their program of the same name with the same uploads. None: there
+            is one device.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class StepProgram:
         self._is_filled = False
 
     def write(self, **values: Sequence[Any] | NDArray[Any]) -> None:
-        """Set inputs that are not shared, by name.
+        """Set the values of inputs that are not shared, by name.
 
         Raises:
             InputError: a value does not fit its input.
@@ -60,9 +61,9 @@ class StepProgram:
         self._is_filled = True
 
     def fill(self, name: str, values: NDArray[Any], rest: int | None = 0) -> None:
-        """Set the first part of an input, along all of its dimensions, and the rest to a number, if one is given.
+        """Set the leading part of an input, along all of its dimensions.
 
-        The caller has checked the values.
+        The rest of it is set to the number `rest` unless that is None. The caller has checked the values.
         """
         array = self._staged.arrays[name]
         if rest is not None and values.shape != array.shape:
@@ -71,7 +72,7 @@ class StepProgram:
         self._is_filled = True
 
     def run(self) -> None:
-        """Launch the program, on all devices of the group."""
+        """Launch the program, on all devices of the group, without waiting for it."""
         if self._group is None:
             self._launch()
             return
@@ -88,7 +89,7 @@ class StepProgram:
     def reader(self) -> Callable[[], Logits]:
         """A function that returns the logits of the last run, [vocab] or row after row, in float32.
 
-        It raises `DeviceError` once a later run has replaced them.
+        The function raises `DeviceError` if a later run has replaced the logits.
         """
         output, group = self._bound.result(self._logits), self._group
 

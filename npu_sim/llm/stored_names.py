@@ -1,4 +1,4 @@
-"""The tensors of a file that make each parameter of a module: transformers' own rules, asked once and kept as facts."""
+"""Parameter names of a module → the tensors in files that make them up, by transformers' rules, cached on disk."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ _EXPERTS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1
 
 @dataclass(frozen=True)
 class Rows:
-    """Names of a file's tensors that follow each other in a parameter's first dimension."""
+    """Tensors of a file that are joined along the first dimension to make a parameter."""
 
     names: tuple[str, ...]
 
@@ -30,11 +30,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Piece:
-    """One of the equal pieces of a file's tensor, divided in its first dimension.
+    """One of the equal parts into which a file's tensor is divided along the first dimension; it is a parameter.
 
     Attributes:
         first: The tensor's name.
-        index, count: Number of the piece, and of all.
+        index, count: Number of this part, from 0, and of all parts.
     """
 
     first: str
@@ -46,11 +46,11 @@ class Piece:
 
 
 Stored = str | ExpertParts | Rows | Piece
-"""A parameter in a file: the name of a tensor, or the parts that it is made of."""
+"""How a file holds a parameter: the name of a tensor, or the tensors or part that make the parameter."""
 
 
 def first_name(stored: Stored) -> str:
-    """Return the name of one tensor that a parameter is made of."""
+    """Return the name of one of the tensors that a parameter is made of."""
     return stored if isinstance(stored, str) else stored.first
 
 
@@ -64,7 +64,7 @@ def _dense(state: Mapping[str, Any], name: str) -> Any:
 
 
 def find_names(model: Any, stored: Iterable[str]) -> dict[str, Any]:
-    """Find what transformers makes of each name in files of a model, as JSON data for `parameters`.
+    """Find which parameter transformers makes of each tensor name in a model's files, as JSON data for `parameters`.
 
     Returns:
         `tensors`: name in the file → parameter; `experts`: parameter → [number of matrices of each expert, list of
@@ -112,7 +112,7 @@ def find_names(model: Any, stored: Iterable[str]) -> dict[str, Any]:
 
 
 def parameters(found: Mapping[str, Any]) -> dict[str, Stored]:
-    """The parameters of what `find_names` found, and what each is in the files."""
+    """Parameter → how the files hold it, from the result of `find_names`."""
     stored: dict[str, Stored] = {target: name for name, target in found["tensors"].items()}
     stored |= {target: ExpertParts(places, parts) for target, (places, parts) in found["experts"].items()}
     stored |= {target: Rows(tuple(names)) for target, names in found["rows"].items()}

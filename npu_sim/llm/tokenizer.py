@@ -1,6 +1,6 @@
 """Tokenizers of Hugging Face folders and GGUF files.
 
-After the first use they are read without transformers, whose import takes seconds.
+A tokenizer that was used before is read without transformers, whose import takes seconds.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _METHODS = ("encode", "_encode_plus", "decode", "_decode", "apply_chat_template"
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer. Raises what transformers raises if there is none, which may be any type of exception."""
+    """The folder's tokenizer. Without one, transformers raises an exception, which may be of any type."""
     return _stored(_digests(folder), lambda: _load_whole(folder))
 
 
@@ -38,7 +38,7 @@ def load_gguf_tokenizer(path: Path, digest: str) -> Any:
     """The tokenizer in a GGUF file's metadata; errors as in `load_tokenizer`.
 
     Args:
-        digest: Key of the metadata.
+        digest: Hash of the file's metadata, by which the tokenizer is cached.
     """
 
     def load() -> Any:
@@ -51,10 +51,10 @@ def load_gguf_tokenizer(path: Path, digest: str) -> Any:
 
 
 def _stored(digests: Mapping[str, str], load: Callable[[], Any]) -> Any:
-    """The tokenizer that `load` returns, or a `StoredTokenizer` in its place.
+    """The tokenizer that `load` returns, or a `StoredTokenizer` made from it now or earlier.
 
     Args:
-        digests: Digest of all that `load` reads.
+        digests: File name → hash of the contents, for everything that `load` reads.
     """
     key, packages = [digests, source_digest("npu_sim.llm")], ("transformers", "tokenizers")
     facts = cached_facts("tokenizer", key, lambda: _find_facts(load()), packages)
@@ -62,7 +62,7 @@ def _stored(digests: Mapping[str, str], load: Callable[[], Any]) -> Any:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """File name → SHA-256, of the files of a folder from which transformers reads a tokenizer."""
+    """File name → SHA-256 of the contents, of the files in a folder from which transformers reads a tokenizer."""
     present = [path for path in map(folder.joinpath, FILES) if path.is_file()]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in present}
 
@@ -74,7 +74,7 @@ def _load_whole(folder: Path) -> Any:
 
 
 def _find_facts(tokenizer: Any) -> dict[str, Any] | None:
-    """Facts by which `StoredTokenizer` replaces a transformers tokenizer; None if it cannot replace this one."""
+    """Data by which `StoredTokenizer` can replace a transformers tokenizer; None if it cannot."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
@@ -90,7 +90,7 @@ def _find_facts(tokenizer: Any) -> dict[str, Any] | None:
 
 
 class StoredTokenizer:
-    """The part of a transformers tokenizer that encodes one text, decodes ids, lists them, and renders chat messages.
+    """A replacement for a transformers tokenizer: encodes a text, decodes and lists ids, and renders chat messages.
 
     Args:
         facts: Result of `_find_facts`.
@@ -110,7 +110,7 @@ class StoredTokenizer:
 
     @cached_property
     def whole(self) -> Any:
-        """The transformers tokenizer."""
+        """The transformers tokenizer, loaded when it is first needed."""
         return self._load()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -119,7 +119,7 @@ class StoredTokenizer:
         return list(encoding.ids)
 
     def get_vocab(self) -> dict[str, int]:
-        """Token → id."""
+        """Return token → id, of all tokens."""
         return dict(self._rust.get_vocab())
 
     def decode(
@@ -137,11 +137,13 @@ class StoredTokenizer:
         tokenize: bool = False,
         **values: Any,
     ) -> str:
-        """The conversation as text. If the template fails here, transformers renders it or raises its own error.
+        """Return the conversation as text.
+
+        If the template fails in our sandbox, transformers renders it or raises its own error.
 
         Args:
-            tools: Functions that the model may call, in OpenAI's form.
-            values: Variables of the template's own, such as `enable_thinking`.
+            tools: Functions that the model may call, in OpenAI's form. None: no functions.
+            values: Further variables for the template, such as `enable_thinking`.
 
         Raises:
             InputError: the template takes too long, or its text is too long.
@@ -167,10 +169,10 @@ class StoredTokenizer:
 
 
 def tokenizer_json(tokenizer: Any) -> str:
-    """A tokenizer as a tokenizer.json file, which the library `tokenizers` reads.
+    """The contents of a tokenizer.json file for a tokenizer, which the library `tokenizers` can read.
 
     Raises:
-        InputError: it is not one of that library's.
+        InputError: the tokenizer is not based on that library.
     """
     if isinstance(tokenizer, StoredTokenizer):
         return str(tokenizer._rust.to_str())

@@ -1,1 +1,1 @@
-"""Groups of processes that run one model together, a device each."""
+"""Groups of processes that run one model together, each on a device of its own."""

@@ -1,13 +1,14 @@
-"""`RankGroup`: processes that hold parts of one thing and do the same with it, led by this one.
+"""`RankGroup`: processes that hold parts of one object and make the same calls on them, led by this process.
 
-This process is rank 0. It starts the others and sends them what to call on their parts, in order; results stay where
-they are. What holds:
+This process is rank 0. It starts the others (workers) and sends them the calls to make on their parts, in order;
+results stay in the workers. Invariants:
 
 1. A worker lives no longer than the group: it ends at once when the connection to rank 0 closes, however busy it is.
-2. A worker that ends, reports an error or is silent for `PATIENCE` seconds ends the whole group: the watcher has the
-   device abort what waits for it, and every use of the group raises that reason from then on.
+2. A worker that ends, reports an error or is silent for `PATIENCE` seconds ends the whole group: a watching thread lets
+   the device abort everything that waits for the worker, and every later use of the group raises an error with that
+   reason.
 3. A worker says that it is alive from a thread of its own, so a long computation does not count as silence.
-4. Calls wait in the connection while a worker is busy; where there is no more room, rank 0 waits too.
+4. Calls wait in the connection while a worker is busy; when the connection is full, rank 0 waits too.
 5. Nothing interrupts rank 0 between sending a call and making it itself, so all ranks make the same calls.
 """
 
@@ -38,12 +39,13 @@ _GRACE = 3.0  # seconds that a worker has to end by itself, and a watcher to fin
 
 
 class RankGroup:
-    """Workers 1 to size - 1, each with an object that `make` returned there.
+    """Workers with ranks 1 to size - 1, each with the object that `make` returned in its process.
 
     Args:
         make: `module:function`, called in each worker with a `Rank` and `arguments`, which are pickled.
-        on_failure: Called once, from another thread, when a worker is lost: ends what waits for it.
-        start_worker: Starts a worker, given its rank and the number of ranks. Default: `LocalWorker`.
+        on_failure: Called once, from another thread, when a worker is lost; it must abort everything that waits for the
+            worker.
+        start_worker: Function from a rank and the number of ranks to a started worker.
 
     Raises:
         DeviceError: a worker did not start.
@@ -71,7 +73,7 @@ class RankGroup:
         self._send("make", make, dict(arguments), expects=True)
 
     def share(self, value: bytes | None) -> bytes:
-        """Hand all workers some bytes (see `npu_runtime.collectives.Share`)."""
+        """Send bytes to all workers and return them (see `npu_runtime.collectives.Share`)."""
         assert value is not None, "rank 0 gives the value"
         self._send("share", value)
         return value
@@ -86,27 +88,27 @@ class RankGroup:
 
     @contextlib.contextmanager
     def calling(self, name: str, *args: Any) -> Iterator[None]:
-        """`call`, while this process does the same in the context's body."""
+        """Make a call like `call`; this process does its own part in the context's body."""
         with self.together():
             self._send("call", name, args)
             yield
 
     @contextlib.contextmanager
     def asking(self, name: str, *args: Any) -> Iterator[None]:
-        """`calling`; at its end all have done it."""
+        """Make a call like `calling`, and wait at the end until all workers have made it."""
         with self.together():
             self._send("ask", name, args, expects=True)
             yield
         self.wait()
 
     def wait(self) -> None:
-        """Wait until all workers have done what they were asked to. Raises NPUError if the group has ended."""
+        """Wait until all workers have finished the calls sent so far. Raises NPUError if the group has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or not self._waiting)
         self.check()
 
     def check(self) -> None:
-        """Raise the reason if the group has ended."""
+        """Raise the reason (NPUError) if the group has ended."""
         if self.failure is not None:
             raise self.failure
 
@@ -125,7 +127,7 @@ class RankGroup:
         self.check()
 
     def do(self, action: Callable[[], None]) -> None:
-        """Do something that may wait for workers where nothing can abort it: no longer than until one is lost."""
+        """Run an action that may wait for workers and cannot be aborted, until it ends or a worker is lost."""
         outcome: list[Exception | None] = []
 
         def act() -> None:
@@ -146,7 +148,7 @@ class RankGroup:
                 raise outcome[0]
 
     def close(self) -> None:
-        """End the workers."""
+        """End all workers."""
         self._closing = True
         self.failure = self.failure or InputError("this model's processes have been ended; make another one")
         self._finalizer()
@@ -184,10 +186,10 @@ class RankGroup:
 
 
 class Worker(ABC):
-    """A rank's process and the connection to it.
+    """The process of a rank and the connection to it; a base class.
 
     Attributes:
-        heard: Time of its last sign of life, by `time.monotonic`.
+        heard: Time of the last message from the process, by `time.monotonic`.
         connection: Connection to a process that runs `npu_sim.parallel.worker`.
     """
 
@@ -200,7 +202,7 @@ class Worker(ABC):
     @staticmethod
     @abstractmethod
     def device(first: str, rank: int) -> str:
-        """The name of a rank's device, as its process calls it, where that of rank 0 is `first`."""
+        """The name of a rank's device in its own process, given the name of rank 0's device."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -208,15 +210,15 @@ class Worker(ABC):
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Wait for the process to end; whether it has."""
+        """Wait for the process to end; return whether it has ended within that many seconds."""
 
     @abstractmethod
     def ended(self) -> DeviceError:
-        """Return the error for a worker that is gone."""
+        """Return the error to raise when this worker has ended."""
 
 
 class LocalWorker(Worker):
-    """A process of this machine, on the device after that of the rank before."""
+    """A worker process on this machine, whose device follows that of the rank before it."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -265,7 +267,7 @@ StartWorker: TypeAlias = type[Worker]
 
 
 def _watch(group: weakref.ref[RankGroup], workers: list[Worker]) -> None:
-    """Hear what workers say until the group is gone or one of them is."""
+    """Receive the workers' messages until the group is closed or a worker is lost."""
     by_connection: dict[Connection, Worker] = {worker.connection: worker for worker in workers}
     while True:
         try:
@@ -305,7 +307,7 @@ def _end(workers: list[Worker]) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits: a rank that stopped in the middle of an exchange would leave the others there."""
+    """Delay Ctrl-C until the end: a rank that stopped in the middle of an exchange would leave the others waiting."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

@@ -24,9 +24,9 @@ class Rank:
     """A worker's place in its group.
 
     Attributes:
-        rank: Its number, from 1; rank 0 is the process that started the group.
+        rank: Number of the worker, from 1; rank 0 is the process that started the group.
         size: The number of ranks.
-        receive: The next message of rank 0.
+        receive: Function that waits for the next message of rank 0 and returns it.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class Rank:
     receive: Callable[[], tuple[Any, ...]]
 
     def share(self, value: bytes | None) -> bytes:
-        """The next bytes that rank 0 shares (see `npu_runtime.collectives.Share`)."""
+        """Receive the next bytes that rank 0 shares (see `npu_runtime.collectives.Share`); `value` is ignored."""
         assert value is None, "rank 0 gives the value"
         kind, shared = self.receive()
         assert kind == "share", "rank 0 sends what it shares before the next call"
@@ -48,7 +48,7 @@ def named(text: str) -> Any:
 
 
 def serve_rank(connection: Connection, rank: int, size: int) -> None:
-    """Do what rank 0 sends, until the connection closes, which ends this process."""
+    """Make the calls that rank 0 sends, until it closes the connection, which ends this process."""
     sending = threading.Lock()
 
     def receive() -> tuple[Any, ...]:
@@ -91,7 +91,8 @@ def serve_rank(connection: Connection, rank: int, size: int) -> None:
 def _end_with(connection: Connection) -> None:
     """End this process when rank 0 closes the connection, whatever it is doing.
 
-    Where the system does not report that while messages wait to be read, the next sign of life finds out.
+    On systems that do not report a closed connection while messages wait to be read, sending the next sign of life
+    fails.
     """
     closed = select.poll()
     closed.register(connection.fileno(), getattr(select, "POLLRDHUP", 0))

@@ -1,4 +1,4 @@
-"""Serving on a chip that does not exist: the engine's scheduler on a virtual clock, steps priced by simulation."""
+"""Serving on a simulated chip: the engine's scheduler runs on a virtual clock, with step times from the simulator."""
 
 from npu_sim.llm.simulated.programs import ProgramCost, SimulatedPrograms
 from npu_sim.llm.simulated.requests import TimedRequest, poisson_requests, read_requests

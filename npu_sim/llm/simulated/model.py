@@ -1,4 +1,4 @@
-"""`SimulatedModel`: a model for the engine that computes nothing, and moves a virtual clock by what its steps cost."""
+"""`SimulatedModel`: a model that computes nothing, but moves a virtual clock by the cost of each step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from npu_sim.llm.simulated.step_prices import Cost, StepPrices
 
 
 class VirtualClock:
-    """Seconds that pass only when something takes them.
+    """A clock that stands still until something moves it.
 
     Attributes:
-        now: The time.
+        now: The time in seconds.
     """
 
     def __init__(self) -> None:
@@ -27,19 +27,19 @@ class VirtualClock:
 
 
 class SimulatedModel:
-    """A `BatchModel` whose every token is 0. See there for the attributes.
+    """A `BatchModel` that computes nothing: every token is 0. See `BatchModel` for the attributes.
 
-    Prefixes are not shared: requests are known by their lengths only.
+    Prefixes are not shared, since only the lengths of prompts are known.
 
     Args:
-        prices: Costs of steps.
+        prices: Time and energy of each step.
         clock: Moved by each step.
         on_step: Called before each step.
 
     Attributes:
-        cost: All steps so far, and what was loaded between them.
-        steps, rows: Number of steps, and of tokens that they computed.
-        decoded: Number of sequences of the latest step if all of them decoded, else 0.
+        cost: Time and energy of all steps so far, including the loading of weights between them.
+        steps, rows: Number of steps so far, and of the tokens in them.
+        decoded: Number of sequences of the latest step if each of them decoded a token, else 0.
     """
 
     vocab_size = 1
@@ -90,10 +90,10 @@ class SimulatedModel:
         return self._prices.step(int(single.sum()), int(rows[single].sum()), pieces)
 
     def repeat(self, rows: int, steps: int, until: float) -> list[float]:
-        """Repeat the latest step, in which all sequences have decoded, for their next tokens.
+        """Move the clock as if the latest step, in which all sequences decoded, were repeated for their next tokens.
 
         Args:
-            rows: Rows of the cache that the sequences attend to in the first step, in all.
+            rows: Total number of cache rows that the sequences attend to in the first step.
             steps: Maximum number of steps.
             until: Time at which no further step begins.
 
@@ -114,20 +114,20 @@ class SimulatedModel:
         self._clock.now += cost.seconds
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
-        """All of the tokens: there is a program for any number."""
+        """The whole rest of the prompt: a step may have any number of tokens."""
         return start, end
 
     def check(self) -> None:
-        """Do nothing: no part of it can be lost."""
+        """Do nothing, since no part of this model can be lost."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Refuse to copy blocks: none is shared."""
+        """Raise an error unless `pairs` is empty: blocks are not shared, so none are copied."""
         if pairs:
             raise InputError("a simulated model shares no blocks that could be copied")
 
 
 class _Zeros:
-    """The tokens of a step."""
+    """The result of a simulated step."""
 
     on_host = False
 
@@ -135,9 +135,9 @@ class _Zeros:
         self._count = count
 
     def tokens(self) -> NDArray[np.int32]:
-        """[R]: zeros."""
+        """The chosen tokens [R]: zeros."""
         return np.zeros(self._count, np.int32)
 
     def logits(self) -> NDArray[np.float32]:
-        """[R, 1]: zeros."""
+        """The logits [R, 1]: zeros."""
         return np.zeros((self._count, 1), np.float32)

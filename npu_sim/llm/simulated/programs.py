@@ -1,4 +1,4 @@
-"""`SimulatedPrograms`: times and energy of a language model's contiguous step programs on a chip."""
+"""`SimulatedPrograms`: time and energy of a model's step programs on a chip, from the simulator."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """One run of a step program on a chip. Energy is without the static power.
+    """Time and energy of one run of a step program on a chip. Energy is without the static power.
 
     Attributes:
-        attention_seconds, attention_joules: The part of its attention calls.
-        other_seconds, other_joules: The part of all other calls.
-        reload_seconds, reload_joules: Loading the weights that stay in the scratchpad from run to run.
-        roofline_seconds: The least that the program can take; see `npu_model.Result`.
+        attention_seconds, attention_joules: The part that attention takes.
+        other_seconds, other_joules: The part that all other calls take.
+        reload_seconds, reload_joules: Cost of loading those weights that then stay in the scratchpad from run to run.
+        roofline_seconds: Lower bound on the time of the program; see `npu_model.Result`.
     """
 
     attention_seconds: float
@@ -39,11 +39,11 @@ class ProgramCost:
 
 
 class SimulatedPrograms:
-    """The costs of a model's step programs on a chip. Each is simulated once, and then kept on disk.
+    """Costs of a model's step programs on a chip. Each program is simulated once; its cost is then kept on disk.
 
     Attributes:
-        used: The programs whose costs were asked for.
-        simulated: Number of those that were simulated, as the disk did not have them.
+        used: The programs whose costs have been requested.
+        simulated: Number of them that were simulated, since their costs were not on disk.
     """
 
     def __init__(self, checkpoint: Checkpoint, chip: Chip) -> None:
@@ -56,7 +56,7 @@ class SimulatedPrograms:
         self._key: list[Any] | None = None
 
     def cost(self, shape: ContiguousShape) -> ProgramCost:
-        """The cost of a run.
+        """The cost of one run of the program for that shape.
 
         Raises:
             InputError: the model cannot be traced, or the chip cannot run it.
@@ -77,7 +77,7 @@ class SimulatedPrograms:
 
 
 def cost_of(result: Result) -> ProgramCost:
-    """A simulated run as a cost."""
+    """The result of a simulation as a `ProgramCost`."""
     from npu_compiler.program.kernels import Family
 
     chip = result.chip

@@ -1,4 +1,4 @@
-"""Requests with their times: recorded ones from a CSV file, or random ones."""
+"""Requests with arrival times, for simulated serving: recorded ones from a CSV file, or random ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MOST_SECONDS, _MOST_TOKENS = 1e9, 2**31 - 1
 
 @dataclass(frozen=True)
 class TimedRequest:
-    """A request as a trace has it.
+    """A request of a trace: when it arrives, and the lengths of prompt and reply.
 
     Attributes:
         arrival: Seconds from the start of the trace.
         prompt_tokens, new_tokens: Number of tokens of the prompt and of the reply.
-        origin: Place in the trace, for messages.
+        origin: Where the request comes from, such as a line of a file, for messages.
     """
 
     arrival: float
@@ -34,7 +34,9 @@ class TimedRequest:
 
 
 def read_requests(path: Path) -> list[TimedRequest]:
-    """Read a trace: a line for each request, with the columns `COLUMNS`, and if one likes a line of their names first.
+    """Read a trace from a CSV file: a line for each request, with the columns `COLUMNS`.
+
+    The first line may hold the names of the columns.
 
     Returns:
         The requests in order of arrival.
@@ -93,7 +95,10 @@ def _count(text: str) -> int | None:
 
 
 def parse_lengths(text: str) -> tuple[int, int]:
-    """The shortest and the longest length in "512" or "64..1024". Raises `InputError` where it is neither."""
+    """The shortest and the longest length in a text like "512" or "64..1024".
+
+    Raises `InputError` for any other text.
+    """
     low, dots, high = text.partition("..")
     first, last = _count(low), _count(high if dots else low)
     if first is None or last is None or first > last:
@@ -107,10 +112,10 @@ def poisson_requests(
     """Random requests: a Poisson process in time, lengths uniform from a shortest to a longest one.
 
     Args:
-        rate: Requests a second.
+        rate: Mean number of requests a second.
 
     Raises:
-        InputError: there is to be none, or the rate is no positive number.
+        InputError: the count is below 1, or the rate is not a positive number.
     """
     if not 1 <= count <= MOST_REQUESTS:
         raise InputError(f"a trace has 1 to {MOST_REQUESTS} requests, not {count}")

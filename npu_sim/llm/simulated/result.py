@@ -1,4 +1,4 @@
-"""`ServingResult`: how a trace of requests was served."""
+"""`ServingResult`: times, throughput and energy of serving a trace of requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ QUEUE_COLUMNS = ("seconds", "waiting", "running", "blocks_used")
 
 @dataclass(slots=True)
 class ServedRequest:
-    """A request and what became of it.
+    """A request of a trace and how it was served.
 
     Attributes:
-        first, last: Times of its first token and of its latest one.
-        tokens: New tokens that it got.
-        refused: Whether the server was full when it came.
+        first, last: Times of its first and of its last token.
+        tokens: Number of new tokens that it got.
+        refused: Whether it was refused, since the server was full when it arrived.
     """
 
     request: TimedRequest
@@ -38,7 +38,7 @@ class ServedRequest:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Times in seconds."""
+    """The median, the 90th and 99th percentiles and the maximum of observed times, in seconds."""
 
     median: float
     p90: float
@@ -47,23 +47,23 @@ class Quantiles:
 
     @staticmethod
     def of(values: NDArray[np.float64]) -> Quantiles | None:
-        """The quantiles of observations; None without any."""
+        """The quantiles of observed values; None if there are none."""
         return Quantiles(*np.quantile(values, [0.5, 0.9, 0.99, 1.0]).tolist()) if len(values) else None
 
 
 @dataclass(frozen=True)
 class ServingResult:
-    """A served trace.
+    """The result of serving a trace.
 
     Attributes:
         requests: All requests, in order of arrival.
         seconds: Time from the first arrival to the last token.
-        busy_seconds: Time in which the chip worked.
+        busy_seconds: Time during which the chip ran steps.
         joules: Energy, with that of the static power over all of `seconds`; 0 for a chip without an energy table.
-        gaps: Times from each token of a request to its next one.
-        queue: (time, requests that wait, requests that run, KV blocks in use) at the begin of each step before which
-            another number waited or ran, and whenever the last request has left.
-        steps, rows: Number of steps, and of tokens that they computed.
+        gaps: Times between consecutive tokens of a request, of all requests.
+        queue: (time, waiting requests, running requests, KV blocks in use) at the start of each step before which one
+            of the numbers of requests changed, and whenever the last request has left.
+        steps, rows: Number of steps, and of the tokens in them.
         preemptions: Number of times that a request lost its blocks to an earlier one.
     """
 
@@ -79,12 +79,12 @@ class ServingResult:
 
     @property
     def finished(self) -> list[ServedRequest]:
-        """The requests that were served."""
+        """The requests that were not refused."""
         return [each for each in self.requests if not each.refused]
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of all replies."""
+        """Total number of tokens of all replies."""
         return sum(each.tokens for each in self.requests)
 
     @property
@@ -94,12 +94,15 @@ class ServingResult:
 
     @property
     def joules_per_token(self) -> float | None:
-        """Energy for each new token. None where the chip's file says nothing of energy."""
+        """Energy for each new token; None if the chip's description has no energy table."""
         return self.joules / self.new_tokens if self.joules and self.new_tokens else None
 
     @property
     def times(self) -> dict[str, Quantiles | None]:
-        """Quantiles of the time to the first token, between tokens and of whole requests."""
+        """Quantiles of the time to the first token, between tokens and of whole requests, by name.
+
+        A value is None if there are no such times.
+        """
         served = self.finished
         arrivals = np.array([each.request.arrival for each in served])
         first, last = (np.array([getattr(each, name) for each in served]) for name in ("first", "last"))
@@ -111,7 +114,7 @@ class ServingResult:
 
     @property
     def mean_waiting(self) -> float:
-        """Requests that wait, on average over time."""
+        """Number of waiting requests, averaged over time."""
         if self.seconds <= 0 or len(self.queue) < 2:
             return 0.0
         times, waiting = (np.array([row[place] for row in self.queue], float) for place in (0, 1))
@@ -140,7 +143,7 @@ class ServingResult:
         }
 
     def write_queue(self, path: Path) -> None:
-        """Write the queue over time as CSV. Raises `InputError` where the file cannot be written."""
+        """Write the queue over time as a CSV file. Raises `InputError` if the file cannot be written."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(QUEUE_COLUMNS)

@@ -1,4 +1,4 @@
-"""`serve_requests`: the engine runs a trace of requests on a virtual clock."""
+"""`serve_requests`: let the engine's scheduler serve a trace of requests on a virtual clock."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PoolSettings:
 
     Attributes:
         context_length: Maximum tokens of a prompt and its reply.
-        cache_tokens: Capacity of the KV cache. Default: that of 8 contexts.
+        cache_tokens: Capacity of the KV cache in tokens. None: 8 times `context_length`.
         max_batch: Maximum sequences of a step.
         max_tokens: Maximum tokens of a step.
-        prefill_tokens: Maximum prompt tokens of a step. Default: what other requests hardly notice.
-        max_requests: Maximum requests at once, the queue included; others are refused. Default: no limit.
+        prefill_tokens: Maximum prompt tokens of a step. None: as many as delay the other requests little.
+        max_requests: Maximum requests at once, including waiting ones; others are refused. None: no limit.
     """
 
     context_length: int
@@ -43,7 +43,7 @@ class PoolSettings:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the KV pool."""
+        """Number of blocks of the KV pool."""
         tokens = DEFAULT_CONTEXTS * self.context_length if self.cache_tokens is None else self.cache_tokens
         return -(-tokens // BLOCK_SIZE)
 
@@ -59,23 +59,23 @@ def serve_requests(
 ) -> ServingResult:
     """Serve requests as the engine would on a chip whose steps cost what `prices` says.
 
-    The host takes no time. A request that comes during a step is seen when the step ends.
+    The host takes no time. A request that arrives during a step is noticed when the step ends.
 
     Args:
         requests: In order of arrival.
-        static_watts: Power of the chip from the first arrival to the last token, whether it works or waits.
-        progress: Called with (requests that have ended, all of them).
-        step_by_step: Let the scheduler plan every step, where it could take steps that are alike as done.
+        static_watts: Power that the chip draws all the time, from the first arrival to the last token.
+        progress: Called with (requests that have ended, total requests). None: not called.
+        step_by_step: Let the scheduler plan every step, even where it could skip over steps that are all alike.
 
     Raises:
-        InputError: a prompt is longer than a request can be.
+        InputError: a prompt has more tokens than a request can have.
     """
     run = _Run(requests, prices, settings, progress, skips=not step_by_step)
     return run.result(static_watts)
 
 
 class _Run:
-    """One run of a trace."""
+    """The state of serving one trace."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class _Run:
                     self._repeat_decodes(until)
 
     def _repeat_decodes(self, until: float) -> None:
-        """Take the steps to come as done at once, if they are like the latest one, in which no request ended.
+        """Skip over the coming steps at once if they are like the latest one, in which no request ended.
 
-        Planning each of them would take longer than all else.
+        Planning each of these steps would take longer than everything else.
 
         Args:
             until: Time of the next arrival.
@@ -185,7 +185,7 @@ class _Run:
             self._progress(self._ended, len(self._served))
 
     def _observe(self) -> None:
-        """Note the queue, where it has changed."""
+        """Record the lengths of the queue if they have changed."""
         scheduler = self._core.scheduler
         waiting, running = scheduler.waiting, len(scheduler.running)
         if not self._queue or self._queue[-1][1:3] != (waiting, running):
@@ -193,7 +193,7 @@ class _Run:
             self._queue.append((self._clock.now, waiting, running, blocks))
 
     def result(self, static_watts: float) -> ServingResult:
-        """The run as numbers."""
+        """The run's figures as a `ServingResult`."""
         model, start = self._model, self._served[0].request.arrival
         return ServingResult(
             requests=self._served,

@@ -1,13 +1,13 @@
-"""`StepPrices`: what the engine's steps cost on a chip, from few simulated programs.
+"""`StepPrices`: time and energy of the engine's steps on a chip, derived from few simulated programs.
 
-A step of D sequences that decode a token each and of pieces of prompts is priced as one program whose products have the
-rows of both, padded to the next power of two as the engine's programs are. Its calls but attention are those of the
-program of that many rows, simulated. Attention is interpolated, linear in rows and in context, between programs whose
-rows and contexts are `RATIO` apart: its work is rows × context. So a price needs no simulation once the programs of its
-size are known, and a model has at most a few dozen of them.
+A step computes one token for each decoding sequence, and pieces of prompts. Its rows are all these tokens, padded to
+the next power of two as in the engine's programs. All its calls except attention cost what the simulated program with
+that many rows spends on them. The cost of attention, whose work is rows × context, is interpolated linearly in rows and
+in context between simulated programs whose rows and contexts differ by the factor `RATIO`. So no further simulation is
+needed once the programs of a size are known, and a model has at most a few dozen of them.
 
-The simulated programs have contiguous caches. Sequences of a batch are priced at the mean of their contexts: each reads
-its own rows only.
+The simulated programs have contiguous caches. The sequences of a batch are priced at the mean of their contexts, since
+each reads its own rows only.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LEAST_CONTEXT = 16  # shorter ones cost the same
 
 
 class Programs(Protocol):
-    """A source of costs of step programs."""
+    """An interface: a source of costs of step programs."""
 
     def cost(self, shape: ContiguousShape) -> ProgramCost:
-        """The cost of a run."""
+        """The cost of one run of the program for that shape."""
 
 
 class Cost(NamedTuple):
-    """Time, and energy without the static power."""
+    """Time in seconds, and energy in joules without the static power."""
 
     seconds: float
     joules: float
@@ -44,12 +44,12 @@ Costs: TypeAlias = NDArray[np.float64]  # [2, N]: seconds and joules
 
 
 class StepPrices:
-    """Costs of the steps of an engine.
+    """Time and energy of the engine's steps.
 
     Args:
-        programs: Costs of the programs of the given sizes.
-        max_sequences, max_tokens: The most sequences and tokens of a step.
-        context_length: The most tokens of a sequence.
+        programs: Source of the costs of programs.
+        max_sequences, max_tokens: Maximum number of sequences and of tokens of a step.
+        context_length: Maximum number of tokens of a sequence.
     """
 
     def __init__(self, programs: Programs, max_sequences: int, max_tokens: int, context_length: int) -> None:
@@ -61,24 +61,26 @@ class StepPrices:
         self._interpolated: dict[tuple[int, int, bool], Cost] = {}
 
     def decode(self, sequences: int, rows: int, steps: int = 1) -> tuple[Costs, Cost]:
-        """The costs of steps behind each other in which sequences decode a token each, and of loading their weights.
+        """The costs of consecutive steps in which each sequence decodes a token, and of loading the weights first.
 
-        The weights are those that the program keeps in the scratchpad from run to run.
+        Only those weights count that the program then keeps in the scratchpad from run to run.
 
         Args:
-            rows: Rows of the cache that the sequences attend to in the first step, in all; each one more in the next.
+            rows: Total number of cache rows that the sequences attend to in the first step. In each further step, every
+                sequence attends to one more.
         """
         program = self._program(_padded(sequences), 1)
         attention = self._attention(sequences, rows / sequences + np.arange(steps), decoding=True)
         return attention + np.array(_other(program))[:, None], _reload(program)
 
     def step(self, decodes: int, decode_rows: int, pieces: Sequence[tuple[int, int]]) -> tuple[Cost, Cost]:
-        """The cost of a step with pieces of prompts, and of loading the weights as in `decode`.
+        """The cost of a step with pieces of prompts, and that of loading the weights as in `decode`.
 
         Args:
-            decodes: Sequences that decode a token.
-            decode_rows: Rows of the cache that they attend to, in all.
-            pieces: For each piece of a prompt, its tokens, and the rows of the cache that its last token attends to.
+            decodes: Number of sequences that decode a token.
+            decode_rows: Total number of cache rows that these attend to.
+            pieces: For each piece of a prompt, the number of its tokens, and of the cache rows that its last token
+                attends to.
         """
         program = self._program(1, _padded(decodes + sum(tokens for tokens, _ in pieces)))
         total = np.array(_other(program))
@@ -96,10 +98,10 @@ class StepPrices:
         return self._programs.cost(ContiguousShape(sequences, tokens, self._typical))
 
     def _attention(self, rows: int, contexts: NDArray[Any], *, decoding: bool) -> Costs:
-        """The costs of attention of one token of each of several sequences, or of several tokens of one.
+        """The costs of attention for one token of each of `rows` sequences, or for `rows` tokens of one sequence.
 
         Args:
-            contexts: Ascending.
+            contexts: Numbers of cache rows attended to, ascending; the result has a cost for each.
         """
         first, last = _place(self._contexts, contexts[0])[0], _place(self._contexts, contexts[-1])[1]
         lengths = self._contexts[first : last + 1]
@@ -107,7 +109,7 @@ class StepPrices:
         return np.array([np.interp(contexts, lengths, values) for values in zip(*costs, strict=True)])
 
     def _attention_at(self, rows: int, length: int, decoding: bool) -> Cost:
-        """The cost at a simulated context."""
+        """The cost of attention at a context length that is simulated."""
         key = (rows, length, decoding)
         if key not in self._interpolated:
             sizes = self._sequences if decoding else self._tokens
@@ -132,7 +134,7 @@ def _reload(program: ProgramCost) -> Cost:
 
 
 def _knots(most: int, least: int) -> list[int]:
-    """Sizes up to `most`, ascending, each `RATIO` times the one before, as far as they are at least `least`."""
+    """Sizes to simulate: `most`, and smaller ones, each by the factor `RATIO`, down to `least`; ascending."""
     sizes = [most]
     while -(-sizes[0] // RATIO) >= least and sizes[0] > 1:
         sizes.insert(0, -(-sizes[0] // RATIO))
@@ -140,7 +142,10 @@ def _knots(most: int, least: int) -> list[int]:
 
 
 def _place(knots: Sequence[int], value: float) -> tuple[int, int]:
-    """Indices of the knots around a value: twice the same where it is one of them, or beyond the first or the last."""
+    """Indices of the knots below and above a value.
+
+    They are equal if the value is a knot, or lies outside all of them.
+    """
     place = min(bisect_left(knots, value), len(knots) - 1)
     return (place if place == 0 or value >= knots[place] else place - 1), place
 

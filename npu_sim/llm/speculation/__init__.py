@@ -1,1 +1,1 @@
-"""Speculative decoding: guesses at the next tokens, and how many of them are worth a step."""
+"""Speculative decoding: drafting the next tokens, and deciding how many drafted tokens a step should verify."""

@@ -1,7 +1,8 @@
 """`DraftBudget`: how many tokens of a sequence to draft; `draft_lengths`: how many of them a step should verify.
 
-A row more makes a step longer, on some devices by much. So a step drafts as many tokens as bring most tokens a second,
-by the measured times of steps of that many rows and each sequence's acceptance rate.
+Each drafted token is one more row of the step that verifies it, which makes the step longer, on some devices by much.
+So a step verifies the number of drafted tokens that promises most tokens a second, by the measured times of steps with
+that many rows and the acceptance rate of each sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +21,15 @@ _FIRST_ACCEPTED, _FIRST_REJECTED = 1.6, 0.4  # as if two tokens had been drafted
 
 
 class DraftBudget:
-    """The draft length of a sequence: longer while drafts are accepted, 0 for a while where they fail.
+    """The draft length of a sequence: longer while drafts are accepted, 0 for a while after drafts that fail.
 
-    The time of a sequence's drafts is paid from a budget, counted in tokens that could be computed in that time: a
-    little at first, a little for each of the sequence's tokens, and one for each accepted token. A sequence without
-    budget drafts only after a long match: where many tokens before a place in its text are its last ones. So however
-    drafts fail, a long text takes hardly longer than without them.
+    The time of a sequence's drafts is paid from a budget, counted in tokens that could be computed in that time. It
+    starts with a little, and grows a little with each token of the sequence and by one with each accepted token. A
+    sequence without budget drafts only after a long match, that is, when many of its last tokens also occur together
+    earlier in its text. So even if all drafts fail, a long text takes hardly longer than without drafts.
 
     Args:
-        start: Number of tokens of the sequence at its beginning.
+        start: Number of tokens of the sequence's prompt.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -40,11 +41,11 @@ class DraftBudget:
         self._resume = self._resume_matching = 0
 
     def acceptance_rate(self, long_match: bool = False) -> float:
-        """The probability that a drafted token is accepted if those before it are."""
+        """The estimated probability that a drafted token is accepted if those before it are."""
         return max(self._accepted / (self._accepted + self._rejected), _LONG_MATCH_RATE * long_match)
 
     def length(self, tokens: int, long_match: bool = False) -> int:
-        """Number of tokens to draft for a sequence of that many tokens."""
+        """Number of tokens to draft for a sequence that now has `tokens` tokens; 0: draft none."""
         if long_match:
             return MAX_DRAFT
         return self._length if tokens >= self._resume and self._balance_at(tokens) > 0 else 0
@@ -52,19 +53,25 @@ class DraftBudget:
     def long_match(self, tokens: int) -> int | None:
         """Number of tokens that make a long match; None while even such drafts are not worth it.
 
-        It doubles after each draft that was rejected whole or not found.
+        The number doubles after each draft of which no token was accepted, and when no draft was found.
         """
         return self._match if tokens >= self._resume_matching else None
 
     def spend(self, tokens: int, cost: float) -> None:
-        """Pay for drafting and verifying, in tokens, at this length of the sequence."""
+        """Take the cost of drafting and verifying, counted in tokens, from the budget.
+
+        `tokens` is the present length of the sequence.
+        """
         self._balance, self._updated = max(self._balance_at(tokens) - cost, _LEAST_BALANCE), tokens
 
     def _balance_at(self, tokens: int) -> float:
         return min(_MOST_BALANCE, self._balance + _ALLOWANCE * (tokens - self._updated))
 
     def record(self, drafted: int, accepted: int) -> None:
-        """Take the outcome of a draft."""
+        """Adapt draft length and acceptance rate to the outcome of a draft.
+
+        The first `accepted` of its `drafted` tokens proved right.
+        """
         whole = accepted == drafted
         self._balance += accepted
         if accepted:
@@ -81,13 +88,19 @@ class DraftBudget:
             self._length = min(max(_FIRST_DRAFT, accepted + 1), MAX_DRAFT)
 
     def back_off(self, tokens: int) -> None:
-        """Draft nothing for some tokens, each time for more: at this length of the sequence, no draft was found."""
+        """Draft nothing for some tokens, since no draft was found; each time for more tokens.
+
+        `tokens` is the present length of the sequence.
+        """
         self._resume = tokens + self._back_off
         self._back_off = min(2 * self._back_off, _LONGEST_BACK_OFF)
         self._match = min(2 * self._match, _LONGEST_MATCH)
 
     def pause(self, tokens: int, long_match: bool = False) -> None:
-        """Draft nothing for a while, each time longer: at this length of the sequence, a draft was not worth it."""
+        """Draft nothing for some tokens, since a draft was not worth its time; each time for more tokens.
+
+        `tokens` is the present length of the sequence.
+        """
         self._resume = tokens + self._pause
         if long_match:
             self._resume_matching = self._resume
@@ -99,13 +112,13 @@ class DraftBudget:
 def draft_lengths(
     rows: int, drafts: Sequence[tuple[float, int]], seconds: Callable[[int], float], overhead: float
 ) -> list[int]:
-    """The number of tokens of each draft that a step should verify, for most tokens a second.
+    """For each draft, the number of its tokens that a step should verify to get the most tokens a second.
 
     Args:
-        rows: Tokens of the step without drafts, each of which brings one.
+        rows: Number of tokens of the step without drafts, each of which yields a new token.
         drafts: The acceptance rate and the number of tokens of each draft.
         seconds: Function from a number of tokens to the time of such a step.
-        overhead: Seconds that drafting takes, stops for it included.
+        overhead: Seconds that drafting takes, including the time that the device idles for it.
     """
     chances = [(rate**place, index) for index, (rate, length) in enumerate(drafts) for place in range(1, length + 1)]
     chances.sort(key=lambda chance: -chance[0])  # stable, so a draft's tokens stay in order

@@ -1,8 +1,9 @@
 """`PromptLookup`: drafts tokens from a sequence's own text (https://github.com/apoorvumang/prompt-lookup-decoding).
 
-Speculative decoding computes drafted tokens in one step and keeps them as far as the model chooses the same. Every
-position is sampled with its own random number, so a kept token is the one that the model would have chosen by itself:
-drafts change how many steps a text takes, never the text, greedy or sampled.
+Speculative decoding guesses next tokens (drafts them), verifies the guesses in one step and keeps them up to the first
+for which the model chooses another token. Every position is sampled with its own random number, so that a kept token is
+the one that the model would have chosen without a draft: drafts change how many steps a text takes, never the text,
+greedy or sampled.
 """
 
 from collections.abc import Mapping
@@ -12,33 +13,36 @@ from npu_sim.llm.engine.sequence import Sequence
 
 
 class Drafter(Protocol):
-    """Drafts tokens."""
+    """An interface: guesses the next tokens of sequences."""
 
     def drafts(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, list[int]]:
-        """Tokens that may follow those of each sequence, at most as many as are wanted.
+        """For each sequence, tokens that may follow, as many as `wanted` says at most.
 
-        A sequence without a draft is left out. One whose tokens have not all been read yet has an empty draft: they are
-        read further with the next call.
+        A sequence without a draft is left out. An empty draft means that the drafter has not read all tokens of the
+        sequence yet and continues with the next call.
         """
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Whether there may be a draft once the token after the sequence's own is known.
+        """Whether there may be a draft once the token that follows the sequence's known ones has been chosen.
 
-        A device that runs ahead must stop for that token; False spares it the stop.
+        A device that runs ahead must wait for that token to be read; False avoids the wait.
         """
 
     def has_match(self, sequence: Sequence, length: int) -> bool:
-        """Whether that many last tokens, or more, are the same as those before the place that a draft is taken from."""
+        """Whether the text before the place that a draft is taken from ends like the sequence.
+
+        At least `length` tokens must be equal.
+        """
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop all that is kept of a sequence that has ended."""
+        """Drop all data of a sequence that has ended."""
 
 
 class PromptLookup:
-    """Drafts the tokens that followed the latest place with the same last tokens.
+    """Drafts the tokens that followed the latest earlier occurrence of the sequence's last tokens.
 
     Args:
-        match: Number of last tokens that must be the same, at least 2.
+        match: Number of last tokens that must have occurred together before, at least 2.
     """
 
     def __init__(self, match: int = 3) -> None:
@@ -66,7 +70,7 @@ class PromptLookup:
         self._ends.pop(sequence, None)
 
     def _index(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
-        """The places of a sequence's runs, up to its last token but one."""
+        """Each run of `match` (or one fewer) tokens, without the last token → index after its latest occurrence."""
         places, tokens, match = self._places.setdefault(sequence, {}), sequence.tokens, self._match
         for end in range(max(self._ends.get(sequence, 0), match), len(tokens)):
             run = tuple(tokens[end - match : end])

@@ -1,7 +1,7 @@
-"""`ModelDrafter`: drafts by a smaller model with a KV pool of its own.
+"""`ModelDrafter`: drafts tokens with a smaller model that has a KV pool of its own.
 
-It samples each position with the random number that the large model will use there, so that two similar distributions
-choose the same token more often than not.
+The draft model samples each position with the random number that the large model will use for it, so that two similar
+distributions mostly lead to the same token.
 """
 
 import logging
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of a sequence in the draft model's pool.
+    """A sequence's rows in the draft model's KV pool.
 
     Attributes:
         table: Blocks of the sequence.
-        computed: Number of the sequence's own tokens whose keys and values are there.
-        guesses: Tokens after these whose keys and values are there too.
+        computed: Number of the sequence's own tokens whose keys and values are in the pool.
+        guesses: Drafted tokens after these whose keys and values are in the pool too.
     """
 
     table: list[int] = field(default_factory=list)
@@ -34,20 +34,21 @@ class _Rows:
     guesses: list[int] = field(default_factory=list)
 
     def catch_up(self, tokens: list[int]) -> None:
-        """Count the guesses that the sequence's tokens have confirmed."""
+        """Count those guesses as computed that the sequence's tokens have confirmed, and forget the others."""
         pairs = zip(self.guesses, tokens[self.computed :], strict=False)
         self.computed += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self.guesses = []
 
 
 class ModelDrafter:
-    """Drafts tokens with a model whose token ids mean the same as the large one's.
+    """Drafts tokens with a model that has the same token ids as the large model.
 
-    A prompt is computed a step at a time, one before each step of the large model; drafts begin when it is done, and
-    are empty before. A sequence for which the pool has no room gets none. If the model fails, drafting ends for good.
+    Before each step of the large model, the draft model computes one step of a prompt; a sequence's drafts are empty
+    until its prompt is complete. A sequence for which the pool has no room gets no drafts. If the draft model fails,
+    drafting ends for good.
 
     Args:
-        model: Nobody else may use it meanwhile.
+        model: The draft model, used by nothing else.
 
     Raises:
         InputError: the model cannot take back tokens.
@@ -112,9 +113,9 @@ class ModelDrafter:
         return {sequence: draft for sequence, draft in drafts.items() if draft} | {sequence: [] for sequence in reading}
 
     def _pieces(self, wanted: Mapping[Sequence, int]) -> tuple[dict[Sequence, list[int]], list[Sequence]]:
-        """The tokens of each sequence that are not in the pool yet, as many as fit into a step and into the pool.
+        """Sequence → its tokens that are not in the pool yet, as many as fit into a step and into the pool.
 
-        The second result has the sequences for which no token is left in the step.
+        The second result lists the sequences for which the step has no room left.
         """
         model, pieces, left_out = self._model, dict[Sequence, list[int]](), list[Sequence]()
         room = model.max_tokens
@@ -141,7 +142,10 @@ class ModelDrafter:
         return True
 
     def _batch(self, pieces: Mapping[Sequence, list[int]], going: list[Sequence], index: int) -> Batch:
-        """The batch of pieces after the rows in the pool and `index` guesses, with an output for each of `going`."""
+        """The batch of these pieces, with an output for each sequence of `going`.
+
+        For `index` above 0, the pieces are the drafted tokens with that number.
+        """
         held = [self._rows[sequence] for sequence in pieces]
         lengths = [len(piece) for piece in pieces.values()]
         starts = [len(x.tokens) + index - 1 if index else self._rows[x].computed for x in pieces]

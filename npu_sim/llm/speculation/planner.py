@@ -1,7 +1,8 @@
-"""`Speculation`: which sequences get drafts in a step, how long these are, and which sequences pay for them.
+"""`Speculation`: decides which sequences get drafts in a step, how long these are, and which sequences pay for them.
 
 A device that runs ahead of the host must stop for a draft, which depends on the tokens before it, and again after the
-step that verifies it. Both stops, the longer step and the time of drafting are paid from the sequences' budgets.
+step that verifies the draft. Both stops, the longer step and the time of drafting are charged to the sequences' budgets
+(`DraftBudget`).
 """
 
 import time
@@ -25,44 +26,47 @@ class Speculation:
         self._verified: list[Sequence] = []  # sequences with a draft in the latest launched step
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop all that is kept of a sequence that has ended."""
+        """Drop all data of a sequence that has ended."""
         self._drafter.forget(sequence)
         self._verified = [other for other in self._verified if other is not sequence]
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Whether there may be a draft once the one token that is under way is known."""
+        """Whether there may be a draft for a sequence once its one token that is under way has been read."""
         return sequence.pending == 1 and self._drafter.may_draft(sequence) and self.length(sequence) > 0
 
     def length(self, sequence: Sequence) -> int:
-        """Number of tokens to draft."""
+        """Number of tokens to draft for a sequence; 0 if it has a grammar or no budget."""
         if sequence.token_filter is not None:
             return 0
         budget, tokens = sequence.budget, len(sequence.tokens)
         return budget.length(tokens) or budget.length(tokens, self._has_long_match(sequence))
 
     def begin(self, step: PlannedStep) -> None:
-        """Assign the stop before a step to the sequences with drafts in the step before it."""
+        """Charge the stop before a step to the sequences whose drafts the latest launched step verifies.
+
+        Only a device that runs ahead has to stop.
+        """
         if self._runs_ahead:
             step.cost_shares = dict.fromkeys(self._verified, 1)
 
     def launched(self, step: PlannedStep) -> None:
-        """Note that a step has been launched."""
+        """Note that a step has been launched, with the sequences whose drafts it verifies."""
         self._verified = [choice.sequence for choice in step.drafts]
 
     def drafts(
         self, wanted: dict[Sequence, int], rows: int, times: StepTimes, stops_anyway: bool, step: PlannedStep
     ) -> dict[Sequence, list[int]]:
-        """Drafts for the next step, only as long as they are expected to save time.
+        """Sequence → its draft for the next step, only as long as it is expected to save time.
 
         If no draft is worth its time, drafting pauses for these sequences. There are no drafts while the time of a step
         without them is unknown. A device that runs ahead must stop for drafting, so a sequence for which the drafter
-        has nothing is left out for some tokens. The time in which a draft model first reads a text is charged to no
-        sequence.
+        finds nothing is not tried again for some tokens. The time in which a draft model first reads a text is charged
+        to no sequence.
 
         Args:
-            wanted: Sequence → the most tokens to draft for it.
-            rows: Tokens of the step without drafts.
-            stops_anyway: Each step needs the results before it, drafts or not.
+            wanted: Sequence → maximum number of tokens to draft for it.
+            rows: Number of tokens of the step without drafts.
+            stops_anyway: Whether planning a step needs all earlier results even without drafts.
         """
         if not wanted or not times.knows(rows):
             return {}
@@ -88,14 +92,14 @@ class Speculation:
         return {sequence: draft[: lengths[sequence]] for sequence, draft in drafts.items()}
 
     def pause(self, sequence: Sequence) -> None:
-        """Draft nothing for a while: a draft was not worth its time, or there was no room for it."""
+        """Draft nothing for a sequence for a while: a draft was not worth its time, or the step had no room for it."""
         sequence.budget.pause(len(sequence.tokens), self._has_long_match(sequence))
 
     def pay(self, step: PlannedStep, times: StepTimes, since_idle: float | None) -> None:
-        """Take the time by which a step was longer for its drafts from the budgets of their sequences.
+        """Charge the time by which drafts made a step longer to the budgets of the sequences in `step.cost_shares`.
 
         Args:
-            since_idle: Seconds from when a device that runs ahead had nothing to do, if that was for drafts.
+            since_idle: Seconds since a device that runs ahead had nothing to do, if it waited for a draft; else None.
         """
         rows = len(step.singles) + len(step.drafts)
         plain, shares = times.seconds(rows), sum(step.cost_shares.values())
