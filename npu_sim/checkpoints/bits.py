@@ -18,7 +18,7 @@ _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def fields(words: np.ndarray, bits: int) -> np.ndarray:
-    """The unsigned integers of 4 or 8 bits in 32-bit words [n, m], the low bits first: uint8 [n, m · 32 / bits]."""
+    """The unsigned 4- or 8-bit integers in 32-bit words [n, m], low bits first: uint8 [n, m · 32 / bits]."""
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return data

@@ -167,7 +167,10 @@ class Packed:
         return checked(QuantizedArray(format, (n, k), codes, scales, zeros))
 
     def _zeros(self, stored: np.ndarray, n: int, groups: int) -> np.ndarray:
-        """Zero points [n, groups], stored with half the range added like the codes; or, one in all, as they are."""
+        """Zero points [n, groups], unpacked and shifted back by half the range.
+
+        A single one for the whole matrix is not shifted.
+        """
         if stored.dtype != np.int32:
             middle = 8 if self.bits == 4 else 0
             return _per_row((stored.astype(np.int16) + middle).astype(np.uint8), n, groups)
@@ -278,7 +281,10 @@ def expect(parts: Parts, name: str, shape: tuple[int, int], dtypes: tuple[str, .
 
 
 def _check_scales(parts: Parts, rows: int, groups: int, name: str = "weight_scale") -> None:
-    """Raise WeightError if scales are not [rows, groups], [rows] where a row is one group, or a single one."""
+    """Raise WeightError for scales whose shape is not [rows, groups], [rows] or that of a single number.
+
+    The shape [rows] is allowed only if a row is one group.
+    """
     scales = parts[name]
     if scales.size != 1 and scales.shape != (rows, groups) and not (groups == 1 and scales.shape == (rows,)):
         raise WeightError(f"its {name} has the shape {list(scales.shape)}; the other tensors ask for {[rows, groups]}")

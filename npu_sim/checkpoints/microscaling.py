@@ -1,4 +1,4 @@
-"""Matrices whose groups have scales of 8 bits: MXFP4, MXFP8 and NVFP4, as compressed-tensors and gpt-oss store them.
+"""Matrices with 8-bit scales for groups of elements: MXFP4, MXFP8 and NVFP4 of compressed-tensors and gpt-oss.
 
 MX scales are powers of two, stored as exponents; NVFP4 scales are float8, all divided by one float32. A 4-bit float is
 one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Since these are halves of integers, codes are stored as integers

@@ -107,9 +107,10 @@ def quantized_parameters(module: nn.Module) -> dict[str, QuantizedArray]:
 
 @contextmanager
 def dense_stand_ins(module: nn.Module, weights: Mapping[str, QuantizedArray]) -> Iterator[None]:
-    """While inside, replace these parameters by plain tensors of the same shapes and dtypes, with undefined values.
+    """Replace these parameters, inside the context, by plain tensors of the same shapes and dtypes.
 
-    `torch.export` then sees a linear layer with a plain weight instead of torchao's operations on its parts.
+    `torch.export` then sees a linear layer with a plain weight instead of torchao's operations on its parts. The values
+    of the stand-ins are undefined.
     """
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:

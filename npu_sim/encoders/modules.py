@@ -46,7 +46,7 @@ def load_transformer(folder: EncoderFolder, dtype: str | None) -> nn.Module:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """While inside, transformers shows no progress bar."""
+    """Context in which transformers shows no progress bar."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -129,6 +129,7 @@ class Embedder(Encoder):
         Args:
             pooled: [batch, length] in float32, 1 for the tokens that are pooled. Poolings that take only the first or
                 the last token ignore this.
+            token_type_ids: [batch, length], types of the tokens. None: the model takes none.
         """
         states = self.called(input_ids, attention_mask, token_type_ids).last_hidden_state.float()
         vectors = [_POOLED[name](states, pooled, attention_mask) for name in self._poolings]

@@ -231,6 +231,10 @@ def attend_to_pages(
 ) -> tuple[torch.Tensor, None]:
     """An attention function for transformers over a paged pool: query [1, H, N, D] and pools → [1, N, H, D].
 
+    Args:
+        attention_mask: Result of `PagePlaces.mask`; None is refused.
+        scaling: Factor of the scores. None: 1 / √D.
+
     Raises:
         InputError: the model asks for a feature that paged attention lacks.
     """
@@ -259,6 +263,10 @@ def attend_to_rows(
     **others: Any,
 ) -> tuple[torch.Tensor, Any]:
     """An attention function for transformers: PyTorch's own, or the model's own if it needs more than that computes.
+
+    Args:
+        attention_mask: Result of `RowPlaces.mask` or `GatheredPlaces.mask`; None is refused.
+        scaling: Factor of the scores. None: 1 / √D.
 
     Raises:
         InputError: the model's attention is not causal, or has a feature that neither function computes.

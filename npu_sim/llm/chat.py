@@ -165,7 +165,11 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **values: Any,
 ) -> list[int]:
-    """The token ids of a conversation: the text that `chat_text` returns for these arguments, encoded."""
+    """The token ids of a conversation: the text that `chat_text` returns for these arguments, encoded.
+
+    Args:
+        tools: See `chat_text`. None: no functions.
+    """
     text = chat_text(checkpoint, messages, tools, **values)
     ids: list[int] = checkpoint.tokenizer.encode(text, add_special_tokens=False)
     return ids

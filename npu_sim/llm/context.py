@@ -41,6 +41,9 @@ def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int)
 def cache_capacity(checkpoint: Checkpoint, cache_length: int | None = None) -> int:
     """Number of tokens that the KV cache of a `LanguageModel` with these arguments holds.
 
+    Args:
+        cache_length: See `context_length`. None: the default.
+
     Raises:
         InputError: the length is beyond the model's maximum.
     """

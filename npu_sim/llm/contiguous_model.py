@@ -60,7 +60,10 @@ class ContiguousModel(CompiledModel):
         tensor_parallel: int = 1,
         rank: int = 0,
     ) -> None:
-        """Compile the decode program, or find it in the cache, and upload the weights; see `LanguageModel`."""
+        """Compile the decode program, or find it in the cache, and upload the weights.
+
+        Arguments as in `LanguageModel`.
+        """
         self._fixed_chunk, length = context_length(checkpoint, cache_length, DEFAULT_CHUNK if chunk is None else chunk)
         self.context_length = self.block_size = self.max_tokens = length
         settings = {"cache_length": length, "chunk": chunk}

@@ -81,12 +81,12 @@ def _parts_of_experts(source: Source) -> list[tuple[int, ...]]:
 
 
 def _experts(source: Source, parts: Sequence[Rows]) -> Rows:
-    """For each expert, the rows of its gate projection, then those of its up projection."""
+    """The rows of each expert's gate projection, followed by those of its up projection."""
     return np.concatenate(_by_expert(source, parts), axis=1).reshape(math.prod(source.shape[:2]), -1)
 
 
 def _alternating_experts(source: Source, parts: Sequence[Rows]) -> Rows:
-    """For each expert, the rows of its gate and up projections in alternation."""
+    """The rows of each expert's gate and up projections in alternation."""
     return np.stack(_by_expert(source, parts), axis=2).reshape(math.prod(source.shape[:2]), -1)
 
 
@@ -101,7 +101,7 @@ def _parts_of_latent(source: Source) -> list[tuple[int, ...]]:
 
 
 def _latent(source: Source, parts: Sequence[Rows]) -> Rows:
-    """For each head of latent attention, the projection for keys, which is stored transposed, then that for values."""
+    """The projections of latent attention, by head: for keys, which is stored transposed, then for values."""
     keys, values = (part.reshape(shape) for part, shape in zip(parts, _parts_of_latent(source), strict=True))
     return np.concatenate((keys.swapaxes(1, 2), values), axis=1).reshape(source.shape)
 

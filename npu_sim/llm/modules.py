@@ -199,7 +199,7 @@ class CachedCausalLM(nn.Module):
 
 @contextlib.contextmanager
 def _only_row(lm_head: nn.Module, last: torch.Tensor | None) -> Iterator[None]:
-    """While inside, apply the LM head to the row `last` only, if it is not None.
+    """Context in which the LM head computes the row `last` only, if this is not None.
 
     The logits of a whole prompt would cost more than all layers together.
     """
@@ -212,7 +212,7 @@ def _only_row(lm_head: nn.Module, last: torch.Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hooked(lm_head: nn.Module, select: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """While inside, apply the LM head only to what `select` returns for its input."""
+    """Context in which the LM head computes only what `select` returns for its input."""
     hook = lm_head.register_forward_pre_hook(lambda _, args: (select(args[0]),))
     try:
         yield
@@ -221,7 +221,10 @@ def _hooked(lm_head: nn.Module, select: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def _chosen_rows(lm_head: nn.Module, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """While inside, apply the LM head to the tokens `rows` of all sequences: [S, T, hidden size] → [1, R, vocab]."""
+    """Context in which the LM head computes the tokens `rows` only: [S, T, hidden size] → [1, R, vocab].
+
+    The indices count the tokens of all sequences, one sequence after the other.
+    """
     return _hooked(lm_head, lambda x: torch.index_select(x if x.shape[0] == 1 else x.flatten(0, 1)[None], 1, rows))
 
 

@@ -49,6 +49,7 @@ class SamplingSettings:
             entropy (Meister et al., https://arxiv.org/abs/2202.00666). None: 1.
         logit_bias: Pairs of a token id and the number that is added to its logit.
         min_tokens: Number of new tokens before which no stop token is chosen.
+        temperature, top_k, top_p, seed: See `make_sampler`. None: its default.
     """
 
     temperature: float = 0.0
@@ -197,6 +198,7 @@ def choose(
     Args:
         logits: [vocab].
         uniform: A random number from [0, 1).
+        top_k, top_p: See above. None: all tokens.
 
     Raises:
         NPUError: a logit is NaN or infinite.

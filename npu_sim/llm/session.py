@@ -97,7 +97,7 @@ class LanguageModel:
             chunk: Tokens per run of the only prefill program, which is compiled at once; reduced to the length of a
                 smaller cache. None: programs of several sizes are compiled when prompts need them, and the cache's
                 length is a multiple of 128, or less than that.
-            progress: Called with (weights loaded, total weights).
+            progress: Called with (weights loaded, total weights). None: not called.
             tensor_parallel: Divide the model among this many devices (see `CompiledModel`).
 
         Raises:

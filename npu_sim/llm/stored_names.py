@@ -46,7 +46,7 @@ class Piece:
 
 
 Stored = str | ExpertParts | Rows | Piece
-"""How a file holds a parameter: the name of a tensor, or the tensors or part that make the parameter."""
+"""The form in which files hold a parameter: the name of a tensor, or the tensors or part that make it up."""
 
 
 def first_name(stored: Stored) -> str:

@@ -45,7 +45,7 @@ class RankGroup:
         make: `module:function`, called in each worker with a `Rank` and `arguments`, which are pickled.
         on_failure: Called once, from another thread, when a worker is lost; it must abort everything that waits for the
             worker.
-        start_worker: Function from a rank and the number of ranks to a started worker.
+        start_worker: Function from a rank and the number of ranks to a started worker. None: `LocalWorker`.
 
     Raises:
         DeviceError: a worker did not start.
@@ -114,7 +114,10 @@ class RankGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Context for this process's part of joint work: an error that a lost worker caused becomes its error."""
+        """Context for this process's part of joint work.
+
+        An error that is raised inside because a worker is lost is replaced by the reason of the loss.
+        """
         with _uninterrupted():
             try:
                 yield

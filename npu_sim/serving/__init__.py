@@ -1,1 +1,1 @@
-"""Serving a language model to many users at once: batches over a paged KV cache, an engine, a server."""
+"""Serving a language model to many users at once: an engine that batches over a paged KV cache, and an HTTP server."""

@@ -1,4 +1,4 @@
-"""Checks of a batch before a model runs it."""
+"""Checks of a batch, made before a model runs it."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ def check_batch(batch: Batch, model: BatchModel, chosen: int) -> None:
     """Check that a step stays within a model's limits and its pool.
 
     Args:
-        chosen: The outputs of the step before, whose tokens the batch may refer to.
+        chosen: Number of outputs of the previous step, whose tokens the batch may refer to.
 
     Raises:
-        InputError: it does not.
+        InputError: the batch exceeds a limit, or refers to a token or block that does not exist.
     """
     count, rows = len(batch.tokens), len(batch.outputs)
     shapes = {"positions": (count,), "sequences": (count,), "settings": (rows, 3), "uniforms": (rows,)}
@@ -52,7 +52,11 @@ def check_batch(batch: Batch, model: BatchModel, chosen: int) -> None:
 
 
 def _check_tables(batch: Batch, model: BatchModel) -> None:
-    """Check what the step reads of tables that have a wrong entry somewhere, or more rows than a step has sequences."""
+    """Raise InputError if the step would read a wrong entry of `batch.tables`, or has too many sequences.
+
+    Called if the tables have a wrong entry somewhere, which the step need not read, or more rows than a step has
+    sequences.
+    """
     last = np.full(len(batch.tables), -1)
     np.maximum.at(last, batch.sequences, batch.positions // model.block_size)
     if (sequences := np.count_nonzero(last >= 0)) > model.max_sequences:
@@ -79,10 +83,10 @@ def _check_settings(batch: Batch) -> None:
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], blocks: int) -> None:
-    """Check that blocks can be copied in any order, each (from, to).
+    """Check that blocks can be copied, each (from, to), in any order.
 
     Raises:
-        InputError: they cannot, or are outside the pool.
+        InputError: a block is outside the pool, is copied to twice, or is copied both from and to.
     """
     sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     for block in (*sources, *targets):

@@ -1,9 +1,11 @@
-"""`EncoderEngine`: many requests at once over one encoder; texts of like lengths share a run, whoever sent them.
+"""`EncoderEngine`: serves many requests at once with one encoder.
+
+Texts of similar lengths share a run, whichever requests they belong to.
 
 Invariants:
 1. The encoder is used by the engine's thread only. `_queues` and the counts change under `_changed`.
 2. Every future that `submit` returns gets a result or an error, unless its reader cancels it: `_accepting` changes
-   under `_changed`, and the thread's last act is to fail what waits.
+   under `_changed`, and the last thing that the thread does is to fail all waiting requests.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ Results = NDArray[np.float32]
 
 @dataclass(eq=False)
 class _Job:
-    """A request under way.
+    """A request that waits or runs.
 
     Attributes:
-        results: Results of its texts, as far as they are known.
-        missing: Number of those that are not.
+        results: Results of its texts; those not computed yet are missing.
+        missing: Number of texts whose results are not known yet.
     """
 
     missing: int
@@ -48,7 +50,7 @@ class _Job:
 
 @dataclass(frozen=True, eq=False)
 class _Item:
-    """One text of a job, at its place there; the order of arrival is that of `number`."""
+    """One text of a job, with its index there. `number` increases in the order of arrival."""
 
     number: int
     job: _Job
@@ -57,10 +59,10 @@ class _Item:
 
 
 class EncoderEngine:
-    """Encodes texts until it is closed.
+    """Encodes the texts of requests until it is closed.
 
     Attributes:
-        failed: The reason why the engine has ended by itself. None while it runs.
+        failed: The reason why the engine has ended by itself. None: it runs, or has been closed.
     """
 
     def __init__(self, model: TextEncoder) -> None:
@@ -76,10 +78,10 @@ class EncoderEngine:
         self._thread.start()
 
     def submit(self, texts: Sequence[EncodedText]) -> Future[Results]:
-        """Take a request of at least one text, each within the model's context; from any thread.
+        """Take a request of at least one text, each within the model's context length. Any thread may call it.
 
         Returns:
-            The results [texts, width], when all are there. To cancel it takes the texts from the queue.
+            A future of the results [texts, width]. Cancelling it takes the texts out of the queue.
 
         Raises:
             EngineClosedError: the engine has been drained or closed, or has failed.
@@ -98,7 +100,10 @@ class EncoderEngine:
         return job.future
 
     def stats(self) -> EngineStats:
-        """The state and the counts, from any thread. A text that waits or runs is none of a chat's sequences."""
+        """The engine's state and counts. Any thread may call it.
+
+        Texts are not counted as sequences.
+        """
         with self._changed:
             return replace(
                 merged((), ()),
@@ -112,13 +117,19 @@ class EncoderEngine:
             )
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait until those taken have ended; whether they did within `timeout` seconds."""
+        """Take no more requests, and wait until the running ones have ended.
+
+        Returns whether they ended within `timeout` seconds; None: any time.
+        """
         with self._changed:
             self._accepting = False
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
     def close(self) -> None:
-        """Fail all requests and end the thread. Any number of times, from any thread but the engine's own."""
+        """Fail all requests and end the thread.
+
+        It may be called several times, from any thread but the engine's own.
+        """
         with self._changed:
             self._accepting, self._closing = False, True
             self._changed.notify_all()
@@ -150,7 +161,10 @@ class EncoderEngine:
                 _fail(job, NPUError(self.failed or "the engine was closed"))
 
     def _next_batch(self) -> list[_Item]:
-        """The text that has waited for longest, and others of its padded length. Empty: the engine is being closed."""
+        """The text that has waited for longest, and others of its padded length.
+
+        Empty if the engine is being closed.
+        """
         with self._changed:
             while not self._closing:
                 waiting = {length: queue for length, queue in self._queues.items() if queue}
@@ -195,6 +209,6 @@ class EncoderEngine:
 
 
 def _fail(job: _Job, error: Exception) -> None:
-    """End a request with an error, unless it has ended."""
+    """End a request with an error, unless it has ended already."""
     if not job.future.done() and job.future.set_running_or_notify_cancel():
         job.future.set_exception(error)

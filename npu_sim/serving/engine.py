@@ -1,14 +1,14 @@
-"""`Engine`: many requests at once over one model, by continuous batching.
+"""`Engine`: serves many requests at once with one model, by continuous batching.
 
-One thread drives the device: it does what others have asked for (`_inbox`), then lets `EngineCore` advance by a step.
-Another thread makes text (`text_thread`).
+One thread drives the device: it calls the functions that other threads have left in `_inbox`, then lets `EngineCore`
+advance by a step. Another thread turns tokens into text (`text_thread`).
 
 docs/engine.md, "Where everything is", names the file of each part.
 
 Invariants:
 1. The core is used by the engine's thread only; other threads put functions into `_inbox`. Its `stats` only reads.
-2. Every sequence that `submit` puts there ends with exactly one last update. `_accepting` and `_closed` change under
-   `_lock`, so nothing is put there after the engine's thread has looked for the last time.
+2. Every sequence that `submit` puts into `_inbox` ends with exactly one last update. `_accepting` and `_closed` change
+   under `_lock`, so nothing is put there after the engine's thread has looked for the last time.
 """
 
 import queue
@@ -36,28 +36,29 @@ MOST_FAILURES = 8  # steps that fail one after the other, after which the device
 
 
 class QueueFullError(NPUError):
-    """The engine has as many waiting requests as it may have."""
+    """The error for a request that comes while the maximum number of requests waits."""
 
 
 class EngineClosedError(NPUError):
-    """The engine takes no more requests."""
+    """The error for a request that comes after the engine has been drained or closed, or has failed."""
 
 
 class Engine:
     """Serves requests until it is closed.
 
     Args:
-        model: The model that computes steps; nobody else may use it meanwhile.
-        checkpoint: Source of the tokenizer, which makes the text, and of the end-of-sequence ids. None: there are none.
-        max_waiting: Maximum number of requests that wait for admission. Default: no limit.
-        prefill_tokens: Maximum number of prompt tokens of a step. Default: learned from times of steps, so that those
-            that wait for a token hardly notice; the model's maximum where none waits.
-        speculate: Guess tokens and verify several in one step: `ngram` from the request's own text, a `Drafter` as it
-            likes. Default: do not.
+        model: The model that computes steps; nothing else may use it.
+        checkpoint: Source of the tokenizer and of the end-of-sequence ids. None: updates have no text, and there are no
+            such ids.
+        max_waiting: Maximum number of requests that wait for admission. None: no limit.
+        prefill_tokens: Maximum number of prompt tokens of a step. None: learned from the durations of steps, so that
+            prompts delay other requests little; the model's maximum while no request waits for a token.
+        speculate: Speculative decoding, which guesses tokens and verifies several in one step: `ngram` guesses from the
+            request's own text; a `Drafter` guesses in its own way. None: no speculative decoding.
 
     Attributes:
-        failed: The reason why the engine has ended by itself: its own thread has failed, or its device is lost. None
-            while it runs.
+        failed: The reason why the engine has ended by itself: its thread has failed, or its device is lost. None: it
+            runs, or has been closed.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Engine:
         self.close()
 
     def submit(self, request: Request) -> Handle:
-        """Take a request; from any thread.
+        """Take a request. Any thread may call it.
 
         Raises:
             InputError: the request is wrong in itself, or too long for the model's context or KV pool.
@@ -116,10 +117,11 @@ class Engine:
         return sequence.handle
 
     def generate(self, requests: Iterable[Request]) -> list[Update]:
-        """Run requests to their ends; for each one update with all of its output.
+        """Run requests to their ends; return one update for each, with all of its output.
 
         Raises:
-            InputError, QueueFullError, EngineClosedError: as `submit` does; then all of them are cancelled.
+            InputError, QueueFullError, EngineClosedError: for the reasons of `submit`; then all of the requests are
+                cancelled.
         """
         handles: list[Handle] = []
         try:
@@ -131,17 +133,17 @@ class Engine:
             raise
 
     def stats(self) -> EngineStats:
-        """The state and the counts, from any thread; they may be of slightly different moments."""
+        """The engine's state and counts. Any thread may call it, so they may stem from slightly different moments."""
         return self._core.stats()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests and wait for the others to end.
+        """Take no more requests and wait for the running and waiting ones to end.
 
         Args:
-            timeout: Seconds to wait. Default: as long as it takes.
+            timeout: Seconds to wait. None: as long as it takes.
 
         Returns:
-            Whether all have ended.
+            Whether all requests have ended.
         """
         empty = threading.Event()
         with self._lock:
@@ -152,7 +154,10 @@ class Engine:
         return empty.wait(timeout)
 
     def close(self) -> None:
-        """Cancel all requests and end the threads. Any number of times, from any thread but the engine's own."""
+        """Cancel all requests and end the threads.
+
+        It may be called several times, from any thread but the engine's own.
+        """
         with self._lock:
             self._accepting = False
         self._inbox.put(self._close)
@@ -160,7 +165,7 @@ class Engine:
         self._text.close()
 
     def _sequence(self, request: Request) -> ServedSequence:
-        """A request as a sequence, once it has been checked."""
+        """Check a request and make its sequence. Raises InputError if it can never run."""
         prompt, rows, vocabulary = request.prompt, self._core.scheduler.max_rows, self._model.vocab_size
         if not prompt:
             raise InputError("the prompt is empty; give at least one token")
@@ -237,7 +242,7 @@ class Engine:
             self._call_when_empty()
 
     def _take_messages(self) -> None:
-        """Do what other threads have asked for; wait for that if there is nothing else to do."""
+        """Call the functions in `_inbox`, which other threads left; wait for one if there is nothing else to do."""
         if not self._core.busy:
             self._call_when_empty()
             self._inbox.get()()

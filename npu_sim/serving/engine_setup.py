@@ -23,16 +23,16 @@ BLOCK = 16  # tokens
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of an engine, besides checkpoint and device.
+    """Settings of an engine, apart from checkpoint and device.
 
     Attributes:
-        context_length: Maximum tokens of a prompt and its reply. Default: 2048, or the model's if less.
-        cache_tokens: Capacity of the KV cache. Default: that of 8 contexts.
-        max_batch: Maximum sequences generated at once.
-        max_waiting: Maximum requests that wait for admission.
-        prefill_tokens: Maximum prompt tokens of a step. Default: what other requests hardly notice.
-        speculate: Guess tokens from a request's own text.
-        tensor_parallel: Devices that share the model.
+        context_length: Maximum tokens of a prompt and its reply. None: 2048, or the model's maximum if that is less.
+        cache_tokens: Capacity of the KV cache in tokens. None: 8 times the context length.
+        max_batch: Maximum number of sequences generated at once.
+        max_waiting: Maximum number of requests that wait for admission. None: no limit.
+        prefill_tokens: Maximum prompt tokens of a step. None: as many as delay other requests little.
+        speculate: Whether to guess tokens from a request's own text and verify several in a step.
+        tensor_parallel: Number of devices among which the model is divided.
     """
 
     context_length: int | None = None
@@ -46,16 +46,17 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """Model, device and settings of each replica.
+    """The model, device and engine settings of each replica. Files and devices are those of the replica's machine.
 
     Attributes:
-        model: Source for `load_checkpoint`, as it is named on the replica's machine; so are the next three.
-        device: The device's name there. Default: the best one.
-        tune: Use the kernels that measurements find the fastest, on the CPU.
-        draft: Source for `load_checkpoint` of the model that guesses tokens, if any.
-        cpu_level: Instruction set of the CPU kernels. Default: the best one there.
-        adapter: Folder there of the adapter that is merged into the weights. None: there is none.
-        adapters: Names and folders there of the adapters that requests choose.
+        model: Source for `load_checkpoint`.
+        device: Name of the device. None: the best one of the machine.
+        tune: Whether the CPU uses the kernels that measurements find the fastest.
+        draft: Source for `load_checkpoint` of a smaller model that guesses tokens. None: there is none.
+        cpu_level: Instruction set of the CPU kernels. None: the best one of the machine.
+        adapter: Folder of the LoRA adapter that is merged into the weights. None: no adapter is.
+        adapters: Names and folders of LoRA adapters that requests may choose.
+        dtype, quantization, activations: Arguments of `load_checkpoint`. None: its default.
     """
 
     model: str
@@ -78,11 +79,11 @@ def open_model(
     report: Report | None = None,
     start_worker: StartWorker = LocalWorker,
 ) -> PagedModel:
-    """The model on its device. Errors are those of `PagedModel`.
+    """Open a checkpoint's model on a device, compiling what it needs. Errors are those of `PagedModel`.
 
     Args:
-        report: Called with (weights loaded, total weights).
-        start_worker: Starts the processes of other ranks.
+        report: Called with (weights loaded, total weights). None: not called.
+        start_worker: Starts the process for each further device.
     """
     prefill = settings.prefill_tokens
     return PagedModel(
@@ -100,7 +101,13 @@ def open_model(
 
 
 def open_drafts(small: Checkpoint, large: PagedModel, report: Report | None = None) -> PagedModel:
-    """A smaller model that guesses tokens for a large one, on its device and with its sizes; raises as `PagedModel`."""
+    """Open a smaller model that guesses tokens for a large one, on its device and with its sizes.
+
+    Raises the errors of `PagedModel`.
+
+    Args:
+        report: Called with (weights loaded, total weights). None: not called.
+    """
     trained = getattr(small.config, "max_position_embeddings", None) or large.context_length
     return PagedModel(
         small,
@@ -115,7 +122,7 @@ def open_drafts(small: Checkpoint, large: PagedModel, report: Report | None = No
 
 
 def check_same_tokens(small: Checkpoint, large: Checkpoint) -> None:
-    """Refuse a draft model whose token ids mean others than the large model's. Raises InputError."""
+    """Raise InputError if some token id means another token in the draft model (`small`) than in the large model."""
     ours, theirs = large.tokenizer.get_vocab(), small.tokenizer.get_vocab()
     wrong = next((token for token, number in theirs.items() if ours.get(token) != number), None)
     if wrong is not None:
@@ -132,9 +139,9 @@ def check_same_tokens(small: Checkpoint, large: Checkpoint) -> None:
 
 
 def prepare_steps(model: PagedModel, report: Report) -> None:
-    """Compile what steps need, so that no request waits for it: chunks of prompts, and batches of every size.
+    """Compile the programs for pieces of prompts and batches of every size now, so that no request waits for them.
 
-    Objects that exist by then are no longer considered by the garbage collector, whichever are in this process.
+    Afterwards Python's garbage collector ignores all objects that exist in this process, so that its runs stay short.
 
     Args:
         report: Called with (programs ready, total programs).
@@ -159,10 +166,10 @@ def most_tokens(model: PagedModel) -> int:
 
 
 def start_engine(model: PagedModel, settings: EngineSettings, drafts: PagedModel | None = None) -> Engine:
-    """The engine of an opened model.
+    """Start the engine of an opened model.
 
     Args:
-        drafts: Guesses tokens; see `open_drafts`.
+        drafts: A model that guesses tokens; see `open_drafts`. None: there is none.
     """
     return Engine(
         model,

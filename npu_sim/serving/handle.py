@@ -1,4 +1,4 @@
-"""`Handle`: the reading end of a request, in a thread or in an event loop.
+"""`Handle`: the reading side of a request, for a thread or an event loop.
 
 Invariants:
 1. The writer appends an update before it looks for a waiting event loop; the reader names its loop before it looks for
@@ -14,9 +14,10 @@ from npu_sim.serving.request import Request, RequestHandle, Update, Usage
 
 
 class Handle(RequestHandle):
-    """A request that the engine has taken. It has one reader.
+    """A request that the engine has taken. Its updates have one reader.
 
-    Updates that the reader has not taken yet are joined into one, so a slow reader costs no more than its tokens.
+    Updates that the reader has not taken yet are joined into one, so that a slow reader costs only the memory of its
+    tokens.
 
     Args:
         cancel: Called when the reader cancels the request.
@@ -44,7 +45,7 @@ class Handle(RequestHandle):
             yield self._joined([self._updates.get()])
 
     def result(self) -> Update:
-        """Wait for the end; one update with all output that has not been taken yet."""
+        """Wait for the end of the request; return one update with all output that has not been read yet."""
         return _join(list(self))
 
     async def __aiter__(self) -> AsyncIterator[Update]:
@@ -57,7 +58,7 @@ class Handle(RequestHandle):
                 yield self._joined([])
 
     def _joined(self, updates: list[Update]) -> Update:
-        """One update for all that have arrived."""
+        """Join updates into one."""
         while not self._updates.empty():
             updates.append(self._updates.get_nowait())
         self._ended = updates[-1].finish_reason is not None
@@ -77,7 +78,7 @@ def _join(updates: list[Update]) -> Update:
 
 
 def deliver(updates: Iterable[tuple[Handle, Update]]) -> None:
-    """Append updates to their handles and wake the readers, each event loop once."""
+    """Append updates to their handles and wake the readers; each event loop is woken once."""
     waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
     for handle, update in updates:
         handle.new_tokens += len(update.tokens)

@@ -1,4 +1,4 @@
-"""`PagedModel`: a compiled language model on a device that runs batches over a paged KV cache."""
+"""`PagedModel`: a compiled language model on a device that computes batches of sequences over a paged KV cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,21 +36,22 @@ DEFAULT_SEQUENCES = 8  # whole contexts in a pool of default size
 
 
 class PagedModel(CompiledModel):
-    """A language model with one pool of KV blocks, of which each sequence of a batch has its own or shares some.
+    """A language model with a pool of KV blocks. Each sequence of a batch has blocks of its own, and may share some.
 
     A step runs the program for the next power of two of its number of tokens, padded. Programs are compiled, or read
-    from the cache, when the first step needs them or by `prepare`; all share the weights and the pool. Padding tokens
-    write to a spare block at the end of the pool. Tokens are chosen on the device; only where launching a step also
-    completes it does the host choose those with a temperature above 0, since sorting all logits takes longer there.
+    from the cache, by `prepare` or when a step first needs them; all share the weights and the pool. Padding tokens
+    write to a spare block at the end of the pool. Tokens are chosen on the device; on devices that do not run ahead of
+    the host, the host chooses those with a temperature above 0, since sorting all logits on the device would take
+    longer.
 
-    Where the model has recurrent states, a step is several runs (see `recurrent_runs`), and each sequence has a lane;
-    padding has a spare one.
+    If the model has recurrent states, a step is several runs (see `recurrent_runs`), and each sequence has a lane,
+    which is memory for its states; padding has a spare lane.
 
     See `BatchModel` for the attributes. One thread at a time may use a model.
 
     Attributes:
-        block_bytes: Memory of a block over all layers.
-        lane_bytes: Memory of a sequence's recurrent states.
+        block_bytes: Memory of a block, over all layers.
+        lane_bytes: Memory of a sequence's recurrent states, over all layers.
     """
 
     def __init__(  # noqa: PLR0913 -- an argument is a user's option
@@ -71,20 +72,21 @@ class PagedModel(CompiledModel):
         """Compile the program for one token, or find it in the cache, upload the weights and allocate the pool.
 
         Args:
-            device: A device or its name. Default: the best one on this machine.
+            device: A device or its name. None: the best one on this machine.
             block_size: Tokens per block.
-            blocks: Blocks in the pool. Default: those of eight sequences of the maximum length.
-            context_length: Maximum number of tokens of a sequence. Default: 2048, or the model's maximum context length
-                if that is less.
+            blocks: Blocks in the pool. None: as many as eight sequences of the maximum length need.
+            context_length: Maximum number of tokens of a sequence. None: 2048, or the model's maximum context length if
+                that is less.
             max_tokens: Maximum number of tokens of a step, at most 512.
             max_sequences: Maximum number of sequences of a step, and of its outputs, at most 128.
-            progress: Called with (weights loaded, total weights).
+            progress: Called with (weights loaded, total weights). None: not called.
             tensor_parallel: Divide the model among this many devices, as in `CompiledModel`.
-            rank: Place in the group of a process that was started so.
+            rank: Number of this process in the group: 0 for the leading process.
             start_worker: Starts the other processes.
 
         Raises:
-            InputError: a size does not fit the model, or the model cannot be compiled, or not be divided so.
+            InputError: a size does not fit the model, or the model cannot be compiled, or not be divided among so many
+                devices.
             WeightError: the checkpoint does not fit its own config.
             DeviceError: the device is unknown, cannot be used, or is out of memory.
         """
@@ -147,7 +149,7 @@ class PagedModel(CompiledModel):
         return dict(zip(inputs, pools, strict=True))
 
     def prepare(self, tokens: int, outputs: int, *, sampling: bool = False) -> None:
-        """Compile now what a step of that many tokens and outputs needs; otherwise the first such step does.
+        """Compile now the program for a step of that many tokens and outputs, not at the first such step.
 
         The first runs of a program may still be slow; see `warm_up`.
 
@@ -162,7 +164,7 @@ class PagedModel(CompiledModel):
                 self.program((self._shape_of(1, size, 0), False))
 
     def warm_up(self) -> None:
-        """Run all steps that were prepared on padding alone, until they are as fast as they will be."""
+        """Run all prepared programs with padding only, until they are as fast as they will be."""
         place, empty = self._launched % KEPT_STEPS, np.zeros((0,) if self.rewinds else (0, 1), np.int32)
         if (next_overwritten := self._kept[place]) is not None:
             next_overwritten.tokens()
@@ -178,28 +180,28 @@ class PagedModel(CompiledModel):
                 program.run()
 
     def prepare_copies(self) -> StepProgram:
-        """Compile now what `copy_blocks` needs, and return it; otherwise the first copy does."""
+        """Compile now the program of `copy_blocks`, not at the first copy, and return it."""
         return self.program(COPY)
 
     def _shape_for(self, tokens: int, outputs: int) -> PagedShape:
-        """The sizes of the smallest program that holds a step."""
+        """The sizes of the smallest program that holds a step with so many tokens and outputs."""
         size = _power_of_two(tokens)
         most = min(size, _power_of_two(self.max_outputs))
         rows = FEW_OUTPUTS if outputs <= FEW_OUTPUTS < most else most
         return replace(self._smallest, tokens=size, outputs=rows, sequences=min(size, self.max_sequences))
 
     def _shape_of(self, sequences: int, each: int, outputs: int) -> PagedShape:
-        """The sizes of the smallest program that holds a run of sequences with so many tokens each."""
+        """The sizes of the smallest program that holds a run of `sequences` sequences with `each` tokens each."""
         size = _power_of_two(sequences)
         rows = self._shape_for(size, outputs).outputs if each == 1 else 1
         return replace(self._smallest, tokens=size * each, outputs=rows, sequences=size)
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
-        """All of the tokens: a program can run any number up to `max_tokens`."""
+        """The whole rest of the prompt: a program can run any number of tokens up to `max_tokens`."""
         return start, end
 
     def step(self, batch: Batch) -> StepResult:
-        """Run one step. It is launched, not waited for; the next step may be launched before this one's result is read.
+        """Launch one step without waiting for it. The next step may be launched before this one's result is read.
 
         Raises:
             InputError: the batch exceeds the model's limits or refers to blocks outside the pool.
@@ -225,7 +227,10 @@ class PagedModel(CompiledModel):
         return result
 
     def _run(self, batch: Batch, place: int) -> StepProgram:
-        """Launch a run whose chosen tokens go to a place in the history; returns its program."""
+        """Launch a run, and return its program.
+
+        `place` is the number of the row in the history for the tokens that it chooses.
+        """
         sequences, tables = batch.sequences, batch.tables
         if self.rewinds:
             shape = self._shape_for(len(batch.tokens), len(batch.outputs))
@@ -258,10 +263,10 @@ class PagedModel(CompiledModel):
         return program
 
     def _adapters_of(self, batch: Batch) -> NDArray[np.int32] | None:
-        """[N]: the place of each token's adapter, -1 for the base; None where the model has none.
+        """The index of each token's adapter, [N], -1 for none; None if the model has no adapters.
 
         Raises:
-            InputError: there is no such adapter.
+            InputError: an index is not that of an adapter.
         """
         chosen, count = batch.adapters, len(self.checkpoint.adapters)
         if chosen is not None and chosen.size and not -1 <= chosen.min() <= chosen.max() < count:
@@ -290,7 +295,10 @@ class PagedModel(CompiledModel):
 
 
 class _BatchResult:
-    """The tokens that a step chose, in the model's history from `first` on, and its logits until the next step."""
+    """The tokens that a step chose and its logits, which are lost at the next step.
+
+    The tokens lie in the model's history from index `first` on.
+    """
 
     on_host = False
 
@@ -303,29 +311,32 @@ class _BatchResult:
         self._host_chose = False
 
     def tokens(self) -> NDArray[np.int32]:
-        """[R]: the chosen token of each output; -1 where its logits are not finite."""
+        """The chosen token of each output, [R]; -1 where its logits are not finite."""
         if self._tokens is None:
             self._model.wait_for(self._marker)
             self._tokens = np.array(self._model._look()[self._first : self._first + self.count])
         return self._tokens
 
     def logits(self) -> NDArray[np.float32]:
-        """[R, vocab]: the logits of each output; to be read before the next step is launched.
+        """The logits [R, vocab] of the outputs; to be read before the next step is launched.
 
         Raises:
-            DeviceError: a later step has overwritten them.
+            DeviceError: a later step has overwritten the logits.
         """
         return self._read_logits().reshape(-1, self._model.vocab_size)[: self.count]
 
     def choose(self, batch: Batch) -> None:
-        """Choose the tokens of those outputs that have a temperature above 0."""
+        """Choose, on the host, the tokens of those outputs that have a temperature above 0."""
         rows = np.flatnonzero(batch.settings[:, 0] > 0)
         tokens, logits = self.tokens().copy(), self.logits()
         tokens[rows] = choose_by(logits[rows], batch.settings[rows], batch.uniforms[rows])
         self._tokens, self._host_chose = tokens, True
 
     def stand_in(self, outputs: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The tokens of these outputs for the next step's program: themselves, or references to their places."""
+        """Input tokens for the next step's program that stand for these outputs of this step.
+
+        They are the tokens themselves if the host chose them, else references to their indices in the history.
+        """
         outputs = np.maximum(outputs, 0).astype(np.int32)
         if self._host_chose:
             return np.maximum(self.tokens(), 0)[np.minimum(outputs, self.count - 1)]
@@ -333,19 +344,22 @@ class _BatchResult:
 
 
 def _power_of_two(count: int) -> int:
-    """The smallest that is at least `count`."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def _context_length(checkpoint: Checkpoint, requested: int | None) -> int:
-    """Maximum number of tokens of a sequence: as requested, else by default. Raises InputError if it does not fit."""
+    """Maximum number of tokens of a sequence: as requested, or (None) the default.
+
+    Raises InputError if the model does not take as many.
+    """
     capacity = cache_capacity(checkpoint, requested)
     trained = getattr(checkpoint.config, "max_position_embeddings", None) or capacity
     return min(capacity, trained) if requested is None else requested
 
 
 def _history_places(outputs: int) -> NDArray[np.int32]:
-    """[kept steps, outputs]: the place in the history of each output's token; all have a spare one for padding."""
+    """The index in the history of each output's token, [kept steps, outputs]; padding has a spare index."""
     columns = np.arange(_power_of_two(outputs), dtype=np.int32)
     places = np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * outputs + columns
     return np.where(columns < outputs, places, KEPT_STEPS * outputs).astype(np.int32)
@@ -354,7 +368,7 @@ def _history_places(outputs: int) -> NDArray[np.int32]:
 def _check_options(
     checkpoint: Checkpoint, block_size: int, blocks: int | None, max_tokens: int, max_sequences: int
 ) -> None:
-    """Refuse a checkpoint's KV cache that is not paged, and sizes that no model has. Raises InputError."""
+    """Raise InputError for a checkpoint whose KV cache cannot be paged, or for sizes that are out of range."""
     if checkpoint.kv_cache is not None:
         raise InputError(f"a paged KV cache in {checkpoint.kv_cache} is not supported; leave out --kv-cache")
     if block_size < 1:

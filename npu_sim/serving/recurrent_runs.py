@@ -1,9 +1,9 @@
-"""Dividing a step of a model with recurrent states into runs of its programs.
+"""Dividing a step of a model with recurrent states into several runs of its programs.
 
-A recurrent state takes in every token of its sequence's row: padding too, and whoever else's. So in a run each sequence
-has the same number of tokens. All but the last token of a piece of a prompt go through runs of one sequence and a fixed
-number of tokens, as many as fit, and the rest one by one; the last run has the last token of every sequence, and all
-outputs.
+In a run, a recurrent state is updated by every token in its sequence's row, even by padding. So each sequence of a run
+has the same number of tokens. All tokens of a piece of a prompt but the last go through runs of one sequence, with as
+large a fixed number of tokens as fits, and the rest one by one. The last run has the last token of every sequence, and
+all outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ PIECES = (64, 8)  # tokens of one sequence in a run; each is a trace and a progr
 
 
 def divide_step(batch: Batch, pieces: Sequence[int]) -> Iterator[Batch]:
-    """Yield the runs of a step in order as batches whose tokens, positions and sequences are [sequences, tokens].
+    """Yield the runs of a step in order, as batches whose tokens, positions and sequences are [sequences, tokens].
 
     Args:
-        pieces: Possible numbers of tokens of one sequence, decreasing.
+        pieces: Possible numbers of tokens in a run of one sequence, decreasing.
     """
     lasts = _lasts(batch)
     firsts = np.append(0, lasts[:-1] + 1)
@@ -32,12 +32,12 @@ def divide_step(batch: Batch, pieces: Sequence[int]) -> Iterator[Batch]:
 
 
 def _lasts(batch: Batch) -> NDArray[np.int64]:
-    """Index of the last token of each sequence."""
+    """Index in the batch of each sequence's last token."""
     return np.append(np.flatnonzero(np.diff(batch.sequences)), len(batch.tokens) - 1)
 
 
 def _earlier(firsts: list[int], lasts: list[int], pieces: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    """The indices [sequences, tokens each] of the tokens before the last ones."""
+    """The runs before the last one, each as indices [sequences, tokens each] of its tokens in the batch."""
     rests = []
     for start, last in zip(firsts, lasts, strict=True):
         for size in pieces:
@@ -50,7 +50,10 @@ def _earlier(firsts: list[int], lasts: list[int], pieces: Sequence[int]) -> Iter
 
 
 def _run(batch: Batch, indices: NDArray[np.int64], outputs: NDArray[np.int32]) -> Batch:
-    """Return a batch of these tokens of a step; `outputs` are its sequences after which a token is chosen."""
+    """Return the batch of one run with the tokens at `indices`.
+
+    `outputs` are the indices of those of its sequences after which a token is chosen.
+    """
     owners, count = batch.sequences[indices[:, 0]], len(outputs)
     return replace(
         batch,
@@ -66,10 +69,11 @@ def _run(batch: Batch, indices: NDArray[np.int64], outputs: NDArray[np.int32]) -
 
 
 def check_lanes(batch: Batch, lanes: int) -> None:
-    """Refuse a batch that does not fit recurrent states.
+    """Raise an error for a batch whose lanes or outputs do not fit a model with recurrent states.
 
     Raises:
-        InputError: its lanes are missing, shared or no lanes of the model, or an output is not after a last token.
+        InputError: lanes are missing, shared by sequences or out of range, or an output does not follow a sequence's
+            last token.
     """
     held, lasts = batch.lanes, _lasts(batch)
     if held is None or held.shape != (len(batch.tables),):

@@ -1,4 +1,4 @@
-"""Requests to the engine, and the updates that come back."""
+"""Requests to the engine, and the updates that it returns."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -23,20 +23,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate.
+    """A sequence to generate: a prompt, and how to continue it.
 
     Attributes:
         prompt: Token ids; at least one.
-        max_new_tokens: Maximum number of new tokens. Default: until the context is full.
-        stop_ids: Token ids that end the sequence and are not returned. Default: the model's end-of-sequence ids.
+        max_new_tokens: Maximum number of new tokens. None: until the context is full.
+        stop_ids: Token ids that end the sequence and are not returned. None: the model's end-of-sequence ids.
         stop: Strings that end the sequence and are not returned.
         stop_token_ids: Further token ids that end the sequence.
         ignore_eos: Whether `stop_ids` do not end the sequence.
-        logprobs: If given, each token comes with its log probability and those of this many most probable ones.
-        tenant: Blocks of the prefix cache are shared within a tenant only.
-        adapter: Name of one of the checkpoint's adapters. None: the base alone.
-        token_filter: Restricts the tokens that may come next.
-        timeout: Seconds after which the request ends with an error, queueing included. Default: none.
+        logprobs: Number of the most probable tokens whose log probabilities come with each new token, beside its own.
+            None: no log probabilities come.
+        tenant: Name of the client; blocks of the prefix cache are shared only between requests of the same tenant.
+        adapter: Name of one of the checkpoint's LoRA adapters. None: the base model without an adapter.
+        token_filter: Grammar that restricts the tokens that may come next. None: any token may come.
+        timeout: Seconds after which the request ends with an error, including the time in the queue. None: no limit.
     """
 
     prompt: tuple[int, ...]
@@ -55,12 +56,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Update:
-    """New output of a request. The last one has a finish reason.
+    """New output of a request. The last update has a finish reason.
 
     Attributes:
         tokens: New token ids, without those that ended the sequence.
         text: New text: only whole characters, and none that could still become part of a stop string.
-        error: The problem, where the finish reason is "error".
+        error: The problem if the finish reason is "error", else None.
+        finish_reason: The reason why the request has ended. None: it goes on.
     """
 
     tokens: tuple[int, ...] = ()
@@ -80,7 +82,7 @@ class Usage:
 
 
 class RequestHandle(Protocol):
-    """A request that the engine has taken: its updates, in either kind of loop, until the one with a finish reason."""
+    """A request that the engine has taken: an iterator of its updates, for a thread or an event loop."""
 
     @property
     def usage(self) -> Usage: ...
@@ -90,4 +92,7 @@ class RequestHandle(Protocol):
     def __aiter__(self) -> AsyncIterator[Update]: ...
 
     def cancel(self) -> None:
-        """End the request; its blocks are returned after the step under way. From any thread, any number of times."""
+        """End the request; its blocks are released after the step that is running.
+
+        Any thread may call it, and several times.
+        """

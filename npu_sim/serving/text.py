@@ -1,4 +1,4 @@
-"""The text of a request's tokens: whole characters only, and none that could still become part of a stop string."""
+"""Turning a request's tokens into text: whole characters only, and nothing that may become part of a stop string."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from npu_sim.llm import StreamDecoder
 
 
 class TextOutput:
-    """Turns tokens into text. A token is returned together with the first of its text.
+    """Turns tokens into text. A token is returned together with the beginning of its text.
 
     Args:
-        tokenizer: None: tokens have no text.
+        tokenizer: The model's tokenizer. None: tokens have no text.
         stop: Strings that end the text and are not returned.
 
     Attributes:
-        stopped: Whether a stop string has come; later tokens are ignored.
+        stopped: Whether a stop string has occurred; later tokens are ignored.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -25,7 +25,7 @@ class TextOutput:
         self.stopped = False
 
     def push(self, token: int) -> tuple[tuple[int, ...], str]:
-        """Take a token; the tokens and the text that can be returned now."""
+        """Take a token; return the tokens and the text that are now certain."""
         if self._decoder is None:  # and so no stop string
             return (token,), ""
         if self.stopped:
@@ -35,7 +35,7 @@ class TextOutput:
         return self._returned(self._safe_length())
 
     def finish(self) -> tuple[tuple[int, ...], str]:
-        """The tokens and the text that were held back at the end; an incomplete character becomes U+FFFD."""
+        """Return the remaining tokens and text at the end; an incomplete character becomes U+FFFD."""
         if self.stopped:
             return (), ""
         if self._decoder is not None:
@@ -44,7 +44,7 @@ class TextOutput:
         return self._returned(end if self.stopped else len(self._held))
 
     def _safe_length(self) -> int:
-        """Length of the held text that can be returned: all before a stop string, or before what may become one."""
+        """Length of the held text that can be returned: up to a stop string, or to what may become one."""
         places = [place for place in map(self._held.find, self._stop) if place >= 0]
         if places:
             self.stopped = True
@@ -60,7 +60,7 @@ class TextOutput:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that `stop` begins with."""
+    """Length of the longest end of `text` with which `stop` begins."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,7 +1,6 @@
-"""`TextThread`: turns chosen tokens into updates, so that the thread that drives the device need not.
+"""`TextThread`: turns chosen tokens into updates, so that the thread that drives the device does not have to.
 
-Invariant: what belongs to a sequence's text (`text`, `held_logprobs` and `written` of `ServedSequence`) is used by this
-thread only.
+Invariant: the fields `text`, `held_logprobs` and `written` of `ServedSequence` are used by this thread only.
 """
 
 import queue
@@ -20,13 +19,13 @@ from npu_sim.serving.text import TextOutput
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ServedSequence(EngineSequence):
-    """A request in the engine.
+    """A request in the engine: its sequence, its text and the handle that gets its updates.
 
     Attributes:
-        handle: The reading end of the request.
-        text: Text of the tokens.
+        handle: The handle through which the client reads updates.
+        text: Turns the sequence's tokens into text.
         held_logprobs: Log probabilities of tokens whose text is held back.
-        written: Whether the last update is out.
+        written: Whether the last update has been delivered.
     """
 
     handle: Handle
@@ -36,11 +35,10 @@ class ServedSequence(EngineSequence):
 
 
 class TextThread:
-    """Makes updates in a thread of its own.
+    """A thread that turns outputs of sequences into updates and delivers them.
 
     Args:
-        stopped: Called with a sequence whose text has come to a stop string, before its tokens ended it, or whose text
-            cannot be made.
+        stopped: Called with a sequence that must be ended, since its text contains a stop string or cannot be decoded.
     """
 
     def __init__(self, stopped: Callable[[EngineSequence], None]) -> None:
@@ -50,11 +48,11 @@ class TextThread:
         self._thread.start()
 
     def put(self, entry: Sequence[SequenceOutput] | Callable[[], None]) -> None:
-        """Deliver outputs, or call a function after all that was put before."""
+        """Queue outputs to deliver, or a function to call after all that was queued before."""
         self._queue.put(entry)
 
     def close(self) -> None:
-        """Deliver all outputs that were put, and end."""
+        """Deliver all queued outputs, and end the thread."""
         self._queue.put(None)
         self._thread.join()
 

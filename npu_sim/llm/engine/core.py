@@ -33,9 +33,11 @@ from npu_sim.llm.speculation.lookup import Drafter
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """New tokens of a sequence.
+    """New tokens of a sequence, or its end.
 
-    The last output has the reason why the sequence ended, and the error if that is "error".
+    Attributes:
+        reason: The reason why the sequence has ended. None: it has not.
+        error: The error if the reason is "error", else None.
     """
 
     sequence: Sequence
@@ -157,7 +159,11 @@ class EngineCore:
         self._deliver_outputs()
 
     def end(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> None:
-        """End a sequence that has not ended yet, with a last output."""
+        """End a sequence that has not ended yet, with a last output.
+
+        Args:
+            error: The error if the reason is "error", else None.
+        """
         if sequence.arrival in self.sequences:
             self._forget(sequence, reason)
             self._outputs.append(SequenceOutput(sequence, reason=reason, error=error))
@@ -169,7 +175,11 @@ class EngineCore:
             self.end(sequence, "cancelled")
 
     def abandon(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """End all sequences with a last output, without the scheduler, which may have failed."""
+        """End all sequences with a last output, without the scheduler, which may have failed.
+
+        Args:
+            error: The error if the reason is "error", else None.
+        """
         self._outputs += [SequenceOutput(x, reason=reason, error=error) for x in self.sequences.values()]
         self._deliver_outputs()
         self._finished[reason] += len(self.sequences)

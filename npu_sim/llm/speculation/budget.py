@@ -112,7 +112,7 @@ class DraftBudget:
 def draft_lengths(
     rows: int, drafts: Sequence[tuple[float, int]], seconds: Callable[[int], float], overhead: float
 ) -> list[int]:
-    """For each draft, the number of its tokens that a step should verify to get the most tokens a second.
+    """The number of tokens of each draft that a step should verify to get the most tokens a second.
 
     Args:
         rows: Number of tokens of the step without drafts, each of which yields a new token.

@@ -16,7 +16,7 @@ class Drafter(Protocol):
     """An interface: guesses the next tokens of sequences."""
 
     def drafts(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, list[int]]:
-        """For each sequence, tokens that may follow, as many as `wanted` says at most.
+        """Sequence → tokens that may follow it, as many as `wanted` says at most.
 
         A sequence without a draft is left out. An empty draft means that the drafter has not read all tokens of the
         sequence yet and continues with the next call.

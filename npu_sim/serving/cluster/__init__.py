@@ -1,4 +1,4 @@
-"""Replicas of a model on a Ray cluster, behind the same HTTP server. Needs the extra `ray`."""
+"""Replicas of a model on a Ray cluster, behind one HTTP server. Needs the extra `ray`."""
 
 from npu_sim.serving.cluster.application import Deployment, Scale
 from npu_sim.serving.cluster.engine import RemoteEngine

@@ -1,4 +1,4 @@
-"""The Serve application: replicas of a model, how many there are, and what each of them takes of its machine."""
+"""The Ray Serve application: the replicas of a model, their number, and the resources that each of them takes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ _ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 
 @dataclass(frozen=True)
 class Scale:
-    """The number of replicas, and the resources of each rank.
+    """The number of replicas, and the resources of each of their ranks (processes with one device).
 
     Attributes:
-        least, most: Number of replicas. Where they differ, it follows the number of requests under way and waiting.
-        cpus, gpus: Of each rank.
+        least, most: Minimum and maximum number of replicas. Between them, the number follows that of running and
+            waiting requests.
+        cpus, gpus: Number of CPU cores and GPUs of each rank.
         drain_seconds: Time for the requests of a replica to end before it is stopped.
     """
 
@@ -49,16 +50,17 @@ class Scale:
 
 
 class Deployment:
-    """A model's replicas in the cluster that this process has joined.
+    """The replicas of a model in the Ray cluster that this process has joined.
 
-    If replicas of that name run with the same settings, they are used; if with others, they are replaced in turn.
+    If replicas of that name run already, they are used if their settings are the same; otherwise they are replaced one
+    after the other.
 
     Args:
         name: Name of the Serve application.
 
     Attributes:
-        handle: Handle for requests to any replica.
-        facts: Facts of the model that they run.
+        handle: Ray Serve's handle, which sends a request to one of the replicas.
+        facts: Facts of the model that the replicas run.
 
     Raises:
         DeviceError: the replicas do not start; the message says why.
@@ -79,7 +81,7 @@ class Deployment:
             raise
 
     def _start(self, name: str, settings: ReplicaSettings, scale: Scale) -> None:
-        """Find the replicas, or start them."""
+        """Find running replicas with these settings, or start some, and wait for them."""
         key = replicas_key(settings, scale)
         while (before := _status_of(name)) is not None and before.status == ApplicationStatus.DEPLOYING:
             time.sleep(0.5)  # another server is at it, perhaps with the same settings
@@ -92,22 +94,22 @@ class Deployment:
         self.facts = self.handle.facts.remote().result()
 
     def release(self) -> None:
-        """Stop the replicas, unless another process in the cluster uses them."""
+        """Stop the replicas, unless another process in the cluster still uses them."""
         if all(user == self._user or not user.startswith(f"{self._name}/") for user in ray.util.list_named_actors()):
             serve.delete(self._name)
 
 
 class _User:
-    """An actor that lives as long as a process that uses a deployment, and is named after it."""
+    """A Ray actor that lives as long as a process that uses a deployment, so that others can see that it is used."""
 
 
 def _status_of(name: str) -> Any:
-    """The state of an application, an `ApplicationStatusOverview`; None if there is none of that name."""
+    """The state of a Serve application, an `ApplicationStatusOverview`; None if there is none of that name."""
     return serve.status().applications.get(name)
 
 
 def _reason(name: str) -> str | None:
-    """The message of the error at the bottom of the replicas' tracebacks."""
+    """The error message in the last line of the replicas' tracebacks; None if they have reported none."""
     application = _status_of(name)
     messages = [] if application is None else [one.message for one in application.deployments.values()]
     lines = [line.strip() for message in messages for line in message.splitlines()]
@@ -115,16 +117,21 @@ def _reason(name: str) -> str | None:
 
 
 def replicas_key(settings: ReplicaSettings, scale: Scale) -> str:
-    """The key that tells replicas apart. A server's limits are its own, so servers with others may share replicas."""
+    """A text that identifies the settings of replicas.
+
+    Limits of the HTTP server are left out, so that servers with different limits may share replicas.
+    """
     engine = replace(settings.engine, max_waiting=None)
     return repr((replace(settings, engine=engine), replace(scale, drain_seconds=0.0), __version__))
 
 
 def model_application(settings: ReplicaSettings, scale: Scale, key: str = "") -> serve.Application:
-    """The application that runs replicas. Deployed under the name of another one, it replaces its replicas in turn.
+    """The Serve application that runs replicas.
+
+    Deployed under the name of a running application, it replaces that one's replicas one after the other.
 
     Args:
-        key: The replicas' `ReplicaFacts.key`.
+        key: Text that identifies the replicas' settings; see `replicas_key`.
     """
     batch = settings.engine.max_batch
     environment = {"NPU_SIM_THREADS": str(scale.cpus)}

@@ -1,8 +1,8 @@
-"""`RemoteEngine`: the replicas of a deployment as one engine, for the HTTP server in front of them.
+"""`RemoteEngine`: presents the replicas of a deployment to the HTTP server as one engine.
 
 Invariants:
-1. Every handle ends with exactly one update that has a finish reason, also where its replica is lost.
-2. A handle is in `_open` from `submit` until that update has been read or the handle cancelled.
+1. Every handle ends with exactly one update that has a finish reason, even if its replica is lost.
+2. A handle is in `_open` from `submit` until that last update has been read or the handle has been cancelled.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LOST = "the replica that ran this request is lost; send it again"
 
 
 class RemoteEngine:
-    """Takes requests for all replicas.
+    """An engine that sends each request to one of several replicas.
 
     Args:
         replicas: Handle of the deployment of `Replica`s.
         capacity: Maximum number of requests at once; more are refused.
 
     Attributes:
-        failed: Always None: a replica that fails is replaced.
+        failed: Always None, since a replica that fails is replaced.
     """
 
     failed: str | None = None
@@ -57,7 +57,10 @@ class RemoteEngine:
         self._asking.start()
 
     def submit(self, request: Request) -> RemoteHandle:
-        """Send a request to the replica that the router chooses; from any thread. Raises as `EngineLike` says."""
+        """Send a request to the replica that the router chooses. Any thread may call it.
+
+        Raises the errors of `EngineLike.submit`.
+        """
         asked = RemoteRequest.of(request)
         with self._changed:
             if not self._accepting:
@@ -69,18 +72,18 @@ class RemoteEngine:
         return handle
 
     def replicas(self) -> list[ReplicaStats]:
-        """The replicas that answered when they were last asked."""
+        """Counts of the replicas that answered when they were last asked."""
         with self._changed:
             return [self._latest[replica] for replica in self._present]
 
     def stats(self) -> EngineStats:
-        """Counts of all replicas together, as they were when last asked; those of former replicas are kept."""
+        """Counts of all replicas together, as of when they were last asked; counts of ended replicas are included."""
         with self._changed:
             there = {name: one.stats for name, one in self._latest.items() if name in self._present}
             return merged(there.values(), [one.stats for name, one in self._latest.items() if name not in there])
 
     def refresh(self) -> None:
-        """Ask all replicas for their counts now. Not in an event loop."""
+        """Ask all replicas for their counts and wait for the answers. Not to be called in an event loop."""
         try:
             answers = self._replicas.broadcast("stats").results(timeout_s=_PATIENCE, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError):
@@ -115,11 +118,11 @@ class RemoteEngine:
 
 
 class RemoteHandle(RequestHandle):
-    """A request on some replica. It has one reader.
+    """A request that a replica runs. Its updates have one reader, in an event loop.
 
     Args:
-        stream: Queue of `Output`s.
-        ended: Called once when nothing more comes.
+        stream: Asynchronous stream of the replica's `Output`s.
+        ended: Called when the request is cancelled or its reader has stopped.
     """
 
     def __init__(self, request: Request, stream: Any, ended: Callable[[RemoteHandle], None]) -> None:
@@ -154,7 +157,11 @@ class RemoteHandle(RequestHandle):
             self._ended(self)
 
     async def _next(self) -> Update:
-        """The next update, or what takes its place where none comes any more (invariant 1)."""
+        """Wait for the next update of the replica.
+
+        If the request's time is over, the replica is lost or the request has been cancelled, the result is a last
+        update that says so (invariant 1).
+        """
         left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         try:
             async with asyncio.timeout(left):

@@ -1,4 +1,4 @@
-"""A Ray cluster for the time of a command: started on this machine, or joined, and left as it was found."""
+"""A Ray cluster for the time of a command: started on this machine, or an existing one that is joined and left."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _QUIET: dict[str, Any] = {"namespace": "npu-simulation", "log_to_driver": False,
 
 @contextlib.contextmanager
 def cluster(address: str | None, cpus: int) -> Iterator[None]:
-    """Join the cluster at an address, or start one on this machine, which ends with the context.
+    """Context of membership in a Ray cluster: an existing one, or a new one on this machine that ends with it.
 
     Args:
         cpus: Number of CPU cores of a cluster that is started.
+        address: Address of an existing cluster. None: start a new one.
 
     Raises:
         DeviceError: there is no cluster at that address, or none can be started.
@@ -57,7 +58,7 @@ def cluster(address: str | None, cpus: int) -> Iterator[None]:
 
 
 def _start(cpus: int) -> None:
-    """Start a cluster of this machine, again where a busy machine took too long."""
+    """Start a cluster on this machine; try again if starting took too long on a busy machine."""
     import psutil
     import ray
 

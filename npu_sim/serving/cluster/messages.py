@@ -1,4 +1,4 @@
-"""Messages between a front and the replicas of a model."""
+"""Messages between the HTTP server's process and the replicas of a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from npu_sim.serving.request import Request, Update, Usage
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """A request on its way to a replica.
+    """A request in the form in which it is sent to a replica.
 
     Attributes:
-        request: The request without its token filter, which belongs to this process.
-        rules: The grammar of that filter.
+        request: The request without its token filter, which cannot be sent to another process.
+        rules: The text of the token filter's grammar. None: the request has no filter.
     """
 
     request: Request
@@ -27,7 +27,10 @@ class RemoteRequest:
 
     @classmethod
     def of(cls, request: Request) -> RemoteRequest:
-        """Raise `InputError` for a token filter that is no grammar of the server's."""
+        """Make the message for a request.
+
+        Raises `InputError` if its token filter is not one of the server's grammars.
+        """
         grammar = request.token_filter
         if grammar is not None and not isinstance(grammar, GrammarFilter):
             raise InputError(f"a {type(grammar).__name__} cannot be sent to a replica; a grammar can")
@@ -35,7 +38,7 @@ class RemoteRequest:
 
     @cached_property
     def digests(self) -> tuple[bytes, ...]:
-        """Digests of the prompt's full blocks, as the replica's prefix cache names them."""
+        """Hashes of the prompt's full blocks, as the replica's prefix cache computes them."""
         digest, digests = first_digest(self.request.tenant, self.request.adapter), []
         prompt = self.request.prompt
         for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
@@ -46,7 +49,7 @@ class RemoteRequest:
 
 @dataclass(frozen=True)
 class Output:
-    """An update, and the token counts up to it."""
+    """An update of a request, and its token counts up to this update."""
 
     update: Update
     usage: Usage
@@ -54,12 +57,12 @@ class Output:
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """Facts that a front needs of the model that replicas run.
+    """Facts about the model that replicas run, which the HTTP server needs.
 
     Attributes:
         context_length: Maximum number of tokens of a prompt and its reply.
-        device: The device of a replica, in words.
-        key: The settings that it was started with, as one text.
+        device: Description of a replica's device.
+        key: Text that identifies the replicas' settings; see `replicas_key`.
     """
 
     context_length: int
@@ -69,11 +72,11 @@ class ReplicaFacts:
 
 @dataclass(frozen=True)
 class ReplicaStats:
-    """The counts of one replica.
+    """The counts of one replica's engine.
 
     Attributes:
         replica: Id of the replica.
-        pid: Process id on its machine.
+        pid: Process id on the replica's machine.
     """
 
     replica: str

@@ -1,4 +1,4 @@
-"""`BundleWorker`: a rank of a replica that is an actor in the next bundle of the replica's placement group."""
+"""`BundleWorker`: a rank of a replica that runs as a Ray actor in a bundle of the replica's placement group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START_SECONDS = 120.0  # for an actor to start in a bundle that is reserved for
 
 
 class BundleWorker(Worker):
-    """Rank n in bundle n, which may be on another machine, with the devices that Ray has given to it."""
+    """The worker of rank n in bundle n, maybe on another machine, with the devices that Ray has assigned to it."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -61,7 +61,7 @@ class BundleWorker(Worker):
 
 
 class _RankProcess:
-    """The actor: a process that serves rank 0 through a connection of its own until that closes."""
+    """The Ray actor of a rank: a process that serves rank 0 through its own connection until that closes."""
 
     def __init__(self, key: bytes) -> None:
         self._listener = Listener((use_this_address(), 0), authkey=key)
@@ -76,6 +76,6 @@ class _RankProcess:
 
 
 def use_this_address() -> str:
-    """Let other ranks reach this process at its machine's address, which is returned."""
+    """Let other ranks connect to this process by its machine's address, and return the address."""
     os.environ[ADDRESS] = address = str(ray.util.get_node_ip_address())
     return address

@@ -1,4 +1,4 @@
-"""`Replica`: one engine of several, an actor of Ray Serve."""
+"""`Replica`: an actor of Ray Serve that runs one of several engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from npu_sim.serving.request import Update, Usage
 
 
 class Replica:
-    """Opens the model and serves it until Serve drops the actor, after the requests under way have ended."""
+    """Opens the model and serves requests until Ray Serve stops the actor, after running requests have ended."""
 
     def __init__(self, settings: ReplicaSettings, key: str) -> None:
         formats, adapters = (settings.quantization, settings.activations), dict(settings.adapters)
@@ -50,7 +50,7 @@ class Replica:
         self._engine = start_engine(model, settings.engine, self._drafts)
 
     async def generate(self, asked: RemoteRequest) -> AsyncIterator[Output]:
-        """The request's updates. Ending the iteration early cancels it."""
+        """Yield the updates of a request. Ending the iteration early cancels the request."""
         request = asked.request
         try:
             if asked.rules is not None:
@@ -74,7 +74,7 @@ class Replica:
         return ReplicaStats(serve.get_replica_context().replica_id.unique_id, os.getpid(), self._engine.stats())
 
     def check_health(self) -> None:
-        """Raise an error if the replica must be replaced; Ray Serve calls it."""
+        """Raise an error if the engine has failed, so that Ray Serve replaces the replica."""
         self._model.check()
         if self._engine.failed:
             raise DeviceError(self._engine.failed)

@@ -1,4 +1,4 @@
-"""`PrefixRouter`: sends a request to the replica that has computed the longest beginning of its prompt."""
+"""`PrefixRouter`: sends a request to the replica that has most of the prompt's beginning in its prefix cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REMEMBERED = 1 << 16  # blocks of prompts
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not read
-    """Remembers to which replica each block of a prompt went, the latest `remembered` ones.
+    """A router of Ray Serve that remembers to which replica each block of a prompt was sent.
 
-    A replica whose prefix cache should hold a beginning of the prompt is preferred, the one with the longest such
-    beginning, unless it is much busier than another one. Otherwise the replica with the fewest requests is taken.
-    Blocks are named as the prefix cache names them, so prompts of different tenants never look alike.
+    The replica that was sent the longest beginning of the prompt is preferred, unless it is much busier than another
+    one. Otherwise Ray Serve chooses among all replicas by their numbers of requests. The latest `remembered` blocks are
+    kept. Blocks are identified by the hashes of the prefix cache, so that prompts of different tenants never match.
     """
 
     def initialize_state(self, remembered: int = REMEMBERED, **_: Any) -> None:
@@ -42,7 +42,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
             self._places.popitem(last=False)
 
     def _longest(self, digests: tuple[bytes, ...], candidates: dict[ReplicaID, RunningReplica]) -> ReplicaID | None:
-        """The candidate to which the longest known beginning went."""
+        """The candidate to which the longest known beginning of the prompt was sent; None if there is none."""
         return next((place for x in reversed(digests) if (place := self._places.get(x)) in candidates), None)
 
     def _is_overloaded(self, place: ReplicaID, candidates: dict[ReplicaID, RunningReplica]) -> bool:
@@ -51,6 +51,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
 
 
 def _digests(pending: PendingRequest | None) -> tuple[bytes, ...]:
-    """Digests of the blocks of a request's prompt; empty for other calls."""
+    """Hashes of the blocks of a request's prompt; empty for other calls than requests."""
     asked = pending.args[0] if pending is not None and pending.args else None
     return asked.digests if isinstance(asked, RemoteRequest) else ()

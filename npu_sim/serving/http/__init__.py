@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's API over an engine. Needs the extra `serve`."""
+"""The HTTP server: OpenAI's API, answered by an engine. Needs the extra `serve`."""
 
 from npu_sim.serving.http.app import Application, make_application, make_encoder_application
 from npu_sim.serving.http.encoders import ServedEncoder

@@ -57,10 +57,10 @@ _PAGE = {
 
 @dataclass(frozen=True)
 class Application:
-    """The application, to be run by an ASGI server.
+    """The HTTP application, for an ASGI server such as uvicorn.
 
     Attributes:
-        guard: The ASGI application, and what it lets in.
+        guard: The ASGI application itself, which refuses or admits each request first.
     """
 
     guard: GuardMiddleware
@@ -80,8 +80,8 @@ def make_application(
     """The application that serves a model by an engine.
 
     Args:
-        only_loopback: Answer only requests to a name of this machine's loopback device.
-        lenient: Ignore parameters that are unknown or not supported, instead of refusing them.
+        only_loopback: Whether to answer only requests whose `Host` is a name of this machine's loopback device.
+        lenient: Whether to ignore parameters that are unknown or not supported, instead of refusing them.
     """
     service = Service(model, engine, limits, Metrics(engine), lenient)
     application, app = _application(service, keys, only_loopback)
@@ -132,7 +132,7 @@ def make_encoder_application(
 
 
 def _application(service: Service | EncoderService, keys: APIKeys, only_loopback: bool) -> tuple[Application, FastAPI]:
-    """The application with the routes that do not depend on the kind of model."""
+    """The application with the routes that do not depend on the kind of model, and its FastAPI object to add more."""
     app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
     guard = GuardMiddleware(app, keys, service.limits, service.metrics, only_loopback=only_loopback)
     _add_health(app, guard, service)
@@ -143,10 +143,10 @@ def _application(service: Service | EncoderService, keys: APIKeys, only_loopback
 
 
 def _refuse(app: FastAPI, service: Service | EncoderService, paths: Sequence[str], reason: str) -> None:
-    """Add routes that say why this model does not answer them.
+    """Add routes whose answer is an error that says why this model does not support them.
 
     Args:
-        reason: Follows the model's name.
+        reason: End of the message, after the model's name.
     """
 
     async def route(request: Request) -> Response:
@@ -242,11 +242,11 @@ async def _generate(
     service: Service,
     prepare: Callable[[Any, str], tuple[ChatRequest | CompletionRequest, list[EngineRequest], Writer]],
 ) -> Response:
-    """The response to a POST request.
+    """Generate the response to a POST request for chats or completions.
 
     Args:
-        prepare: Function from the body's JSON and the tenant to the body, its sequences for the engine, and the writer
-            of the reply.
+        prepare: Function from the body's JSON and the tenant (name of the API key) to the parsed body, its requests to
+            the engine, and the writer of the reply.
     """
     data, tenant = await read_body(request, service.limits), request.state.call.key
     body, sequences, writer = await service.in_thread(lambda: prepare(parse_json(data), tenant))
@@ -256,7 +256,7 @@ async def _generate(
 
 
 def _model_facts(model: ServedModel | ServedEncoder) -> dict[str, Any]:
-    """A model as `/v1/models` lists it."""
+    """The entry of a model in the list of `/v1/models`."""
     return {
         "id": model.name,
         "object": "model",
@@ -267,7 +267,7 @@ def _model_facts(model: ServedModel | ServedEncoder) -> dict[str, Any]:
 
 
 def _add_models(app: FastAPI, models: Sequence[dict[str, Any]]) -> None:
-    """Add the routes that list these models, each as `_model_facts` describes it."""
+    """Add the routes that list these models, which are results of `_model_facts`."""
     by_name = {facts["id"]: facts for facts in models}
 
     @app.get("/v1/models")

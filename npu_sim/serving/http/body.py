@@ -1,4 +1,4 @@
-"""A request's body as JSON, within limits on its size, its time and its depth."""
+"""Reading a request's body as JSON, within limits on size, time and nesting depth."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """A request's body, which should be JSON.
+    """The bytes of a request's body, which should be JSON.
 
     Raises:
-        APIError: 408: it did not arrive in time; 413: it is too large; 415: the
-            request says that it is something else, as a page of another site may without asking (CORS).
+        APIError: 408: the body did not arrive in time; 413: it is too large; 415: its declared type is not JSON, as in
+            requests that a page of another site can send without permission (CORS).
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -53,15 +53,15 @@ def _too_large(most: int) -> APIError:
 
 
 def _refused(status: int, message: str) -> APIError:
-    """An error before the body was read: the connection cannot be used for another request."""
+    """An error before the body was read, after which the connection is closed."""
     return APIError(status, message, headers={"Connection": "close"})
 
 
 def parse_json(body: bytes) -> Any:
-    """JSON in UTF-8, without NaN, infinities, lone surrogates, very deep nesting and huge objects.
+    """Parse JSON in UTF-8, without NaN, infinities, lone surrogates, very deep nesting and huge objects.
 
     Raises:
-        APIError: 400: it is none.
+        APIError: 400: the body is not such JSON.
     """
     try:
         text = body.decode()
@@ -92,7 +92,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _check_shape(value: Any) -> None:
-    """Check how deep arrays and objects are nested, without recursion, and how many keys an object has."""
+    """Raise an error for arrays and objects that are nested too deep, or an object with too many keys.
+
+    The check needs no recursion.
+    """
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, dict | list) and item]:
         depth += 1
@@ -104,6 +107,6 @@ def _check_shape(value: Any) -> None:
 
 
 async def wait_for_disconnect(request: Request) -> None:
-    """Return when the client has closed the connection. For after the body was read."""
+    """Return when the client has closed the connection. To be called after the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: from a chat to sequences of the engine, and from their updates to OpenAI's replies."""
+"""`/v1/chat/completions`: makes requests to the engine from a chat, and OpenAI's replies from their updates."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from npu_sim.serving.request import Request, TokenFilter, TokenLogprobs, Update
 
 
 def chat_requests(service: Service, body: ChatRequest, tenant: str, param: str = "messages") -> list[Request]:
-    """A request of the engine for each choice.
+    """The requests to the engine for a chat, one for each of its choices (alternative replies).
 
     Args:
-        param: The parameter that the messages came in.
+        param: Name of the parameter with the messages, for errors.
 
     Raises:
-        APIError: prompt and reply are too long.
+        APIError: prompt and reply are too long for the context or the limits.
         InputError: the chat template rejects the messages, or a JSON schema cannot be used.
     """
     text = service.model.text
@@ -49,7 +49,10 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str, param: str =
 
 
 def _filter(text: ModelText, body: ChatRequest) -> TokenFilter | None:
-    """The grammar that the reply must follow, if any. Where tools may be called, calls are allowed beside JSON."""
+    """The grammar that the reply must follow; None if any text is allowed.
+
+    If the reply has to be JSON and tools are offered, it may also be calls of these.
+    """
     if body.must_call:
         rules = text.tool_format.rules(body.offered, several=_several(body))
         return text.grammars.filter(rules)
@@ -70,7 +73,7 @@ def _several(body: ChatRequest) -> bool:
 
 
 class ChatWriter(ChunkWriter):
-    """A `Writer` of chat replies."""
+    """The `Writer` of chat replies."""
 
     def __init__(self, service: Service, body: ChatRequest) -> None:
         self._text = service.model.text
@@ -142,7 +145,7 @@ class ChatWriter(ChunkWriter):
 
 
 def logprob_entry(text: ModelText, logprobs: TokenLogprobs) -> dict[str, Any]:
-    """A token's log probability in the form of chat replies."""
+    """A token's log probability in the form in which chat replies have it."""
     top = [_token(text, token, value) for token, value in logprobs.top]
     return {**_token(text, logprobs.token, logprobs.logprob), "top_logprobs": top}
 

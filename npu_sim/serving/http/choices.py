@@ -1,4 +1,4 @@
-"""The choices of one HTTP request as sequences of the engine, whose updates arrive as one stream."""
+"""The choices (alternative replies) of one HTTP request: requests to the engine whose updates arrive as one stream."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WAITING_UPDATES = 64  # of all choices of a request; beyond it, their handles k
 
 
 class Choices:
-    """Sequences that are under way. `close` must be called, whatever happens.
+    """Running requests of the engine that belong to one HTTP request. `close` must be called in any case.
 
     Raises:
-        APIError: the engine does not take one of the requests; those that it took are cancelled.
+        APIError: the engine does not take one of the requests; the others are then cancelled.
     """
 
     def __init__(self, engine: EngineLike, requests: Sequence[Request]) -> None:
@@ -40,11 +40,11 @@ class Choices:
 
     @property
     def usages(self) -> list[Usage]:
-        """Token counts of each choice so far."""
+        """Token counts of each choice so far, in order."""
         return [handle.usage for handle in self._handles]
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """(choice, update) in order of arrival, until each choice has finished.
+        """Yield (number of the choice, update) in order of arrival, until all choices have finished.
 
         Raises:
             APIError: a choice ended with an error.
@@ -82,7 +82,7 @@ class Choices:
         return update
 
     def close(self) -> None:
-        """Cancel what has not finished."""
+        """Cancel all choices that have not finished."""
         for task in self._tasks:
             task.cancel()
         for index, handle in enumerate(self._handles):
@@ -92,7 +92,7 @@ class Choices:
 
 
 def refusal(error: NPUError) -> APIError:
-    """The error for a request that an engine does not take."""
+    """The HTTP error for the error with which an engine has refused a request."""
     if isinstance(error, QueueFullError):
         return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, InputError):

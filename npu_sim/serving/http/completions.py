@@ -1,4 +1,4 @@
-"""`/v1/completions`: from plain prompts to sequences of the engine, and from their updates to OpenAI's replies."""
+"""`/v1/completions`: makes requests to the engine from plain prompts, and OpenAI's replies from their updates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_PROMPTS = 128
 
 
 def completion_requests(service: Service, body: CompletionRequest, tenant: str) -> list[Request]:
-    """A request of the engine for each choice of each prompt.
+    """The requests to the engine, one for each choice (alternative reply) of each prompt.
 
     Raises:
-        APIError: a prompt holds unknown token ids, or prompt and reply are too long.
+        APIError: a prompt holds unknown token ids, or prompt and reply are too long for the context or the limits.
     """
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "leave out 'logprobs', or 'echo'")
@@ -66,7 +66,7 @@ def _prompts(service: Service, body: CompletionRequest) -> list[Sequence[int]]:
 
 
 class CompletionWriter(ChunkWriter):
-    """A `Writer` of plain completions."""
+    """The `Writer` of plain completions."""
 
     def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[Request]) -> None:
         self._text = service.model.text
@@ -102,7 +102,10 @@ class CompletionWriter(ChunkWriter):
             yield self._chunk(choice, update.text, logprobs, update.finish_reason)
 
     def _logprobs_chunk(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Log probabilities in the form of completions. A token's offset counts the characters of those before it."""
+        """Log probabilities in the form of `/v1/completions`.
+
+        The offset of a token is the number of characters of all tokens before it.
+        """
         tokens = [self._shown(entry.token) for entry in entries]
         offsets = []
         for token in tokens:
@@ -116,7 +119,7 @@ class CompletionWriter(ChunkWriter):
         }
 
     def _shown(self, token: int) -> str:
-        """A token's text; as OpenAI does, its bytes where they are no whole characters."""
+        """A token's text, or, like OpenAI's API, its bytes if these are not whole characters."""
         data = self._text.token_bytes(token)
         try:
             return data.decode()
@@ -146,7 +149,7 @@ class CompletionWriter(ChunkWriter):
         return {"object": "text_completion", **self._fields, "choices": choices, "usage": usage}
 
     def _best(self) -> list[int]:
-        """The choices that are returned: for each prompt those with the highest log probability per token."""
+        """Numbers of the choices to return: for each prompt, those with the highest mean log probability of a token."""
 
         def likelihood(choice: int) -> float:
             values = self._likelihoods[choice]

@@ -1,4 +1,4 @@
-"""The bodies of requests for embeddings and scores, as OpenAI, Cohere, Jina and vLLM have them."""
+"""The bodies of requests for embeddings and scores, in the forms of OpenAI, Cohere, Jina and vLLM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class _Encoded(Body):
-    """Fields of all these requests.
+    """Fields that all requests for embeddings and scores have.
 
     Attributes:
-        truncate_prompt_tokens: Maximum tokens of a text, whose end is cut; -1 is as many as the model takes. None: a
-            text that is too long is an error.
+        truncate_prompt_tokens: Maximum number of tokens of a text, whose end is cut off; -1 means the model's maximum.
+            None: a text that is too long is an error.
     """
 
     model: str | None = None
@@ -33,7 +33,7 @@ class _Encoded(Body):
 
 
 class EmbeddingRequest(_Encoded):
-    """`/v1/embeddings`."""
+    """The body of `/v1/embeddings`."""
 
     model: str
     input: str | Array[str] | Array[int] | Array[Array[int]]
@@ -51,19 +51,19 @@ class EmbeddingRequest(_Encoded):
 
     @property
     def inputs(self) -> list[Any]:
-        """Texts, or lists of token ids."""
+        """The inputs as a list: texts, or lists of token ids."""
         single = isinstance(self.input, str) or (self.input and isinstance(self.input[0], int))
         return [self.input] if single else [*self.input]
 
 
 class TextDocument(Body):
-    """A document in an object, as Cohere's and Jina's clients may send it."""
+    """A document as an object with a text, as Cohere's and Jina's clients may send it."""
 
     text: str
 
 
 class RerankRequest(_Encoded):
-    """`/v1/rerank`."""
+    """The body of `/v1/rerank`: a query and the documents to rank."""
 
     query: NonEmpty
     documents: Array[str | TextDocument]
@@ -81,7 +81,7 @@ class RerankRequest(_Encoded):
 
 
 class ScoreRequest(_Encoded):
-    """`/v1/score`: one text against each of several, or pairs of texts."""
+    """The body of `/v1/score`: one text to compare with each of several, or pairs of texts."""
 
     text_1: NonEmpty | Array[NonEmpty]
     text_2: NonEmpty | Array[NonEmpty]

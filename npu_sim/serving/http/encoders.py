@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`: from texts to an encoder, and from its results to replies."""
+"""`/v1/embeddings`, `/v1/rerank` and `/v1/score`: hand texts to an encoder, and make replies from its results."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ServedEncoder:
     """An encoder that is served.
 
     Attributes:
-        name: Name that clients use.
-        created: Time at which it was opened, in seconds since 1970.
+        name: Name by which clients ask for it.
+        created: Time at which it was opened, in seconds since 1970 (UTC).
     """
 
     name: str
@@ -55,10 +55,10 @@ class ServedEncoder:
 
 @dataclass(frozen=True)
 class _Task:
-    """A request that has been read.
+    """The texts of a request to encode, and how to answer it.
 
     Attributes:
-        write: Makes the reply's JSON of the results, one for each text, without the fields `model` and `usage`.
+        write: Function from the results, one for each text, to the reply's JSON without the fields `model` and `usage`.
     """
 
     texts: Sequence[EncodedText]
@@ -70,10 +70,10 @@ class _Task:
 
 
 class EncoderService(Workers):
-    """The encoder, its engine and the limits, for all routes of one event loop.
+    """The encoder, its engine and the limits, which all routes share.
 
     Args:
-        lenient: Ignore parameters that are unknown or not supported, instead of refusing them.
+        lenient: Whether to ignore parameters that are unknown or not supported, instead of refusing them.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EncoderService(Workers):
         self.model, self.engine, self.limits, self.metrics, self.lenient = model, engine, limits, metrics, lenient
 
     def embedding(self, data: Any) -> _Task:
-        """A request for embeddings. Raises `APIError` if it is wrong."""
+        """The task of a request for embeddings, from the body's JSON. Raises `APIError` if it is wrong."""
         body = parse(EmbeddingRequest, data, self.lenient)
         self._check_model(body.model)
         encoder, inputs = self.model.encoder, body.inputs
@@ -111,7 +111,7 @@ class EncoderService(Workers):
         return _Task(texts, write)
 
     def ranking(self, data: Any) -> _Task:
-        """A request to rank documents. Raises `APIError` if it is wrong."""
+        """The task of a request to rank documents, from the body's JSON. Raises `APIError` if it is wrong."""
         body = parse(RerankRequest, data, self.lenient)
         documents = body.texts
         texts = self._pairs(body, [(body.query, text) for text in documents], "documents")
@@ -133,7 +133,7 @@ class EncoderService(Workers):
         return _Task(texts, write)
 
     def scoring(self, data: Any) -> _Task:
-        """A request for the scores of pairs. Raises `APIError` if it is wrong."""
+        """The task of a request for scores of pairs, from the body's JSON. Raises `APIError` if it is wrong."""
         body = parse(ScoreRequest, data, self.lenient)
         texts = self._pairs(body, body.pairs, "text_2")
 
@@ -145,7 +145,7 @@ class EncoderService(Workers):
         return _Task(texts, write)
 
     async def answer(self, request: Request, read: Callable[[Any], _Task]) -> Response:
-        """The response to a POST request.
+        """Compute the response to a POST request.
 
         Args:
             read: Function from the body's JSON to the task.
@@ -185,7 +185,10 @@ class EncoderService(Workers):
             raise model_not_found(f"{name}", self.model.name)
 
     def _prompt(self, name: str | None) -> str:
-        """The text that is put before each text."""
+        """The text of the prompt with that name, which is put before each text.
+
+        None stands for the model's default prompt. Raises `APIError` for an unknown name.
+        """
         folder = self.model.encoder.folder
         assert isinstance(folder, EmbedderFolder)
         chosen = folder.default_prompt if name is None else name
@@ -201,7 +204,7 @@ class EncoderService(Workers):
         return wanted if wanted is None else most if wanted == -1 else min(wanted, most)
 
     def _known(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Token ids that a client has sent, if the model has them."""
+        """The token ids that a client has sent. Raises `APIError` if the model lacks one of them."""
         last = self.model.encoder.vocab_size - 1
         if wrong := [token for token in ids if not 0 <= token <= last]:
             raise APIError(400, f"the model has no token {wrong[0]}; ids are 0 to {last}", param="input")
@@ -223,12 +226,12 @@ class EncoderService(Workers):
 
 
 def _base64(vector: Results) -> str:
-    """A vector's numbers as OpenAI's clients read them: float32, the least significant byte first."""
+    """A vector in base64, as OpenAI's clients read it: little-endian float32."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 def add_encoder_routes(app: FastAPI, service: EncoderService) -> None:
-    """Add the routes of an embedding model, or those of a cross-encoder."""
+    """Add the routes of an embedding model or of a cross-encoder, whichever the service has."""
 
     def add(paths: Sequence[str], kind: Any, read: Callable[[Any], _Task]) -> None:
         async def route(request: Request) -> Response:

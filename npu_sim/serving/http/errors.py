@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API reports them: a status, and JSON that says what was wrong with which parameter."""
+"""Errors in the form of OpenAI's API: an HTTP status, and JSON with a message and the name of the wrong parameter."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ LONGEST_TEXT = 1000  # characters of a client's that are sent back, or logged
 
 
 def shortened(text: str) -> str:
-    """The text, without its middle where it is too long to be repeated."""
+    """The text, or its beginning and end if it is too long to be repeated in a message."""
     half = LONGEST_TEXT // 2
     return text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"
 
 
 class APIError(Exception):
-    """A request that is refused or has failed.
+    """The error for a request that is refused or has failed; it becomes the response.
 
     Args:
         status: The HTTP status.
-        message: The problem, and what to do. Long ones, which repeat what the client sent, are cut.
-        param: The parameter that was wrong, as a path such as `messages.0.role`.
-        code: A word for programs, such as `invalid_api_key`.
-        headers: Headers of the response.
+        message: The problem, and what to do. A long message, which repeats what the client has sent, is cut.
+        param: The parameter that was wrong, as a path such as `messages.0.role`. None: the error is of no single
+            parameter.
+        code: Identifier for programs, such as `invalid_api_key`. None: there is none.
+        headers: Additional headers of the response.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class APIError(Exception):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The body of the response."""
+        """The JSON body of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -67,11 +68,11 @@ class APIError(Exception):
 
 
 def unsupported(param: str, advice: str = "leave it out") -> APIError:
-    """The error for a parameter of OpenAI's API that this server does not have."""
+    """The error for a parameter of OpenAI's API that this server does not support."""
     return APIError(400, f"'{param}' is not supported; {advice}", param=param, code="unsupported_parameter")
 
 
 def model_not_found(name: str, *served: str) -> APIError:
-    """The error for a `model` that is not among those that are served."""
+    """The error for a request whose `model` is not one of those served."""
     message = f"there is no model '{name}' here; this is {' or '.join(served)}"
     return APIError(404, message, param="model", code="model_not_found")

@@ -1,9 +1,9 @@
-"""Grammars that restrict what a model may write: JSON, JSON of a schema, and tool calls, through llguidance.
+"""Grammars that restrict a model's output: JSON, JSON of a schema, tool calls and others, by llguidance.
 
-llguidance (https://github.com/guidance-ai/llguidance) keeps an Earley parser and a lexer over the bytes of tokens; a
-mask for a vocabulary of 50,000 takes it about a millisecond, whatever the grammar. Grammars are written in its dialect
-of Lark. JSON is written on one line with a space after commas and colons, as models do: with free white space, a small
-model may go on writing newlines.
+llguidance (https://github.com/guidance-ai/llguidance) runs an Earley parser and a lexer over the bytes of tokens; it
+computes which tokens of a vocabulary of 50,000 are allowed in about a millisecond, whatever the grammar. Grammars are
+written in its dialect of Lark. JSON must be on one line with a space after commas and colons, as models usually write
+it: if any white space were allowed, a small model might write newlines without end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class GrammarFilter:
-    """A `TokenFilter` of one request."""
+    """The `TokenFilter` of one request, which follows a grammar."""
 
     def __init__(self, rules: str, matcher: LLMatcher, vocab_size: int) -> None:
         self.rules = rules
@@ -35,7 +35,9 @@ class GrammarFilter:
         self._vocab_size = vocab_size
 
     def allowed(self) -> NDArray[np.bool_]:
-        """[vocab]: whether each token may come next; the end of the sequence, where the grammar is satisfied.
+        """Return whether each token may come next, [vocab].
+
+        End-of-sequence tokens are allowed once the text so far satisfies the grammar.
 
         Raises:
             NPUError: the grammar became too complex to follow.
@@ -45,7 +47,7 @@ class GrammarFilter:
         return np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
 
     def advance(self, token: int) -> None:
-        """Take a chosen token. Raises `NPUError` if the grammar does not allow it."""
+        """Note that a token has been chosen. Raises `NPUError` if the grammar does not allow it."""
         self._matcher.consume_token(int(token))
         self._check()
 
@@ -55,11 +57,11 @@ class GrammarFilter:
 
 
 class Grammars:
-    """Makes filters for one tokenizer.
+    """Makes the grammar filters of requests, for one tokenizer.
 
     Args:
-        tokenizer: Contents of a tokenizer.json.
-        vocab_size: Token ids of the model; those beyond the tokenizer's are never allowed.
+        tokenizer: Contents of the model's tokenizer.json.
+        vocab_size: Number of the model's token ids; those beyond the tokenizer's are never allowed.
         eos_ids: Tokens that end a sequence.
     """
 
@@ -69,22 +71,22 @@ class Grammars:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """The tokenizer of llguidance, built when it is first needed, in about half a second."""
+        """llguidance's form of the tokenizer, built when it is first needed, in about half a second."""
         tokenizer, vocab_size, eos_ids = self._source
         return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token, which need not be whole characters."""
+        """The bytes that a token stands for, which need not be whole characters."""
         return bytes(self.tokenizer.decode_bytes([token]))
 
     def filter(self, rules: str, what: str = "JSON schema") -> GrammarFilter:
-        """The filter of a grammar, from `json_rules`, `call_rules` or `guided_rules`.
+        """A filter for a grammar, which is a result of `json_rules`, `call_rules` or `guided_rules`.
 
         Args:
-            what: What the request has given, for the error.
+            what: Name for what the request has given, for the error.
 
         Raises:
-            InputError: it is invalid, uses what llguidance lacks, allows nothing, or is too large.
+            InputError: the grammar is invalid, too large or allows no text, or llguidance does not support it.
         """
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(rules), log_level=0, limits=self._limits)
         if matcher.is_error():
@@ -97,12 +99,14 @@ class Grammars:
 
 
 def json_rules(schema: Mapping[str, Any]) -> str:
-    """The grammar of a JSON text that fits a schema."""
+    """The grammar of JSON texts that fit a schema."""
     return f"start: {_json(schema)}\n"
 
 
 def guided_rules(regex: str | None, grammar: str | None) -> str:
-    """The grammar of a text that matches a regular expression, or the rules of a request in Lark or GBNF.
+    """The grammar of texts that match a regular expression, or the request's own grammar in Lark or GBNF.
+
+    One of the arguments is None.
 
     Raises:
         InputError: the grammar in GBNF cannot be read.
@@ -120,7 +124,7 @@ def guided_rules(regex: str | None, grammar: str | None) -> str:
 
 
 def call_rules(calls: Sequence[tuple[str, Mapping[str, Any] | None, str]], *, separator: str | None) -> str:
-    """The grammar of tool calls.
+    """The grammar of texts that are calls of tools (functions).
 
     Args:
         calls: Text before the arguments of each function, their JSON schema, and the text after them.

@@ -1,4 +1,4 @@
-"""API keys: who is asking. Only their SHA-256 digests are kept."""
+"""API keys, which tell who sends a request. Only their SHA-256 digests are kept."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHORTEST = 16
 
 
 class APIKeys:
-    """The keys that the server accepts.
+    """The API keys that the server accepts.
 
     Args:
-        keys: Name → key. Without any, everyone is let in, under the name "".
+        keys: Name → key. If there are none, every request is accepted, under the name "".
     """
 
     def __init__(self, keys: Mapping[str, str]) -> None:
@@ -32,7 +32,7 @@ class APIKeys:
     def name_of(self, authorization: str | None) -> str | None:
         """The name of the key in an `Authorization` header; None if it is none of these keys.
 
-        Every key is compared, each in constant time, so that the time taken tells nothing about them.
+        The header is compared with every key, in constant time, so that the time taken reveals nothing about the keys.
         """
         if not self._digests:
             return ""
@@ -50,12 +50,13 @@ def _digest(key: str) -> bytes:
 
 
 def read_keys(path: Path | None) -> APIKeys:
-    """The keys of a file, and that of the environment variable NPU_SIM_API_KEY, whose name is `default`.
+    """The API keys in a file, if `path` is not None, and in the environment variable NPU_SIM_API_KEY.
 
-    A line of the file is a name, white space and a key; empty lines and those that begin with # are left out.
+    The key of the variable has the name `default`. A line of the file is a name, white space and a key; empty lines and
+    those that begin with # are ignored.
 
     Raises:
-        InputError: the file has another form, no keys, a name twice, or a key that is shorter than 16 characters.
+        InputError: the file has another form, no keys or a name twice, or a key is shorter than 16 characters.
     """
     of_environment = os.environ.get(VARIABLE, "").strip()
     keys = {"default": of_environment} if of_environment else {}

@@ -1,4 +1,4 @@
-"""Limits of the server: sizes, times, and how many requests at once and per minute."""
+"""Limits of the HTTP server: sizes, times, and numbers of requests at once and per minute."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from npu_sim.serving.http.errors import APIError
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of sizes, times and numbers of requests.
+    """Limits on sizes, times and numbers of requests.
 
     Attributes:
-        body_bytes: Size of a request's body.
-        header_bytes: Size of a request's head.
-        connections: Open connections.
-        requests: Requests at once.
-        requests_per_key: Requests at once with one key. Default: as many as in all.
-        requests_per_minute: Maximum per key. Default: any number.
-        prompt_tokens: Tokens of a prompt. Default: what the context holds.
-        new_tokens: New tokens of a choice. Default: what the context holds.
+        body_bytes: Maximum size of a request's body.
+        header_bytes: Maximum size of a request's head (request line and headers).
+        connections: Maximum number of open connections.
+        requests: Maximum number of requests at once.
+        requests_per_key: Maximum number of requests at once with one API key. None: as many as `requests`.
+        requests_per_minute: Maximum number of requests a minute with one API key. None: any number.
+        prompt_tokens: Maximum number of tokens of a prompt. None: as many as the context holds.
+        new_tokens: Maximum number of new tokens of a choice. None: as many as the context holds.
         header_seconds: Time for a request's head to arrive, and for the next request on an idle connection.
         body_seconds: Time for a request's body to arrive.
         write_seconds: Time for a client to take output that it asked for.
-        request_seconds: Time from a request's arrival to its end. Default: any time.
+        request_seconds: Time from a request's arrival to its end. None: any time.
     """
 
     body_bytes: int = 4 << 20
@@ -45,9 +45,9 @@ class Limits:
 
 
 class Admission:
-    """Counts the requests under way, and refuses those beyond the limits. For one thread.
+    """Counts the requests that are being answered, and refuses those beyond the limits. Used by one thread only.
 
-    Rates are kept by token buckets (https://en.wikipedia.org/wiki/Token_bucket) that hold a minute's requests.
+    Rates are limited by token buckets (https://en.wikipedia.org/wiki/Token_bucket) that hold a minute's requests.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = monotonic) -> None:
@@ -58,14 +58,14 @@ class Admission:
 
     @property
     def active(self) -> int:
-        """Requests under way."""
+        """Number of requests that are being answered."""
         return self._active.total()
 
     def enter(self, key: str) -> None:
-        """Count a request, to be followed by `leave`.
+        """Count a request of the API key with that name; `leave` must be called at its end.
 
         Raises:
-            APIError: 429, with the seconds after which to try again.
+            APIError: 429, with the seconds after which to try again: a limit is reached.
         """
         most, per_key = self._limits.requests, self._limits.requests_per_key
         if self.active >= most:

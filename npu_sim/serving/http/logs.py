@@ -1,4 +1,4 @@
-"""Logs: one JSON object per line on stderr. They hold no text of prompts or replies, and no keys."""
+"""Logs: one JSON object per line on stderr. They contain no text of prompts or replies, and no API keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOGGER = logging.getLogger("npu_sim.serving.http")
 
 
 class JSONLines(logging.Formatter):
-    """A record as JSON: time, level, event, and the fields that were given as `extra={"fields": ...}`."""
+    """Formats a log record as JSON: time, level, event, and the fields given as `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -31,13 +31,13 @@ class JSONLines(logging.Formatter):
 
 
 def log(event: str, *, level: int = logging.INFO, **fields: Any) -> None:
-    """Log an event with fields, of whose texts the long ones are cut."""
+    """Log an event with fields; long texts in them are cut."""
     short = {name: shortened(value) if isinstance(value, str) else value for name, value in fields.items()}
     LOGGER.log(level, event, extra={"fields": short})
 
 
 def start_logging(level: str) -> None:
-    """Send the server's logs, and uvicorn's errors, to stderr.
+    """Send the logs of this server and the errors of uvicorn to stderr.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.

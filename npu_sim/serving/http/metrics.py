@@ -1,4 +1,4 @@
-"""Prometheus metrics: counts of the server itself, and those of the engine when they are collected."""
+"""Prometheus metrics: counts of the HTTP server, and those of the engine, which are read at each collection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The server's metrics, in a registry of their own."""
+    """The server's metrics, in a Prometheus registry of their own."""
 
     def __init__(self, engine: RunningEngine) -> None:
         registry = CollectorRegistry()
@@ -46,7 +46,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Asks the engine each time the metrics are read."""
+    """A Prometheus collector that asks the engine for its counts each time the metrics are read."""
 
     def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine

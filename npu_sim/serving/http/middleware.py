@@ -1,7 +1,8 @@
-"""`GuardMiddleware`: every request passes it before the application, and until its response has ended.
+"""`GuardMiddleware`: passes every request to the application and sees its response through to the end.
 
-It lets in or refuses by key, by the limits and while the server drains; it ends clients that do not take their output;
-it counts and logs. So what it does happens in whatever state a request ends.
+It refuses requests without a valid API key, beyond the limits or while the server drains, ends connections whose
+clients do not take their output, and counts and logs requests. As it encloses the application, this happens however a
+request ends.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 
 @dataclass
 class CallRecord:
-    """One HTTP request: who asked, and what is worth a word in the log.
+    """Facts about one HTTP request: who sent it, and fields for the log.
 
     Attributes:
         key: The name of the caller's API key; "" if no keys are used.
-        fields: Fields of the log entry.
+        fields: Further fields of the request's log entry.
     """
 
     key: str = ""
@@ -56,14 +57,14 @@ class CallRecord:
 
 
 class GuardMiddleware:
-    """Wraps the application.
+    """The ASGI middleware around the application.
 
     Args:
-        only_loopback: Refuse requests whose `Host` is another name: a page that lets its own name resolve to this
-            machine (DNS rebinding) would send that name.
+        only_loopback: Whether to refuse requests whose `Host` is no name of the loopback device: a web page whose name
+            resolves to this machine (DNS rebinding) would send its own name.
 
     Attributes:
-        draining: New work is refused, and `/health` says so.
+        draining: Whether new work is refused, which `/health` then reports.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class GuardMiddleware:
 
     @property
     def active(self) -> int:
-        """Requests under way that the limits count."""
+        """Number of requests that are being answered and count for the limits."""
         return self._admission.active
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,13 +158,13 @@ class GuardMiddleware:
 
 
 def _host(value: bytes) -> str:
-    """The name in a `Host` header, without the port; "" for a value that is no name and port."""
+    """The name in a `Host` header, without the port; "" if the value is malformed."""
     match = _HOST.fullmatch(value.decode("latin-1").lower())
     return match[1] if match else ""
 
 
 class _Response:
-    """Sends a response, and ends the connection if the client does not take it in time."""
+    """Sends a response, and closes the connection if the client does not take it in time."""
 
     def __init__(self, send: Send, scope: Scope, seconds: float, metrics: Metrics) -> None:
         self._send = send

@@ -1,13 +1,13 @@
-"""uvicorn's HTTP protocol with limits on what is kept of a connection: bytes of heads and trailers, requests, and time.
+"""uvicorn's HTTP protocol with limits on a connection's memory (heads, trailers, waiting requests) and time.
 
-The application never sees a request whose head does not arrive, so these limits cannot be kept there.
+The application never sees a request whose head does not arrive, so it cannot enforce these limits.
 
-1. A connection's data goes to the parser in pieces of at most `_PIECE` bytes. What the parser may keep of them grows
-   only until it completes something: a head, a part of a body, or a request. Between two of these, it is given at most
-   `Limits.header_bytes` and a piece; so a head, trailers, or empty lines before a head are no longer than that.
-2. While a request waits for the one before it on the same connection, the parser is given nothing, and the connection
-   is not read: at most what came in one read is kept.
-3. Trailers are dropped: the application knows the headers that came before the body, which were those it checked.
+1. A connection's data goes to the parser in pieces of at most `_PIECE` bytes. The parser keeps data only until it
+   completes something: a head, a part of a body, or a request. Between two such events it is given at most
+   `Limits.header_bytes` and one piece; so a head, trailers, or empty lines before a head are no longer than that.
+2. While a request waits for the previous one on the same connection, the parser is given nothing, and the connection is
+   not read: at most the data of a single read is kept.
+3. Trailers are dropped: the application gets only the headers that came before the body, which it has checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PIECE = 4096
 
 
 class _FlowControl(FlowControl):
-    """uvicorn's flow control, which reads nothing while a request waits (invariant 2)."""
+    """uvicorn's flow control, changed so that nothing is read while a request waits (invariant 2)."""
 
     def __init__(self, transport: asyncio.Transport, waits: Callable[[], bool]) -> None:
         super().__init__(transport)
@@ -39,11 +39,11 @@ class _FlowControl(FlowControl):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection whose heads, trailers and waiting requests are limited.
+    """uvicorn's protocol object of one connection, with limits on heads, trailers and waiting requests.
 
     Attributes:
-        limits: The limits on connections, heads and their time.
-        metrics: Where connections are counted, and those that are dropped.
+        limits: Limits on the number of connections, and on the size and time of heads.
+        metrics: Counts connections, and those that are closed early.
     """
 
     limits: ClassVar[Limits]
@@ -86,7 +86,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse()
 
     def _parse(self) -> None:
-        """Give the parser what was received, until a request has to wait (invariants 1 and 2)."""
+        """Give received data to the parser until a request has to wait (invariants 1 and 2)."""
         while self._unread and not self.pipeline and not self.transport.is_closing():
             piece = bytes(self._unread[:_PIECE])
             del self._unread[:_PIECE]
@@ -161,9 +161,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._answer(error)
 
     def _answer(self, error: APIError) -> None:
-        """Answer without the application, and close the connection.
+        """Send an error without the application, and close the connection.
 
-        A reply that has begun, or that another request waits for, is broken off.
+        If a reply has begun, or a request waits for the previous one, the connection is closed without an answer.
         """
         self._stop_timer()
         if self.pipeline or (self._in_request() and self.cycle.response_started):
@@ -181,5 +181,5 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(limits: Limits, metrics: Metrics) -> type[HttpToolsProtocol]:
-    """The protocol class for these limits; uvicorn makes one object of it per connection."""
+    """The protocol class for these limits; uvicorn makes an object of it for each connection."""
     return type("ServerProtocol", (LimitedProtocol,), {"limits": limits, "metrics": metrics})

@@ -1,4 +1,4 @@
-"""HTTP responses of generations: whole, or as server-sent events."""
+"""HTTP responses with generated text: a single JSON object, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -21,36 +21,39 @@ Result = TypeVar("Result")
 
 
 class Writer(Protocol):
-    """Puts updates into the form of one of the API's endpoints.
+    """An interface: puts the engine's updates into the form of one of the API's endpoints.
 
     Attributes:
-        done: The end of a stream that has not failed.
+        done: Bytes that end a stream that has not failed.
     """
 
     done: bytes
 
     @property
     def prompts(self) -> Sequence[int]:
-        """The first choice of each prompt, since a prompt's tokens count once."""
+        """Number of the first choice of each prompt, so that a prompt's tokens are counted once."""
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """The first chunks of a stream."""
+        """The first chunks (JSON objects) of a stream."""
 
     def chunks(self, choice: int, update: Update) -> Iterable[dict[str, Any]]:
-        """The chunks of an update; also called for a whole reply, which `whole` then returns."""
+        """The chunks for an update of a choice.
+
+        Also called for a reply that is not streamed, which `whole` then returns.
+        """
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The last chunk of a stream, if the client asked for it."""
+        """The chunk with the token counts, which ends a stream if the client asked for it."""
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The reply, from all chunks so far."""
+        """The reply as one JSON object, from all updates so far."""
 
     def failure(self, error: APIError) -> dict[str, Any]:
         """The last chunk of a stream that has failed."""
 
 
 class ChunkWriter:
-    """The ends of streams of `/v1/chat/completions` and `/v1/completions`."""
+    """The common part of the writers for `/v1/chat/completions` and `/v1/completions`: how streams end."""
 
     done = b"data: [DONE]\n\n"
 
@@ -59,7 +62,7 @@ class ChunkWriter:
 
 
 def usage_of(usages: Sequence[Usage], prompts: Sequence[int]) -> dict[str, Any]:
-    """Token counts in OpenAI's form; each prompt counts once, whatever its number of choices."""
+    """Token counts in OpenAI's form. A prompt counts once, whatever its number of choices."""
     prompt = sum(usages[choice].prompt_tokens for choice in prompts)
     new = sum(usage.new_tokens for usage in usages)
     return {
@@ -73,10 +76,10 @@ def usage_of(usages: Sequence[Usage], prompts: Sequence[int]) -> dict[str, Any]:
 async def reply(
     request: Request, start: Callable[[], Choices], writer: Writer, *, stream: bool, with_usage: bool
 ) -> Response:
-    """The response to a request.
+    """Compute the response to a request, streamed or whole.
 
     Args:
-        start: Hands the request to the engine. What it returns is closed, however the request ends.
+        start: Hands the request to the engine and returns its choices, which are closed however the request ends.
 
     Raises:
         APIError: the generation failed before its response began.
@@ -100,7 +103,7 @@ async def _collect(choices: Choices, writer: Writer) -> None:
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of the work, which is not done for a client who is gone. Raises `APIError` (499) then."""
+    """The result of an awaitable, which is cancelled if the client disconnects. Raises `APIError` (499) then."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect(request))
     try:
         done, _ = await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +117,7 @@ async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
 
 
 class _EventStream(StreamingResponse):
-    """Chunks as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+    """A response of chunks as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
 
     media_type = "text/event-stream"
 
@@ -149,13 +152,13 @@ async def _events(choices: Choices, writer: Writer, call: CallRecord, with_usage
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    """A chunk as an event, whose type is the chunk's if it has one."""
+    """The bytes of a chunk as an event, with the type of the chunk if it has one."""
     name = f"event: {chunk['type']}\n".encode() if "type" in chunk else b""
     return name + b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _note(call: CallRecord, choices: Choices) -> None:
-    """Token counts for the log."""
+    """Add the token counts to the request's log entry."""
     usages = choices.usages
     call.fields["prompt_tokens"] = max((usage.prompt_tokens for usage in usages), default=0)
     call.fields["cached_tokens"] = max((usage.cached_tokens for usage in usages), default=0)

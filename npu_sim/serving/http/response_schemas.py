@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`, and the chat that it stands for."""
+"""The body of `/v1/responses`, and its translation to a chat."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from npu_sim.serving.http.schemas import (
 
 
 class _Part(Body):
-    """A text among the parts of an item's content."""
+    """A part of an item's content that is a text."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -31,14 +31,14 @@ class _Part(Body):
 
 
 class _Item(Body):
-    """Fields that items of an earlier response have, and that say nothing here."""
+    """Base of input items. Its fields are present in items copied from an earlier response, and are ignored."""
 
     id: str | None = None
     status: str | None = None
 
 
 class MessageItem(_Item):
-    """A message."""
+    """An input item that is a message."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -51,7 +51,7 @@ class MessageItem(_Item):
 
 
 class CallItem(_Item):
-    """A call that the model made."""
+    """An input item that is a function call which the model made earlier."""
 
     type: Literal["function_call"]
     call_id: str
@@ -60,7 +60,7 @@ class CallItem(_Item):
 
 
 class ResultItem(_Item):
-    """The result of a function that the model called."""
+    """An input item that is the result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -81,14 +81,14 @@ class FunctionTool(Function):
 
 
 class FunctionChoice(Body):
-    """The function that the model has to call."""
+    """A `tool_choice` that names the function which the model has to call."""
 
     type: Literal["function"]
     name: str
 
 
 class TextFormat(Body):
-    """The form that the reply has to have."""
+    """The format of the reply: plain text, JSON, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -98,19 +98,19 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """Options of the reply's text."""
+    """The options of the reply's text: its format."""
 
     format: TextFormat | None = None
 
 
 class Reasoning(Body):
-    """The effort of reasoning, for chat templates that know it."""
+    """The effort of reasoning, for chat templates with such a variable."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 class ResponsesRequest(Body):
-    """`/v1/responses`."""
+    """The body of `/v1/responses`."""
 
     model: str
     input: str | Array[InputItem]
@@ -138,7 +138,7 @@ class ResponsesRequest(Body):
 
     @property
     def messages(self) -> list[Message]:
-        """The input as messages of a chat; calls that follow each other are of one message."""
+        """The input as messages of a chat; consecutive function calls become one message."""
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages: list[Message] = []
         for item in items:
@@ -151,13 +151,13 @@ class ResponsesRequest(Body):
         return messages
 
     def chat(self, earlier: Sequence[Message]) -> ChatRequest:
-        """The request as one of the chat endpoint.
+        """The request as a request of the chat endpoint.
 
         Args:
-            earlier: Messages of the responses before this one.
+            earlier: Messages of the conversation that the request continues.
 
         Raises:
-            APIError: its parameters do not fit each other.
+            APIError: the request's parameters contradict each other.
         """
         system = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         choice = self.tool_choice
@@ -186,7 +186,7 @@ class ResponsesRequest(Body):
 
 
 def add_call(messages: list[Message], identity: str, name: str, arguments: str) -> None:
-    """Append a call to the last message, or as a message of its own where that is none of the model's."""
+    """Add a function call to the last message if that is the model's, else as a new message."""
     call = ToolCall(id=identity, function=FunctionCall(name=name, arguments=arguments))
     if messages and messages[-1].role == "assistant":
         last = messages.pop()
@@ -204,5 +204,5 @@ def _chat_choice(choice: FunctionChoice) -> dict[str, Any]:
 
 
 def characters(messages: Sequence[Message]) -> int:
-    """Length of messages as JSON, about what they take in memory."""
+    """Length of messages as JSON, which is about the memory that they take."""
     return sum(len(json.dumps(message.model_dump(), ensure_ascii=False)) for message in messages)

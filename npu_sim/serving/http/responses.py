@@ -1,6 +1,6 @@
-"""`/v1/responses`: OpenAI's Responses API over the chat endpoint's prompts, and the responses that are kept.
+"""`/v1/responses`: OpenAI's Responses API on top of the chat endpoint, with responses kept to be continued later.
 
-Its stream is a row of events with a type and a number each
+Its stream is a sequence of events, each with a type and a number
 (https://platform.openai.com/docs/api-reference/responses-streaming).
 """
 
@@ -30,7 +30,7 @@ class KeptResponse:
     """A response that a later request may continue.
 
     Attributes:
-        messages: The conversation up to its end, without instructions, which hold for one response.
+        messages: The conversation including this response, without instructions, which hold for a single response.
         reply: The response as JSON.
     """
 
@@ -40,14 +40,14 @@ class KeptResponse:
 
 
 class KeptResponses:
-    """Responses by id, for those who may see them. Safe for threads.
+    """Responses by id, each visible only to the API key that made it. Several threads may use it at once.
 
-    The least recently used ones are dropped beyond a number of responses or of characters. Messages that responses of
-    one conversation share are counted in each.
+    Beyond a number of responses or of characters, the least recently used ones are dropped. Messages shared by several
+    responses of a conversation are counted for each.
 
     Args:
         most: Maximum number of responses.
-        characters: Maximum characters in all.
+        characters: Maximum total number of characters.
     """
 
     def __init__(self, most: int = MOST_KEPT, characters: int = MOST_CHARACTERS) -> None:
@@ -57,7 +57,7 @@ class KeptResponses:
         self._lock = threading.Lock()
 
     def keep(self, tenant: str, identity: str, messages: Sequence[Message], reply: Mapping[str, Any]) -> None:
-        """Keep a response, as long as there is room."""
+        """Keep a response until it has to make room for others."""
         kept = KeptResponse(tuple(messages), reply, characters(messages))
         with self._lock:
             self._kept[tenant, identity] = kept
@@ -66,7 +66,10 @@ class KeptResponses:
                 self._characters -= self._kept.popitem(last=False)[1].size
 
     def find(self, tenant: str, identity: str, param: str | None = None) -> KeptResponse:
-        """A response that is kept. Raises `APIError` (404) if it is not."""
+        """The kept response with that id. Raises `APIError` (404) if there is none.
+
+        `param` names the wrong parameter in that error; None: no parameter.
+        """
         with self._lock:
             if (tenant, identity) not in self._kept:
                 message = f"there is no response '{identity}' here; it was not stored, or dropped for later ones"
@@ -75,7 +78,7 @@ class KeptResponses:
             return self._kept[tenant, identity]
 
     def drop(self, tenant: str, identity: str) -> None:
-        """Forget a response. Raises `APIError` (404) if there is none."""
+        """Forget a response. Raises `APIError` (404) if it is not kept."""
         self.find(tenant, identity)
         with self._lock:
             if dropped := self._kept.pop((tenant, identity), None):
@@ -83,10 +86,10 @@ class KeptResponses:
 
 
 class ResponseWriter:
-    """A `Writer` of responses.
+    """The `Writer` of `/v1/responses`.
 
     Args:
-        earlier: Messages of the responses before this one.
+        earlier: Messages of the conversation that the response continues.
     """
 
     done = b""
@@ -149,7 +152,7 @@ class ResponseWriter:
         return self._event("response.failed", response={**self._response("failed"), "error": failed})
 
     def _write(self, content: str) -> Iterator[dict[str, Any]]:
-        """The events of new text, which begins a message if none is being written."""
+        """The events for new text. They begin a message unless one has begun."""
         if self._message is None:
             self._message, self._text = f"msg_{uuid.uuid4().hex}", []
             item = {**self._message_item("in_progress"), "content": []}
@@ -171,7 +174,7 @@ class ResponseWriter:
         self._message = None
 
     def _call(self, call: ParsedCall) -> Iterator[dict[str, Any]]:
-        """The events of a call, which is known as a whole."""
+        """The events for a function call, which is written all at once."""
         identity = f"fc_{uuid.uuid4().hex}"
         item = {"id": identity, "type": "function_call", "call_id": call.id, "name": call.name}
         yield self._of_item("response.output_item.added", item={**item, "arguments": "", "status": "in_progress"})
@@ -198,7 +201,7 @@ class ResponseWriter:
         return {"type": kind, "sequence_number": self._events - 1, **fields}
 
     def _response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The response as it stands."""
+        """The response as JSON in its present state."""
         body = self._body
         given = body.model_dump(by_alias=True, exclude={"input", "stream"})
         defaults = {
@@ -229,7 +232,7 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Token counts by this API's names."""
+    """Token counts under the names that the Responses API uses."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],

@@ -1,4 +1,4 @@
-"""The bodies of requests, as OpenAI's API has them. Unknown parameters are refused, never ignored."""
+"""The bodies of requests in OpenAI's API. Unknown parameters are refused unless the server is told to ignore them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 
 class Body(BaseModel):
-    """A JSON object; fields that it does not name are refused."""
+    """A JSON object in which unknown fields are refused. An optional field that is None was not sent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -44,7 +44,7 @@ class StreamOptions(Body):
 
 
 class _Sampled(Body):
-    """Fields of both kinds of requests."""
+    """Fields that chats and completions share: how tokens are sampled and when a reply ends."""
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -89,14 +89,14 @@ class _Sampled(Body):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with a chunk that counts tokens."""
+        """Whether a stream should end with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, choice: int, defaults: Mapping[str, float]) -> SamplingSettings:
-        """The settings of one choice; each has a seed of its own, so that they differ.
+        """The sampling settings of one choice. Each choice has another seed, so that replies differ.
 
         Args:
-            defaults: Settings that the checkpoint's generation config names, where the request does not.
+            defaults: Settings of the checkpoint's generation config, for those that the request leaves out.
         """
 
         def chosen(name: str, otherwise: Any = None) -> Any:
@@ -120,7 +120,7 @@ class _Sampled(Body):
 
     @property
     def ends(self) -> dict[str, Any]:
-        """Fields of a `Request` that say what ends a sequence."""
+        """The fields of an engine's `Request` that say when the sequence ends."""
         return {
             "stop": self.stops,
             "stop_token_ids": frozenset(self.stop_token_ids or ()),
@@ -129,7 +129,7 @@ class _Sampled(Body):
 
 
 class CompletionRequest(_Sampled):
-    """`/v1/completions`."""
+    """The body of `/v1/completions`."""
 
     prompt: str | Array[str] | Array[int] | Array[Array[int]]
     echo: bool | None = None
@@ -146,12 +146,12 @@ class CompletionRequest(_Sampled):
 
     @property
     def drawn(self) -> int:
-        """Replies that are generated for each prompt, of which the `choices` most probable ones are returned."""
+        """Number of replies generated for each prompt; the `choices` most probable of them are returned."""
         return self.choices if self.best_of is None else self.best_of
 
 
 class TokenizeRequest(Body):
-    """`/tokenize`: a plain text, or a chat by the model's own template."""
+    """The body of `/tokenize`: a plain text, or a chat to be written by the model's template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -166,21 +166,21 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """`/detokenize`."""
+    """The body of `/detokenize`: token ids."""
 
     model: str | None = None
     tokens: Array[Annotated[int, Field(ge=0)]]
 
 
 class TextPart(Body):
-    """A text among the parts of a message."""
+    """A part of a message's content that is a text."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Body):
-    """The function that a tool call names, and its arguments as JSON text."""
+    """The name of the function that a tool call names, and its arguments as JSON text."""
 
     name: NonEmpty
     arguments: str
@@ -232,14 +232,14 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """A `tool_choice` of one function, which the model has to call."""
+    """A `tool_choice` that names the function which the model has to call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class JSONSchema(Body):
-    """A JSON schema that the reply has to follow, with its name."""
+    """A JSON schema that the reply has to follow, and its name."""
 
     name: str
     description: str | None = None
@@ -248,7 +248,7 @@ class JSONSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form that the reply has to have."""
+    """The format of the reply: plain text, JSON, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
@@ -261,7 +261,7 @@ class ResponseFormat(Body):
 
 
 class ChatRequest(_Sampled):
-    """`/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     messages: Annotated[Array[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -292,7 +292,7 @@ class ChatRequest(_Sampled):
 
     @property
     def template_values(self) -> dict[str, bool | int | str]:
-        """Variables of the model's chat template."""
+        """Values for the variables of the model's chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
 
@@ -302,7 +302,7 @@ class ChatRequest(_Sampled):
 
     @property
     def offered(self) -> list[Function]:
-        """The functions that the model may call."""
+        """The functions that the model may call in this reply."""
         functions = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedTool):
             return [function for function in functions if function.name == self.tool_choice.function.name]
@@ -317,13 +317,13 @@ Parsed = TypeVar("Parsed", bound=Body)
 
 
 def parse(kind: type[Parsed], data: Any, lenient: bool = False) -> Parsed:
-    """A body's JSON as a request.
+    """The object of class `kind` for a body's JSON.
 
     Args:
-        lenient: Leave out parameters that are unknown, or have values that this server does not support.
+        lenient: Whether to ignore parameters that are unknown, or have values that this server does not support.
 
     Raises:
-        APIError: 400; names the first parameter that is wrong.
+        APIError: 400, with the name of the first parameter that is wrong.
     """
     if not isinstance(data, dict):
         raise APIError(400, f"the body must be a JSON object, not {_json_type(data)}")
@@ -338,7 +338,10 @@ def parse(kind: type[Parsed], data: Any, lenient: bool = False) -> Parsed:
 
 
 def body_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """A route's body for /openapi.json, since the route reads it itself: after the limits, not before them."""
+    """The description of a body for /openapi.json.
+
+    FastAPI cannot derive it, since routes read their bodies themselves, after the limits have been checked.
+    """
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
@@ -370,9 +373,9 @@ def _first_of(error: ValidationError, data: dict[str, Any]) -> APIError:
 
 
 def _path_in(data: Any, error: ErrorDetails) -> list[int | str]:
-    """The part of an error's location that leads through the data, and the name of what is missing at its end.
+    """The path of an error through the client's data, with the name of a missing field at its end.
 
-    The rest are names of a union's members, which are no names of the user's.
+    Other parts of the error's location are names of our classes, which the client does not know.
     """
     path: list[int | str] = []
     for key in error["loc"]:

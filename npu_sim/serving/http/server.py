@@ -1,7 +1,7 @@
-"""`run_server`: runs the application with uvicorn, and stops in order.
+"""`run_server`: runs the application with uvicorn until a signal, and ends it in order.
 
-The first SIGTERM or SIGINT begins a drain: new work is refused with 503 while what is under way goes on, until it has
-ended or the drain's time is over. A second one ends all requests at once.
+The first SIGTERM or SIGINT begins a drain: new requests are refused with 503 while the running ones go on, until they
+have ended or the time for it is over. A second signal ends all requests at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _FORCED_SECONDS = 2  # for responses to end after their sequences were cancelled
 
 
 def allow_connections(count: int) -> int:
-    """Raise the limit on this process's open files, if need be, for that many connections; how many it then allows."""
+    """Raise this process's limit on open files, if needed, for `count` connections.
+
+    Returns the number of connections that are then possible.
+    """
     needed = count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -40,7 +43,7 @@ def allow_connections(count: int) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is any free one.
+    """A socket that listens at an address; port 0 means any free port.
 
     Raises:
         InputError: the address cannot be used.
@@ -62,7 +65,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, whose signals begin a drain.
+    """uvicorn's server, changed so that signals begin a drain (see above).
 
     Args:
         drain_seconds: Time for requests under way to end after the first signal.
@@ -100,7 +103,7 @@ class Server(uvicorn.Server):
             yield
 
     def stop(self) -> None:
-        """Begin the drain; called again, end at once. In the event loop."""
+        """Begin the drain or, if called again, end at once. To be called in the event loop."""
         if self._draining is None:
             self._application.guard.draining = True
             log("draining", active=self._application.guard.active)
@@ -133,10 +136,10 @@ def run_server(
     drain_seconds: float,
     ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve until a signal. Closes the engine.
+    """Serve until a signal, then close the engine.
 
     Args:
-        ready: Called with the server's address when it answers.
+        ready: Called with the server's address as soon as it accepts requests.
     """
 
     async def run() -> None:
@@ -158,12 +161,12 @@ def run_server(
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address of a listening socket, as a client writes it."""
+    """The URL of a listening socket for clients."""
     host, port = listener.getsockname()[:2]
     name = "localhost" if host in ("127.0.0.1", "::1") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loop where it is installed."""
+    """The function that makes uvloop's event loop; None if uvloop is not installed."""
     return uvicorn.Config(lambda: None, loop="auto", log_config=None).get_loop_factory()

@@ -1,4 +1,4 @@
-"""`Service`: shared by the routes: the model, the engine, and the steps from a body to sequences of the engine."""
+"""`Service`: the model and the engine for all routes, with the checks that turn a body into requests to the engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ServedModel:
     """A model that is served.
 
     Attributes:
-        name: Name that clients use.
-        adapters: Names of the adapters that clients may use instead, for the model with one of them.
+        name: Name by which clients ask for it.
+        adapters: Names of LoRA adapters, by which clients may ask for the model with that adapter.
         context_length: Maximum number of tokens of a prompt and its reply.
-        created: Time at which it was opened, in seconds since 1970.
+        created: Time at which it was opened, in seconds since 1970 (UTC).
     """
 
     name: str
@@ -35,11 +35,11 @@ class ServedModel:
 
 
 class Service(Workers):
-    """The model, the engine and the limits, for all routes of one event loop.
+    """The model, the engine and the limits, which all routes share.
 
     Args:
         engine: Runs the model.
-        lenient: Ignore parameters that are unknown or not supported, instead of refusing them.
+        lenient: Whether to ignore parameters that are unknown or not supported, instead of refusing them.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class Service(Workers):
         self.metrics = metrics
 
     def adapter(self, name: str) -> str | None:
-        """The adapter that a request's `model` names. None: it names the base."""
+        """The LoRA adapter that a request's `model` names; None if it names the base model.
+
+        The name has been checked before.
+        """
         return name if name in self.model.adapters else None
 
     def check_model(self, name: str) -> None:
@@ -62,13 +65,13 @@ class Service(Workers):
             raise model_not_found(name, *names)
 
     def check_text(self, text: str, param: str) -> None:
-        """Refuse a prompt that is too long whatever its tokens: to find them takes seconds for a million characters.
+        """Refuse a prompt that is too long however it is tokenized: tokenizing a million characters takes seconds.
 
         Args:
-            param: The parameter that the prompt came in.
+            param: Name of the parameter with the prompt, for errors.
 
         Raises:
-            APIError: it does not fit the context.
+            APIError: the prompt does not fit the context.
         """
         most = self.model.context_length * self.model.text.longest_token
         if len(text) > most:
@@ -76,10 +79,11 @@ class Service(Workers):
             raise APIError(400, f"{message} holds {most} at most", param=param, code="context_length_exceeded")
 
     def check_lengths(self, prompt: Sequence[int], new_tokens: int | None, param: str) -> int:
-        """The maximum number of new tokens of a prompt's reply.
+        """Check the lengths of a prompt and its reply; return the maximum number of new tokens.
 
         Args:
-            param: The parameter that the prompt came in.
+            param: Name of the parameter with the prompt, for errors.
+            new_tokens: Maximum number of new tokens that the request asks for. None: as many as the limits allow.
 
         Raises:
             APIError: prompt and reply do not fit the context, or are beyond this server's limits.
@@ -103,7 +107,7 @@ class Service(Workers):
         return new_tokens
 
     def generate(self, requests: Sequence[Request]) -> Choices:
-        """Hand requests to the engine. Raises `APIError` if it does not take one of them."""
+        """Hand requests to the engine. Raises `APIError` if it refuses one of them."""
         if len(requests) > self.limits.requests:
             message = f"this asks for {len(requests)} replies, but the server handles {self.limits.requests} at once"
             raise APIError(400, message, param="n")

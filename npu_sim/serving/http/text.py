@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, as the server uses it: prompts into token ids, token ids into what is shown of them."""
+"""The tokenizer of a served model: encodes prompts and chats, and makes grammars over its tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TAKEN = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
 class ModelText:
-    """The text side of a language model. Safe for threads."""
+    """The tokenizer and chat template of a language model. Several threads may use it at once."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -35,16 +35,16 @@ class ModelText:
 
     @cached_property
     def longest_token(self) -> int:
-        """No token stands for more characters."""
+        """Maximum number of characters that a token stands for."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """A plain text's token ids; where `special`, with those that the tokenizer puts before a text."""
+        """The token ids of a plain text, with the special tokens that the tokenizer adds if `special`."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
     def encode_chat(self, text: str) -> list[int]:
-        """The token ids of what `chat_text` returns."""
+        """The token ids of a chat that `chat_text` has written."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -54,13 +54,14 @@ class ModelText:
         tools: Sequence[Mapping[str, Any]] | None,
         values: Mapping[str, Any],
     ) -> str:
-        """A conversation as the model's chat template writes it.
+        """A conversation as one text, written by the model's chat template.
 
         Args:
-            values: Variables of the template's own, such as `enable_thinking`.
+            values: Further variables for the template, such as `enable_thinking`.
+            tools: Functions that the model may call, in OpenAI's form. None: no functions.
 
         Raises:
-            InputError: there is no template, it rejects the messages, or it has no such variables.
+            InputError: the model has no template, or the template rejects the messages or lacks one of the variables.
         """
         for name in values:
             if name in _TAKEN or not re.search(rf"\b{re.escape(name)}\b", self._template or ""):
@@ -71,23 +72,23 @@ class ModelText:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def guided(self, regex: str | None, grammar: str | None) -> GrammarFilter | None:
-        """The filter of a regular expression or of a grammar; None where neither is given.
+        """The filter for a regular expression or for a grammar; None if both are None.
 
         Raises:
-            InputError: it cannot be used.
+            InputError: the expression or the grammar cannot be used.
         """
         if regex is None and grammar is None:
             return None
         return self.grammars.filter(guided_rules(regex, grammar), "grammar" if regex is None else "regular expression")
 
     def prepare_token_bytes(self) -> None:
-        """Make now what `token_bytes` needs, which takes a second; otherwise the first call does.
+        """Compute now, in about a second, the table that `token_bytes` reads, not at its first call.
 
         Raises:
-            InputError: the tokenizer does not tell what its tokens stand for.
+            InputError: the tokenizer's form does not tell the bytes of its tokens.
         """
         _ = self.grammars.tokenizer
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token, which need not be whole characters."""
+        """The bytes that a token stands for, which need not be whole characters."""
         return self.grammars.token_bytes(token)

@@ -1,4 +1,4 @@
-r"""Tool calls: how a model is told of functions, how it writes a call, and how its text is read.
+r"""Tool calls: how a model is told of the functions that it may call, writes a call, and how its text is parsed.
 
 A model's own chat template says how it writes calls. There are two forms among the supported families:
 
@@ -7,7 +7,7 @@ A model's own chat template says how it writes calls. There are two forms among 
 - Llama 3: the whole reply is `{"name": ..., "parameters": {...}}`
   (https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/prompt_format.md).
 
-A template that knows no tools gets the Hermes form, explained in a system message.
+For a template that does not handle tools, the Hermes form is explained to the model in a system message.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ For each function call, write a JSON object with the function's name and argumen
 
 @dataclass(frozen=True)
 class ParsedCall:
-    """A function that the model calls, with its arguments as JSON."""
+    """A function call in a model's reply: the function's name, and its arguments as JSON text."""
 
     name: str
     arguments: str
@@ -47,13 +47,13 @@ class ParsedCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The format in which a model writes calls.
+    """The format in which a model writes function calls.
 
     Attributes:
-        begin: Text before a call; "" where a call is the whole reply.
-        end: Text after it.
-        arguments: The name of the arguments in a call's JSON.
-        native: Whether the chat template knows tools.
+        begin: Text before a call; "" if a call has to be the whole reply.
+        end: Text after a call.
+        arguments: Key of the arguments in a call's JSON.
+        native: Whether the chat template itself tells the model of functions.
     """
 
     begin: str
@@ -62,7 +62,7 @@ class ToolFormat:
     native: bool
 
     def rules(self, functions: Sequence[Function], *, several: bool) -> str:
-        """The grammar of a reply that calls one or, if `several`, any number of the functions."""
+        """The grammar of a reply that calls one of the functions or, if `several`, any number of them."""
         calls = [
             (f'{self.begin}{{"name": "{function.name}", "{self.arguments}": ', function.parameters, f"}}{self.end}")
             for function in functions
@@ -70,7 +70,7 @@ class ToolFormat:
         return call_rules(calls, separator="\n" if several and self.end else None)
 
     def read(self, text: str, names: Sequence[str]) -> ParsedCall | None:
-        """The call that a text is; None if it is none, or none of a function that may be called."""
+        """The call that a text consists of; None if it is not a call of one of the functions `names`."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError):
@@ -82,7 +82,10 @@ class ToolFormat:
 
 
 def format_of(template: str | None) -> ToolFormat:
-    """The form that a chat template has calls in."""
+    """The format in which a chat template writes calls; the Hermes format if it does not handle tools.
+
+    None stands for a model without a template.
+    """
     text = template or ""
     if "tools" in text and _BEGIN in text:
         return ToolFormat(f"{_BEGIN}\n", f"\n{_END}", "arguments", native=True)
@@ -94,7 +97,10 @@ def format_of(template: str | None) -> ToolFormat:
 def template_messages(
     messages: Sequence[Message], functions: Sequence[Function], form: ToolFormat
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """The messages and tools to hand to the chat template."""
+    """The messages and tools to hand to the chat template.
+
+    If it does not handle tools, the tools are None and the messages describe them.
+    """
     tools = [{"type": "function", "function": function.model_dump(exclude_none=True)} for function in functions]
     if form.native:
         return [_native(message) for message in messages], tools or None
@@ -121,7 +127,7 @@ def _native(message: Message) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message for a template that knows text only."""
+    """A message with calls and results written as text, for a template that does not handle tools."""
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.text}\n</tool_response>"}
     calls = [
@@ -136,7 +142,7 @@ def _role(message: Message) -> str:
 
 
 def _arguments(text: str) -> Any:
-    """Arguments as templates expect them: an object, since they write it as JSON themselves."""
+    """A call's arguments as an object, since templates write it as JSON themselves; the text if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -144,12 +150,13 @@ def _arguments(text: str) -> Any:
 
 
 class CallParser:
-    """Separates the calls in a streamed reply from its text.
+    """Separates the function calls in a streamed reply from its text.
 
     Args:
         form: Format of the model's calls.
-        names: The names of the functions that it may call. Without any, all is text.
-        only_calls: Whether the reply must consist of calls; then what a limit has cut off is no text either.
+        names: The names of the functions that the model may call. If there are none, everything is text.
+        only_calls: Whether the reply must consist of calls; then an incomplete call at its end is dropped, not returned
+            as text.
     """
 
     def __init__(self, form: ToolFormat, names: Sequence[str], *, only_calls: bool = False) -> None:
@@ -161,7 +168,7 @@ class CallParser:
         self.calls = 0
 
     def push(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """Take new text; return what is certain: text for the user, and calls that are complete."""
+        """Take new text; return the text that is certainly not part of a call, and the calls that are complete."""
         if not self._names:
             return text, []
         self._held += text
@@ -169,7 +176,7 @@ class CallParser:
         return "" if self._only_calls else shown, calls
 
     def flush(self) -> tuple[str, list[ParsedCall]]:
-        """Return the rest at the end; an incomplete call is text, unless the reply must consist of calls."""
+        """Return the rest at the end of the reply; an incomplete call counts as text unless `only_calls`."""
         shown, calls = self._rest()
         return "" if self._only_calls else shown, calls
 
@@ -217,5 +224,5 @@ class CallParser:
 
 
 def _overlap(text: str, word: str) -> int:
-    """The length of the longest end of the text that the word begins with."""
+    """The length of the longest end of `text` with which `word` begins."""
     return next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)

@@ -1,4 +1,4 @@
-"""`Workers`: threads for what would stop other streams for a while: reading long prompts, building grammars."""
+"""`Workers`: threads for work that would block the event loop: tokenizing long prompts, building grammars."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """A few threads, for the routes of one event loop."""
+    """A few threads that the routes of one event loop share."""
 
     def __init__(self) -> None:
         self._workers = ThreadPoolExecutor(2, "http-worker")
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, from another thread. Its `InputError` becomes an `APIError` (400)."""
+        """Run `work` in another thread and return its result. An `InputError` becomes an `APIError` (400)."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._workers, work)
         except InputError as error:
