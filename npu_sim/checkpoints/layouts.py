@@ -63,7 +63,7 @@ class GPTQ:
         return fields(parts["qzeros"], self.bits).astype(np.int16) + np.int16(self.stored_minus_one)
 
     def _check_order(self, order: np.ndarray | None, k: int) -> None:
-        """Raise an error if columns are stored in another order than the input's elements (`desc_act`)."""
+        """Raise WeightError if columns are stored in another order than the input's elements (`desc_act`)."""
         if order is not None and not np.array_equal(order, np.arange(k) // (self.group or k)):
             raise WeightError(
                 "its g_idx says that the columns of a group do not follow each other (desc_act, act-order), which is "
@@ -190,8 +190,8 @@ class Plain:
     Attributes:
         scale: Name of the scales' tensor: "weight_scale", or "weight_scale_inv" in DeepSeek's format. Both are factors
             of the codes.
-        block: Rows and columns that share a scale: one row for groups; 0 columns means whole rows. None: they follow
-            from the scales' shape.
+        block: Rows and columns that share a scale: one row for groups; 0 columns means whole rows. None: whole rows. A
+            single scale is for the whole matrix in any case.
         symmetric: Whether there are no zero points.
     """
 

@@ -1,4 +1,4 @@
-"""Language models: a checkpoint in, text out, with the network run by the NPU runtime."""
+"""Language models: text generation from checkpoints, by programs that the NPU runtime runs."""
 
 from npu_sim.llm.chat import (
     Conversation,

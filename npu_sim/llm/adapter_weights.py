@@ -1,4 +1,4 @@
-"""The tensors of a module with LoRA adapters: one merged into its weights, or several in stacks beside them."""
+"""The tensors of a module with LoRA adapters: one merged into its weights, or several stacked beside them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

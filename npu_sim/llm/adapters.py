@@ -104,7 +104,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
     """Open an adapter's folder: its config, and the header of its weights.
 
     Raises:
-        InputError: it is incomplete, contradicts itself, or is not a LoRA adapter that is supported.
+        InputError: the folder is incomplete, contradicts itself, or is not a LoRA adapter that is supported.
     """
     from npu_runtime.weight_loader import MappedCheckpoint
 

@@ -34,7 +34,7 @@ _LOOKED_UP = (
 
 
 def stored_fields(config: Any) -> dict[str, Any]:
-    """The fields of a transformers config that a `StoredConfig` needs, as JSON data."""
+    """The fields of a transformers config that a `StoredConfig` keeps, as JSON data."""
     fields = config.to_dict()
     text = config.get_text_config(decoder=True)  # the config itself, where it has no part for text
     for name in _LOOKED_UP:
@@ -155,7 +155,7 @@ def as_ids(value: Any) -> frozenset[int]:
     """The token ids in a config field, which holds one, several or none.
 
     Raises:
-        InputError: it holds anything else.
+        InputError: the field holds anything else.
     """
     ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     if not all(type(item) is int for item in ids):

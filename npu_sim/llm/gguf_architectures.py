@@ -355,7 +355,7 @@ def _rope(
     As in llama.cpp, a factor without a type means linear scaling.
 
     Args:
-        head_dim: Size of a head, all of which has to be rotated; 0 where `row` allows rotating a part.
+        head_dim: Size of a head. 0: the row's `derive` determines by itself which part of a head is rotated.
         factors: As for `config_fields`.
     """
     theta = metadata.positive("rope.freq_base", 10000.0)

@@ -154,7 +154,7 @@ def _q3_k(block: Bytes) -> Parts:
 
 
 def _table(encoding: str) -> NDArray[np.int8]:
-    """The numbers that the 16 codes of a ggml type stand for."""
+    """The numbers for which the 16 codes of a ggml type stand."""
     from gguf import quants
 
     return np.array(getattr(quants, encoding).kvalues, np.int8)

@@ -155,7 +155,7 @@ def _skip_array(cursor: _Cursor, key: str) -> None:
 
 
 def _read_tensor_table(cursor: _Cursor, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
-    """Name → (shape in PyTorch's order, number of the ggml type, offset in the data)."""
+    """Tensor name → (shape in PyTorch's order, number of the ggml type, offset in the data)."""
     places: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(count):
         name = cursor.string()

@@ -120,7 +120,7 @@ def kv_shapes(checkpoint: Checkpoint, cache_length: int) -> list[list[tuple[int,
 
 
 def state_form(checkpoint: Checkpoint) -> StateForm:
-    """The form in which the checkpoint's module keeps and reads its state."""
+    """The form in which the checkpoint's module keeps and reads its state, found by `probe_state`."""
     facts = _facts(checkpoint)["state"]
     return StateForm(
         tuple(facts["layers"]),
@@ -254,7 +254,7 @@ def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
 def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool = False) -> dict[str, Any]:
     """The IR of `PagedCausalLM` or, with `sampling`, `PagedSampling`; with the checkpoint's adapters, if it has some.
 
-    The module is traced once, with symbolic sizes, and then kept in the cache.
+    The module is traced once, with symbolic sizes; the symbolic IR is then kept in the cache on disk.
 
     Raises:
         InputError: the model cannot be traced.

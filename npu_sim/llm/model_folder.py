@@ -29,12 +29,12 @@ def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
 
     Args:
         name: Used in messages and file names.
-        dtype: The compute dtype. Default: the checkpoint's own if it has 16 bits, else float16.
+        dtype: The compute dtype. None: the checkpoint's own if it has 16 bits, else float16.
 
     Raises:
-        InputError: the folder is incomplete, cannot be read, is of no model that is supported, or is quantized in a way
-            that is not.
-        WeightError: its tensors do not fit its quantization.
+        InputError: the folder is incomplete, cannot be read, holds an unsupported model, or is quantized in an
+            unsupported way.
+        WeightError: the tensors do not fit the config's quantization.
     """
     config, generation = _config(folder, name)
     tensors = _mapped_tensors(folder)
@@ -127,7 +127,7 @@ def _compute_dtype(stored: object) -> str:
 
 
 def _first_dtype(tensors: Mapping[str, Any]) -> str:
-    """The dtype of the first tensor of floats."""
+    """The dtype of the first floating-point tensor."""
     return next((x.dtype.name for x in tensors.values() if x.dtype.name in FLOAT_DTYPES), "float16")
 
 

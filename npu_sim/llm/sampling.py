@@ -71,7 +71,10 @@ class SamplingSettings:
 
     @property
     def by_host(self) -> bool:
-        """Whether the host has to choose the tokens."""
+        """Whether the host has to choose the tokens from the logits.
+
+        It has to for a penalty, a bias, a minimum length, min_p or typical_p; the device computes the other settings.
+        """
         changes = self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens
         return bool(changes) or self.filters or self.repetition_penalty not in (None, 1)
 
@@ -99,7 +102,7 @@ class Drawing:
         return choose(logits, uniform, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
 
     def generator(self) -> np.random.Generator:
-        """A copy of the generator: it returns the uniform numbers that the next calls will use."""
+        """A copy of the generator, which returns the uniform numbers that the next calls will use."""
         return copy.deepcopy(self._rng)
 
     def skip(self) -> None:
@@ -111,7 +114,7 @@ def penalized(logits: Logits, tokens: Sequence[int], penalty: float) -> Logits:
     """Logits [vocab] after a repetition penalty (Keskar et al., https://arxiv.org/abs/1909.05858).
 
     Args:
-        tokens: Tokens that have occurred, in the prompt too.
+        tokens: Tokens that have occurred, including those of the prompt.
         penalty: Divides their positive logits and multiplies the negative ones; 1 changes nothing.
     """
     if penalty == 1:
@@ -265,7 +268,7 @@ def kept_tokens(logits: Logits, sampling: SamplingSettings) -> tuple[NDArray[np.
 
 
 def choose_by(logits: Logits, settings: NDArray[np.float32], uniforms: NDArray[np.float32]) -> NDArray[np.int32]:
-    """[R]: the token of each row of logits [R, vocab]; -1 where one is NaN or infinite.
+    """The token of each row of logits [R, vocab], as [R]; -1 where a logit is NaN or infinite.
 
     Args:
         settings: [R, 3], temperature (0: greedy), top_k (infinity: all) and top_p.

@@ -1,4 +1,4 @@
-"""`StepProgram`: a compiled program of a language model, bound to its buffers once and run many times."""
+"""`StepProgram`: a compiled program of a language model, bound to its buffers once and then run many times."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext

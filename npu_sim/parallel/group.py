@@ -209,7 +209,7 @@ class Worker(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process at once."""
+        """End the worker's process at once."""
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:

@@ -161,7 +161,7 @@ def prepare_steps(model: PagedModel, report: Report) -> None:
 
 
 def most_tokens(model: PagedModel) -> int:
-    """Maximum number of tokens of a prompt and its reply."""
+    """Maximum number of tokens of a prompt and its reply: what the context and the KV pool hold."""
     return min(model.context_length, model.blocks * model.block_size)
 
 

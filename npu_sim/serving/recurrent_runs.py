@@ -69,7 +69,7 @@ def _run(batch: Batch, indices: NDArray[np.int64], outputs: NDArray[np.int32]) -
 
 
 def check_lanes(batch: Batch, lanes: int) -> None:
-    """Raise an error for a batch whose lanes or outputs do not fit a model with recurrent states.
+    """Check that the lanes and outputs of a batch fit a model with recurrent states.
 
     Raises:
         InputError: lanes are missing, shared by sequences or out of range, or an output does not follow a sequence's

@@ -1,1 +1,1 @@
-"""The engine below its threads: sequences, the scheduler that plans steps over them, and the core that runs these."""
+"""The engine without its threads: sequences, the scheduler that plans steps, and the core that runs them."""

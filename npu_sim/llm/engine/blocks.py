@@ -68,7 +68,7 @@ class BlockPool:
         return len(self._cached)
 
     def allocate(self) -> int | None:
-        """A block for one holder, whose contents are undefined. None if all blocks are held."""
+        """A block for one sequence to hold, with undefined contents; None if all blocks are held."""
         if self._free:
             block = self._free.pop()
         elif self._cached:

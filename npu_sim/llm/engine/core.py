@@ -101,7 +101,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether `advance` has anything to do."""
+        """Whether there are sequences that have not ended, or steps whose tokens have not been read."""
         return bool(self.sequences or self._launched)
 
     def stats(self) -> EngineStats:
@@ -209,7 +209,7 @@ class EngineCore:
             self._deliver_outputs()
 
     def _deliver_outputs(self) -> None:
-        """Deliver all outputs that were kept (invariant 3)."""
+        """Deliver all outputs that are kept (invariant 3)."""
         outputs, self._outputs = self._outputs, []
         if outputs:
             self._deliver(outputs)

@@ -66,7 +66,7 @@ class PlannedStep:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All sequences, in the order of the batch's tables."""
+        """All sequences of the step, in the order of the batch's tables."""
         return self.singles + self.others
 
     def add_singles(self, sequences: list[Sequence]) -> None:

@@ -111,7 +111,10 @@ class Scheduler:
             del self._waiting[sequence.tenant]
 
     def must_know(self) -> bool:
-        """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
+        """Whether the next step cannot be planned before the results of all launched steps are read.
+
+        That is so if the host chooses tokens or computes log probabilities, or if a draft may come next.
+        """
         drafts = self._speculation is not None and self._spare_outputs > 0 and self.times.knows(self._decoding)
         return any(self._must_know(sequence, drafts) for sequence in self.running)
 

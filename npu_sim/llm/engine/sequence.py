@@ -19,7 +19,7 @@ class TokenFilter(Protocol):
     """A grammar, which says which tokens may come next. Each request has an object of its own."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """[vocab]: whether each token may come next."""
+        """Return whether each token may come next, [vocab]."""
 
     def advance(self, token: int) -> None:
         """Note that a token has been chosen, so that `allowed` speaks of the token after it."""
@@ -135,7 +135,7 @@ class Sequence:
         return self._uniforms[index]
 
     def uniforms(self, first: int, count: int) -> NDArray[np.float32]:
-        """The random numbers that choose `count` new tokens from token `first` on."""
+        """The random numbers that choose the new tokens `first` to `first + count - 1`."""
         self.uniform(first + count - 1)
         return np.array(self._uniforms[first : first + count], np.float32)
 

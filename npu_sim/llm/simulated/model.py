@@ -68,7 +68,7 @@ class SimulatedModel:
         self._loaded: Cost | None = None
 
     def step(self, batch: Batch) -> _Zeros:
-        """Move the clock to the end of a step."""
+        """Move the clock by the time that the step costs."""
         self._on_step()
         count = len(batch.tokens)
         if count == len(batch.tables):
@@ -121,7 +121,7 @@ class SimulatedModel:
         """Do nothing, since no part of this model can be lost."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raise an error unless `pairs` is empty: blocks are not shared, so none are copied."""
+        """Raise InputError unless `pairs` is empty: blocks are not shared, so none are copied."""
         if pairs:
             raise InputError("a simulated model shares no blocks that could be copied")
 

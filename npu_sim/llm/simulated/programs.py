@@ -34,7 +34,7 @@ class ProgramCost:
 
     @property
     def seconds(self) -> float:
-        """Time of the whole run."""
+        """Time of the whole run, without loading the weights that stay in the scratchpad."""
         return self.attention_seconds + self.other_seconds
 
 

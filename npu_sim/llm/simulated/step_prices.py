@@ -151,5 +151,5 @@ def _place(knots: Sequence[int], value: float) -> tuple[int, int]:
 
 
 def _padded(count: int) -> int:
-    """The smallest power of two that is at least a count."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

@@ -92,7 +92,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _check_shape(value: Any) -> None:
-    """Raise an error for arrays and objects that are nested too deep, or an object with too many keys.
+    """Raise APIError for arrays and objects nested too deep, or an object with too many keys.
 
     The check needs no recursion.
     """

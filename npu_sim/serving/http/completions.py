@@ -48,7 +48,7 @@ def completion_requests(service: Service, body: CompletionRequest, tenant: str) 
 
 
 def _prompts(service: Service, body: CompletionRequest) -> list[Sequence[int]]:
-    """The token ids of each prompt."""
+    """The token ids of each prompt, which the request gives as a text or as ids."""
     prompt = body.prompt
     several: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
     if not 1 <= len(several) <= _MOST_PROMPTS:

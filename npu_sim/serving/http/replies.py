@@ -49,7 +49,7 @@ class Writer(Protocol):
         """The reply as one JSON object, from all updates so far."""
 
     def failure(self, error: APIError) -> dict[str, Any]:
-        """The last chunk of a stream that has failed."""
+        """The chunk that ends a stream which has failed."""
 
 
 class ChunkWriter:

@@ -219,7 +219,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """An entry of `tools`."""
+    """An entry of `tools`: a function that the model may call."""
 
     type: Literal["function"]
     function: Function
