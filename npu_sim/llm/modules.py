@@ -162,10 +162,12 @@ class CachedCausalLM(nn.Module):
     """A Hugging Face causal LM as a function of its KV cache; parameter names stay Hugging Face's.
 
     forward: input_ids [B, T], positions [T], last [1] or None, k and v: per layer [B, KV heads, S, head dim], r: the
-    recurrent states, each [B, …] → logits [B, 1, vocab] of the token at index `last` (None: T is 1), then the updated k
-    and v of each layer in turn, then the updated r. B is 1 except in programs that are only simulated; all sequences
-    stand at the same positions. The logits are float32: bfloat16 numbers near 25 are 0.125 apart, so the best
-    candidates would often tie.
+    recurrent states, each [B, …]
+    → logits [B, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v of each layer in turn,
+    then the updated r.
+
+    B is 1 except in programs that are only simulated; all sequences stand at the same positions. The logits are
+    float32: bfloat16 numbers near 25 are 0.125 apart, so the best candidates would often tie.
 
     Token t attends to cache rows 0..positions[t] only, so the contents of later rows never matter.
     """
@@ -261,8 +263,8 @@ class SamplingDecode(SelfFeedingDecode):
     """`SelfFeedingDecode` with a sampled token.
 
     forward: token, position, history as in `SelfFeedingDecode`, settings [3] (temperature, top_k, top_p, as `drawn`
-    takes them), uniforms [S] (random numbers from [0, 1); the step uses the one at index `position`), k, v, r → the
-    same outputs, with the sampled token instead of the argmax.
+    takes them), uniforms [S] (random numbers from [0, 1); the step uses the one at index `position`), k, v, r
+    → the same outputs, with the sampled token instead of the argmax.
     """
 
     def forward(  # type: ignore[override]
@@ -325,9 +327,9 @@ class PagedCausalLM(nn.Module):
     written to), tables [S, T] (see `Paging`); outputs [R], indices of the tokens after which a token is to be chosen;
     history [H], tokens that earlier steps have chosen; places [R], where in the history to write the new ones; k and v:
     per layer [rows, KV heads, head dim]; adapters [N], each token's adapter, if the model has adapters (see
-    `AdapterRows`) → logits [R, vocab] after the tokens at `outputs`, in float32; the history with the chosen tokens,
-    which are the argmax (the lowest id on ties), or -1 where that logit is not finite; the updated k and v of each
-    layer in turn.
+    `AdapterRows`)
+    → logits [R, vocab] after the tokens at `outputs`, in float32; the history with the chosen tokens, which are the
+    argmax (the lowest id on ties), or -1 where that logit is not finite; the updated k and v of each layer in turn.
 
     A model with recurrent states takes tokens, positions, sequences and slots as [S, T], T tokens of each sequence. It
     also takes lanes [S], the row of each sequence in the states, and r, the states, each [lanes, …]; the updated r are
