@@ -234,9 +234,9 @@ class Dma:
 
     Attributes:
         channels: Number of engines.
-        staged_bytes: Scratchpad memory for operands of products with weights that are copied there whole, the weight
-            first, before the product begins, as compilers do that place tensors instead of tiles. Default, 0: all
-            operands are streamed by tiles.
+        staged_bytes: Scratchpad bytes for operands of products with weights that are loaded whole before the product
+            begins, the weight first; models compilers that place whole tensors. Default, 0: operands are loaded by
+            tiles.
     """
 
     channels: int = _from(1, 1024)

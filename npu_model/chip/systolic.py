@@ -87,11 +87,11 @@ def mapping(product: Product, rows: int, columns: int, dataflow: Dataflow) -> Ma
 def array_cycles(product: Product, rows: int, columns: int, dataflow: Dataflow) -> ArrayCycles:
     """Cycles without memory stalls: folds × the cycles of one fold.
 
-    Weight and input stationary, a fold takes `rows` cycles to load what stays, `time` to stream, and `rows + columns
-    − 2` for the last streamed element to cross the array. Output stationary, nothing is loaded beforehand: `time +
-    rows + columns − 2`. A fold that fills the array partly takes as long as a full one. (The ISPASS paper's equation
-    adds `rows` cycles of draining to output-stationary folds too; the simulator lets results leave while the last
-    ones are computed, and so do we.)
+    Weight and input stationary, a fold takes `rows` cycles to load the stationary operand, `time` to stream, and `rows
+    + columns − 2` for the last streamed element to cross the array. Output stationary, nothing is loaded beforehand:
+    `time + rows + columns − 2`. A fold that fills the array partly takes as long as a full one. (The ISPASS paper's
+    equation adds `rows` cycles of draining to output-stationary folds too; the simulator lets results leave while the
+    last ones are computed, and so do we.)
     """
     laid = mapping(product, rows, columns, dataflow)
     fold = laid.time + rows + columns - 2

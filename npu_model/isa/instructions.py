@@ -178,11 +178,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A counter that one engine raises and others wait for.
+    """A counter that one engine raises and others wait for, which orders their instructions.
 
     Attributes:
         engine: Name of the engine that raises it: `matrix`, `output`, `vector`, `dma0`, …; on a chip of several cores
-            behind the core's, as in `core1.matrix`.
+            after the core's name, as in `core1.matrix`.
+        number: Number of the token among those of the engine.
     """
 
     engine: str
@@ -330,7 +331,7 @@ class Multiply(Instruction):
 
 
 Value: TypeAlias = int | float
-"""The number of a register (an int), or a constant (a float)."""
+"""Operand of a vector program: the number of a register (an int), or a constant (a float)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,9 @@ Own: TypeAlias = tuple[Axis, Axis, Axis]
 
 @dataclass(frozen=True)
 class _Part:
-    """A half of a query tile: while its softmax is computed, the matrix engine works on the other half.
+    """A half of a query tile, or all of one that cannot be halved.
+
+    While the softmax of one half is computed, the matrix engine works on the other half.
 
     Attributes:
         own: Its axes: key/value heads, query heads for each of them, queries.
@@ -98,7 +100,7 @@ def _halves(axis: Axis) -> list[tuple[Axis, int]]:
 
 @lowering("attention_kernel", "quantized_attention_kernel", tilings=_tilings)
 def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """Softmax of scale · x + mask over the last dimension; or the logarithm of softmax, which takes no mask.
+    """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share a key/value head (grouped-query attention).
 
     Quantized keys and values, with a scale for each row, are dequantized tile by tile.
     """
@@ -211,13 +213,13 @@ def _up_to(e: Emitter, position: Piece, keys: Axis) -> Piece:
 
 
 def _with_queries(piece: Piece) -> Piece:
-    """Reshape a piece [1, heads, width] of one token to [1, heads, 1, width]."""
+    """Reshape a tile [1, heads, width] of one token to [1, heads, 1, width]."""
     (token, heads, width), (first, second, last) = piece.axes, piece.strides
     return piece.reshaped((token, heads, Axis(1), width), (first, second, 0, last))
 
 
 def _by_group(piece: Piece) -> Piece:
-    """Transpose a piece [keys, heads, width] to [1, heads, keys, width]."""
+    """Transpose a tile [keys, heads, width] to [1, heads, keys, width]."""
     (keys, heads, width), (first, second, last) = piece.axes, piece.strides
     return piece.reshaped((Axis(1), heads, keys, width), (0, second, first, last))
 

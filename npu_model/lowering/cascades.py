@@ -406,10 +406,7 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
 def _ways_to_stripe(
     plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper, most: float
 ) -> list[_Way]:
-    """Alternatives with different numbers of stripes, estimated at less than `most` cycles.
-
-    The few best, fastest first.
-    """
+    """Plans with the few numbers of stripes whose estimates are best and below `most` cycles, fastest first."""
     striped = {tuple(_with_stripes(plan, cascade, factor) for cascade in cascades) for factor in (0.5, 1, 4, 16)}
     ways = [way for each in striped if (way := _way(plan, each, chip, mapper)) is not None]
     ways = sorted(ways, key=lambda way: (way.residency.cycles, len(way.steps.calls)))
@@ -544,7 +541,7 @@ def _room(plan: ExecutionPlan, addresses: Mapping[str, int], first: int, stop: i
 
 
 def _ways(plan: ExecutionPlan, first: int, stop: int, room: int, passing: int) -> Iterator[Cascade]:
-    """Cascades of a chain with the fewest stripes whose buffers fit half of `room`, and with twice as many.
+    """Cascades of a chain with the fewest stripes that leave `room` for their calls' own tiles, and with twice as many.
 
     Args:
         passing: Bytes of all intermediate values between the chain's calls.

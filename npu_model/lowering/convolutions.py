@@ -309,7 +309,10 @@ def _finish(e: Emitter, o: Operands, box: _Outer, sums: Piece) -> None:
 
 
 def _grouped(piece: Piece, dim: int, box: _Outer) -> Piece:
-    """Split a piece's channel dimension `dim` into groups and outputs of a group; dimensions before it are dropped."""
+    """Split an on-chip tile's channel dimension `dim` into groups and outputs of a group.
+
+    Earlier dimensions are dropped.
+    """
     per_channel = piece.strides[dim]
     axes = (box.groups, box.output, *piece.axes[dim + 1 :])
     return piece.reshaped(axes, (per_channel * box.output.size, per_channel, *piece.strides[dim + 1 :]))

@@ -168,7 +168,7 @@ class Draft:
     Attributes:
         touches: Byte ranges that its engines access and other sections might access too.
         raised: Token → number of times that the section raises it.
-        scratchpad, accumulators: Bytes that it allocates for its own pieces.
+        scratchpad, accumulators: Bytes that it allocates for its tiles.
     """
 
     touches: tuple[Touch, ...]
@@ -196,7 +196,7 @@ class Emitter:
         queues: Number of DMA engines.
         scratchpad: First byte and number of bytes of the scratchpad that the section may allocate.
         accumulators: First byte and number of bytes of the accumulators that it may allocate.
-        alignment: Every piece begins at a multiple of this number of bytes.
+        alignment: Every allocated tile begins at a multiple of this number of bytes.
         has_output: Whether the chip has an output stage; otherwise the vector engine executes epilogues.
     """
 
@@ -259,7 +259,7 @@ class Emitter:
     def room(
         self, shape: Sequence[int | Axis], dtype: str, space: Space = Space.SCRATCHPAD, slots: int = DOUBLE
     ) -> Piece:
-        """Allocate a dense piece, with up to `slots` slots that the iterations of the open loops use in turn.
+        """Allocate a dense tile on the chip, with up to `slots` slots that iterations of the open loops use in turn.
 
         Raises:
             DoesNotFit: the memory has too little room.
@@ -311,15 +311,15 @@ class Emitter:
         return whole.reshaped(axes, whole.strides, offset)
 
     def store(self, piece: Piece, view: View, box: Sequence[tuple[Affine, int]], queue: int = 2) -> None:
-        """Transfer a piece to a box of a tensor."""
+        """Transfer an on-chip tile to a box of a tensor."""
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
         self.transfer(axes, piece, self.whole(view, axes), queue=queue)
 
     def result(self, view: View, box: Sequence[tuple[Affine, int]]) -> tuple[Piece, bool]:
-        """A piece to compute a box of a result in: the result itself if it lies in the scratchpad, or an allocation.
+        """A tile to compute a box of a result in: the result itself if it lies in the scratchpad, else an allocation.
 
         Returns:
-            The piece, and whether it has to be stored afterwards.
+            The tile, and whether it has to be stored afterwards.
         """
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
         target = self.whole(view, axes)
@@ -328,7 +328,7 @@ class Emitter:
         return self.room(axes, view.dtype), True
 
     def whole(self, view: View, axes: tuple[Axis, ...]) -> Piece:
-        """A box of a tensor as a piece in the memory in which the tensor lies; nothing is moved."""
+        """A box of a tensor in the memory in which the tensor lies; nothing is moved."""
         place = self.places[view.buffer]
         size = itemsize(view.dtype)
         strides = tuple(stride * size for stride in view.strides)
@@ -459,12 +459,12 @@ class Emitter:
 
     @property
     def used(self) -> int:
-        """Bytes of the scratchpad allocated for pieces."""
+        """Bytes of the scratchpad allocated for tiles."""
         return self._used[Space.SCRATCHPAD]
 
     @property
     def used_accumulators(self) -> int:
-        """Bytes of the accumulators allocated for pieces."""
+        """Bytes of the accumulators allocated for tiles."""
         return self._used[Space.ACCUMULATORS]
 
     def executions(self) -> Iterator[tuple[Instruction, int, str]]:
@@ -474,9 +474,9 @@ class Emitter:
             yield item.instruction, item.executions(), names[0] if names else ""
 
     def rooms(self) -> dict[str, int]:
-        """DRAM buffer → scratchpad bytes of its pieces, which would not be needed if the buffer lay in the scratchpad.
+        """DRAM buffer → scratchpad bytes of its tiles, which would not be needed if the buffer lay in the scratchpad.
 
-        Pieces with fill values are left out: they are copied in any case.
+        Tiles with fill values are left out: they are copied in any case.
         """
         touching: dict[Memory, list[_Item]] = {}
         for item in self._items:
@@ -544,7 +544,7 @@ class Emitter:
 
 
 def _owners(memory: Memory, items: Sequence[_Item]) -> set[str]:
-    """The DRAM buffers that a piece is a copy of, or will be stored to; empty if it holds anything else."""
+    """The DRAM buffers that an on-chip tile is a copy of, or is stored to; empty if it holds anything else."""
     moving = [item for item in items if isinstance(item.instruction, Transfer)]
     plain = all(item.instruction.fill is None and item.instruction.index is None for item in moving)  # type: ignore[attr-defined]
     names = {place.name for item in moving for place, *_ in item.outside if place.name}

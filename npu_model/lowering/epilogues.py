@@ -14,7 +14,7 @@ from npu_model.lowering.vector_program import VectorProgram
 
 Box = Sequence[tuple[Affine, int]]
 Factors: TypeAlias = Sequence[tuple[Piece, Sequence[int | None]]]
-"""Operands with their dimensions: pieces, and for each the dimension that corresponds to each axis of the result."""
+"""On-chip tiles of operands, each with its dimension along each axis of the result, or None to broadcast."""
 
 
 def float_epilogue(

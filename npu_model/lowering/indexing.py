@@ -116,7 +116,7 @@ def _rows_of(e: Emitter, table: View, ids: View, out: View, count: int, elements
 
 
 def _last_axes(piece: Piece, first: int) -> Piece:
-    """Drop a piece's first axes, which have size 1."""
+    """Drop the first axes of an on-chip tile, which have size 1."""
     return piece.reshaped(piece.axes[first:], piece.strides[first:])
 
 
@@ -176,7 +176,7 @@ def index(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _flat_index(e: Emitter, turn: Round, d: int, sizes: Sequence[int], strides: Sequence[int]) -> Piece:
-    """The linear offset of the index tensors' pieces along dimension `d`.
+    """The linear offset of loaded tiles of the index tensors along dimension `d`.
 
     With one tensor, its index without strides.
     """
@@ -275,7 +275,7 @@ def replace_rows(e: Emitter, places: View, source: View, out: View, elements: in
 
 
 def _converted(e: Emitter, turn: Round, piece: Piece, dtype: str) -> Piece:
-    """Convert a piece to another dtype; unchanged if it has it already."""
+    """Convert an on-chip tile to another dtype; unchanged if it has it already."""
     if piece.dtype == dtype:
         return piece
     program = turn.program()

@@ -3,7 +3,7 @@
 Each tiling is emitted once, as a *sketch*: the amounts of work of its instructions, which are equal on all chips. From
 a chip's costs of this work follow the cycles of each engine, and of DRAM for each operand. The estimate of a call is
 the time of its busiest engine or of DRAM, plus the first loads and the last stores. An operand that stays in the
-scratchpad takes no DRAM time and no room for its pieces, so that one search gives the estimates for any choice of
+scratchpad takes no DRAM time and no room for its tiles, so that one search gives the estimates for any choice of
 resident operands. Equal calls are searched once, and chips that share their sketches emit a tiling once.
 """
 
@@ -42,7 +42,7 @@ class Candidate:
     Attributes:
         busy: Cycles of the slowest computing engine, plus one iteration of each of the others.
         dram: Position → cycles of DRAM.
-        room: Position → scratchpad bytes for the operand's pieces.
+        room: Position → scratchpad bytes for the operand's tiles.
         scratchpad: Scratchpad bytes in all.
         fill: Position → cycles of the first and last transfers, including latencies.
         once: Cycles of one iteration of all computing engines.
@@ -78,7 +78,7 @@ class Sketch:
         moves: For each transfer, the operand's position among the call's views (-1 for none), its work, and its
             executions.
         computes: For each other instruction, its engine, its work, and its executions.
-        room: Position of an operand → scratchpad bytes for its pieces.
+        room: Position of an operand → scratchpad bytes for its tiles.
         scratchpad, accumulators: Allocated bytes in all.
         executions: Number of executed instructions.
     """
@@ -266,7 +266,7 @@ class Placed:
     Attributes:
         choices: Its tilings.
         resident, in_l2: Positions of its operands in the scratchpad, and in the shared L2.
-        room: Bytes of the scratchpad for its pieces.
+        room: Bytes of the scratchpad for its tiles.
     """
 
     choices: Choices
@@ -337,7 +337,7 @@ class Mapper:
         return self.choices(call).ranked(resident, room)
 
     def draft(self, call: KernelCall, tiling: Tiling, places: Mapping[str, Place], room: tuple[int, int]) -> Draft:
-        """Generate a call's section in a tiling, with its pieces in `room` (first byte, size) of the scratchpad.
+        """Generate a call's section in a tiling, with its tiles in `room` (first byte, size) of the scratchpad.
 
         Raises:
             DoesNotFit: the room or the accumulators are too small.

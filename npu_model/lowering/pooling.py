@@ -1,4 +1,4 @@
-"""Pooling and interpolation of images: windows are overlapping strides of a tile with its surroundings."""
+"""Pooling and interpolation of images: windows are read by overlapping strides from a tile loaded with its halo."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def product_tilings(
 def _tiles(
     m: int, n: int, k: int, chip: Chip, sizes: tuple[int, int], staged: int, products: int, divisor: int
 ) -> list[Tiling]:
-    """Tilings of `products` products computed together, in descending order of data reuse.
+    """Tilings of `products` products computed together, those that load the fewest bytes first.
 
     For each number of rows, only the largest numbers of columns whose sums fit the accumulators are tried.
     """

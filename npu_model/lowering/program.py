@@ -162,8 +162,8 @@ class Part:
     """A call, or a core's part of one, in a tiling.
 
     Attributes:
-        room: Scratchpad bytes, from address 0 on, that its pieces may use.
-        size: Bytes that its pieces take.
+        room: Scratchpad bytes, from address 0 on, that its tiles may use.
+        size: Bytes that its tiles take.
         core: Name of the core that computes it; empty on a chip of one core.
     """
 
@@ -176,7 +176,7 @@ class Part:
 
 @dataclass
 class Linker:
-    """Appends sections to a program: allocates their pieces, and orders accesses to shared bytes by fences and marks.
+    """Appends sections to a program: allocates their tiles, and orders accesses to shared bytes by fences and marks.
 
     Every engine of a section ends it by raising its token 0, its mark. If an engine of a later section touches the same
     bytes, it waits for that mark first. Parts that are added together do not wait for each other: they share only what
@@ -202,7 +202,7 @@ class Linker:
     def add(self, *parts: Part) -> None:
         """Append the sections of parts that run concurrently.
 
-        If possible, pieces get other addresses than those of the core's recent sections, so that the loads of a section
+        If possible, tiles get other addresses than those of the core's recent sections, so that the loads of a section
         may overlap with the computation of the previous one.
         """
         self._enter([touch for part in parts for touch in self._append(part.call, self._drafted(part), part.core)])
@@ -246,7 +246,7 @@ class Linker:
         return {Token(kind_of(token.engine), token.number): times for token, times in own}
 
     def _start(self, recent: Sequence[tuple[int, int]], room: int, size: int) -> int:
-        """Choose the address of a part's pieces: among several, the one unused by recent sections for longest."""
+        """Choose the address of a part's tiles: among several, the one unused by recent sections for longest."""
         alignment = self.mapper.chip.sram.alignment
         top = (room - size) // alignment * alignment
         beside = [start for first, end in recent for start in (end, first - size)]

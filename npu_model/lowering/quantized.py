@@ -116,10 +116,7 @@ def _multiplied(e: Emitter, o: Operands, first: Affine, count: int, tiling: Tili
 
 
 def _factors(e: Emitter, o: Operands, first: Affine, count: int, scales: Piece | None) -> Factors:
-    """The scales of a tile of integer sums: of the weight's rows (the tile's columns), and of the rows of x.
-
-    Else empty.
-    """
+    """The scales of a tile of integer sums: of the weight's rows (tile columns) and x's rows; empty for float sums."""
     if scales is None:
         return ()
     columns = e.load(o.scales, [(first, count), (ZERO, 1)], queue=1)

@@ -26,7 +26,7 @@ class Region:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the region."""
         return math.prod(size for _, size in self.walk)
 
     @property

@@ -31,7 +31,7 @@ class Residency:
 
     Attributes:
         addresses: Buffer → address in the scratchpad.
-        rooms: For each call, the bytes from address 0 on that its pieces may use.
+        rooms: For each call, the bytes from address 0 on that its tiles may use.
         weights: The buffers that stay from run to run.
         cycles: The sum of all calls' estimates.
     """
@@ -184,7 +184,7 @@ class _Stay:
 
 
 def positions(call: KernelCall, names: Collection[str]) -> frozenset[int]:
-    """The positions of a call's operands (inputs, then outputs) that lie in these buffers."""
+    """The positions, among a call's inputs and outputs, of operands that lie in these buffers."""
     return frozenset(i for i, view in enumerate((*call.inputs, *call.outputs)) if view.buffer in names)
 
 

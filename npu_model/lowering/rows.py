@@ -97,10 +97,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Place(Fold):
-    """The index of the first maximum or minimum (`name`), or of the first NaN, as in `argmax`.
-
-    Together with the element.
-    """
+    """Index and value of the first maximum or minimum (`name`), or of the first NaN, as in `argmax`."""
 
     @property
     def states(self) -> list[tuple[str, float]]:

@@ -76,14 +76,14 @@ def tile_shape(sizes: Sequence[int], elements: int, most: int = MOST_AXES) -> tu
 
 @dataclass(frozen=True)
 class Round:
-    """An iteration of the loops over tiles: the box of its tile, and the operands' pieces, with all dimensions.
+    """An iteration of the loops over tiles: the box of its tile, and the loaded tiles (`Piece`) of the operands.
 
     Attributes:
         box: For each dimension, the first coordinate and the number of elements of the tile.
         sizes: Sizes of the whole tensors.
         pieces: The loaded operands.
-        counted: First dimension whose coordinates the vector program reads, so that it is an axis even if it has size
-            1.
+        counted: From this dimension on, dimensions are axes of the vector program even if the tile has one element
+            there, since the program uses their coordinates.
     """
 
     box: Box
@@ -107,7 +107,7 @@ class Round:
         return VectorProgram([self.axis(d) for d in self.axes])
 
     def inputs(self, program: VectorProgram) -> list[int]:
-        """Make the pieces inputs of a program; return their registers."""
+        """Add the loaded tiles as inputs of a program; return their registers."""
         return [program.input(piece, *self.axes) for piece in self.pieces]
 
     def store(self, e: Emitter, program: VectorProgram, register: int, target: View, dims: int | None = None) -> None:

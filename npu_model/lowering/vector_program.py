@@ -26,9 +26,10 @@ class VectorProgram:
         self._begins: tuple[int, ...] = ()
 
     def input(self, piece: Piece, *dims: int | None) -> int:
-        """Add a piece as input; `dims` are its dimensions along the box's axes (see `Piece.tile`).
+        """Add an on-chip tile as input, and return its register.
 
-        Returns the register.
+        Args:
+            dims: For each axis of the box, a dimension of the tile, or None to broadcast.
         """
         return self.input_tile(piece, piece.tile(*dims))
 
@@ -39,11 +40,13 @@ class VectorProgram:
         return len(self._inputs) - 1
 
     def carried(self, piece: Piece, first: float, begins: tuple[int, ...], *dims: int | None) -> int:
-        """Add a piece that is accumulated over loops, as input; returns its register.
+        """Add an on-chip tile that loops accumulate into as input, and return its register.
 
         Args:
-            first: Its value instead of what it holds, in iterations in which the counters of the loops `begins` are all
+            first: Initial value, which the register has in iterations in which the counters of all loops `begins` are
                 0.
+            begins: Depths of the loops.
+            dims: For each axis of the box, a dimension of the tile, or None to broadcast.
         """
         register = self.input(piece, *dims)
         self._carried.append((register, first))
@@ -75,9 +78,12 @@ class VectorProgram:
         stores: Sequence[tuple[int, Piece, Sequence[int | None]]],
         engine: Engine = Engine.VECTOR,
     ) -> None:
-        """Emit the instruction, which stores registers to pieces.
+        """Emit the instruction.
 
-        Each piece comes with its dimensions along the box's axes.
+        Args:
+            stores: The registers to store, each with its target tile, and the tile's dimension along each axis of the
+                box.
+            engine: The vector engine or the output stage.
         """
         self.emit_tiles(emitter, [(register, piece, piece.tile(*dims)) for register, piece, dims in stores], engine)
 

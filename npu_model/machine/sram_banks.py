@@ -40,7 +40,7 @@ class SramBanks:
     def delay(self, instruction: Instruction, counters: Sequence[int], start: int, cost: Cost) -> int:
         """Cycles by which an instruction that begins at `start` is delayed by busy banks.
 
-        Its own accesses are then booked.
+        It then occupies its own banks.
         """
         touched: dict[str, set[int]] = {}
         for operand in self._of(instruction):
