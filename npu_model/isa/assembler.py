@@ -274,7 +274,7 @@ class _Line:
 
 
 class _Reader:
-    """A parser of a program's lines."""
+    """A parser of tile programs in text form, line by line."""
 
     def __init__(self, lines: Sequence[_Line]) -> None:
         self.lines = lines

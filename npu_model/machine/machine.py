@@ -57,7 +57,7 @@ _MOST_KEPT = 2**18  # executions whose order is kept for the next run
 
 
 class Cause(StrEnum):
-    """Reasons for which no engine computes."""
+    """Causes of stalls, in which no computing engine makes progress."""
 
     DRAM_BANDWIDTH = "dram bandwidth"
     DRAM_LATENCY = "dram latency"
