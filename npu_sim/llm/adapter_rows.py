@@ -64,7 +64,7 @@ def _adding(chosen: AdapterRows, is_head: bool) -> Any:
 def _product(x: torch.Tensor, stack: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The product of each row of x [..., in] with its adapter's matrix in `stack` [adapters, out, in].
 
-    0 for adapter -1.
+    The product is 0 for adapter -1.
     """
     count, outputs, inputs = stack.shape
     matrices = stack.view(count * outputs, inputs)

@@ -143,7 +143,7 @@ class CompiledModel(ABC):
             marker()
 
     def check(self) -> None:
-        """Raise the reason (`NPUError`) if a process of this model's group has ended."""
+        """Raise the reason (`NPUError`) if a process of this model's group has ended or does not answer."""
         if self.group is not None:
             self.group.check()
 

@@ -59,7 +59,7 @@ class ExpertParts:
         """The names of the tensors of `count` experts, in the order of their rows.
 
         Raises:
-            InputError: a tensor is missing, or there are more experts than that.
+            InputError: a tensor is missing, or the files hold more than `count` experts.
         """
         wanted = [(expert, place) for expert in range(count) for place in range(self._places)]
         if missing := [where for where in wanted if where not in self._names]:

@@ -58,7 +58,7 @@ class Handle(RequestHandle):
                 yield self._joined([])
 
     def _joined(self, updates: list[Update]) -> Update:
-        """Join updates into one."""
+        """Join updates into one update with all of their output."""
         while not self._updates.empty():
             updates.append(self._updates.get_nowait())
         self._ended = updates[-1].finish_reason is not None

@@ -185,7 +185,7 @@ class _Run:
             self._progress(self._ended, len(self._served))
 
     def _observe(self) -> None:
-        """Record the lengths of the queue if they have changed."""
+        """Record the numbers of waiting and running requests if they have changed."""
         scheduler = self._core.scheduler
         waiting, running = scheduler.waiting, len(scheduler.running)
         if not self._queue or self._queue[-1][1:3] != (waiting, running):

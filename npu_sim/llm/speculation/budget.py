@@ -51,7 +51,9 @@ class DraftBudget:
         return self._length if tokens >= self._resume and self._balance_at(tokens) > 0 else 0
 
     def long_match(self, tokens: int) -> int | None:
-        """Number of tokens that make a long match; None while even such drafts are not worth it.
+        """Number of last tokens that must also occur earlier in the text to make a long match.
+
+        None while even drafts after a long match are not worth their time.
 
         The number doubles after each draft of which no token was accepted, and when no draft was found.
         """
