@@ -1,7 +1,6 @@
 """Decomposition of ops that the device lacks into ops that it has, before the graph is divided among devices.
 
 Given:   y = aten.addr(x, a, b)                       # no row in the op table
-
 Result:  u = unsqueeze(a, 1);  v = mul(u, b);  y = add(v, x)
 
 Only that node changes. Ops that the device can run are left as written, since fusions look for them; in-place ops,
