@@ -95,10 +95,10 @@ def weights_for(model: CompiledProgram | IRGraph, weights: Path | None) -> Mappi
     """Read the state dict of a model from a file; it is empty without a file.
 
     Args:
-        weights: The file. None is allowed only for a model without weights, or whose file holds them.
+        weights: The file. None is allowed only for a model without weights.
 
     Raises:
-        WeightError: the file cannot be read, or is missing for a model that needs weights.
+        WeightError: the file cannot be read, or is missing for a model that has weights.
     """
     from npu_compiler import CompiledProgram
     from npu_compiler.errors import WeightError

@@ -82,7 +82,13 @@ class Arguments:
         return values
 
     def _rebound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the arguments in the traced order, for a call that gives other ones by position or by keyword."""
+        """Return the arguments in the traced order.
+
+        The call may give them by position or keyword, or leave out defaults, unlike the traced call.
+
+        Raises:
+            InputError: the arguments do not fit the signature or the traced call.
+        """
         if self._signature is None:
             raise InputError(
                 f"the call has {len(args)} positional arguments and the keywords {sorted(kwargs)}; "

@@ -242,7 +242,7 @@ class Nodes:
     ) -> None:
         """Record a call that was decomposed, with the names of its results; it replaces records of calls within it.
 
-        Calls that alias or write their arguments are not recorded.
+        Only a call that decomposes into several nodes, and neither aliases nor writes its arguments, is recorded.
 
         Args:
             first: Number of nodes before those of its decomposition.
