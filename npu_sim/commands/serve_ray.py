@@ -77,7 +77,9 @@ class RaySettings:
 def remote_engine(
     name: str, settings: ReplicaSettings, options: RaySettings, *, capacity: int, drain_seconds: float
 ) -> Iterator[tuple[RemoteEngine, ReplicaFacts]]:
-    """Start replicas of a model on a Ray cluster and stop them when the context ends; yields an engine that calls them.
+    """Start replicas of a model on a Ray cluster, and stop them when the context ends.
+
+    Yields an engine that sends requests to the replicas, and facts about them.
 
     Args:
         name: Name of the model; a running application of the same name in the cluster is updated.
