@@ -22,7 +22,7 @@ ROUNDS = 15
 
 
 def models(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
-    """Small models, of which the overhead is a large part, and one with many weights."""
+    """Return small models, for which the overhead is large compared with the program, with inputs."""
     from npu_sim.vision.resnet import resnet18
 
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def models(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[nn.Modul
 
 
 def measure(compiled: CompiledModule, args: tuple[torch.Tensor, ...]) -> tuple[float, float, float]:
-    """Medians in seconds: of the program alone, of a call, and of the host's part of a call on an idle device."""
+    """Return median seconds of the program alone, of a call, and of the host's part of a call on an idle device."""
     for _ in range(5):
         compiled(*args)
     (runner,) = compiled._programs.runners.values()
@@ -58,7 +58,7 @@ def measure(compiled: CompiledModule, args: tuple[torch.Tensor, ...]) -> tuple[f
 
 
 def waiting(device: torch.device) -> Callable[[], object]:
-    """Return a function that waits until a device has ended its work."""
+    """Return a function that waits until a device has finished its work."""
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 

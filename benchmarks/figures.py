@@ -12,7 +12,7 @@ Key = tuple[str | int, ...]
 
 
 def _key(task: str, model: str, case: dict[str, int]) -> Key:
-    """Identifies a measurement; results are listed in the order of their keys."""
+    """Return a key that identifies a measurement and by which results are sorted."""
     return (task, model, *(value for _, value in sorted(case.items())))
 
 
@@ -22,9 +22,10 @@ class Figure:
 
     Attributes:
         task: `decode`, `large-decode`, `quantized-decode`, `prefill` or `vision`.
+        model: Name of the model.
         case: The parameters: cache length and position, prompt tokens, or batch size.
         ms: Contender → median milliseconds per step.
-        floor_ms: The lower bound that the machine's bandwidth or matrix rate sets; `floor` says how it is derived.
+        floor_ms: The lower bound that the machine's bandwidth or matrix rate sets; `floor` is its derivation in words.
         steady: Counters of one step of ours: kernels, CUDA graph launches, allocations, copies.
         errors: Contender → ‖logits - reference‖ / ‖reference‖, with PyTorch in float32 as the reference.
         notes: Anything else, such as which variant of a peer was the fastest.
@@ -74,6 +75,8 @@ class Run:
 
     Attributes:
         machine: The GPU or CPU, versions, measured peak rates, and the date.
+        figures: Times of steps, ours and others'.
+        accounts: Our time by kernel.
         other: Results that are not compared with peers, such as start-up times, by name.
     """
 
@@ -87,9 +90,9 @@ class Run:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def merged(self, later: Run) -> Run:
-        """The results of both runs in order; where both measured the same case, the later result.
+        """Return the results of both runs in order; the later result counts if both measured the same case.
 
-        The machine is the later run's if that has figures, whose floors depend on its peak rates.
+        The machine is the later run's if that has figures, whose lower bounds depend on its peak rates.
 
         Raises:
             ValueError: the runs used different machines or versions.

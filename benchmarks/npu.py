@@ -39,11 +39,12 @@ class Line:
     """One measurement.
 
     Attributes:
-        first: Seconds of the first time, which prepares what later ones use.
-        again: Median seconds of later times; None if there was one time only.
-        processor: Median seconds of the processor, over later times if there are any.
-        limit: Seconds that it is to stay below; None where none is stated.
-        problem: Reason why it was not measured.
+        what: Description of what was timed.
+        limit: Seconds that it should stay below; None if no limit is stated.
+        first: Seconds of the first time, which includes preparations for later ones.
+        again: Median seconds of later times; None if there was only one.
+        processor: Median seconds of processor time, of later times if there are any. None: not measured.
+        problem: Reason why it was not measured; empty if it was.
     """
 
     what: str
@@ -54,7 +55,7 @@ class Line:
     problem: str = ""
 
     def row(self) -> str:
-        """The line of the table."""
+        """Return the measurement as a row of a Markdown table."""
         if self.problem:
             return f"| {self.what} | not measured: {self.problem} | | | {_seconds(self.limit)} |"
         numbers = (self.first, self.again, self.processor, self.limit)
@@ -66,7 +67,7 @@ def _seconds(value: float | None) -> str:
 
 
 def timed(what: str, limit: float | None, run: Callable[[], object], rounds: int = ROUNDS) -> Line:
-    """Run something once, and then `rounds` times more."""
+    """Time a function once, and then `rounds` times more."""
     seconds, busy = [], []
     for _ in range(1 + rounds):
         start = time.perf_counter(), time.process_time()
@@ -78,7 +79,7 @@ def timed(what: str, limit: float | None, run: Callable[[], object], rounds: int
 
 
 def resnet_lines() -> Iterator[Line]:
-    """ResNet-18 and ResNet-50 in int8: compiled, timed, computed and checked."""
+    """Measure ResNet-18 and ResNet-50 in int8: compiling, simulating time, computing results, and all checks."""
     from npu_compiler import CompileOptions
     from npu_compiler import compile as compile_ir
     from npu_model import NPUBackend, NPUTarget, load_chip, simulate
@@ -104,7 +105,7 @@ def resnet_lines() -> Iterator[Line]:
 
 
 def quantized(name: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """The IR and the weights of a ResNet in int8, and an input."""
+    """Return the IR and the weights of a ResNet in int8, and an input."""
     from npu_sim.extract import extract_ir
     from npu_sim.quantizing.networks.quantize import quantize_network
     from npu_sim.vision import resnet
@@ -117,12 +118,12 @@ def quantized(name: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
 
 
 def _computed(title: str, limit: float, checked: bool) -> tuple[str, float]:
-    """The name and the limit of a computed line."""
+    """Return the name and the limit of a line for computing results."""
     return (f"compute {title}, all checks", CHECKED_FACTOR * limit) if checked else (f"compute {title}", limit)
 
 
 def smollm2_lines() -> Iterator[Line]:
-    """A token of SmolLM2-135M with the weights of its file, in 4 bits, and in bfloat16."""
+    """Measure a token of SmolLM2-135M with the 4-bit weights of its file, and in bfloat16."""
     from npu_model import NPUBackend, load_chip
     from npu_runtime import Device
     from npu_sim.llm import LanguageModel, load_checkpoint
@@ -140,7 +141,7 @@ def smollm2_lines() -> Iterator[Line]:
 
 
 def qwen_lines() -> Iterator[Line]:
-    """A decode step of Qwen2.5-1.5B, timed only."""
+    """Measure the simulation of time for a decode step of Qwen2.5-1.5B, without computing results."""
     from benchmarks.qwen import qwen
     from npu_compiler.errors import NPUError
     from npu_model import NPUTarget, load_chip, simulate
@@ -161,7 +162,7 @@ def qwen_lines() -> Iterator[Line]:
 
 
 def sweep_lines() -> Iterator[Line]:
-    """ResNet-50 in float16 on 64 chips."""
+    """Measure a sweep of ResNet-50 in float16 over 64 chips."""
     from npu_compiler import CompileOptions
     from npu_compiler import compile as compile_ir
     from npu_model import load_chip
@@ -176,7 +177,7 @@ def sweep_lines() -> Iterator[Line]:
 
 @contextmanager
 def _empty_cache() -> Iterator[None]:
-    """Use an empty folder as the cache of programs."""
+    """Use an empty folder as the cache of programs within this context."""
     before = os.environ.get("NPU_SIM_CACHE")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NPU_SIM_CACHE"] = folder
@@ -197,7 +198,7 @@ PARTS: dict[str, Callable[[], Iterator[Line]]] = {
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions that matter."""
+    """Return the CPU, its load, and the versions of Python and NumPy."""
     import numpy as np
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -212,7 +213,7 @@ def machine() -> dict[str, Any]:
 
 
 def page(lines: list[Line], where: dict[str, Any]) -> str:
-    """The page of measurements."""
+    """Return the page of measurements in Markdown."""
     busy = f", beside {where['load']:.0f} other processes" if where["load"] >= 1 else ""
     versions = f"Python {where['python']}, NumPy {where['numpy']}"
     return PAGE.format(

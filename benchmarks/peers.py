@@ -1,4 +1,4 @@
-"""The contenders to compare with: PyTorch eager and `torch.compile`, with a static KV cache and the same weights."""
+"""The peers (other implementations to compare with): PyTorch eager and `torch.compile`, with a static KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def language_model(config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.nn.Module:
-    """The Hugging Face module with a checkpoint's weights, cast to `dtype`."""
+    """Return the Hugging Face module with a checkpoint's weights, cast to `dtype`."""
     from transformers import AutoModelForCausalLM
 
     config._attn_implementation = "sdpa"
@@ -25,9 +25,9 @@ def language_model(config: Any, state: Mapping[str, torch.Tensor], dtype: torch.
 def generation_steps(
     model: Any, prompt: Sequence[int], token: int, cache_length: int, compiled: bool
 ) -> dict[str, Callable[[], Tensor]]:
-    """Prefill of a prompt, and decode of a token after it, with a static cache and only the last token's logits.
+    """Return functions that prefill a prompt and decode a token after it, with a static KV cache.
 
-    Each returns the logits [1, 1, vocab] and can be called any number of times.
+    Each returns the last token's logits [1, 1, vocab] and can be called any number of times.
     """
     from transformers import StaticCache
 
@@ -75,7 +75,7 @@ def attend_expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def attend_prompt(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Causal attention over the first T rows of the cache for T queries; valid at position 0 only."""
+    """Compute causal attention of T queries over the first T rows of the cache; valid at position 0 only."""
     rows = q.shape[2]
     return F.scaled_dot_product_attention(q, k[:, :, :rows], v[:, :, :rows], is_causal=True, enable_gqa=True)
 
@@ -124,6 +124,7 @@ class StaticLanguageModel(nn.Module):
         Args:
             cache_length: S, in tokens.
             attend: q [B, heads, T, D], k and v [B, KV heads, S, D], mask [1, 1, T, S] → [B, heads, T, D].
+            batch: B, the number of sequences.
         """
         self.attend = attend
         for layer in self.layers:
@@ -169,7 +170,7 @@ class StaticLanguageModel(nn.Module):
 
 
 def quantized_by_torchao(model: StaticLanguageModel, weights: str, head: str) -> StaticLanguageModel:
-    """The model with the weights of its products in few bits, in torchao's own layouts; changes it.
+    """Quantize the weights of a model's products by torchao, in torchao's own layouts; return the changed model.
 
     Args:
         weights, head: The formats of the layers' products and of the LM head: `int4`, `int8` or `fp8`.
@@ -218,7 +219,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compiled(module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: bool = False) -> Callable[..., Tensor]:
-    """The module compiled by `torch.compile`, tuned for static shapes, and called once.
+    """Return the module compiled by `torch.compile`, tuned for static shapes; it has been called once.
 
     Args:
         mode: Mode of `torch.compile`.
@@ -232,7 +233,7 @@ def compiled(module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: b
 
 @torch.no_grad()
 def compiled_by_layer(model: StaticLanguageModel, inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """The model with its layers compiled as one function, for models that take too long to compile as a whole.
+    """Compile a model's layers as one function, for models that take too long to compile as a whole.
 
     Returns:
         A function that replays a CUDA graph of the model on the inputs.

@@ -1,4 +1,4 @@
-"""Qwen2.5-1.5B by its configuration, without weights: the model of several benchmarks."""
+"""The configuration of Qwen2.5-1.5B without weights, which several benchmarks use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = 128
 
 
 def qwen(layers: int = LAYERS) -> Qwen2Config:
-    """The configuration of Qwen2.5-1.5B, with fewer layers if asked."""
+    """Return the configuration of Qwen2.5-1.5B with this number of layers."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -34,6 +34,6 @@ def qwen(layers: int = LAYERS) -> Qwen2Config:
 
 
 def step_graph(tokens: int, layers: int = LAYERS) -> dict[str, Any]:
-    """The IR of decode (1 token) or prefill with a KV cache of `CACHE_LENGTH` tokens."""
+    """Return the IR of decode (1 token) or prefill, with a KV cache of `CACHE_LENGTH` tokens."""
     checkpoint = Checkpoint("qwen2.5-1.5b", qwen(layers), {}, "bfloat16", load_tokenizer=lambda: None)
     return extract_graph(checkpoint, tokens, CACHE_LENGTH)

@@ -32,7 +32,7 @@ SHORT = {Dataflow.WEIGHT: "ws", Dataflow.OUTPUT: "os", Dataflow.INPUT: "is"}
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution without padding: its sizes, the kernel's and the stride's as (height, width)."""
+    """A convolution without padding; kernel and stride are (height, width)."""
 
     channels: int
     height: int
@@ -52,7 +52,15 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's work and how many layers of its model have it; exactly one of the two is set."""
+    """The work of a layer; either `product` or `convolution` is set.
+
+    Attributes:
+        model: The model's name.
+        name: The layer's name.
+        count: Number of layers of the model with the same work.
+        product: The matrix product. None: the layer is a convolution.
+        convolution: The convolution. None: the layer is a product.
+    """
 
     model: str
     name: str
@@ -62,7 +70,7 @@ class Layer:
 
     @property
     def as_product(self) -> Product:
-        """The product that computes it, with the windows of a convolution as rows."""
+        """The matrix product that computes the layer; the rows of a convolution's product are its windows."""
         if self.product is not None:
             return self.product
         conv = self.convolution
@@ -73,7 +81,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cycles of a layer on an array: SCALE-Sim's, and ours when it ran."""
+    """Cycles of a layer on an array of processing elements.
+
+    Attributes:
+        layer: The layer.
+        array: Rows and columns of the array.
+        dataflow: The operand that stays in the array.
+        theirs: Cycles according to SCALE-Sim.
+        ours: Cycles according to `npu_model`.
+    """
 
     layer: Layer
     array: int
@@ -83,7 +99,10 @@ class Comparison:
 
 
 def chip_of(rows: int, columns: int, dataflow: Dataflow) -> Chip:
-    """A chip like SCALE-Sim's: one array, fed with whole windows, whose folds do not overlap, and memory enough."""
+    """Return a chip like SCALE-Sim's: one array that is fed with whole windows, and enough memory.
+
+    Its folds (parts of a product that fit the array) do not overlap.
+    """
     return parse_chip(
         f"""
         chip = {{ name = "scale-sim", clock_ghz = 1.0 }}
@@ -100,18 +119,18 @@ def chip_of(rows: int, columns: int, dataflow: Dataflow) -> Chip:
 
 
 def simulated(layer: Layer, rows: int, columns: int, dataflow: Dataflow) -> Result:
-    """The layer as a program, simulated."""
+    """Compile a layer as a program and simulate it."""
     chip = chip_of(rows, columns, dataflow)
     return simulate(compile(_ir(layer), NPUTarget(chip), CompileOptions(compute_dtype="float16")), chip)
 
 
 def cycles_of(layer: Layer, rows: int, columns: int, dataflow: Dataflow) -> int:
-    """Cycles in which the matrix engine works for the layer."""
+    """Return the cycles in which the matrix engine is busy with the layer."""
     return simulated(layer, rows, columns, dataflow).busy["matrix"]
 
 
 def _ir(layer: Layer) -> dict[str, Any]:
-    """A program of the layer: a linear layer, a product of two inputs where there are several, or a convolution."""
+    """Return the IR of a layer: a linear layer, a batched product of two inputs, or a convolution."""
     if (conv := layer.convolution) is not None:
         x = _tensor("x", 1, conv.channels, conv.height, conv.width)
         w = _tensor("w", conv.filters, conv.channels, *conv.kernel)
@@ -147,7 +166,7 @@ def _graph(
 
 
 def layers_of(model: str) -> list[Layer]:
-    """The distinct convolutions and products of a ResNet, or of one layer of `qwen2.5-1.5b` in a prefill."""
+    """Return the distinct convolutions and products of a ResNet, or of one layer of `qwen2.5-1.5b` in a prefill."""
     works = _resnet(model) if model.startswith("resnet") else _qwen()
     layers: dict[Product | Convolution, tuple[str, int]] = {}
     for name, work in works:
@@ -181,9 +200,9 @@ def _resnet(name: str) -> Iterator[tuple[str, Product | Convolution]]:
 
 
 def trimmed(module: Any, channels: int, height: int, width: int) -> Convolution:
-    """A `Conv2d` as the formulas take it: padding included, and rows and columns that no window reaches left out.
+    """Return a `Conv2d` with its padding added to the input, without rows and columns that no window reaches.
 
-    SCALE-Sim would make a partial window of what is left out.
+    SCALE-Sim would make a partial window of these rows and columns.
     """
     sizes = []
     for size, kernel, stride, padding in zip(
@@ -213,7 +232,7 @@ def _qwen() -> Iterator[tuple[str, Product]]:
 
 
 def scale_sim_cycles(layer: Layer, rows: int, columns: int, dataflow: Dataflow) -> int:
-    """The cycles of SCALE-Sim's array; of a batch of products it simulates one, and we multiply."""
+    """Return the cycles of SCALE-Sim's array; for a batch of products, those of one times the batch size."""
     from scalesim.compute.operand_matrix import operand_matrix
     from scalesim.compute.systolic_compute_is import systolic_compute_is
     from scalesim.compute.systolic_compute_os import systolic_compute_os
@@ -246,7 +265,7 @@ def scale_sim_cycles(layer: Layer, rows: int, columns: int, dataflow: Dataflow) 
 
 
 def load(path: Path) -> list[Comparison]:
-    """The comparisons of a file that this benchmark wrote."""
+    """Load the comparisons from a file that this benchmark wrote."""
     comparisons = []
     for row in json.loads(path.read_text())["results"]:
         layer = dict(row["layer"])
@@ -262,14 +281,17 @@ def load(path: Path) -> list[Comparison]:
 
 
 def save(path: Path, comparisons: list[Comparison]) -> None:
-    """Write the comparisons as JSON, a line each."""
+    """Write the comparisons as JSON, one in each line."""
     rows = ",\n".join(json.dumps(asdict(comparison)) for comparison in comparisons)
     head = json.dumps({"simulator": "scalesim 3.0.0", "made_by": "python -m benchmarks.scale_sim"})
     write_atomically(path, f'{head[:-1]}, "results": [\n{rows}\n]}}\n'.encode())
 
 
 def table(comparisons: list[Comparison]) -> str:
-    """A Markdown table, a row per model, array and dataflow: sums over all layers and the largest difference of one."""
+    """Return a Markdown table with a row for each model, array and dataflow.
+
+    A row has the sums over all layers and the largest difference of a single layer.
+    """
     lines = [
         "| model | array | dataflow | cycles, SCALE-Sim | cycles, ours | largest difference of a layer |",
         "|---|---|---|--:|--:|---|",

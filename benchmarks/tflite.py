@@ -38,6 +38,9 @@ class Operator:
 
     Attributes:
         name: The node of the graph that it computes.
+        op: Number of the operator in the schema.
+        inputs: Numbers of its input tensors.
+        output: Number of its output tensor.
         options: Fields of its options, by their names in the schema.
     """
 
@@ -50,7 +53,7 @@ class Operator:
 
 @dataclass
 class Network:
-    """The operators and tensors of a file, in its order of dimensions: images are [n, h, w, c]."""
+    """The operators and tensors of a file, with dimensions in the file's order: images are [n, h, w, c]."""
 
     tensors: list[tuple[str, tuple[int, ...], int, np.ndarray | None]] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
@@ -58,15 +61,19 @@ class Network:
     outputs: list[int] = field(default_factory=list)
 
     def tensor(self, name: str, shape: Sequence[int], dtype: int = _INT8, data: np.ndarray | None = None) -> int:
-        """The number of a new tensor."""
+        """Add a tensor and return its number.
+
+        Args:
+            data: The values of a constant. None: the tensor is computed.
+        """
         self.tensors.append((name, tuple(shape), dtype, data))
         return len(self.tensors) - 1
 
 
 def network_of(graph: IRGraph) -> Network:
-    """The network of a normalized graph of convolutions, sums, poolings and linears.
+    """Convert a normalized graph of convolutions, additions, poolings and linear layers.
 
-    Activations become fields of the operators before them, and paddings those of the convolutions behind.
+    Activations become fields of the operators before them, and paddings fields of the convolutions after them.
 
     Raises:
         InputError: the graph holds another op.
@@ -114,7 +121,7 @@ class _Converter:
                 raise InputError(f"node '{node.name}' ({node.op_type}) has no form in such a TFLite file")
 
     def _fuses(self, node: OpNode) -> bool:
-        """Make an activation a field of the operator that alone makes what it reads."""
+        """Make an activation a field of the operator before it; return False if that operator has other consumers."""
         maker = self._makers.get(node.inputs[0])
         if maker is None or len(self._consumers[node.inputs[0]]) > 1:
             return False
@@ -177,19 +184,19 @@ class _Converter:
 
 
 def _nhwc(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape of the graph in the file's order."""
+    """Return a shape with its dimensions in the file's order."""
     return (shape[0], *shape[2:], shape[1]) if len(shape) == 4 else tuple(shape)
 
 
 def written(network: Network) -> bytes:
-    """The file's bytes."""
+    """Return the content of the TFLite file."""
     import flatbuffers
 
     return _Writer(flatbuffers.Builder(0), network).write()
 
 
 class _Writer:
-    """Writes tables of the schema, each from the module that Vela has of it."""
+    """Writes the tables of the file's schema by the classes that Vela generated from the schema."""
 
     def __init__(self, builder: Any, network: Network) -> None:
         self._builder, self._network = builder, network

@@ -1,4 +1,4 @@
-"""Interleaved timing: each round runs every contender once, so all are affected alike when the machine slows down."""
+"""Interleaved timing: each round runs every contender once, so a slowdown of the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Result:
 
 
 def wall_time(run: Callable[[], object]) -> Timer:
-    """A timer of a function's runs by the clock of this process."""
+    """Return a timer of a function by the wall clock."""
 
     def timer() -> float:
         start = time.perf_counter()
@@ -39,8 +39,8 @@ def settled(timer: Timer) -> Timer:
     """Wrap a timer for contenders that compute with threads of this process.
 
     Each timed run follows a pause, because the worker threads of the previous contender keep spinning for a while after
-    its last run, and untimed runs of the same contender for at least `WARM` seconds, because the pause lets the
-    processor's clock and caches go. Runs that take long need no untimed one.
+    its last run. It also follows untimed runs of the same contender for at least `WARM` seconds, because clock rate and
+    caches recover from the pause only then. Long runs need no untimed one.
     """
 
     def run() -> float:
@@ -56,10 +56,10 @@ def settled(timer: Timer) -> Timer:
 
 
 def back_to_back(run: Callable[[], object], wait: Callable[[], object] = lambda: None) -> Timer:
-    """Return a timer of a call among many, which are as many as take `ENOUGH` seconds.
+    """Return a timer that averages over as many consecutive calls as take `ENOUGH` seconds.
 
     Args:
-        wait: Waits until the device has ended what the calls have launched.
+        wait: Waits until the device has finished what the calls have launched.
     """
 
     def timer() -> float:
@@ -85,6 +85,9 @@ def interleave(
     """Time each contender once per round, after `warmup` unmeasured rounds.
 
     Args:
+        timers: Contender → timer.
+        rounds: Maximum number of rounds.
+        warmup: Number of unmeasured rounds.
         limit: Seconds after which no further round begins, if there have been `LEAST_ROUNDS`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in timers}
@@ -100,7 +103,7 @@ def interleave(
 
 
 def read_bandwidth(gigabytes: float = 0.5, rounds: int = 5) -> float:
-    """Memory read bandwidth with all threads, in bytes per second; it bounds the time of a decode step."""
+    """Measure the memory read bandwidth of all threads in bytes per second; it bounds the time of a decode step."""
     import torch
 
     data = torch.ones(int(gigabytes * 1e9 / 8), dtype=torch.int64)
@@ -109,7 +112,7 @@ def read_bandwidth(gigabytes: float = 0.5, rounds: int = 5) -> float:
 
 
 def matrix_rate(size: int = 2048, rounds: int = 4) -> float:
-    """The speed of PyTorch's float32 matrix multiplication in FLOP/s, the scale for compute-bound steps."""
+    """Measure PyTorch's float32 matrix multiplication in FLOP/s, which bounds the time of compute-bound steps."""
     import torch
 
     a, b = torch.randn(size, size), torch.randn(size, size)

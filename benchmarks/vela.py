@@ -52,7 +52,7 @@ class Layer:
 
 
 def layers_of(model: str) -> list[Layer]:
-    """The layers of a vision model, with both estimates."""
+    """Return the layers of a vision model, with both estimates."""
     graph = read_ir(extract_model_ir(find_model(model)))
     plain = eliminate_dead_code(fold_batch_norm(normalize(graph)))
     owners = owners_of(plain)
@@ -68,7 +68,10 @@ def layers_of(model: str) -> list[Layer]:
 
 
 def owners_of(graph: IRGraph) -> dict[str, str]:
-    """Tensor → the convolution or linear that it counts to: the one that its kernel ends, else the last one before."""
+    """Return tensor → the convolution or linear layer to which its cycles are attributed.
+
+    It is the layer whose kernel also computes the tensor, else the last layer before.
+    """
     owners: dict[str, str] = {}
     producers = graph.producers()
     for node in graph.nodes:
@@ -85,7 +88,7 @@ def owners_of(graph: IRGraph) -> dict[str, str]:
 
 
 def vela_cycles(graph: IRGraph) -> list[tuple[str, int]]:
-    """The name of each operator's tensor, and the cycles that Vela estimates for the operator."""
+    """Return the name of each operator's output tensor, and the cycles that Vela estimates for the operator."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "network.tflite").write_bytes(written(network_of(graph)))
@@ -96,19 +99,19 @@ def vela_cycles(graph: IRGraph) -> list[tuple[str, int]]:
 
 
 def load(path: Path) -> list[Layer]:
-    """The layers of a file that this benchmark wrote."""
+    """Load the layers from a file that this benchmark wrote."""
     return [Layer(**row) for row in json.loads(path.read_text("utf-8"))["layers"]]
 
 
 def save(path: Path, layers: Sequence[Layer]) -> None:
-    """Write the layers as JSON, a line each."""
+    """Write the layers as JSON, one in each line."""
     rows = ",\n".join(json.dumps(asdict(layer)) for layer in layers)
     head = json.dumps({"estimator": "ethos-u-vela 5.2.0", "made_by": "python -m benchmarks.vela"})
     write_atomically(path, f'{head[:-1]}, "layers": [\n{rows}\n]}}\n'.encode())
 
 
 def together(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers, those of a cascade as one: its cycles are counted at its last call."""
+    """Merge the layers of a cascade, which run as one kernel and whose cycles are counted at the last of them."""
     joined: list[Layer] = []
     waiting: list[Layer] = []
     for layer in layers:
@@ -122,7 +125,10 @@ def together(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def table(layers: Sequence[Layer]) -> str:
-    """A Markdown table, a row per model: totals, those without the first layer, and the ratios of the other layers."""
+    """Return a Markdown table with a row for each model.
+
+    A row has totals, totals without the first layer, and the ratios of the other layers.
+    """
     titles = ("model", "layers", "Vela, cycles", "ours", "ratio", "without the first")
     lines = [f"| {' | '.join((*titles, 'median ratio of a layer', '10th to 90th percentile', 'farthest'))} |"]
     lines.append(f"|---|{'--:|' * 7}---|")

@@ -37,7 +37,11 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
 
 
 def read_arrays(assignments: Sequence[str], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Arrays for named inputs, read from files; without the checks of dtype and shape that `read_inputs` makes."""
+    """Read arrays for the named inputs from `name=file.npy` or `file.npz` assignments.
+
+    Dtypes and shapes are not checked, unlike in `read_inputs`. Raises `InputError` for unknown, repeated and missing
+    names.
+    """
     arrays: dict[str, np.ndarray] = {}
     for assignment in assignments:
         name, path = split_assignment(assignment)
@@ -57,12 +61,15 @@ def read_arrays(assignments: Sequence[str], names: Sequence[str]) -> dict[str, n
 
 
 def assigned_files(assignments: list[str] | None) -> list[Path]:
-    """The files of `name=file.npy` or `file.npz` assignments."""
+    """Paths of the files that `name=file.npy` or `file.npz` assignments name; empty for None."""
     return [split_assignment(assignment)[1] for assignment in assignments or ()]
 
 
 def split_assignment(assignment: str) -> tuple[str | None, Path]:
-    """(name, path) of `name=file.npy`, (None, path) of `file.npz`. Raises `InputError` for any other text."""
+    """Split `name=file.npy` into (name, path), and `file.npz` into (None, path).
+
+    Raises `InputError` for any other text.
+    """
     name, separator, path = assignment.partition("=")
     if not separator and assignment.endswith(".npz"):
         return None, Path(assignment)
@@ -86,7 +93,7 @@ def _load_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:
-    """The array of an .npy file, or the arrays of an .npz file by name; all are read, which detects damage."""
+    """Read the array of an .npy file, or the arrays of an .npz file by name; everything is read, to detect damage."""
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -104,10 +111,10 @@ def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:
 
 
 def random_inputs(specs: Sequence[TensorSpec], seed: int) -> dict[str, np.ndarray]:
-    """Random arrays by input name.
+    """Draw a random array for each input, by input name.
 
-    Floats are standard normal, booleans true with probability 0.9, integers uniform among the rows that
-    an index counts or, for what is no index, from 0 to 15.
+    Floats are standard normal; booleans are true with probability 0.9. Integers are uniform: from 0 to 15 or, for an
+    input that indexes a table, over the rows of the table.
     """
     generator = np.random.default_rng(seed)
     return {spec.name: _random(spec, generator) for spec in specs}
@@ -129,7 +136,9 @@ def _random(spec: TensorSpec, generator: np.random.Generator) -> np.ndarray:
 def choose_inputs(
     assignments: Sequence[str], specs: Sequence[TensorSpec], seed: int | None
 ) -> tuple[dict[str, np.ndarray], int | None]:
-    """Inputs from files and None or, without any assignments, random inputs and the seed that reproduces them.
+    """Read inputs from files or, without any assignments, draw random ones; return them with the seed that was used.
+
+    The seed reproduces random inputs; it is None if the inputs come from files.
 
     Args:
         assignments: Assignments, as for `read_inputs`.

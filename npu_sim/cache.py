@@ -1,7 +1,8 @@
-"""The on-disk cache of compiled programs and of facts that take long to find out.
+"""The on-disk cache of compiled programs and of other results that take long to compute.
 
-It lies in $NPU_SIM_CACHE or, if that is not set, in ~/.cache/npu-simulation. A wheel brings some of its entries: those
-with which the first answer of a small model needs no tracing (see release/programs.py).
+The cache folder is $NPU_SIM_CACHE or, if that is not set, ~/.cache/npu-simulation. The package's wheel ships some
+entries in a read-only folder of its own, so that the first answer of a small model needs no tracing (see
+release/programs.py).
 """
 
 import hashlib
@@ -24,14 +25,15 @@ SHIPPED = Path(__file__).parent / "shipped"  # a wheel's folder of entries
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the cache.
+    """A cached file, named by a hash of everything that determines its content.
 
     Attributes:
         name: The beginning of the file's name.
         key: Everything that determines the content besides the packages, as JSON data.
         suffix: The end of the file's name.
-        packages: Packages of which another version may make other content. What a wheel brings holds with any: it was
-            right with the versions that made it.
+        packages: Packages whose versions are also part of the file's name, since another version may produce different
+            content. An entry that the wheel ships is valid for any versions, as it was checked with those that produced
+            it.
     """
 
     name: str
@@ -41,13 +43,13 @@ class Entry:
 
     @property
     def path(self) -> Path:
-        """The place in the user's cache."""
+        """Path of the entry in the user's cache folder, whether or not the file exists."""
         versions = [version(package).partition("+")[0] for package in self.packages]
         return cache_folder() / f"{self._stem}{_digest(versions, 8) if versions else ''}.{self.suffix}"
 
     @property
     def shipped(self) -> Path:
-        """The place in the folder that a wheel brings."""
+        """Path of the entry in the folder that the wheel ships, whether or not the file exists."""
         return SHIPPED / shipped_name(f"{self._stem}.{self.suffix}")
 
     @property
@@ -55,7 +57,7 @@ class Entry:
         return f"{self.name}-{_digest(self.key, 20)}{_VERSIONS if self.packages else ''}"
 
     def is_there(self) -> bool:
-        """Whether the wheel or the cache has it."""
+        """Whether the entry's file exists in the wheel's folder or in the user's cache."""
         return self.shipped.is_file() or self.path.is_file()
 
 
@@ -63,7 +65,7 @@ _VERSIONS = "-by-"  # between the digests of a file's key and of the versions th
 
 
 def shipped_name(name: str) -> str:
-    """The name under which a wheel brings a file of the cache: without the versions that made it."""
+    """Return the name of a cache file as the wheel ships it: without the hash of the package versions."""
     stem, _, suffix = name.rpartition(".")
     return f"{stem.partition(_VERSIONS)[0]}.{suffix}"
 
@@ -83,18 +85,19 @@ def cached_program(
     options: "CompileOptions | None" = None,
     packages: Sequence[str] = (),
 ) -> "CompiledProgram":
-    """The compiled program of `make_ir()`, from the cache if it holds one for the same arguments and compiler.
+    """Return the compiled program of `make_ir()`, from the cache if it holds one for these arguments and this compiler.
 
-    A file that is damaged, or whose code comes from somebody else, is compiled and written again. A folder that cannot
-    be written causes a warning.
+    A cached file that is damaged, or that contains code not made by this user, is replaced by a new compilation. A
+    cache folder that cannot be written causes a warning.
 
     Args:
-        name: The beginning of the file's name.
+        name: The beginning of the cache file's name.
         key: Everything that determines the IR besides the packages, as JSON data. On a cache hit, `make_ir` is not
             called.
         target: Default: `OpLevelTarget`, for the CPU and Metal.
-        options: Options of `npu_compiler.compile`, without an edit of its stages, which no key can hold.
-        packages: Packages of which another version may make other IR.
+        options: Options of `npu_compiler.compile`. `stages`, an edit of the compiler's pipeline, must be None, since a
+            key cannot hold functions.
+        packages: Packages of which another version may produce different IR.
     """
     import npu_compiler
 
@@ -117,12 +120,12 @@ def cached_program(
 
 
 def cached_facts(name: str, key: Any, find: Callable[[], Any], packages: Sequence[str] = ()) -> Any:
-    """The result of `find()` as JSON data (tuples become lists), from the cache if it holds one for this key.
+    """Return the result of `find()` as JSON data (tuples become lists), from the cache if it holds one for this key.
 
     Args:
-        name: The beginning of the file's name.
+        name: The beginning of the cache file's name.
         key: Everything that determines the result besides the packages, as JSON data.
-        packages: Packages of which another version may find something else.
+        packages: Packages of which another version may give a different result.
     """
     entry = Entry(name, key, "json", packages)
     text = read_entry(entry.shipped) if entry.shipped.is_file() else None
@@ -140,7 +143,7 @@ def has_program(
     options: "CompileOptions | None" = None,
     packages: Sequence[str] = (),
 ) -> bool:
-    """Whether the cache holds a program for these arguments of `cached_program`."""
+    """Whether the cache or the wheel holds the program that `cached_program` would return for these arguments."""
     return _program_entry(name, key, target, options, packages).is_there()
 
 
@@ -151,7 +154,7 @@ def _program_entry(
 
 
 def program_key(target: "CodegenTarget", options: "CompileOptions | None" = None) -> list[Any]:
-    """The part of a key that changes whenever the compiler might make another program of the same IR."""
+    """Return the part of a cache key that changes with the target, the options and the compiler's source code."""
     from npu_compiler import CompileOptions
 
     options = options or CompileOptions()
@@ -168,9 +171,9 @@ def _digest(key: Any, length: int) -> str:
 
 
 def _compiler_digest(target: "CodegenTarget") -> str:
-    """A hash of the sources of the compiler and the kernels, any change of which may change the program.
+    """Return a hash of the sources of the compiler and the kernels; a change to them invalidates cached programs.
 
-    Where the target is another package's, that package is a part of the compiler.
+    If the target is defined in another package, the sources of that package are hashed too.
     """
     own = type(target).__module__.partition(".")[0]
     packages = ["npu_compiler", "cuda_compiler", "metal_kernels"]

@@ -1,4 +1,4 @@
-"""The entry point of `npu-sim`. It imports next to nothing itself, so that Ctrl-C counts while the rest is imported."""
+"""The entry point of `npu-sim`; it imports almost nothing, so that Ctrl-C ends the program during slower imports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    """Run the `npu-sim` script: the entry point that is installed."""
+    """Run the `npu-sim` command line: the function that the installed script calls."""
     with suppress(ValueError):  # only the main thread has signals
         signal.signal(signal.SIGINT, _end)  # a running command has a handler of its own
     from npu_sim.commands.application import app
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _end_quickly() -> NoReturn:
-    """End after Ctrl-C without waiting for threads and for the memory of large libraries to be freed."""
+    """Exit with code 130 after running exit handlers, without waiting for threads or for libraries to free memory."""
     atexit._run_exitfuncs()  # which end compilers and other processes
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
@@ -49,7 +49,7 @@ def _end_quickly() -> NoReturn:
 
 
 def _end(*_: object) -> None:
-    """End at once: an exception in the middle of an import would be reported by whatever is being imported."""
+    """Exit at once on SIGINT; a `KeyboardInterrupt` during an import would be reported by the imported module."""
     os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)
 

@@ -1,4 +1,4 @@
-"""Devices made of packages that do not import each other; pyproject.toml registers them as entry points."""
+"""Factories of devices that combine packages which do not import each other; pyproject.toml registers them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def metal_emulator() -> Backend:
-    """The Metal backend on the Metal emulator, with bounds checks of every memory access.
+    """Open the Metal backend on the Metal emulator, which runs Metal kernels on the CPU and checks every memory access.
 
     Raises:
         DeviceError: there is no C++ compiler.
@@ -24,7 +24,7 @@ def metal_emulator() -> Backend:
 
 
 def metal_emulator_fast() -> Backend:
-    """The Metal backend on the Metal emulator, without bounds checks. Errors as in `metal_emulator`."""
+    """Open the Metal backend on the Metal emulator without bounds checks. Raises `DeviceError` without a compiler."""
     return _emulated(checks=False)
 
 
@@ -39,7 +39,7 @@ def _emulated(checks: bool) -> Backend:
 
 
 def npu(chip: str) -> Backend:
-    """A simulated chip, which computes by tile programs and whose clock is simulated.
+    """Open a simulated chip, which runs programs of tile instructions and whose clock shows simulated time.
 
     Args:
         chip: A .toml file, or the name of a chip that comes with `npu_model`.
@@ -57,12 +57,12 @@ def npu(chip: str) -> Backend:
 
 
 def npu_model(chip: str) -> Backend:
-    """Refuse the name that simulated chips had when the CPU computed for them. Raises `DeviceError`."""
+    """Raise `DeviceError` for the former device name `npu-model:CHIP`, and name its successor `npu:CHIP`."""
     raise DeviceError(f"the device 'npu-model:{chip}' is now 'npu:{chip}', and computes on the simulated chip")
 
 
 def simulated(device: Device) -> NPUBackend | None:
-    """The backend of a device that simulates a chip; None for all others."""
+    """Return a device's backend if the device simulates a chip, else None."""
     if not device.name.startswith("npu:"):
         return None
     from npu_model import NPUBackend
@@ -71,9 +71,12 @@ def simulated(device: Device) -> NPUBackend | None:
 
 
 def simulated_run(device: Device, ran: CompiledProgram | PartitionPlan) -> dict[str, Any] | None:
-    """The facts of `simulate --json` on what a device ran, None where it simulates no chip.
+    """Return what a simulated chip took for a model's run, as `simulate --json` prints it; None for other devices.
 
-    Of a plan without prices, only the time of the chip is known.
+    For a `PartitionPlan`, a division between chip and host, that has no prices, only the chip's own time is known.
+
+    Args:
+        ran: The program, or the partitioned model, that the device ran.
     """
     from npu_compiler.compiled_program import CompiledProgram
     from npu_model import simulate_plan
@@ -90,7 +93,7 @@ def simulated_run(device: Device, ran: CompiledProgram | PartitionPlan) -> dict[
 
 
 def cuda(device_id: int = 0) -> Backend:
-    """The backend for one NVIDIA GPU.
+    """Open the backend for one NVIDIA GPU.
 
     Args:
         device_id: The number of the GPU, from 0.

@@ -1,4 +1,4 @@
-"""Extracting IR from PyTorch models, and finding the models that commands name."""
+"""Extraction of IR from PyTorch models, and the search for models that commands name."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _SPEC = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\]")
 def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None = None) -> dict[str, Any]:
     """Trace a module, in eval mode, and return its IR as JSON data. The module is not modified.
 
-    What is no weight in the state dict becomes constants of the IR: buffers with `persistent=False`, and tensors that
-    `forward()` makes of Python numbers. Outputs that it returns in a dict are called by its keys.
+    Tensors that are not in the state dict become constants of the IR: buffers with `persistent=False`, and tensors that
+    `forward()` creates from Python numbers. Outputs that `forward()` returns in a dict are named by its keys.
 
     Args:
         examples: Positional arguments; the IR is for inputs of the same shapes and dtypes. Tensors on the meta device
@@ -123,16 +123,16 @@ def load_model(
     tokens: int = 128,
     sizes: Sizes | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...], str]:
-    """Create a module; returns it with example inputs and its name.
+    """Create a module; return it with example inputs and its name.
 
     Args:
         source: `package.module:factory`, `file.py:factory`, an ONNX file, or a Hugging Face folder. A factory returns a
-            module, or a module and a tuple of example inputs. It can import modules from the folder of its file or, if
-            it was given as a module, from the current folder.
+            module, or a module and a tuple of example inputs. It can import modules from the folder of its file or, for
+            `package.module:factory`, from the current folder.
         inputs: Dtypes and shapes of the example inputs, such as `float32[1,3,224,224]`. Default: the factory's own.
-        task: Task of a Hugging Face folder: one of `TASKS`.
+        task: Task of a Hugging Face folder: one of `TASKS`. None for any other source.
         tokens: Sequence length of a Hugging Face text model.
-        sizes: Sizes of an ONNX model's inputs, by the names of dimensions or inputs.
+        sizes: Sizes of an ONNX model's inputs, by the names of dimensions or inputs. Default: the model's own.
 
     Raises:
         InputError: the source is not found, is not a module, or there are no example inputs.
@@ -162,7 +162,7 @@ def load_model(
 
 
 def check_source(source: str, inputs: Sequence[str] = (), task: str | None = None) -> None:
-    """Check arguments of `load_model`, as far as that is possible without importing torch or the model's own code.
+    """Check the arguments of `load_model`, as far as is possible without importing torch or the model's own code.
 
     Raises:
         InputError: as `load_model` does.
@@ -198,7 +198,7 @@ def check_source(source: str, inputs: Sequence[str] = (), task: str | None = Non
 
 
 def parse_example(text: str) -> torch.Tensor:
-    """A meta tensor from a dtype and shape such as `float32[1,3,224,224]`. Raises `InputError` for any other text."""
+    """Create a meta tensor from a text such as `float32[1,3,224,224]`. Raises `InputError` for any other text."""
     import torch
 
     dtype, shape = _parse_spec(text)
@@ -215,7 +215,7 @@ def _parse_spec(text: str) -> tuple[str, list[int]]:
 
 
 def _folder_of(source: str) -> Path:
-    """The folder that a factory can import modules from: that of its file, else the current one."""
+    """Return the folder from which a factory can import modules: that of its .py file, else the current folder."""
     where = source.rpartition(":")[0]
     return Path(where).resolve().parent if where.endswith(".py") else Path.cwd()
 
@@ -231,7 +231,7 @@ def _imports_from(folder: Path) -> Iterator[None]:
 
 
 def _split_source(source: str) -> tuple[str, str]:
-    """(module or file, factory) of a source that is not a folder."""
+    """Split `package.module:factory` or `file.py:factory` at the last colon. Raises `InputError` for any other text."""
     where, _, attribute = source.rpartition(":")
     if not where or not attribute:
         raise InputError(f"'{source}' is neither a folder nor of the form package.module:factory")
@@ -284,9 +284,9 @@ def _load_hugging_face(folder: Path, task: str, tokens: int) -> tuple[nn.Module,
 
 
 def with_one_output(model: nn.Module, field: str) -> nn.Module:
-    """Patch the model's forward to take its main input only and return one field of its output; returns the model.
+    """Patch a model's `forward` so that it takes only the main input and returns one field of its output.
 
-    Unlike a wrapper module, this keeps the parameters' names.
+    Returns the model. Unlike a wrapper module, this keeps the names of the parameters.
     """
     import types
 

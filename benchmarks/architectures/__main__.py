@@ -80,7 +80,7 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; the last of several for one model, route, device and dtype. None if there is no file."""
+    """Return the records of a file, the last one for each model, route, device and dtype; empty if there is no file."""
     if not path.exists():
         return []
     records = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
@@ -92,11 +92,13 @@ def _key(record: dict[str, Any]) -> Key:
 
 
 def run_all(keys: Sequence[Key], jobs: int, timeout: float, memory: float) -> Iterable[dict[str, Any]]:
-    """Run each in a forked process; yields records as processes end.
+    """Run each combination of model, route, device and dtype in a forked process; yields records as processes end.
 
     Args:
-        timeout: Seconds for each; one that takes longer is ended.
-        memory: GiB of address space for each, CUDA excepted, which reserves far more than it uses.
+        keys: The combinations.
+        jobs: Number of processes at a time.
+        timeout: Seconds for each process; one that takes longer is ended.
+        memory: GiB of address space for each, except with CUDA, which reserves far more than it uses.
     """
     os.environ.setdefault("NPU_SIM_TUNE", "0")  # models of this size are not worth trials
     _import_heavy()
@@ -124,7 +126,7 @@ def run_all(keys: Sequence[Key], jobs: int, timeout: float, memory: float) -> It
 
 
 def _import_heavy() -> None:
-    """Import once what every process needs, before they are forked; none of it may have started threads."""
+    """Import the modules that every process needs, before the processes are forked; none of them may start threads."""
     import torch
     import torch._dynamo
     import torch.export

@@ -1,8 +1,8 @@
-"""Tiny configurations of transformers' architectures: rules by the name of a field, none by the name of a model.
+"""Tiny configurations of transformers' architectures, from rules on the names of fields, not of models.
 
 `tiny_config("bert")` takes the library's default configuration and makes its numbers small. A rule sees a field's name
-and default value; sizes that a class derives from others are derived by the class, which is constructed anew. What no
-rule on names can know, a relation that one architecture demands, is data in `RELATIONS`.
+and default value; sizes that a configuration class derives from others are derived again, since the object is
+constructed anew. Relations between fields that a single architecture demands are data in `RELATIONS`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ RELATIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _at_most(limit: int, divisor: int) -> Callable[[Any], Any]:
-    """Scalars become at most `limit`; of a list, which relates to others, each large number is divided."""
+    """Return a rule that limits a number to `limit`, and divides each large number of a list by `divisor`.
+
+    The numbers of a list are related, so they are not limited one by one.
+    """
 
     def rule(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -102,7 +105,11 @@ _INDICES = re.compile(r".*(indexes|indices|_idx|_layer_ids|layers_idx|mlp_only_l
 
 @dataclass
 class _Shrinking:
-    """State shared by a configuration and all within it: special token → its small id."""
+    """State shared by a configuration and all configurations nested in it.
+
+    Attributes:
+        ids: Id of a special token → its small id.
+    """
 
     ids: dict[int, int] = field(default_factory=dict)
 
@@ -113,10 +120,10 @@ class _Shrinking:
 
 
 def tiny_config(model_type: str) -> Any:
-    """A small configuration of a model type, whose model has at most a few million parameters.
+    """Return a small configuration of a model type, whose model has at most a few million parameters.
 
     Raises:
-        Exception: whatever the class raises where it does not accept the numbers.
+        Exception: any error of the configuration's class that rejects the numbers.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -127,7 +134,7 @@ def tiny_config(model_type: str) -> Any:
 
 
 def nested(config: Any) -> Iterator[Any]:
-    """The configurations within a configuration, at any depth."""
+    """Yield the configurations nested in a configuration, at any depth."""
     from transformers import PreTrainedConfig
 
     for value in vars(config).values():
@@ -197,7 +204,7 @@ def _all_ints(values: Any) -> bool:
 
 
 def _relate_layers(config: Any, changed: dict[str, Any], kept: int) -> None:
-    """A number that counts or names a layer stays below the number of layers."""
+    """Keep numbers that count or index layers below the number of layers."""
     for name, value in vars(config).items():
         if isinstance(value, int) and re.fullmatch(r"first_k_dense_replace|max_window_layers|.*_layer_id", name):
             changed[name] = min(value, 1)
@@ -206,7 +213,7 @@ def _relate_layers(config: Any, changed: dict[str, Any], kept: int) -> None:
 
 
 def _relate_images(config: Any, changed: dict[str, Any], kept: int) -> None:
-    """Images of four patches a side, or of 64 pixels where a convolution makes the patches smaller than that."""
+    """Reduce image sizes to four patches a side, or to 64 pixels if patches are at most 8 pixels wide or unknown."""
     patch = getattr(config, "patch_size", None)
     patch = max(patch) if isinstance(patch, (list, tuple)) else patch
     side = 4 * patch if isinstance(patch, int) and patch > 8 else 64
@@ -219,7 +226,7 @@ def _relate_images(config: Any, changed: dict[str, Any], kept: int) -> None:
 
 
 def _relate_heads(config: Any, changed: dict[str, Any], kept: int) -> None:
-    """Grouped-query attention keeps fewer heads of keys than of queries; a stage's heads divide its width."""
+    """Keep fewer key heads than query heads for grouped-query attention, and widths that a stage's heads divide."""
     names = ("num_heads", "num_attention_heads")
     stages: Any = next((getattr(config, x, 0) for x in names if _is_list(getattr(config, x, 0))), ())
     if stages and isinstance(getattr(config, "embed_dim", None), int):
@@ -238,7 +245,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _relate_rope(config: Any, changed: dict[str, Any], kept: int) -> None:
-    """The sections of a multi-axis rotary embedding add up to half of a head."""
+    """Make the sections of a multi-axis rotary embedding add up to half of a head."""
     parameters = getattr(config, "rope_parameters", None)
     if isinstance(parameters, dict) and "mrope_section" in parameters:
         sections = parameters["mrope_section"]
@@ -249,7 +256,7 @@ def _relate_rope(config: Any, changed: dict[str, Any], kept: int) -> None:
 
 
 def _relate_state_space(config: Any, changed: dict[str, Any], kept: int) -> None:
-    """Heads of a state-space layer cover its expanded width."""
+    """Make the heads of a state-space layer cover its expanded width."""
     for expand, heads, size in (
         ("expand", "num_heads", "head_dim"),
         ("mamba_expand", "mamba_n_heads", "mamba_d_head"),

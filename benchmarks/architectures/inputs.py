@@ -1,8 +1,8 @@
-"""Inputs of transformers' models by general rules: which arguments `forward` needs, and what fits each by its name.
+"""Inputs of transformers' models by general rules on the names of the arguments of `forward`.
 
 A name can mean several shapes (`input_features` is frames × mel bins for one model, mel bins × frames for another), and
-optional arguments can be needed all the same (a pair of encoders wants tokens and pixels). `candidates` lists the
-combinations in order of likelihood; the first that the module runs on in eager PyTorch is taken.
+optional arguments can be necessary (a pair of encoders needs tokens and pixels). `candidates` lists the combinations in
+order of likelihood; the first that the module accepts in eager PyTorch is taken.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Maker = Callable[["Sizes"], Iterator[Tensor]]
 
 
 class Sizes:
-    """Sizes that inputs depend on, looked up by name in a configuration and those within it."""
+    """The sizes of inputs, looked up by name in a configuration and in those nested in it."""
 
     def __init__(self, config: Any, generator: torch.Generator) -> None:
         self.configs, self.generator = [config, *nested(config)], generator
 
     def find(self, *names: str, default: Any = None) -> Any:
-        """The first of these fields that a configuration has, outer configurations first."""
+        """Return the first of these fields that a configuration has, outer configurations first; else the default."""
         for name in names:
             for config in self.configs:
                 value = getattr(config, name, None)
@@ -55,7 +55,7 @@ class Sizes:
 
     @property
     def image(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
+        """Channels, height and width of an image."""
         side = self.find("image_size", "input_size", "sample_size", default=64)
         height, width = side if isinstance(side, (list, tuple)) and len(side) == 2 else (side, side)
         if not isinstance(height, int) or height < 8:
@@ -245,7 +245,7 @@ COMPANIONS: tuple[tuple[str, ...], ...] = (
 
 
 def candidates(model: nn.Module, config: Any, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Keyword arguments that may fit `model.forward`, the likeliest first; each is made from the seed."""
+    """Yield keyword arguments that may fit `model.forward`, the likeliest first; the seed determines their values."""
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     needed = [
@@ -276,7 +276,7 @@ def candidates(model: nn.Module, config: Any, seed: int = 0) -> Iterator[dict[st
 
 
 def _patched(name: str, names: list[str]) -> Maker:
-    """Return the maker of an argument; beside a grid of patches, images are made as patches."""
+    """Return the function that creates an argument; if there is a grid of patches, images are created as patches."""
     if {"grid_thw", "image_grid_thw", "cu_seqlens"} & set(names) and name in ("pixel_values", "hidden_states"):
         return _patches
     return MAKERS[name]

@@ -1,4 +1,4 @@
-"""transformers' architectures as small modules with random weights, and inputs on which eager PyTorch runs them."""
+"""Transformers' architectures as small modules with random weights, with inputs that eager PyTorch accepts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ MOST_PARAMETERS = 60_000_000
 
 
 class NotBuilt(Exception):
-    """An architecture that the general rules give no running module for; the message says why."""
+    """Raised if the general rules give no running module for an architecture; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A module that runs.
+    """A small model that runs in eager PyTorch.
 
     Attributes:
+        model_type: The name of the model type.
+        module: The module.
         kwargs: The keyword arguments of its call.
         expected: The tensors that eager PyTorch returns in float32, in the order of pytree.
     """
@@ -38,17 +40,17 @@ class Architecture:
 
 
 def model_types() -> list[str]:
-    """Every model type for which the installed transformers has a base model, sorted."""
+    """Return every model type for which the installed transformers has a base model, sorted."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     return sorted(MODEL_MAPPING_NAMES)
 
 
 def build(model_type: str) -> Architecture:
-    """A tiny module of the type in float32, in eval mode, with its inputs and its answer.
+    """Return a tiny module of the type in float32 and eval mode, with its inputs and results.
 
     Raises:
-        NotBuilt: the rules give no module that runs in eager PyTorch, or its answer is random.
+        NotBuilt: the rules give no module that runs in eager PyTorch, or its results are random.
     """
     module = _module(model_type)
     reasons: list[str] = []
@@ -70,10 +72,10 @@ def build(model_type: str) -> Architecture:
 
 
 def _prepared(module: nn.Module, kwargs: dict[str, Any], expected: tuple[Tensor, ...]) -> dict[str, Any]:
-    """The inputs with what the library itself computes beforehand of those that decide on shapes (grids of patches).
+    """Return the inputs with tensors that the library computes beforehand from grids of patches.
 
-    Its exporters give a model these tensors as arguments, since `forward` computes them with shapes that depend on
-    data. They are left out where the model does not give the same answer with them.
+    The library's exporters pass these tensors as arguments, since `forward` computes them with shapes that depend on
+    data. They are left out if the model's results change with them.
     """
     from transformers.exporters.utils import precompute_export_inputs
 
@@ -88,14 +90,14 @@ def _prepared(module: nn.Module, kwargs: dict[str, Any], expected: tuple[Tensor,
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error, with its class."""
+    """Return the class of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 @torch.no_grad()
 def run(module: Any, kwargs: Mapping[str, Any], seed: int = SEED) -> tuple[Tensor, ...]:
-    """Call a module, or what stands for it; returns the tensors among its results, copied."""
+    """Call a module, or its compiled form, and return copies of the tensors among its results."""
     torch.manual_seed(seed)
     result = module(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in kwargs.items()})
     return tuple(x.detach().clone() for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
@@ -122,9 +124,9 @@ def _module(model_type: str) -> nn.Module:
 
 
 def _scale_weights(module: nn.Module) -> None:
-    """Random weights under which every part of a model shows in its output.
+    """Set random weights under which every part of a model affects its output.
 
-    Those of products keep the magnitude of what goes through, and vectors and statistics are moved off the 0 or 1 at
+    Weights of products keep the magnitude of activations; vectors and statistics are moved away from the 0 or 1 with
     which they start.
     """
     products = {id(m.weight) for m in module.modules() if isinstance(getattr(m, "weight", None), nn.Parameter)}

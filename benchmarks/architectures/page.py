@@ -1,4 +1,4 @@
-"""The page of the architectures: a summary for each route, a table of models, and why nodes are not on the device."""
+"""The page on architectures: a summary for each route, a table of models, and reasons for nodes off the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RUN = ("right", "wrong", "refused", "crashed")
 
 
 def summary(records: Sequence[Record]) -> str:
-    """One line: how many ran, how many are right, and what became of the others."""
+    """Return a line with the number of models that ran, the share that are right, and the other outcomes."""
     counts = Counter(record["status"] for record in records)
     tried = sum(counts[status] for status in RUN)
     nodes, here = sum(r["nodes"] for r in records), sum(r["on_device"] for r in records)
@@ -23,7 +23,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def histogram(records: Iterable[Record]) -> list[str]:
-    """List the reasons of nodes off the device as `nodes, models  reason`, the most common first."""
+    """List the reasons for nodes off the device as `nodes, models  reason`, the most common first."""
     nodes: Counter[str] = Counter()
     models: Counter[str] = Counter()
     for record in records:
@@ -36,12 +36,12 @@ def histogram(records: Iterable[Record]) -> list[str]:
 
 
 def _general(reason: str) -> str:
-    """A reason without the names and numbers of one node."""
+    """Return a reason with names and numbers of a single node replaced by placeholders."""
     return re.sub(r"-?\b\d[\d.e+-]*\b", "N", re.sub(r"'[^']*_\d*'|'[a-z_]+'", "…", reason))[:200]
 
 
 def document(records: Sequence[Record]) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     lines = [
         "# Architectures",
         "",

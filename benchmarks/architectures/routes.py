@@ -1,4 +1,4 @@
-"""The ways from a module to an answer that the architectures are put through, and how an answer is judged."""
+"""The two routes from a module to results (`compile` and `backend`) that are tested, and how results are judged."""
 
 from __future__ import annotations
 
@@ -28,15 +28,23 @@ class Outcome:
     """Outcome of one architecture on one route.
 
     Attributes:
-        status: `right`; `wrong`: an answer that is not PyTorch's; `refused`: an `NPUError` that says why; `crashed`:
-            any other error, a time-out or the end of the process; `unbuilt`: no module that runs in eager PyTorch.
+        model_type: The name of the model type.
+        route: `compile` or `backend`.
+        device: The device.
+        dtype: The compute dtype.
+        status: `right`; `wrong`: the results differ from PyTorch's; `refused`: an `NPUError` gives the reason;
+            `crashed`: any other error, a time-out or the end of the process; `unbuilt`: no module that runs in eager
+            PyTorch.
         reason: The reason why it is not right.
-        pearson: The lowest Pearson r of its float outputs with eager PyTorch in float32.
-        error: The largest RMS error of its float outputs, relative to the RMS of the reference.
-        largest: The largest error of a value, relative to the largest value of that output.
+        inputs: Names of the arguments.
+        pearson: The lowest Pearson r of its float outputs with eager PyTorch in float32. None: nothing was compared.
+        error: The largest RMS error of its float outputs, relative to the RMS of the reference. None: nothing was
+            compared.
+        largest: The largest error of a value, relative to the largest value of that output. None: nothing was compared.
         nodes: Number of the graph's nodes; `on_device` of them ran on the device.
-        graphs: The number of graphs that `torch.compile` handed over; breaks are one fewer.
-        cpu: Reason and op → the number of nodes that were not on the device for it.
+        graphs: The number of graphs that `torch.compile` captured; there is one graph break fewer.
+        cpu: Reason and op → the number of nodes that were not on the device for that reason.
+        seconds: Time of the attempt.
     """
 
     model_type: str
@@ -61,7 +69,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Placement:
-    """Number of a model's nodes on the device, and reasons of the others, on one route."""
+    """Number of a model's nodes on the device, and reasons why the others are not, on one route."""
 
     nodes: int
     on_device: int
@@ -75,7 +83,7 @@ Route = Callable[[Any, Mapping[str, Any], Architecture, str], tuple[tuple[Tensor
 def through_compile(
     module: Any, kwargs: Mapping[str, Any], model: Architecture, device: str
 ) -> tuple[tuple[Tensor, ...], Callable[[], Placement]]:
-    """`npu_sim.compile`."""
+    """Run a module through `npu_sim.compile`; return its results and a function that counts where nodes ran."""
     compiled = npu_sim.compile(module, (), kwargs, device=device)
     answer = run(compiled, kwargs)
     report = compiled.report()
@@ -85,7 +93,10 @@ def through_compile(
 def through_backend(
     module: Any, kwargs: Mapping[str, Any], model: Architecture, device: str
 ) -> tuple[tuple[Tensor, ...], Callable[[], Placement]]:
-    """`torch.compile` with the backend, graph breaks allowed."""
+    """Run a module through `torch.compile` with the backend `npu_sim`, which allows graph breaks.
+
+    Returns its results and a function that counts where nodes ran.
+    """
     compiled: list[tuple[Any, int]] = []
 
     def noted(graph_module: Any, inputs: Sequence[Any]) -> Any:
@@ -105,12 +116,18 @@ def through_backend(
 
 
 def _programs(callable_graph: Any) -> Sequence[Any]:
-    """The programs of a graph; none if PyTorch runs it."""
+    """Return the programs of a captured graph; empty if PyTorch runs it."""
     return callable_graph.programs() if hasattr(callable_graph, "programs") else ()
 
 
 def _placement(programs: Sequence[Any], graphs: int, eager: int = 0) -> Placement:
-    """Count these programs' nodes by where they run, with those of graphs that PyTorch runs as they are."""
+    """Count nodes by where they ran.
+
+    Args:
+        programs: Reports of the programs.
+        graphs: Number of captured graphs.
+        eager: Number of nodes in graphs that PyTorch runs as a whole.
+    """
     cpu = Counter(f"{node.op}: {node.reason}" for program in programs for node in program.off_device)
     if eager:
         cpu["a graph that PyTorch runs"] = eager
@@ -122,7 +139,7 @@ ROUTES: dict[str, Route] = {"compile": through_compile, "backend": through_backe
 
 
 def attempt(model_type: str, route: str, device: str, dtype: str) -> Outcome:
-    """Put one architecture through one route."""
+    """Run one architecture through one route and return the outcome; no error is raised."""
     outcome, start = Outcome(model_type, route, device, dtype), time.perf_counter()
     try:
         model = build(model_type)
@@ -151,14 +168,16 @@ def attempt(model_type: str, route: str, device: str, dtype: str) -> Outcome:
 
 
 def judge(outcome: Outcome, answer: tuple[Tensor, ...], expected: tuple[Tensor, ...], half: tuple[Tensor, ...]) -> None:
-    """Compare an answer with eager PyTorch's, by the criteria of `npu_sim.verify`.
+    """Compare results with eager PyTorch's, by the criteria of `npu_sim.verify`, and record the outcome.
 
-    In a 16-bit dtype an output may be 1.25 times as far from float32 as PyTorch in that dtype is; in float32 its
-    relative RMS error is at most `MOST_FLOAT32_ERROR`.
+    In a 16-bit dtype, the error of an output with respect to float32 may be 1.25 times PyTorch's error in that dtype;
+    in float32, its relative RMS error is at most `MOST_FLOAT32_ERROR`.
 
     Args:
-        expected: Eager PyTorch's answer in float32.
-        half: Eager PyTorch's answer in the outcome's dtype.
+        outcome: The outcome; changed.
+        answer: The results.
+        expected: Eager PyTorch's results in float32.
+        half: Eager PyTorch's results in the outcome's dtype.
     """
     if len(answer) != len(expected):
         outcome.status, outcome.reason = WRONG, f"{len(answer)} tensors came back instead of {len(expected)}"
@@ -195,7 +214,7 @@ def _array(value: Tensor) -> Any:
 
 
 def _eager(module: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Eager PyTorch's answer in the module's own dtype."""
+    """Return eager PyTorch's results in the module's own dtype. Raises `NotBuilt` if PyTorch cannot run it."""
     try:
         return run(module, kwargs)
     except Exception as error:  # of any of several hundred models; what PyTorch does not run is not compared
@@ -203,7 +222,7 @@ def _eager(module: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 def _moved(model: Architecture, device: str, dtype: str) -> tuple[Any, dict[str, Any]]:
-    """The module and its arguments on the torch device, floats in the dtype."""
+    """Return the module and its arguments on the torch device, with floats in the dtype."""
     place, to = "cuda" if device.startswith("cuda") else "cpu", getattr(torch, dtype)
     kwargs = {
         name: x.to(place, to if x.is_floating_point() else x.dtype) if isinstance(x, Tensor) else x

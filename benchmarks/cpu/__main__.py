@@ -33,13 +33,17 @@ T = TypeVar("T")
 
 
 def alone(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a process of its own."""
+    """Call a function in a process of its own and return its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def run_all(arguments: argparse.Namespace, only: set[str], earlier: Run | None, console: Console) -> tuple[Run, int]:
-    """Measure, printing and saving each result at once; a task that fails does not stop the others.
+    """Measure the tasks, printing and saving each result at once; a task that fails does not stop the others.
+
+    Args:
+        only: The tasks to measure.
+        earlier: Results of an earlier run to merge with. None: there are none.
 
     Returns:
         The results, merged with the earlier ones, and the exit status.

@@ -1,4 +1,4 @@
-"""A contender of the CPU benchmark: how to run it, what it needs to be installed, and those made of PyTorch modules."""
+"""A contender (library or program) of the CPU benchmark: how it is run, and which packages it needs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute a task.
+    """A way to compute a task, which is timed against others.
 
     Attributes:
-        seconds: Runs it once; returns the seconds that it took.
-        output: Runs it once; returns the result in float32.
+        seconds: Runs it once and returns the seconds that it took.
+        output: Runs it once and returns the result in float32.
     """
 
     seconds: Timer
@@ -40,9 +40,9 @@ Factory = Callable[[], Contender]
 
 
 def prepare(factories: Mapping[str, Factory], wanted: Callable[[str], bool]) -> dict[str, tuple[Contender, Array]]:
-    """Make the wanted contenders, each with its output.
+    """Create the wanted contenders, each with its output.
 
-    One whose packages are not installed, or that cannot run the task, is left out with a printed word.
+    A contender whose packages are not installed, or that cannot run the task, is left out with a printed message.
     """
     contenders: dict[str, tuple[Contender, Array]] = {}
     for name, factory in factories.items():

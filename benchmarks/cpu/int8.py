@@ -32,7 +32,7 @@ _CALIBRATION_SEEDS = range(1, 5)
 
 
 def contenders(name: str, batch: int, threads: int, folder: Path) -> tuple[dict[str, tuple[Contender, Array]], Array]:
-    """The contenders for a network in 8 bits, each with its output, and the output of the float network."""
+    """Return the contenders for a network in 8 bits, each with its output, and the output of the float network."""
     from npu_sim.extract import extract_ir
     from npu_sim.quantizing.networks.quantize import quantize_network
     from npu_sim.vision.resnet import random_images
@@ -56,7 +56,7 @@ def contenders(name: str, batch: int, threads: int, folder: Path) -> tuple[dict[
 
 
 def ours(ir: dict[str, Any], weights: dict[str, Array], x: Array) -> Contender:
-    """Our program on the CPU device."""
+    """Return our program on the CPU device as a contender."""
     import npu_compiler
     from npu_runtime import Device, Executor, NPUBuffer, load_weights
 
@@ -74,7 +74,7 @@ def ours(ir: dict[str, Any], weights: dict[str, Array], x: Array) -> Contender:
 
 
 def measure(name: str, batch: int, rounds: int, threads: int) -> Table:
-    """A row for each contender: the least and the median time of the rounds, and its error."""
+    """Return a table with the least and the median time and the error of each contender."""
     table = Table("contender", "least ms", "median ms", "error", title=f"{NETWORKS[name].name}, batch {batch}")
     with tempfile.TemporaryDirectory() as folder:
         prepared, exact = contenders(name, batch, threads, Path(folder))

@@ -1,4 +1,4 @@
-"""llama.cpp as a contender: its server in this process, through the package xllamacpp, and the GGUF files for it."""
+"""The contender llama.cpp: its server in this process, by the package xllamacpp, and the GGUF files for it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_gguf(source: Path, kind: str, path: Path) -> Path:
 
 
 class LlamaServer:
-    """llama.cpp with one GGUF file. The times are those that it reports, without the request around them."""
+    """A llama.cpp server with one GGUF file; times are those that it reports, without the handling of requests."""
 
     def __init__(self, path: Path, cache_length: int, threads: int) -> None:
         import xllamacpp
@@ -67,7 +67,7 @@ class LlamaServer:
         )
 
     def _logits(self, prompt: Sequence[int], reuse: bool, vocabulary: int) -> Array:
-        """The logits [vocabulary] of the token after the prompt, up to a constant."""
+        """Return the logits [vocabulary] of the token after the prompt, up to an additive constant."""
         answer = self._complete(prompt, 1, reuse, vocabulary)
         entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         logits = np.full(vocabulary, np.nan, np.float32)
@@ -82,7 +82,10 @@ class LlamaServer:
         return Contender(seconds, lambda: self._logits(prompt, False, vocabulary))
 
     def decode(self, prompt: Sequence[int], token: int, vocabulary: int) -> Contender:
-        """Decoding after the prompt: the mean of `DECODED` tokens for the time, `token` for the output."""
+        """Return a contender that decodes after the prompt.
+
+        Its time is the mean of `DECODED` tokens; its output is the logits after `token`.
+        """
 
         def seconds() -> float:
             timings = self._complete(prompt, 1 + DECODED, reuse=True)["timings"]

@@ -1,7 +1,7 @@
 """The contenders of the CPU benchmark for SmolLM2-135M: decode of one token and prefill of a prompt.
 
-All have the weights of the shipped file in bfloat16, but for llama.cpp's quantized files. The logits are compared less
-their mean, because llama.cpp returns them up to a constant.
+All use the weights of the model's file in bfloat16, except llama.cpp's quantized files. Logits are compared after their
+mean is subtracted, because llama.cpp returns them up to an additive constant.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Pair = dict[str, Contender]  # by task
 
 
 class WithPast(nn.Module):
-    """The model as it is exported to ONNX: keys and values of the past come in, those of past and new tokens go out.
+    """The model in the form that is exported to ONNX, with the KV cache as inputs and outputs.
 
     forward: ids [1, T], positions [1, T], and for each layer the past's keys and values [1, KV heads, P, D], or none
     without a past → the last token's logits [1, 1, vocab], and the keys and values of P + T tokens.
@@ -63,9 +63,10 @@ class WithPast(nn.Module):
 
 
 class LanguageContenders:
-    """The contenders for one prompt of `PROMPT` tokens and one more token, which is decoded at position `PROMPT`.
+    """The contenders for a prompt of `PROMPT` tokens and for one more token, which is decoded at position `PROMPT`.
 
     Args:
+        threads: Number of threads.
         folder: Folder for GGUF files.
     """
 
@@ -98,7 +99,7 @@ class LanguageContenders:
         return self._pair("PyTorch eager float32")[task].output()
 
     def floor(self, task: str, rates: Rates) -> Floor:
-        """Return the least time of our step in bfloat16 at the machine's peak rates."""
+        """Return a lower bound of our step's time in bfloat16, from the machine's peak rates."""
         if task == "decode":
             buffers = self._model("bfloat16").decode_program.plan.buffers.values()
             return rates.reading(sum(buffer.size_bytes for buffer in buffers if buffer.kind == "weight"))
@@ -120,13 +121,13 @@ class LanguageContenders:
         return self._torch(getattr(torch, dtype), kind == "torch.compile")
 
     def weights(self, dtype: str) -> Mapping[str, Any]:
-        """Return the weights of our programs, as `load_weights` takes them."""
+        """Return the weights of our programs in the form that `load_weights` takes."""
         from npu_sim.llm.graph import state_with_buffers
 
         return state_with_buffers(self._checkpoint_in(dtype))
 
     def _checkpoint_in(self, dtype: str) -> Checkpoint:
-        """The bfloat16 weights as values of another dtype."""
+        """Return the checkpoint with its bfloat16 weights converted to another dtype."""
         state = {key: value.to(getattr(torch, dtype)) for key, value in self.state.items()}
         return replace(self.checkpoint, state=state, dtype=dtype)
 
@@ -162,7 +163,7 @@ class LanguageContenders:
 
     @cached_property
     def _exported(self) -> dict[str, tuple[Path, dict[str, Array]]]:
-        """The file and the inputs of each task."""
+        """The ONNX file and the inputs of each task."""
         module = WithPast(self._eager_models[torch.float32])
         prompt, token = torch.tensor([self.prompt]), torch.tensor([[self.token]])
         with torch.no_grad():
@@ -189,7 +190,7 @@ class LanguageContenders:
 
 
 def shipped_file() -> Path:
-    """The GGUF file in the package of the model."""
+    """Return the path of the GGUF file in the PyPI package of the model."""
     from npu_sim.llm.loading import SHORTHANDS
 
     package, file, _ = SHORTHANDS["smollm2"]
@@ -204,7 +205,7 @@ def _pair(**contenders: Contender) -> Pair:
 
 
 def centred(output: Callable[[], Array]) -> Array:
-    """Return the output less its mean: llama.cpp's logits are known up to a constant."""
+    """Return the output minus its mean, since llama.cpp's logits are known up to an additive constant."""
     logits = output().reshape(-1)
     centred: Array = logits - logits.mean()
     return centred

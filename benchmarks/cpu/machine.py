@@ -24,7 +24,12 @@ LEVELS = {  # the most capable first; a level has all of its flags
 
 @dataclass(frozen=True)
 class Floor:
-    """A lower bound of a time, and how it is derived."""
+    """A lower bound of a time.
+
+    Attributes:
+        seconds: The bound.
+        says: Its derivation in words.
+    """
 
     seconds: float
     says: str
@@ -32,22 +37,27 @@ class Floor:
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured peak rates: bytes read per second by PyTorch's sum, FLOP/s of its float32 matrix product."""
+    """Measured peak rates.
+
+    Attributes:
+        bandwidth: Bytes per second that PyTorch's sum reads.
+        matrix: FLOP/s of PyTorch's float32 matrix product.
+    """
 
     bandwidth: float
     matrix: float
 
     def reading(self, size: int) -> Floor:
-        """The floor of a step that must read `size` bytes of weights."""
+        """Return the lower bound for a step that must read `size` bytes of weights."""
         return Floor(size / self.bandwidth, f"{size / 1e6:.0f} MB of weights at {self.bandwidth / 1e9:.1f} GB/s")
 
     def multiplying(self, flops: int) -> Floor:
-        """The floor of a step that must do so many FLOP."""
+        """Return the lower bound for a step that must do `flops` operations."""
         return Floor(flops / self.matrix, f"{flops / 1e9:.1f} GFLOP at {self.matrix / 1e9:.0f} GFLOP/s")
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -67,7 +77,7 @@ def limit_threads(threads: int) -> None:
 
 
 def level(flags: set[str]) -> str:
-    """The name of the highest instruction-set level that a CPU with these flags has."""
+    """Return the name of the highest instruction-set level that a CPU with these flags has."""
     return next((name for name, needed in LEVELS.items() if flags.issuperset(needed)), "baseline")
 
 
@@ -94,12 +104,15 @@ def describe(threads: int, rates: Rates) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The CPU by name."""
+    """Return the name of the CPU."""
     return _cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def _cpu_facts() -> dict[str, str]:
-    """The fields of the first CPU in /proc/cpuinfo, with its family and model where the name says little."""
+    """Return the fields of the first CPU in /proc/cpuinfo; empty if there is no such file.
+
+    The CPU's family and model are added to its name, which often says little.
+    """
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}

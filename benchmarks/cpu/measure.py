@@ -1,4 +1,4 @@
-"""Measuring one task of the CPU benchmark: what the process that `benchmarks.cpu` starts for it does."""
+"""Measurement of one task of the CPU benchmark, in the process that `benchmarks.cpu` starts for it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Settings:
     """Settings of a measurement.
 
     Attributes:
+        threads: Number of threads.
         contenders: Beginnings of the names of the contenders to time, in lower case; empty for all.
         left_out: Beginnings of the names of contenders not to time, in lower case.
         rounds: Maximum number of rounds.
@@ -57,7 +58,7 @@ def measure_rates(threads: int) -> Rates:
 
 
 def measure_language_model(tasks: Sequence[str], settings: Settings, rates: Rates) -> list[Figure]:
-    """Decode, prefill or both, which share their models."""
+    """Measure decode, prefill or both, which share the loaded models."""
     start_libraries(settings.threads)
     figures = []
     with tempfile.TemporaryDirectory() as folder:

@@ -17,10 +17,11 @@ TOKENS = 128
 
 @dataclass(frozen=True)
 class Network:
-    """A network of one input and one output.
+    """A network with one input and one output.
 
     Attributes:
-        build: Makes the module in float32 for inference, with its weights.
+        name: The network's name.
+        build: Creates the module in float32 for inference, with its weights.
         inputs: Batch size → the input.
     """
 
@@ -99,7 +100,7 @@ def _mobilenet_v2() -> nn.Module:
 
 
 def _convnext() -> nn.Module:
-    """ConvNeXt-T with layer scales of 1: their published initial value, 1e-6, would hide the errors of every block."""
+    """Return a ConvNeXt-T with layer scales of 1, since their usual start, 1e-6, would hide every block's errors."""
     settings = {"num_labels": 1000, "layer_scale_init_value": 1.0}
     return _transformers("ConvNextForImageClassification", "ConvNextConfig", "logits", **settings)
 

@@ -26,6 +26,9 @@ class NetworkContenders:
     """The contenders for one network and one input.
 
     Args:
+        module: The network.
+        x: The input.
+        threads: Number of threads.
         folder: Folder for exported files.
     """
 
@@ -56,7 +59,7 @@ class NetworkContenders:
         return extract_ir(self.module, (self.x,))
 
     def program(self, compute_dtype: str) -> CompiledProgram:
-        """Return our program."""
+        """Return our program for the network."""
         import npu_compiler
 
         return npu_compiler.compile(self.ir, options=npu_compiler.CompileOptions(compute_dtype=compute_dtype))

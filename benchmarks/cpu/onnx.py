@@ -17,7 +17,7 @@ from benchmarks.timing import wall_time
 
 @torch.no_grad()
 def export(module: nn.Module, inputs: Sequence[Tensor], path: Path) -> dict[str, Array]:
-    """Write the module as ONNX for inputs of these shapes; returns the inputs by their names in the file."""
+    """Export a module to ONNX for inputs of these shapes; return the inputs by their names in the file."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of ops of torchvision, which no model here has
     names = [f"x{index}" for index in range(len(inputs))]
     with warnings.catch_warnings():
@@ -27,7 +27,7 @@ def export(module: nn.Module, inputs: Sequence[Tensor], path: Path) -> dict[str,
 
 
 def onnx_runtime(path: Path, inputs: Mapping[str, Array], threads: int) -> Contender:
-    """ONNX Runtime on a file; the result is the first output."""
+    """Return ONNX Runtime on a file as a contender; its output is the first output of the graph."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -42,10 +42,13 @@ def onnx_runtime(path: Path, inputs: Mapping[str, Array], threads: int) -> Conte
 
 
 def openvino(path: Path, inputs: Mapping[str, Array], threads: int, precision: str) -> Contender:
-    """OpenVINO on a file, at a precision of its names, or at the one that it chooses for this CPU: `default`.
+    """Return OpenVINO on a file as a contender.
+
+    Args:
+        precision: OpenVINO's name of a precision, or `default` for the one that it chooses for this CPU.
 
     Raises:
-        ValueError: its choice is float32, which is timed anyway.
+        ValueError: `precision` is `default` and OpenVINO chooses float32, which is timed anyway.
     """
     import openvino as vino
 

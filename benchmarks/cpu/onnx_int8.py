@@ -14,10 +14,10 @@ _QUANTIZED = "quantized_decomposed."
 
 
 def write_onnx(ir: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: Path) -> str:
-    """Write the IR that `npu_sim.quantizing.networks.quantize` makes as ONNX; returns the name of its input.
+    """Write IR from `npu_sim.quantizing.networks.quantize` as ONNX; return the name of the input.
 
     Raises:
-        ValueError: it holds an op that is none of those of image classifiers.
+        ValueError: the IR contains an op that is not one of image classifiers'.
     """
     nodes: list[onnx.NodeProto] = []
     initializers: dict[str, np.ndarray] = {name: weights[key] for name, key in ir["weight_name_mapping"].items()}
@@ -39,7 +39,7 @@ def write_onnx(ir: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: P
 
 
 class _Translation:
-    """ONNX of one node of the IR; constants become initializers."""
+    """The translation of one IR node to ONNX; constants become initializers."""
 
     def __init__(self, node: Mapping[str, Any], initializers: dict[str, np.ndarray]) -> None:
         self.node, self.attrs = node, node["attrs"]
@@ -61,7 +61,7 @@ class _Translation:
 
 
 def _translate(node: Mapping[str, Any], initializers: dict[str, np.ndarray]) -> list[onnx.NodeProto]:
-    """Return the ONNX of a node; ValueError if there is none."""
+    """Return the ONNX nodes for an IR node. Raises `ValueError` if there is no translation."""
     to = _Translation(node, initializers)
     for translate in (_translate_quantization, _translate_product, _translate_movement):
         nodes = translate(to)

@@ -50,12 +50,18 @@ can be below it. *Peer / ours* is the time of the best peer divided by our best:
 
 
 def is_right(figure: Figure, name: str) -> bool:
-    """Whether a contender's result was near enough to that of PyTorch in float32."""
+    """Whether a contender's relative error with respect to PyTorch in float32 is at most `WRONG`."""
     return figure.errors[name] <= WRONG
 
 
 def best(figure: Figure, ours: bool) -> tuple[str, float] | None:
-    """The fastest of ours, or of the peers, and its milliseconds; wrong and quantized ones do not count."""
+    """Return the fastest contender and its milliseconds; wrong and quantized contenders do not count.
+
+    None if there is no such contender.
+
+    Args:
+        ours: Consider our contenders only; otherwise only the peers (other libraries).
+    """
     entries = [
         (name, ms)
         for name, ms in figure.ms.items()
@@ -83,7 +89,7 @@ def title(figure: Figure) -> str:
 
 
 def terminal_table(figure: Figure) -> Table:
-    """A row per contender."""
+    """Return a table with a row for each contender."""
     table = Table(title=f"{title(figure)}: floor {milliseconds(figure.floor_ms)} ms ({figure.floor})")
     for heading in ("contender", "median ms", "× ours", "× floor", "relative error"):
         table.add_column(heading, justify="left" if heading == "contender" else "right")
@@ -123,7 +129,7 @@ def _machine(run: Run) -> str:
 
 
 def _names(figures: Sequence[Figure]) -> list[str]:
-    """The contenders of any of the figures, in the order in which they were timed."""
+    """Return the contenders of any of the figures, in the order in which they were timed."""
     return list(dict.fromkeys(name for figure in figures for name in figure.ms))
 
 
@@ -163,7 +169,10 @@ def _errors(figures: Sequence[Figure]) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw the times of the peers as multiples of ours, a panel per machine. The path's suffix decides the format."""
+    """Draw the times of other libraries as multiples of ours, a panel for each machine.
+
+    The path's suffix decides the file format.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -185,7 +194,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def _own_times(run: Run) -> list[tuple[Figure, float]]:
-    """The figures that we have a right time for, with the milliseconds of the best of ours."""
+    """Return the figures for which a result of ours is right, with the milliseconds of our fastest."""
     return [(figure, own[1]) for figure in run.figures if (own := best(figure, ours=True))]
 
 
@@ -213,7 +222,7 @@ def _draw_machine(axes: Any, run: Run, rows: Sequence[tuple[Figure, float]]) -> 
 
 
 def _of_family(figure: Figure, family: str) -> float | None:
-    """The milliseconds of the fastest right contender of a family."""
+    """Return the milliseconds of the fastest contender of a family whose result is right; None if there is none."""
     counts = (name for name in figure.ms if name not in QUANTIZED and is_right(figure, name))
     times = [figure.ms[name] for name in counts if name.startswith(family)]
     return min(times, default=None)

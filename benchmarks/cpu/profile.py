@@ -25,7 +25,7 @@ RUNS = 5
 
 
 def profile(task: str, batch: int, dtype: str, threads: int) -> str:
-    """The distinct kernel calls of a task's program as text, the most expensive first; times are medians."""
+    """Return the distinct kernel calls of a task's program as text, the most expensive first; times are medians."""
     start_libraries(threads)
     with tempfile.TemporaryDirectory() as folder:
         if task in CASES:
@@ -40,7 +40,7 @@ def profile(task: str, batch: int, dtype: str, threads: int) -> str:
 
 
 def call_seconds(program: CompiledProgram, state: Mapping[str, Any], values: Mapping[str, Any]) -> list[float]:
-    """The median seconds of each call; inputs that are not among the values are zeros."""
+    """Return the median seconds of each call; inputs that are not among the values are zeros."""
     device = Device("cpu")
     executor, weights = Executor(program, device), load_weights(state, program, device, strict=False)
     inputs = {

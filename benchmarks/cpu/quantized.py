@@ -1,4 +1,4 @@
-"""The contenders of the CPU benchmark for SmolLM2-135M in few bits: ours and llama.cpp, on the same file."""
+"""The contenders of the CPU benchmark for quantized SmolLM2-135M: ours and llama.cpp, on the same file."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class QuantizedContenders:
 
     Args:
         kind: The ggml type of the file's matrices, `Q4_1` or `Q8_0`; the token embeddings are Q8_0 in both files.
+        threads: Number of threads.
         folder: Folder for a GGUF file.
     """
 
@@ -55,7 +56,7 @@ class QuantizedContenders:
         return {OURS: partial(self._ours, case), "llama.cpp": partial(self._llama, case)}
 
     def floor(self, case: Case, rates: Rates) -> Floor:
-        """Return the least time of our step: reading the stored weights, or its FLOP at float32's peak rate."""
+        """Return a lower bound of our step's time: reading the stored weights, or its FLOP at float32's peak rate."""
         if case == DECODE:
             buffers = self._models[PROMPTS[0]].decode_program.plan.buffers.values()
             return rates.reading(sum(buffer.size_bytes for buffer in buffers if buffer.kind == "weight"))
@@ -82,7 +83,7 @@ class QuantizedContenders:
 
     @cached_property
     def _models(self) -> dict[int, LanguageModel]:
-        """Models by the length of the prompt, which each prefills in one run."""
+        """Length of a prompt → a model that prefills a prompt of this length in one run."""
         from npu_sim.llm import LanguageModel
 
         return {

@@ -64,14 +64,14 @@ def machine(ceilings: Ceilings) -> dict[str, Any]:
 def measurements(
     only: set[str], quick: bool, ceilings: Ceilings, budget: Budget
 ) -> Iterator[Iterator[Figure | Account]]:
-    """The measurements to make, one iterator of results per compiled graph."""
+    """Yield the measurements to make, one iterator of results for each compiled graph."""
     yield from _extra_measurements(only, ceilings, budget)
     yield from _language_measurements(only, quick, ceilings, budget)
     yield from _vision_measurements(only, ceilings, budget)
 
 
 def _extra_measurements(only: set[str], ceilings: Ceilings, budget: Budget) -> Iterator[Iterator[Figure | Account]]:
-    """Decode of larger models and of those with weights in few bits, and prefill with activations in 8 bits."""
+    """Yield measurements of decode of larger or quantized models, and of prefill with activations in 8 bits."""
     from benchmarks.cuda import llm, quantized, rounded
     from benchmarks.qwen import qwen
 
@@ -94,7 +94,7 @@ def _extra_measurements(only: set[str], ceilings: Ceilings, budget: Budget) -> I
 def _language_measurements(
     only: set[str], quick: bool, ceilings: Ceilings, budget: Budget
 ) -> Iterator[Iterator[Figure | Account]]:
-    """Decode and prefill of Qwen2.5-1.5B, of one set of weights."""
+    """Yield measurements of decode and prefill of Qwen2.5-1.5B, which share one set of weights."""
     from benchmarks.cuda import llm
     from benchmarks.qwen import qwen
 
@@ -110,7 +110,7 @@ def _language_measurements(
 
 
 def _vision_measurements(only: set[str], ceilings: Ceilings, budget: Budget) -> Iterator[Iterator[Figure | Account]]:
-    """ResNets in float16, and networks in 8 bits."""
+    """Yield measurements of ResNets in float16, and of networks in 8 bits."""
     from benchmarks.cuda import integers, vision
 
     for task in sorted(only & vision.MODELS.keys()):
@@ -141,9 +141,11 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, earlie
     A measurement that fails is reported and does not stop the others.
 
     Args:
+        only: The tasks to measure.
+        quick: Measure fewer cases and rounds.
         limit: Seconds after which no further `torch.compile` is started.
-        path: File to save to.
-        earlier: A run to merge the results into, if any.
+        path: File to save to. None: results are not saved.
+        earlier: A run to merge the results into. None: there is none.
 
     Returns:
         The merged run, and the exit status.

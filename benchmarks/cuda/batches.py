@@ -55,7 +55,7 @@ def our_steps(model: PagedModel, sequences: int, context: int) -> Callable[[], N
 
 
 def torch_steps(models: Models, sequences: int, context: int) -> tuple[str, Callable[[], None]]:
-    """Return the fastest way to call SDPA, and a function as `our_steps` returns that runs PyTorch."""
+    """Return the name of the fastest way to call SDPA, and a function that decodes as in `our_steps`, by PyTorch."""
     peer, name = models.peer, _fastest_attention(models, sequences, context + STEPS)
     peer.prepare(context + STEPS, ATTENTION[name], sequences)
     ids = torch.zeros((sequences, 1), dtype=torch.long, device="cuda")

@@ -33,7 +33,7 @@ _RATE = 2  # integer operations for one of bfloat16, as the vendor states it
 
 
 def quantized(name: str) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
-    """A network in 8 bits at batch size 1: IR and weights."""
+    """Return the IR and weights of a network quantized to 8 bits, at batch size 1."""
     import json
 
     from safetensors.numpy import load_file
@@ -51,7 +51,7 @@ def quantized(name: str) -> tuple[dict[str, Any], Mapping[str, np.ndarray]]:
 
 
 def at_batch(ir: dict[str, Any], batch: int) -> dict[str, Any]:
-    """IR of batch size 1 at another one: activations, whose first dimension is 1, have that many images."""
+    """Return IR of batch size 1 changed to another batch size: the first dimension of activations is replaced."""
     held = {spec["name"] for spec in ir["weights"]} | set(ir.get("constants") or ())
 
     def resized(spec: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def at_batch(ir: dict[str, Any], batch: int) -> dict[str, Any]:
 
 
 class _Ours:
-    """A program of ours on its own backend."""
+    """A program of ours with a CUDA backend of its own."""
 
     def __init__(self, ir: Any, weights: Mapping[str, Any], images: torch.Tensor) -> None:
         self.backend = CUDABackend()
@@ -90,7 +90,10 @@ class _Ours:
 
 @torch.no_grad()
 def measure_integers(name: str, batch: int, ceilings: Ceilings, budget: Budget) -> Iterator[Figure | Account]:
-    """Classify a batch of 224 × 224 images; the input is float16, NCHW for ours and channels-last for PyTorch."""
+    """Time the classification of a batch of 224 × 224 images.
+
+    The input is float16, NCHW for ours and channels-last for PyTorch.
+    """
     from npu_sim.extract import extract_ir
 
     network = NETWORKS[name]

@@ -46,7 +46,7 @@ SHORTEST_CACHE = 2048
 
 
 def qwen3() -> Qwen3Config:
-    """The configuration of Qwen3-8B."""
+    """Return the configuration of Qwen3-8B."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
@@ -66,7 +66,7 @@ def qwen3() -> Qwen3Config:
 
 
 def seeded_checkpoint(name: str, config: Any, seed: int) -> Checkpoint:
-    """A configuration of transformers with random weights in bfloat16; see `seeded_state`."""
+    """Return a checkpoint of a transformers configuration with random weights in bfloat16; see `seeded_state`."""
     checkpoint = Checkpoint(name, config, {}, "bfloat16", load_tokenizer=lambda: None)
     checkpoint.state = seeded_state(checkpoint, seed)
     return checkpoint
@@ -74,7 +74,7 @@ def seeded_checkpoint(name: str, config: Any, seed: int) -> Checkpoint:
 
 @torch.no_grad()
 def seeded_state(checkpoint: Checkpoint, seed: int) -> dict[str, Tensor]:
-    """Random weights on the GPU that keep activations in range; their values do not affect the time."""
+    """Return random weights on the GPU that keep activations in range; their values do not affect the time."""
     generator = torch.Generator("cuda").manual_seed(seed)
     state = {}
     for name, parameter in meta_model(checkpoint).named_parameters():
@@ -87,7 +87,7 @@ def seeded_state(checkpoint: Checkpoint, seed: int) -> dict[str, Tensor]:
 
 
 class Step:
-    """A program with its executor and KV caches, which programs of the same cache length share."""
+    """A program with its executor and KV caches; programs of the same cache length share the caches."""
 
     def __init__(
         self,
@@ -126,7 +126,9 @@ class Models:
     """Compiled programs and PyTorch modules of one model with the same random weights.
 
     Args:
+        name: Name of the model.
         config: The transformers config.
+        seed: Seed of the weights.
     """
 
     def __init__(self, name: str, config: Any, seed: int) -> None:
@@ -149,7 +151,7 @@ class Models:
 
     @property
     def other_peers(self) -> Mapping[str, StaticLanguageModel]:
-        """Contender → another module to compile: the same model with weights as another library stores them."""
+        """Contender → another module to compile: the same model with weights stored by another library."""
         return {}
 
     def program(self, tokens: int, cache_length: int) -> npu_compiler.CompiledProgram:
@@ -181,7 +183,7 @@ class Models:
 
     @torch.no_grad()
     def fill_caches(self) -> None:
-        """Fill the caches of our program, the peers and the reference with the same random keys and values."""
+        """Fill the KV caches of our program, the peers and the reference with the same random keys and values."""
         for name, buffer in self.caches.items():
             letter, layer = name.split("_")
             values = torch.randn(buffer.shape, device="cuda", dtype=torch.bfloat16, generator=self.generator)
@@ -192,7 +194,7 @@ class Models:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of weights that a step must read: all but an embedding table that is not also the LM head."""
+        """Bytes of weights that a step must read: all except an embedding table that is not also the LM head."""
         state, tied = self.checkpoint.state, self.checkpoint.config.tie_word_embeddings
         read = (value for name, value in state.items() if tied or name != "model.embed_tokens.weight")
         return BYTES * sum(int(tensor.numel()) for tensor in read)
@@ -201,7 +203,7 @@ class Models:
 def measure_decode(
     task: str, models: Models, cache_length: int, positions: tuple[int, ...], ceilings: Ceilings, budget: Budget
 ) -> Iterator[Figure | Account]:
-    """Decode one token at each position, over a cache that is filled with random keys and values."""
+    """Time the decoding of one token at each position, over a cache filled with random keys and values."""
     model = models.checkpoint.name
     step = models.step(1, cache_length)
     attention, tried = _fastest_attention(models, 1, cache_length, ("grouped", "expanded"))
@@ -223,7 +225,7 @@ def measure_decode(
 
 
 def measure_prefill(models: Models, tokens: int, ceilings: Ceilings, budget: Budget) -> Iterator[Figure | Account]:
-    """Prefill a prompt of `tokens` tokens; all contenders compute the last token's logits only."""
+    """Time the prefill of a prompt of `tokens` tokens; all contenders compute only the last token's logits."""
     cache_length = max(tokens, SHORTEST_CACHE)
     step = models.step(tokens, cache_length)
     attention, tried = _fastest_attention(models, tokens, cache_length, tuple(ATTENTION))
@@ -247,7 +249,7 @@ def _cache_row_bytes(models: Models) -> int:
 
 
 def prefill_flops(models: Models, tokens: int) -> float:
-    """FLOP of all matrix products: the layers for every token, the LM head for one, and causal attention."""
+    """Return the FLOP of all matrix products: layers for every token, the LM head for one, and causal attention."""
     config, state = models.checkpoint.config, models.checkpoint.state
     head = config.vocab_size * config.hidden_size
     layers = sum(tensor.numel() for tensor in state.values() if tensor.dim() == 2) - head
@@ -298,7 +300,10 @@ class _Peers:
 
 
 def _fastest_attention(models: Models, tokens: int, cache_length: int, names: tuple[str, ...]) -> tuple[str, str]:
-    """The fastest way to call SDPA for this shape, each compiled and timed alone, and a text with the time of each."""
+    """Return the fastest way to call SDPA for this shape, and a text with the time of each way.
+
+    Each way is compiled and timed alone.
+    """
     config = models.checkpoint.config
     shape = kv_shapes(models.checkpoint, cache_length)[0][0]
     q = torch.randn(1, config.num_attention_heads, tokens, shape[3], device="cuda", dtype=torch.bfloat16)

@@ -41,7 +41,12 @@ SLACK, ROUNDING = 2.0, 2e-3  # how far from float32 a result may be: times eager
 
 @contextmanager
 def alone(folder: Path, others: int) -> Iterator[None]:
-    """Wait until so many processes are ready, or nobody has become so for a while; then one of them at a time."""
+    """Run the body of this context in one process at a time, after the other processes are ready.
+
+    Args:
+        folder: Folder in which each process creates a file when it is ready.
+        others: Number of processes to wait for; waiting also ends when none has become ready for `PATIENCE` seconds.
+    """
     Path(folder, str(os.getpid())).touch()
     ready, since = 1, time.monotonic()
     while ready < others and time.monotonic() - since < PATIENCE:
@@ -55,10 +60,10 @@ def alone(folder: Path, others: int) -> Iterator[None]:
 
 
 def errors_of(results: dict[str, Tensor], reference: Tensor) -> dict[str, float]:
-    """‖result - reference‖ / ‖reference‖ by contender.
+    """Return contender → ‖result - reference‖ / ‖reference‖.
 
     Raises:
-        ValueError: one is much further from the reference than eager PyTorch.
+        ValueError: a contender's error is much larger than that of eager PyTorch.
     """
     errors = {name: float((result.float() - reference).norm() / reference.norm()) for name, result in results.items()}
     if any(not error <= SLACK * errors[EAGER] + ROUNDING for error in errors.values()):
@@ -67,7 +72,7 @@ def errors_of(results: dict[str, Tensor], reference: Tensor) -> dict[str, float]
 
 
 class Ours:
-    """A model as a program on the CUDA device, its inputs in device memory."""
+    """A model as a program on the CUDA device, with its inputs in device memory."""
 
     def __init__(self, entry: Entry, module: nn.Module, inputs: list[Tensor]) -> None:
         self.backend = CUDABackend()
@@ -99,10 +104,12 @@ class Ours:
 def measure(
     name: str, batch: int, peers: tuple[str, ...], with_account: bool, rounds: int, folder: Path, others: int
 ) -> str:
-    """The lines of a row: milliseconds, errors, and where our time goes.
+    """Time one model at one batch size; return a row as text: milliseconds, errors, and our time by kernel.
 
     Args:
-        folder, others: As `alone` takes them.
+        peers: Modes of `torch.compile`.
+        with_account: Whether to list our time by kernel.
+        folder, others: As for `alone`.
     """
     entry = ENTRIES[name]
     module, inputs = seeded(entry), entry.inputs(batch, 1)

@@ -98,7 +98,7 @@ def _table(
     label: Callable[[Figure], Any],
     shown: tuple[str, ...] = (COMPILED, EAGER),
 ) -> str:
-    """Return a table of our times, floors and shown peers; the last column is the first peer's time over ours."""
+    """Return a table of our times, lower bounds and peers; the last column is the first peer's time divided by ours."""
     peers = " | ".join(f"{'eager' if name == EAGER else name}, ms" for name in shown)
     lines = [
         f"| {heading} | ours, ms | floor, ms | floor / ours | {peers} | × {shown[0]} |",
@@ -162,7 +162,10 @@ def _short(name: str) -> str:
 
 
 def draw(run: Run, path: Path) -> None:
-    """Draw the chart with three panels: decode by position, prefill, ResNets. The path's suffix decides the format."""
+    """Draw the chart with three panels: decode by position, prefill, ResNets.
+
+    The path's suffix decides the file format.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
-"""Language models with random weights in few bits on the CUDA device, and PyTorch with the dequantized weights.
+"""Language models with random quantized weights on the CUDA device, and PyTorch with the dequantized weights.
 
-Where torchao is installed, it quantizes these again, in the same bits, and runs under `torch.compile` too.
+If torchao is installed, it quantizes the weights again to the same number of bits and runs under `torch.compile`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def llama() -> LlamaConfig:
-    """The configuration of Llama-3.1-8B."""
+    """Return the configuration of Llama-3.1-8B."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -59,10 +59,13 @@ def llama() -> LlamaConfig:
 
 
 class QuantizedModels(Models):
-    """Compiled programs with random weights in few bits, and PyTorch modules with these weights dequantized.
+    """Compiled programs with random quantized weights, and PyTorch modules with these weights dequantized.
 
     Args:
+        name: Name of the model.
+        config: The transformers config.
         quantization: One of the named formats.
+        seed: Seed of the weights.
     """
 
     def __init__(self, name: str, config: Any, quantization: str, seed: int) -> None:
@@ -111,7 +114,7 @@ class QuantizedModels(Models):
         return QuantizedArray(format, (n, k), codes, scales.astype(parts["scales"][1]), offsets)
 
     def _dequantize(self) -> None:
-        """Give PyTorch's modules the weights that the codes stand for."""
+        """Copy the dequantized weights into the state of PyTorch's modules."""
         for key, stored in self.stored.items():
             value = _dequantized(stored)
             tied = self.checkpoint.config.tie_word_embeddings and key in _TIED

@@ -30,10 +30,10 @@ _BYTE_RATE = 2  # products of bytes per product of bfloat16, on tensor cores
 def measure_rounded_prefill(
     task: str, name: str, config: Any, tokens: int, ceilings: Ceilings, budget: Budget
 ) -> Iterator[Figure | Account]:
-    """Prefill of `tokens` tokens in fp8, int8 and bfloat16 by us; bfloat16 and torchao's float8 by `torch.compile`.
+    """Time the prefill of `tokens` tokens: ours in fp8, int8 and bfloat16, `torch.compile` in bfloat16 and float8.
 
-    Errors are those of the last token's logits against PyTorch in float32 with the same dequantized weights, so they
-    include the rounding of activations.
+    The float8 weights and activations of `torch.compile` are torchao's. Errors are those of the last token's logits
+    with respect to PyTorch in float32 with the same dequantized weights, so they include the rounding of activations.
     """
     cache_length = max(tokens, SHORTEST_CACHE)
     contenders, errors = {}, {}
@@ -80,7 +80,7 @@ def measure_rounded_prefill(
 
 
 def round_layers(model: StaticLanguageModel) -> None:
-    """Quantize the linear layers by torchao to products of float8 by float8 with scales by row."""
+    """Quantize the linear layers by torchao, for products of float8 activations and weights with scales by row."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     for layer in model.layers:
@@ -94,7 +94,7 @@ def round_layers(model: StaticLanguageModel) -> None:
 
 @torch.no_grad()
 def _error(logits: Tensor, models: Models, ids: Tensor, positions: Tensor, cache_length: int) -> float:
-    """‖logits - reference‖ / ‖reference‖."""
+    """Return ‖logits - reference‖ / ‖reference‖, with PyTorch in float32 as the reference."""
     models.reference.prepare(cache_length, _ATTENTION)
     reference: Tensor = models.reference(ids, positions)
     del models.reference  # whose memory the next ones may need

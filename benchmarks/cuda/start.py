@@ -21,9 +21,9 @@ TEXT = "The capital of France is"
 
 
 def measure_start() -> dict[str, float]:
-    """Results by name: the first start, with empty disk caches, and the median of the later ones.
+    """Return start-up times by name: the first start, with empty disk caches, and the median of the later ones.
 
-    The disk caches include Python's bytecode, even where site-packages is read-only or the environment disables it.
+    The disk caches include Python's bytecode, even if site-packages is read-only or the environment disables it.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
@@ -73,7 +73,7 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _seconds_to_text(folder: Path, environment: dict[str, str]) -> float:
-    """Seconds from the start of the command to its first byte of output."""
+    """Return the seconds from the start of the command to its first byte of output."""
     command = [
         sys.executable,
         "-m",
@@ -101,7 +101,7 @@ def _seconds_to_text(folder: Path, environment: dict[str, str]) -> float:
 
 
 def generate(folder: Path) -> dict[str, float]:
-    """Seconds per token of steady generation, seconds to load the weights alone, and the gigabytes of the weights."""
+    """Return seconds per token of steady generation, seconds to load the weights, and gigabytes of the weights."""
     from npu_runtime import Device, load_weights
     from npu_sim.llm import LanguageModel, load_checkpoint
     from npu_sim.llm.graph import state_with_buffers

@@ -24,7 +24,7 @@ PROMPT, CACHE, TOKENS, ROUNDS = 2048, 4096, 96, 5
 
 
 def random_checkpoint(seed: int, layers: int = 32) -> Checkpoint:
-    """Llama-3.1-8B's configuration, with weights that every process makes alike."""
+    """Return a checkpoint of Llama-3.1-8B's configuration with random weights that are equal in every process."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(
@@ -48,7 +48,7 @@ def random_checkpoint(seed: int, layers: int = 32) -> Checkpoint:
 
 
 class RandomWeights(Mapping[str, np.ndarray]):
-    """Weights that keep activations in range: windows into one array of random numbers. Their values cost no time."""
+    """Random weights that keep activations in range, as windows into one array, so that creating them takes no time."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
         self._shapes = shapes
@@ -73,7 +73,14 @@ class RandomWeights(Mapping[str, np.ndarray]):
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a prefill and of a decode step, the tokens that greedy decoding finds, the logits after the prompt."""
+    """One measurement.
+
+    Attributes:
+        prefill: Seconds of a prefill.
+        step: Seconds of a decode step.
+        tokens: The tokens of greedy decoding.
+        logits: The logits after the prompt.
+    """
 
     prefill: float
     step: float

@@ -23,7 +23,7 @@ class Budget:
 
     Attributes:
         rounds: The number of timing rounds.
-        may_compile: Whether there is time left to start another `torch.compile`.
+        may_compile: Returns whether there is time left to start another `torch.compile`.
     """
 
     rounds: int
@@ -44,7 +44,7 @@ class Contender:
 
 
 def torch_contender(run: Callable[[], object]) -> Contender:
-    """A step on PyTorch's current stream."""
+    """Return a contender that runs a step on PyTorch's current stream."""
     return Contender(run, torch_timed)
 
 
@@ -58,12 +58,19 @@ def torch_timed(launch: Callable[[], object]) -> float:
 
 
 def time_in_turn(contenders: Mapping[str, Contender], rounds: int) -> dict[str, Result]:
-    """Seconds per step of each contender; each round times many steps of each back to back, host time included."""
+    """Return the seconds per step of each contender.
+
+    Each round times many consecutive steps of each contender, host time included.
+    """
     return interleave({name: steady(contender) for name, contender in contenders.items()}, rounds)
 
 
 def steady(contender: Contender, warmup: int = 3) -> Timer:
-    """Return a timer of a step among as many as take about `ROUND_SECONDS`, after `warmup` steps now."""
+    """Return a timer of a step, which averages over as many steps as take about `ROUND_SECONDS`.
+
+    Args:
+        warmup: Number of steps to run now, before the number of steps is chosen.
+    """
     for _ in range(warmup):
         contender.run()
     torch.cuda.synchronize()
@@ -78,7 +85,7 @@ def steady(contender: Contender, warmup: int = 3) -> Timer:
 
 
 def medians(results: Mapping[str, Result]) -> dict[str, float]:
-    """Median milliseconds by contender."""
+    """Return the median milliseconds by contender."""
     return {name: 1000 * result.median for name, result in results.items()}
 
 
@@ -99,7 +106,7 @@ class Ceilings:
 
 
 def measure_ceilings(rounds: int = 7) -> Ceilings:
-    """Measure the peak rates: the fastest of several ways to read 4 GiB, and a matrix product of size 8192³."""
+    """Measure the GPU's peak rates by the fastest of several ways to read 4 GiB, and a matrix product of size 8192³."""
     data = torch.randn(2**30, device="cuda")
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     by_rows = torch.compile(lambda x: x.view(2**14, -1).sum(1), dynamic=False)
@@ -116,9 +123,9 @@ def measure_ceilings(rounds: int = 7) -> Ceilings:
 
 
 def account(run: Callable[[], object], steps: int = 5) -> list[tuple[str, float, float]]:
-    """(kernel, milliseconds, launches) per step, from the GPU's time stamps, the longest first.
+    """Return (kernel, milliseconds, launches) for one step, from the GPU's time stamps, the longest first.
 
-    The kernels run inside the step's CUDA graph. The runtime's `Profiler` instead runs each kernel between two events,
+    The kernels run inside the step's CUDA graph. The runtime's `Profiler` would run each kernel between two events,
     which adds microseconds to every one.
     """
     run()
@@ -136,7 +143,7 @@ def account(run: Callable[[], object], steps: int = 5) -> list[tuple[str, float,
 
 
 def steady_run(backend: CUDABackend, program: CompiledProgram, run: Callable[[], object]) -> dict[str, int]:
-    """The backend's counters for one more run, and the number of kernels in the program."""
+    """Return the changes of the backend's counters in one more run, and the number of kernels in the program."""
     before = backend.counters.copy()
     run()
     return {"kernels": len(program.plan.calls), **(backend.counters - before)}
@@ -147,7 +154,7 @@ def _pearson(result: Tensor, reference: Tensor) -> float:
 
 
 def agreement(results: Mapping[str, Tensor], reference: Tensor) -> dict[str, float]:
-    """Every contender's relative error ‖logits - reference‖ / ‖reference‖, for logits [..., classes].
+    """Return contender → relative error ‖logits - reference‖ / ‖reference‖, for logits [..., classes].
 
     Raises:
         ValueError: a contender's Pearson r is below 0.999 and below that of eager PyTorch; or the argmax of a row

@@ -34,7 +34,10 @@ def extract_batch(name: str, batch: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) -> Iterator[Figure | Account]:
-    """Classify a batch of 224 × 224 images in float16; the input is NCHW for ours and channels-last for PyTorch."""
+    """Time the classification of a batch of 224 × 224 images in float16.
+
+    The input is NCHW for ours and channels-last for PyTorch.
+    """
     module, images = MODELS[name]().eval(), random_images(batch, 0)
     seed_weights(module, 0)
     backend = CUDABackend()
@@ -85,7 +88,10 @@ def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) ->
 
 
 def floor(program: CompiledProgram, ceilings: Ceilings) -> tuple[float, str]:
-    """A lower bound in seconds and its derivation: all FLOP, or reading and writing weights, images and logits once."""
+    """Return a lower bound of the time in seconds, and its derivation in words.
+
+    It is the larger of the time for all FLOP and the time to read weights and images and write logits once.
+    """
     plan = program.plan
     flops = sum(call.flops for call in plan.calls)
     moved = sum(buffer.size_bytes for buffer in plan.buffers.values() if buffer.kind in ("weight", "input", "output"))

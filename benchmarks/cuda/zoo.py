@@ -16,14 +16,14 @@ TOKENS = 30000  # ids are drawn below this
 
 @dataclass(frozen=True)
 class Entry:
-    """A model as it is measured.
+    """A model and the inputs with which it is measured.
 
     Attributes:
         title: Name in the table.
-        make: Makes the module, with random weights in float32.
+        make: Creates the module, with random weights in float32.
         shapes: Shape of one element of the batch, for each input.
         many: The larger of the two batch sizes.
-        integers: The inputs are token ids.
+        integers: Whether the inputs are token ids.
     """
 
     title: str
@@ -33,7 +33,7 @@ class Entry:
     integers: bool = False
 
     def inputs(self, batch: int, seed: int, device: str = "cpu") -> list[Tensor]:
-        """Random inputs: float32 from a normal distribution, or int64 ids."""
+        """Return random inputs: float32 from a normal distribution, or int64 token ids."""
         generator = torch.Generator().manual_seed(seed)
         if self.integers:
             tensors = [torch.randint(TOKENS, (batch, *shape), generator=generator) for shape in self.shapes]
@@ -83,7 +83,7 @@ class UNetBlock(nn.Module):
         self.down = nn.Linear(4 * channels, channels)
 
     def forward(self, x: Tensor, time: Tensor, text: Tensor) -> Tensor:
-        """x [N, channels, H, W], time [N, embedding], text [N, tokens, text] → like x."""
+        """Map x [N, channels, H, W], time [N, embedding] and text [N, tokens, text] to a tensor of the shape of x."""
         first, second = self.convolutions
         hidden = first(F.silu(self.norms[0](x))) + self.time(F.silu(time))[:, :, None, None]
         x = x + second(F.silu(self.norms[1](hidden)))
@@ -195,7 +195,7 @@ ENTRIES = {
 
 
 def seeded(entry: Entry) -> nn.Module:
-    """The entry's module with its library's random initialization, and batch norms that do something."""
+    """Return the model with its library's random initialization, and batch norms that are not the identity."""
     torch.manual_seed(0)
     module = entry.make().eval()
     for part in module.modules():

@@ -1,1 +1,1 @@
-"""Pages and pictures of the documentation that are counted or drawn, not timed."""
+"""Pages and pictures of the documentation that are computed or drawn, not timed."""

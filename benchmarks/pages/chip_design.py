@@ -26,7 +26,7 @@ _TABLE = re.compile(r"(<!-- table: (\S+) -->\n\n\|.*\n\|.*\n)(?:\|.*\n)*")
 
 
 def tables(page: str) -> dict[str, list[str]]:
-    """The rows of the page's tables by name: `edge`, `twice`, and a model's name for its sweep."""
+    """Return the rows of the page's tables by name: `edge`, `twice`, and a model's name for its sweep."""
     sweeps = dict(_SWEEP.findall(page))
     (chip,) = _CHIP.findall(page)
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
@@ -49,19 +49,19 @@ def tables(page: str) -> dict[str, list[str]]:
 
 
 def with_tables(page: str, rows: Mapping[str, Sequence[str]]) -> str:
-    """The page with these rows under the heads of its tables."""
+    """Return the page with the rows of its tables replaced."""
     return _TABLE.sub(lambda table: table[1] + "".join(f"{row}\n" for row in rows[table[2]]), page)
 
 
 def _simulated(model: str, npu: str) -> dict[str, Any]:
-    """The model's run; of a language model, its decode step."""
+    """Return the simulated run of a model, for a language model that of its decode step."""
     result: dict[str, Any] = _json("simulate", model, "--npu", npu)
     run: dict[str, Any] = result.get("decode", result)
     return run
 
 
 def _cost(run: Mapping[str, Any]) -> tuple[float, float]:
-    """Milliseconds and millijoules."""
+    """Return the milliseconds and millijoules of a run."""
     return 1e-3 * run["latency_us"], 1e-3 * run["energy_uj"]["total"]
 
 
@@ -78,7 +78,10 @@ def _figures(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _sweep_rows(model: str, ranges: str) -> list[str]:
-    """A row for each chip, the most efficient first; the last column is how many times as efficient as `edge` it is."""
+    """Return a row for each chip, the most efficient first.
+
+    The last column is the chip's efficiency as a multiple of that of `edge`.
+    """
     chips = _json("simulate", model, "--npu", "edge", "--sweep", ranges)["chips"]
     knobs = [part.partition("=")[0] for part in ranges.split(",")]
     edge = _cost(_simulated(model, "edge"))

@@ -59,7 +59,7 @@ def traffic(program: CompiledProgram) -> Traffic:
 
 @dataclass(frozen=True)
 class Row:
-    """The step compiled with the fusions up to and including `fusion`."""
+    """The step compiled with all fusions up to and including `fusion`, its kernel launches and bytes moved."""
 
     fusion: str
     launches: int
@@ -67,7 +67,7 @@ class Row:
 
 
 def measure(ir: dict[str, Any]) -> tuple[list[Row], Traffic]:
-    """Compile the step without fusions, then with one more of `FUSIONS` at a time in the order of their application."""
+    """Compile the step without fusions, then with one more of `FUSIONS` at a time, in the order of application."""
     graph, names = read_ir(ir), list(FUSIONS)
     rows = []
     for count in range(len(names) + 1):
@@ -79,7 +79,7 @@ def measure(ir: dict[str, Any]) -> tuple[list[Row], Traffic]:
 
 
 def table(rows: list[Row], floor: int) -> list[str]:
-    """A Markdown table of the fusions that have an effect, and a line that names the others."""
+    """Return a Markdown table of the fusions that have an effect, and a line that names the others."""
     lines = ["| fusion enabled | launches | saved | bytes moved (MB) | × floor |", "|---|--:|--:|--:|--:|"]
     idle = []
     for before, row in zip((None, *rows), rows, strict=False):

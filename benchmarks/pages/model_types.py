@@ -1,6 +1,6 @@
-"""The page of model types: which of transformers' causal language models run, and what the others are refused for.
+"""The page of model types: transformers' causal language models that run, and why the others are refused.
 
-`python -m benchmarks.pages.model_types` writes `docs/model_types.md` from what `make test-decoders` has found.
+`python -m benchmarks.pages.model_types` writes `docs/model_types.md` from the results of `make test-decoders`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "model_types.md"
 
 
 def document(types: Iterable[ModelType]) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     tried = list(types)
     both = [kind.name for kind in tried if kind.generate and kind.serve]
     one = [kind for kind in tried if kind.generate != kind.serve]
@@ -47,7 +47,7 @@ def document(types: Iterable[ModelType]) -> str:
 
 
 def _cause(reason: str) -> str:
-    """A refusal without what is the model's own: numbers, names of tensors and files."""
+    """Return a reason for a refusal, with the model's numbers and names replaced by placeholders."""
     cause = re.sub(r" and \d+ more tensors?", "", reason)
     cause = re.sub(r" \((?:model type )?'[^']*'(?: of the cache)?\)", "", cause)
     cause = re.sub(r"'[^']*'", "…", cause.split("\n")[0])

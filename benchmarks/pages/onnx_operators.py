@@ -1,4 +1,4 @@
-"""The page of ONNX operators: those with a converter, and what became of the ONNX project's node tests.
+"""The page of ONNX operators: those with a converter, and the outcomes of the ONNX project's node tests.
 
 `python -m benchmarks.pages.onnx_operators` writes `docs/onnx_operators.md` from the table of converters and from
 `docs/onnx.json`, which `python tests/support/onnx_suite.py` writes.
@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def document(facts: Mapping[str, Any]) -> str:
-    """The page in Markdown.
+    """Return the page in Markdown.
 
     Args:
         facts: The content of `docs/onnx.json`.

@@ -1,4 +1,4 @@
-"""The page of ops: the rows of the op table with their limits and devices, and how PyTorch's operator database fares.
+"""The page of ops: the op table with limits and devices, and the outcomes for PyTorch's operator database.
 
 `python -m benchmarks.pages.operators` writes `docs/operators.md` from the op table and from `docs/operators.json`,
 which `make test-operators` writes.
@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def document(database: Mapping[str, Any]) -> str:
-    """The page in Markdown.
+    """Return the page in Markdown.
 
     Args:
         database: The content of `docs/operators.json`.
@@ -59,7 +59,7 @@ def document(database: Mapping[str, Any]) -> str:
 
 
 def _database(database: Mapping[str, Any]) -> list[str]:
-    """The figures of the last run, and which ops leave the device because of what."""
+    """Return the figures of the last run as Markdown, with the ops that are not on the device and the reasons."""
     outcomes = database["outcomes"]
     listed = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
     on_device, total = len(database["on_device"]), database["ops"]
@@ -93,7 +93,7 @@ def _cell(text: str) -> str:
 
 
 def integers_of(op: Op) -> str:
-    """Return a phrase for the integer results that an op may have."""
+    """Return a phrase for the integer dtypes that an op's results may have."""
     allows_bytes = op.byte_storage is not ByteStorage.NONE
     if op.moves:
         return "all"
@@ -103,7 +103,7 @@ def integers_of(op: Op) -> str:
 
 
 def limits_of(op: Op) -> list[str]:
-    """The reasons for which a row may refuse a node, read from its function."""
+    """Return the reasons for which an op may refuse a node, read from the source of its `unsupported` function."""
     return list(dict.fromkeys(_reasons(op.unsupported, set())))
 
 
@@ -125,7 +125,7 @@ def _reasons(function: Callable[..., Any], seen: set[Any]) -> Iterator[str]:
 
 
 def _tree(function: FunctionType) -> ast.AST:
-    """A function's source, parsed; of a lambda, the lambda alone."""
+    """Return the parsed source of a function; for a lambda, that of the lambda alone."""
     source = textwrap.dedent(inspect.getsource(function))
     if function.__name__ != "<lambda>":
         return ast.parse(source)
@@ -146,7 +146,7 @@ def _named(function: FunctionType, name: str) -> Any:
 
 
 def _results(expression: ast.expr) -> Iterator[ast.expr]:
-    """Return the constants that an expression may evaluate to."""
+    """Yield the branches of conditional and boolean expressions: the expressions whose value may be the result."""
     if isinstance(expression, ast.IfExp):
         yield from _results(expression.body)
         yield from _results(expression.orelse)
@@ -158,7 +158,10 @@ def _results(expression: ast.expr) -> Iterator[ast.expr]:
 
 
 def devices_of(op: Op) -> list[str]:
-    """The devices that have all kernels that an op's lowering names; all have element-wise ones and copies."""
+    """Return the devices that have all kernels that an op's lowering names.
+
+    Kernels of element-wise ops and copies are not counted, since all devices have them.
+    """
     kernels = kernels_of(op)
     names = []
     if kernels <= CPU_KERNELS.keys():
@@ -171,7 +174,7 @@ def devices_of(op: Op) -> list[str]:
 
 
 def kernels_of(op: Op) -> set[str]:
-    """The kernels that an op's lowering names, in it or in what it calls."""
+    """Return the kernels named in an op's lowering function or in functions that it calls."""
     kernels: set[str] = set()
     _collect(op.lower, kernels, set())
     return kernels

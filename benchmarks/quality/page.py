@@ -1,4 +1,4 @@
-"""Results of the quality benchmark: JSON, the section of the page, and the chart."""
+"""Results of the quality benchmark: JSON, the section of the documentation page, and the chart."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ class Figure:
     """The quality of one variant over the windows read so far.
 
     Attributes:
+        variant: The variant's name.
         bits: Bits of a linear layer's weight, with its share of scales and zero points.
         megabytes: Size of the whole model.
         log_likelihood: Sum over all predicted tokens, in nats.
         divergence: Sum of the Kullback-Leibler divergences of the next token's distribution from the reference's.
         agreement: Number of tokens for which the most probable next token is the reference's.
         tokens: Number of predicted tokens.
-        calibration: The names of the calibration texts and the number of tokens that are used of them, if any.
+        calibration: The names of the calibration texts and the number of tokens used; empty without calibration.
     """
 
     variant: str
@@ -74,7 +75,7 @@ class Figure:
 
 @dataclass
 class Quality:
-    """A run: the machine, the texts, the reference and the variants."""
+    """Results of a run: the machine and texts, and the figures, of which the first is the reference's."""
 
     machine: dict[str, Any]
     figures: list[Figure] = field(default_factory=list)
@@ -88,13 +89,13 @@ class Quality:
 
 
 def load_quality(path: Path) -> Quality:
-    """A run that `Quality.save` wrote."""
+    """Load a run that `Quality.save` wrote."""
     data = json.loads(path.read_text("utf-8"))
     return Quality(data["machine"], [Figure(**figure) for figure in data["figures"]])
 
 
 def table(quality: Quality) -> str:
-    """The figures as a Markdown table."""
+    """Return the figures as a Markdown table."""
     reference = quality.reference
     lines = [
         "| linear layers | calibration | bits a weight | model, MB | perplexity | rise | KL, nats | same next token |",
@@ -111,7 +112,7 @@ def table(quality: Quality) -> str:
 
 
 def section(quality: Quality) -> str:
-    """The results as a section of the page, with a link to the chart of that file name."""
+    """Return the results as a section of the documentation page, in Markdown."""
     texts = [f"- `{name}` ({fact['use']}): {fact['source']}" for name, fact in quality.machine["texts"].items()]
     return _SECTION.format(
         machine=quality.machine,
@@ -122,14 +123,14 @@ def section(quality: Quality) -> str:
 
 
 def write_section(quality: Quality, page: Path) -> None:
-    """Replace the section about quality of a page."""
+    """Replace the section about quality in a documentation page."""
     text = page.read_text("utf-8")
     start, end = text.index("## 4. Quality"), text.index("## 5. ")
     page.write_text(text[:start] + section(quality) + text[end:], encoding="utf-8")
 
 
 def draw(quality: Quality, path: Path) -> None:
-    """Draw size against the rise of the perplexity; the path's suffix decides the format."""
+    """Draw size against the rise of the perplexity; the path's suffix decides the file format."""
     import matplotlib
 
     matplotlib.use("Agg")

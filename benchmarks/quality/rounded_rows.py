@@ -27,7 +27,7 @@ from npu_sim.llm.graph import dense_model, program_formats
 
 @dataclass(frozen=True)
 class Rounding:
-    """Formats, of `ROW_FORMATS`, to which activations and the KV cache are rounded; None leaves them exact."""
+    """Formats, of `ROW_FORMATS`, to which activations and the KV cache are rounded; None means no rounding."""
 
     name: str
     activations: str | None = None
@@ -45,7 +45,7 @@ ROUNDINGS = (
 
 
 def rounded(rows: torch.Tensor, kind: str) -> torch.Tensor:
-    """Rows [..., k] after `quantize_rows`, in float32."""
+    """Return rows [..., k] rounded by `quantize_rows` and dequantized, in float32."""
     return torch.from_numpy(dequantize_rows(*quantize_rows(rows.float().numpy(), kind), kind))
 
 
@@ -63,7 +63,7 @@ class _RoundedCache(DynamicCache):
 
 @contextmanager
 def rounding_inputs(model: Any, layers: Sequence[str], kind: str | None) -> Iterator[None]:
-    """The model with the inputs of these layers rounded."""
+    """Round the inputs of the named layers to a format within this context; None means no rounding."""
 
     def hook(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return rounded(args[0], kind or ""), *args[1:]
@@ -78,7 +78,7 @@ def rounding_inputs(model: Any, layers: Sequence[str], kind: str | None) -> Iter
 
 @torch.inference_mode()
 def read_window(model: Any, layers: Sequence[str], ids: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Logarithms of the probabilities of each next token, [length, vocabulary]."""
+    """Return the logarithms of the probabilities of each next token, [length, vocabulary]."""
     cache = _RoundedCache(rounding.kv_cache) if rounding.kv_cache else None
     with rounding_inputs(model, layers, rounding.activations):
         logits: torch.Tensor = model(input_ids=ids[None], past_key_values=cache, use_cache=cache is not None).logits[0]
@@ -86,7 +86,7 @@ def read_window(model: Any, layers: Sequence[str], ids: torch.Tensor, rounding: 
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """The figures as a Markdown table, the reference first."""
+    """Return the figures as a Markdown table, the reference first."""
     lines = ["| rounded | perplexity | rise | KL divergence, nats | same next token |", "|---|--:|--:|--:|--:|"]
     for figure in figures:
         rest = " |  |  |"

@@ -26,7 +26,7 @@ _CHARSXP, _NOT_AVAILABLE = 9, 0xFFFFFFFF  # in R's serialization: the type of a 
 
 
 def texts(folder: Path) -> Iterator[tuple[str, str]]:
-    """Names and texts."""
+    """Yield the name and the content of each text."""
     with tarfile.open(_only(folder, "[bB]rotli-*.tar.gz")) as archive:
         for member in archive.getmembers():
             name = Path(member.name).name
@@ -52,7 +52,7 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def _csv_texts(data: bytes) -> list[str]:
-    """The column `text` of the one CSV file in a ZIP archive."""
+    """Return the column `text` of the only CSV file in a ZIP archive."""
     csv.field_size_limit(2**30)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         (name,) = archive.namelist()
@@ -60,7 +60,7 @@ def _csv_texts(data: bytes) -> list[str]:
 
 
 def _debian_file(package: Path, name: str) -> bytes:
-    """A file of a Debian package."""
+    """Return the content of a file in a Debian package."""
     files = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(files)) as archive:
         file = archive.extractfile(name)
@@ -69,7 +69,7 @@ def _debian_file(package: Path, name: str) -> bytes:
 
 
 def _r_pieces(data: bytes) -> Iterator[bytes]:
-    """The objects of an R database for lazy loading: each has its length in 4 bytes, then zlib data."""
+    """Yield the objects of an R database for lazy loading: each has its length in 4 bytes, then zlib data."""
     while data:
         unpacking = zlib.decompressobj()
         yield unpacking.decompress(data[4:])
@@ -77,7 +77,7 @@ def _r_pieces(data: bytes) -> Iterator[bytes]:
 
 
 def _r_strings(piece: bytes) -> Iterator[str]:
-    """The strings of an R object in the XDR format of serialization: a vector of them, without attributes."""
+    """Yield the strings of a serialized R object (XDR format), which is a vector of strings without attributes."""
     start = 14 + int.from_bytes(piece[14:18], "big") + 4  # behind the header and the name of its encoding
     count, place = int.from_bytes(piece[start + 4 : start + 8], "big"), start + 8
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Ways to quantize a language model, and the models quantized by them."""
+"""Variants of quantizing a language model, and the models quantized by them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to quantize.
+    """A way to quantize a language model.
 
     Attributes:
+        format: The format of the weights.
         method: `gptq`, which compensates rounding errors, or `rtn`, which does not.
-        steps: Steps of tuning.
+        steps: Number of tuning steps.
         written: Number of parts of the calibration text that the model writes itself.
     """
 
@@ -66,14 +67,20 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """Text to calibrate with: its files' names, and how many parts of it rounding uses."""
+    """Calibration text.
+
+    Attributes:
+        names: Names of its files.
+        text: The text.
+        samples: Number of parts of the text that rounding uses.
+    """
 
     names: tuple[str, ...]
     text: str
     samples: int
 
     def label(self, ids: torch.Tensor) -> str:
-        """Describe the calibration in a figure: its texts, and the number of tokens in `ids`."""
+        """Return a description of the calibration for a figure: its texts, and the number of tokens in `ids`."""
         texts = self.names[0] if len(self.names) == 1 else f"{len(self.names)} texts"
         return f"{texts}: {ids.numel():,} tokens"
 
@@ -81,7 +88,7 @@ class Calibration:
 def quantize_all(
     checkpoint: Checkpoint, names: Sequence[str], calibration: Calibration, device: str | None
 ) -> Iterator[tuple[Figure, Weights]]:
-    """Each variant's figure, with its sizes, and its dequantized weights; of a tuned one, all parameters."""
+    """Yield each variant's figure, with its sizes, and the dequantized weights; for a tuned variant, all parameters."""
     whole = sum(2 * math.prod(to_numpy(value).shape) for value in checkpoint.state.values())
     elements = sum(n * k for n, k in Layerwise(checkpoint, device).shapes.values())
     tokens = calibration_tokens(checkpoint, calibration.text)

@@ -48,7 +48,7 @@ def photograph(name: str) -> Image.Image:
 
 
 def views(image: Image.Image) -> Iterator[np.ndarray]:
-    """The image and its quarters, each as it is and mirrored, as inputs of the network."""
+    """Yield inputs of the network from an image and its four quarters, each as it is and mirrored."""
     width, height = image.size
     corners = [(x, y) for x in (0, width - width // 2) for y in (0, height - height // 2)]
     boxes = [(0, 0, width, height), *((x, y, x + width // 2, y + height // 2) for x, y in corners)]
@@ -58,7 +58,7 @@ def views(image: Image.Image) -> Iterator[np.ndarray]:
 
 
 def random_crops(image: Image.Image, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Parts of 40 to 100 % of the image's width and height, as inputs of the network."""
+    """Yield inputs of the network from random parts with 40 to 100 % of the image's width and height."""
     for _ in range(CROPS):
         share = rng.uniform(0.4, 1.0)
         width, height = (int(side * share) for side in image.size)
@@ -67,7 +67,10 @@ def random_crops(image: Image.Image, rng: np.random.Generator) -> Iterator[np.nd
 
 
 def judge(keep: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The logits [views, classes] of the float network and of the quantized one, each photograph judged once."""
+    """Return the logits [views, classes] of the float network and of the quantized one, for all photographs.
+
+    Each photograph is judged by the network that was calibrated without it.
+    """
     ir, state = extract_model_ir(MODEL), model_weights(MODEL)
     exact = CPUPartition(read_ir(ir), state)
     rng = np.random.default_rng(0)
@@ -84,7 +87,7 @@ def judge(keep: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def summary(exact: np.ndarray, rounded: np.ndarray) -> str:
-    """Summarize the share of equal top classes and the RMS difference of the logits without their means."""
+    """Return the share of equal top classes and the RMS difference of the logits, without their means, as text."""
     same = int((exact.argmax(1) == rounded.argmax(1)).sum())
     lost = rounded - exact
     error = float(np.sqrt(np.square(lost - lost.mean(1, keepdims=True)).mean()))

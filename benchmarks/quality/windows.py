@@ -1,4 +1,4 @@
-"""Windows of text, and the figures that a model gets on them."""
+"""Windows (parts of equal length) of text, and a model's figures on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ Weights = dict[str, torch.Tensor]
 
 @torch.inference_mode()
 def read_window(model: Any, weights: Weights, ids: torch.Tensor) -> torch.Tensor:
-    """Logarithms of the probabilities of each next token, [length, vocabulary], with these weights in the model."""
+    """Return the logarithms of the probabilities of each next token, [length, vocabulary].
+
+    Args:
+        weights: Parameters that replace the model's.
+    """
     for name, weight in weights.items():
         model.get_parameter(name).data = weight
     logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
@@ -25,7 +29,13 @@ def read_window(model: Any, weights: Weights, ids: torch.Tensor) -> torch.Tensor
 
 @torch.inference_mode()
 def add_window(figure: Figure, logits: torch.Tensor, reference: torch.Tensor, ids: torch.Tensor) -> None:
-    """Add a window's log-probabilities [length, vocabulary]; the last row predicts what is not in the window."""
+    """Add the results of a window to a figure.
+
+    Args:
+        logits, reference: Log-probabilities [length, vocabulary] of the variant and of the reference. The last row is
+            not used, since it predicts a token after the window.
+        ids: Token ids of the window.
+    """
     logits, reference, following = logits[:-1], reference[:-1], ids[1:]
     figure.log_likelihood += float(logits.gather(1, following[:, None]).double().sum())
     figure.divergence += float((reference.exp() * (reference - logits)).sum(1).double().sum())
@@ -34,7 +44,10 @@ def add_window(figure: Figure, logits: torch.Tensor, reference: torch.Tensor, id
 
 
 def windows(checkpoint: Checkpoint, texts: Sequence[Path], count: int, length: int) -> torch.Tensor:
-    """The first windows of each text in turn, token ids [count, length]; an error if there are not as many."""
+    """Return the first windows of the texts in turn: token ids [count, length].
+
+    Raises `SystemExit` if the texts have fewer windows.
+    """
     parts = []
     for path in texts:
         ids = checkpoint.tokenizer.encode(path.read_text("utf-8", "replace"))

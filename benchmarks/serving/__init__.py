@@ -1,1 +1,1 @@
-"""Many requests at once: throughput, drafts, and clients that misbehave."""
+"""Benchmarks of serving many requests at once: throughput, speculative decoding, and clients that misbehave."""

@@ -47,7 +47,12 @@ SEEDED = "qwen2.5-1.5b-seeded"
 
 @dataclass(frozen=True)
 class Job:
-    """A request: the tokens of its prompt, and how many are to follow."""
+    """A request.
+
+    Attributes:
+        prompt: Token ids of the prompt.
+        new: Number of tokens to generate.
+    """
 
     prompt: tuple[int, ...]
     new: int
@@ -58,6 +63,7 @@ class Contender:
     """Measurements of one contender; None for those that were not made.
 
     Attributes:
+        contender: The contender's name.
         stream, full_batch: Tokens a second.
         crowded: Tokens a second of the stream while requests wait.
         median_gap, p99_gap: Seconds between two tokens while long prompts arrive.
@@ -76,7 +82,7 @@ class Contender:
 
 
 def seeded_qwen() -> Checkpoint:
-    """Qwen2.5-1.5B's configuration with random weights in bfloat16, which are on a GPU."""
+    """Return a checkpoint of Qwen2.5-1.5B's configuration with random bfloat16 weights on a GPU."""
     from benchmarks.cuda.llm import seeded_checkpoint
     from benchmarks.qwen import qwen
 
@@ -84,7 +90,7 @@ def seeded_qwen() -> Checkpoint:
 
 
 def draw_jobs(count: int, lengths: str, limit: int, vocabulary: int, seed: int) -> list[Job]:
-    """Jobs with prompts of random tokens, none longer than `limit` with its answer."""
+    """Return jobs with random tokens as prompts; prompt and answer of each have at most `limit` tokens together."""
     rng = np.random.default_rng(seed)
 
     def draw(mean: float) -> list[int]:
@@ -155,7 +161,7 @@ def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Na
 
 
 def full_batch_rate(engine: Engine, jobs: list[Job], at_once: int, context: int) -> float:
-    """Tokens a second while that many requests with prompts of the jobs' mean length decode together."""
+    """Return the tokens a second while `at_once` requests, with prompts of the jobs' mean length, decode together."""
     length = min(context // 2, round(statistics.fmean(len(job.prompt) for job in jobs)))
     new = context - 2 * (length // 2 + 1)
     handles = [engine.submit(request_of(Job((index, 1) * (length // 2 + 1), new))) for index in range(at_once)]
@@ -173,7 +179,7 @@ def full_batch_rate(engine: Engine, jobs: list[Job], at_once: int, context: int)
 
 
 def gaps_while_prompts_arrive(engine: Engine, arguments: argparse.Namespace, vocabulary: int) -> list[float]:
-    """Seconds between the tokens of requests that decode while long prompts arrive."""
+    """Return the seconds between the tokens of requests that decode while long prompts arrive."""
     rng = np.random.default_rng(1)
     gaps: list[float] = []
 
@@ -195,7 +201,7 @@ def gaps_while_prompts_arrive(engine: Engine, arguments: argparse.Namespace, voc
 
 
 def measure_llama(path: Path, jobs: list[Job], arguments: argparse.Namespace) -> Contender:
-    """llama.cpp's server: as many slots as requests run at once, a client thread for each."""
+    """Measure llama.cpp's server, with as many slots as requests run at once and a client thread for each."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()

@@ -50,7 +50,11 @@ class Attack:
     """A server under attack, and the outcomes of requests so far.
 
     Attributes:
-        keys: API keys; none if the server uses none.
+        host: The server's address.
+        port: The server's port.
+        model: The model's name.
+        keys: API keys; empty if the server uses none.
+        rng: Source of random numbers.
         outcomes: (kind of client, its response) → number of times.
         wrong: Event that must not happen → number of times.
     """
@@ -74,7 +78,12 @@ class Attack:
     def post(
         self, body: bytes, length: int | str | None = None, *, key: str | None = None, connection: str = "close"
     ) -> bytes:
-        """A request; of some key if none is given."""
+        """Return an HTTP request; without a given key, it has a random one if there are any.
+
+        Args:
+            length: The `Content-Length`, or `chunked`. None: the body's length.
+            key: The API key. None: a random one.
+        """
         key = self.rng.choice(self.keys) if self.keys and key is None else key
         head = [
             "POST /v1/chat/completions HTTP/1.1",
@@ -97,7 +106,7 @@ class Attack:
 
 
 async def good(attack: Attack) -> str:
-    """Ask and read to the end; nothing but the whole reply, or the advice to come back, will do."""
+    """Send a request and read to the end; only a whole reply, or status 429 or 503, is right."""
     stream, settings = attack.rng.random() < 0.5, attack.rng.choice(EXTREME)
     data = await attack.ask(attack.chat(stream=stream, n=attack.rng.choice([1, 1, 1, 3]), **settings))
     status = int(data.split(b" ", 2)[1]) if data else 0
@@ -108,7 +117,7 @@ async def good(attack: Attack) -> str:
 
 
 async def several(attack: Attack) -> str:
-    """Ask again and again on one connection, wrong requests in between; each gets its own answer, in order."""
+    """Send several requests on one connection, including wrong ones; each must get its own answer, in order."""
     reader, writer = await attack.connect()
     got = []
     try:
@@ -132,7 +141,7 @@ async def several(attack: Attack) -> str:
 
 
 async def apart(attack: Attack) -> str:
-    """Ask the same long prompt with two keys: what one has asked is in the cache for that one only."""
+    """Send the same long prompt with two keys: its KV cache must be reused only for the key that sent it first."""
     if len(attack.keys) < 2:
         await asyncio.sleep(5)
         return "no keys"
@@ -155,7 +164,7 @@ async def apart(attack: Attack) -> str:
 
 
 async def leaving(attack: Attack) -> str:
-    """Ask, and leave after a while, in whatever state the request is."""
+    """Send a request, or a part of one, and leave after a random time, whatever state the request is in."""
     reader, writer = await attack.connect()
     request = attack.chat(stream=attack.rng.random() < 0.5, max_tokens=400)
     writer.write(request[: attack.rng.randint(1, len(request))] if attack.rng.random() < 0.3 else request)
@@ -169,7 +178,7 @@ async def leaving(attack: Attack) -> str:
 
 
 async def half(attack: Attack) -> str:
-    """Send half a request, and wait for the server to end it."""
+    """Send a part of a request, and wait for the server to close the connection."""
     reader, writer = await attack.connect()
     request = attack.chat()
     writer.write(request[: attack.rng.randint(0, len(request) - 1)])
@@ -179,7 +188,7 @@ async def half(attack: Attack) -> str:
 
 
 async def trickle(attack: Attack) -> str:
-    """Send a request byte by byte, and wait for the server to end it."""
+    """Send a request byte by byte, and wait for the server to close the connection."""
     reader, writer = await attack.connect()
     try:
         for byte in attack.chat():
@@ -194,7 +203,7 @@ async def trickle(attack: Attack) -> str:
 
 
 async def sip(attack: Attack) -> str:
-    """Ask for much, and read it slowly."""
+    """Request a long reply, and read it slowly."""
     reader, writer = await attack.connect()
     writer.write(attack.chat(stream=True, n=2, max_tokens=100, logprobs=True, top_logprobs=20))
     for _ in range(20):
@@ -206,7 +215,7 @@ async def sip(attack: Attack) -> str:
 
 
 async def slow(attack: Attack) -> str:
-    """Ask for much, and read nothing of it."""
+    """Request long replies, and read nothing."""
     _, writer = await attack.connect()
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(attack.chat(stream=True, n=8, max_tokens=200, logprobs=True, top_logprobs=20))
@@ -216,7 +225,7 @@ async def slow(attack: Attack) -> str:
 
 
 async def invalid(attack: Attack) -> str:
-    """Send what is no request."""
+    """Send a body that is not a valid request."""
     body = attack.rng.choice(
         [
             b"{",
@@ -235,7 +244,7 @@ async def invalid(attack: Attack) -> str:
 
 
 async def huge(attack: Attack) -> str:
-    """Send megabytes: a text that does not fit, arrays and objects wrong in every place, and more than is allowed."""
+    """Send megabytes: a text that does not fit, arrays and objects that are wrong everywhere, or too many bytes."""
     content = json.dumps("the cat " * 500_000)
     body = attack.rng.choice(
         [
@@ -253,7 +262,7 @@ async def huge(attack: Attack) -> str:
 
 
 async def flood(attack: Attack, start: bytes, more: bytes, most: int = 2**26) -> str:
-    """Send a beginning, then more and more of the same until the server takes no more; give up after 64 MB."""
+    """Send a beginning, then the same bytes again and again until the server stops reading or `most` are sent."""
     reader, writer = await attack.connect()
     sent, piece = 0, more * (65536 // len(more) + 1)
     try:
@@ -272,7 +281,7 @@ async def flood(attack: Attack, start: bytes, more: bytes, most: int = 2**26) ->
 
 
 async def trailers(attack: Attack) -> str:
-    """Send a whole request in chunks, and trailers without end."""
+    """Send a whole request in chunks, followed by endless trailers."""
     body = attack.chat().partition(b"\r\n\r\n")[2]
     start = attack.post(b"%x\r\n%s\r\n0\r\n" % (len(body), body), "chunked")
     long = b"X" * 3000 + b": " + b"y" * 3000 + b"\r\n"
@@ -283,7 +292,7 @@ async def trailers(attack: Attack) -> str:
 
 
 async def pipelined(attack: Attack) -> str:
-    """Send, while a request runs, a head or requests without end; of whole requests each may have its answer."""
+    """Send an endless head, or endless requests, while a request runs; each whole request may be answered."""
     start = attack.chat(stream=True, max_tokens=200).replace(b"Connection: close", b"Connection: keep-alive")
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     invalid = attack.post(b"x" * 30_000, connection="keep-alive")
@@ -313,7 +322,7 @@ SCHEMAS: tuple[dict[str, object], ...] = (
 
 
 async def schemas(attack: Attack) -> str:
-    """Ask for JSON of a schema that nothing fits, or that is very large: an answer, or the client's fault."""
+    """Request JSON of a schema that nothing fits, or that is very large; the status must be an answer or 400."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": attack.rng.choice(SCHEMAS)}}
     data = await attack.ask(attack.chat(response_format=form))
     status = int(data.split(b" ", 2)[1]) if data else 0
@@ -330,7 +339,7 @@ MUST_BE_ANSWERED = {good, several, apart}
 
 
 async def repeat(attack: Attack, kind: Callable[[Attack], Awaitable[str]], until: float) -> None:
-    """One client after the other, of a kind."""
+    """Run clients of one kind, one after the other, until a time."""
     while time.monotonic() < until:
         try:
             outcome = await kind(attack)
@@ -342,7 +351,7 @@ async def repeat(attack: Attack, kind: Callable[[Attack], Awaitable[str]], until
 
 
 async def crowd(attack: Attack, url: str, size: int) -> str:
-    """Open many connections without a word; the server answers others meanwhile."""
+    """Open many connections without sending anything; the server must answer other clients meanwhile."""
     writers: list[asyncio.StreamWriter] = []
     try:
         while len(writers) < size:
@@ -364,13 +373,13 @@ def get(url: str, keys: list[str]) -> str:
 
 
 def metrics(url: str, keys: list[str]) -> dict[str, float]:
-    """The server's metrics by name and labels."""
+    """Return the server's metrics by name and labels."""
     lines = (line.rpartition(" ") for line in get(f"{url}/metrics", keys).splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
 
 def resident_mb(process: int | None) -> float:
-    """A process's resident memory in MB; 0 without one."""
+    """Return a process's resident memory in MB; 0 if the process is None."""
     if process is None:
         return 0.0
     status = Path(f"/proc/{process}/status").read_text()
@@ -378,7 +387,7 @@ def resident_mb(process: int | None) -> float:
 
 
 async def attack_for(attack: Attack, url: str, seconds: float, connections: int, process: int | None) -> list[str]:
-    """Run all kinds of clients for some time; what was wrong afterwards."""
+    """Run all kinds of clients for some time; return a list of what went wrong."""
     begun, state = time.monotonic(), 'npu_sim_cache_blocks{{state="{}"}}'.format
     before = await asyncio.to_thread(metrics, url, attack.keys)
     tasks = [

@@ -44,7 +44,14 @@ WORDS = 220  # of a text in a prompt
 
 @dataclass(frozen=True)
 class Task:
-    """The beginning of a text, and how its tokens are chosen."""
+    """A prompt for one measurement.
+
+    Attributes:
+        kind: The kind of prompt.
+        subject: The subject that its text is about.
+        text: The prompt.
+        temperature: Sampling temperature; 0 means greedy decoding.
+    """
 
     kind: str
     subject: str
@@ -57,8 +64,10 @@ class PromptResult:
     """Measurements of one prompt.
 
     Attributes:
-        plain, speculating: Tokens a second.
-        drafted, accepted: Tokens, in one answer.
+        kind: The kind of prompt.
+        subject: The subject of the prompt.
+        plain, speculating: Tokens a second, without and with speculative decoding.
+        drafted, accepted: Number of drafted and of accepted tokens in one answer.
         same: Whether both answers are the same.
     """
 
@@ -77,7 +86,7 @@ class PromptResult:
 
 def tasks() -> list[Task]:
     def beginning(text: str) -> str:
-        """The first words of a text, with its line breaks."""
+        """Return the first words of a text, with its line breaks."""
         lines, count = [], 0
         for line in text.splitlines():
             count += len(line.split())
@@ -111,7 +120,7 @@ def request_of(task: Task, checkpoint: Checkpoint, tokens: int) -> Request:
 def answer(
     model: PagedModel, request: Request, speculate: Literal["ngram"] | None
 ) -> tuple[float, tuple[int, ...], int, int]:
-    """Tokens a second after the first one, the tokens, and how many were drafted and accepted."""
+    """Return tokens a second after the first one, the tokens, and the numbers of drafted and of accepted tokens."""
     from npu_sim.serving.engine import Engine
 
     with Engine(model, speculate=speculate) as engine:

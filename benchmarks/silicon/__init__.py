@@ -1,1 +1,1 @@
-"""Simulated chips against times that were measured on silicon."""
+"""Comparison of simulated chips with times that were measured on real chips."""

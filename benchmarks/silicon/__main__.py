@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def simulated(rows: Sequence[Row], processes: int) -> dict[str, list[Outcome]]:
-    """Outcomes by set, in the order of the rows."""
+    """Simulate the rows; return the outcomes by set, in the order of the rows."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         every = list(pool.map(run, rows, chunksize=8))
     groups: dict[str, list[Outcome]] = {}

@@ -1,4 +1,7 @@
-"""IR of the measured operators. Weights are inputs, so that they come from DRAM in each run, as in the measurements."""
+"""IR of the measured operators.
+
+Weights are inputs, so that they come from DRAM in each run, as in the measurements.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ IR = dict[str, Any]
 
 
 class Graph:
-    """A graph whose tensors are named by their order."""
+    """A builder of IR graphs that numbers tensors in the order in which they are added."""
 
     def __init__(self) -> None:
         self.inputs: list[IR] = []
@@ -16,25 +19,25 @@ class Graph:
         self.nodes: list[IR] = []
 
     def input(self, *shape: int, dtype: str = "float32") -> IR:
-        """An input of the graph."""
+        """Add an input to the graph and return it."""
         tensor = {"name": f"x{len(self.inputs)}", "shape": [*shape], "dtype": dtype}
         self.inputs.append(tensor)
         return {**tensor, "producer_node": tensor["name"], "producer_output_idx": 0}
 
     def weight(self, *shape: int, dtype: str = "float32") -> IR:
-        """A weight."""
+        """Add a weight to the graph and return it."""
         self.weights.append({"name": f"w{len(self.weights)}", "shape": [*shape], "dtype": dtype})
         return self.weights[-1]
 
     def op(self, name: str, shape: tuple[int, ...], *operands: IR, dtype: str = "float32", **attrs: Any) -> IR:
-        """The result of an op of the given name, shape and dtype."""
+        """Add an op to the graph and return its result, of the given shape and dtype."""
         node = f"{name.split('.')[-2]}_{len(self.nodes)}"
         result = {"name": node, "shape": [*shape], "dtype": dtype}
         self.nodes.append({"name": node, "op_type": name, "inputs": [*operands], "outputs": [result], "attrs": attrs})
         return {**result, "producer_node": node, "producer_output_idx": 0}
 
     def ir(self, *outputs: IR) -> IR:
-        """The IR with these outputs."""
+        """Return the IR with these outputs."""
         return {
             "model_name": "measured",
             "graph_inputs": self.inputs,
@@ -47,13 +50,13 @@ class Graph:
 
 
 def gemm(m: int, n: int, k: int) -> IR:
-    """The product of [m, k] with a weight [n, k]."""
+    """Return IR for the product of [m, k] with a weight [n, k]."""
     g = Graph()
     return g.ir(g.op("aten.linear.default", (m, n), g.input(m, k), g.input(n, k)))
 
 
 def gated_ffn(tokens: int, hidden: int, inner: int) -> IR:
-    """One product for gate and up, silu(gate) · up, and the product down."""
+    """Return IR for a gated feed-forward block: one product for gate and up, silu(gate) · up, and the product down."""
     g = Graph()
     both = g.op("aten.linear.default", (tokens, 2 * inner), g.input(tokens, hidden), g.input(2 * inner, hidden))
     gate, up = (
@@ -64,7 +67,7 @@ def gated_ffn(tokens: int, hidden: int, inner: int) -> IR:
 
 
 def erf_ffn(tokens: int, hidden: int, inner: int) -> IR:
-    """Two products with biases, and a GELU with the error function between them."""
+    """Return IR for a feed-forward block: two products with biases, and a GELU with the error function in between."""
     g = Graph()
     first = g.op(
         "aten.linear.default", (tokens, inner), g.input(tokens, hidden), g.input(inner, hidden), g.input(inner)
@@ -74,7 +77,7 @@ def erf_ffn(tokens: int, hidden: int, inner: int) -> IR:
 
 
 def attention(heads: int, shared: int, queries: int, keys: int, width: int, causal: bool) -> IR:
-    """Attention of query heads that share heads of keys and values."""
+    """Return IR for attention in which several query heads share a head of keys and values."""
     g = Graph()
     operands = [g.input(1, count, size, width) for count, size in ((heads, queries), (shared, keys), (shared, keys))]
     attrs: dict[str, Any] = {"is_causal": causal, "enable_gqa": heads != shared}
@@ -83,7 +86,7 @@ def attention(heads: int, shared: int, queries: int, keys: int, width: int, caus
 
 
 def materialised_attention(heads: int, queries: int, keys: int, width: int) -> IR:
-    """Attention as a product, a softmax and a product, with all scores in memory between them."""
+    """Return IR for attention as a product, a softmax and a product, with all scores in memory in between."""
     g = Graph()
     q, k, v = (g.input(heads, size, width) for size in (queries, keys, keys))
     turned = g.op("aten.transpose.int", (heads, width, keys), k, dim0=1, dim1=2)
@@ -96,7 +99,7 @@ _CODES = {"scale": 0.05, "zero_point": 0, "quant_min": -128, "quant_max": 127, "
 
 
 def _rounded(g: Graph, x: IR) -> IR:
-    """A tensor rounded to int8 and taken as a float again, which the compiler makes a tensor of int8."""
+    """Quantize a tensor to int8 and dequantize it, which the compiler turns into a tensor of int8."""
     shape = tuple(x["shape"])
     codes = g.op("quantized_decomposed.quantize_per_tensor.default", shape, x, dtype="int8")
     g.nodes[-1]["attrs"] = dict(_CODES)
@@ -112,7 +115,7 @@ def _values(g: Graph, codes: IR) -> IR:
 def integer_convolution(
     image: tuple[int, int, int], filters: int, kernel: int, stride: int, padding: int, residual: bool, relu: bool
 ) -> IR:
-    """A convolution of int8 with ReLU, to which another image may be added, between images of int8."""
+    """Return IR for a convolution between images of int8, with optional ReLU and addition of another image."""
     g = Graph()
     channels, height, width = image
     result = (1, filters, *((size + 2 * padding - kernel) // stride + 1 for size in (height, width)))
@@ -128,7 +131,7 @@ def integer_convolution(
 
 
 def integer_pooling(image: tuple[int, int, int], kernel: int) -> IR:
-    """The largest of each window of an image of int8."""
+    """Return IR for max pooling of an image of int8."""
     g = Graph()
     x = _rounded(g, g.input(1, *image))
     window: dict[str, Any] = {"kernel_size": [kernel] * 2, "stride": [1, 1], "padding": [kernel // 2] * 2}
@@ -136,7 +139,7 @@ def integer_pooling(image: tuple[int, int, int], kernel: int) -> IR:
 
 
 def concatenation(image: tuple[int, int, int], count: int) -> IR:
-    """Images of int8, one behind the other."""
+    """Return IR for the concatenation of images of int8 along the channels."""
     g = Graph()
     channels, height, width = image
     images = [_rounded(g, g.input(1, *image)) for _ in range(count)]

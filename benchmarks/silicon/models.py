@@ -1,4 +1,4 @@
-"""Whole networks by their configurations, without weights, as they were measured."""
+"""Whole networks from their configurations, without weights, in the form in which they were measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def prefill(model: str, tokens: int) -> IR:
-    """The forward pass of one prompt, with the logits of all its tokens."""
+    """Return IR for the forward pass of one prompt, with the logits of all its tokens."""
     import torch
     import transformers
 
@@ -56,7 +56,7 @@ def prefill(model: str, tokens: int) -> IR:
 
 
 def resnet50() -> IRGraph:
-    """ResNet-50 in int8."""
+    """Return the graph of ResNet-50 in int8."""
     from npu_compiler import read_ir
     from npu_sim.quantizing.networks.uncalibrated import quantized_from_shapes
     from npu_sim.vision.models import extract_model_ir, find_model

@@ -1,4 +1,4 @@
-"""The page with the errors of each set, its scatter plots and its worst rows."""
+"""The page with the errors of each set of measurements, its scatter plots and its worst rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _CAUSES = {
 
 
 def document(outcomes: dict[str, list[Outcome]]) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     lines = [
         "# Simulated chips and silicon",
         "",
@@ -103,7 +103,7 @@ def _section(group: str, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _estimates() -> list[str]:
-    """The section with other simulators' estimates, from the file that its benchmark wrote."""
+    """Return the section with other simulators' estimates, from the file that their benchmark wrote."""
     return [
         "## Second opinions",
         "",
@@ -122,7 +122,7 @@ def _estimates() -> list[str]:
 
 
 def _shares(result: Result) -> str:
-    """The share of computing and of each cause of a stall in a run."""
+    """Return the largest three shares of a run's time, among computing and the causes of stalls, as text."""
     total = result.cycles
     shares = {"computing": sum(call.counts.progress for call in result.calls)}
     shares |= {_CAUSES[cause.value]: cycles for cause, cycles in result.stalls.items()}
@@ -131,7 +131,7 @@ def _shares(result: Result) -> str:
 
 
 def draw(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
-    """Scatter plots of simulated over measured times, one for each set, with the lines of ±20 %, as a PNG."""
+    """Draw simulated against measured times as a PNG: a scatter plot for each set, with lines at ±20 %."""
     import io
 
     import matplotlib

@@ -1,4 +1,4 @@
-"""The measured rows, each with the program that was measured."""
+"""The measurements (rows), each with the program that was measured."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ class Row:
 
     Attributes:
         group: Name of the set that it belongs to.
-        graph: Makes the IR.
-        dtype: Dtype that is computed in.
+        chip: Name of the chip.
+        name: Name of the measurement.
+        graph: Returns the IR.
+        dtype: Compute dtype.
         us: Measured time in microseconds.
-        kernels: Begin of the names of the kernels that were measured, of a program that needs others around them.
+        rate: Multiply-accumulates per element and cycle if the measurement's setting changes them; 0 if not.
         unfused: Names of the compiler's fusions that the measured program lacks.
-        is_compute_only: Whether operands were moved before and after what was measured.
-        launch_us: Cost of a launch, where another one than the chip's launched it.
-        rate: Multiply-accumulates per element and cycle where the row's setting changes them; 0 where it does not.
+        kernels: Beginning of the names of the kernels that were measured, in a program that needs others too.
+        launch_us: Cost of a launch. None: that of the chip's file.
+        is_compute_only: Whether operands were moved before and after the measured time.
     """
 
     group: str
@@ -55,7 +57,7 @@ _PAGED_LAUNCH_US = 6.5  # of a kernel from a library, by its own set; see `fit`
 
 
 def read(folder: Path) -> list[Row]:
-    """The rows of all files, in their order."""
+    """Return the measurements of all files, in order."""
     rows: list[Row] = []
     for reader in (_v6e_gemm, _v6e_blocks, _v4_gemm, _tenstorrent, _rk3588, _whole_models):
         rows += reader(folder)

@@ -1,4 +1,4 @@
-"""Simulations of the measured rows, their errors, and the fit of a chip's numbers."""
+"""Simulations of the measured programs, their errors, and the fit of a chip's numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _EACH = 3  # every third row of a set, from the first on, is one that numbers ar
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row and the simulation of its program."""
+    """A measurement and the simulation of its program.
+
+    Attributes:
+        row: The measurement.
+        result: The simulated run.
+        us: Simulated time in microseconds, of the part that was measured.
+    """
 
     row: Row
     result: Result
@@ -28,12 +34,12 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """Relative error; positive where the simulation is too slow."""
+        """Relative error; positive if the simulated time is too long."""
         return self.us / self.row.us - 1
 
 
 def chip_of(row: Row) -> Chip:
-    """The chip of a row, as it was set there."""
+    """Return the chip of a measurement, with the measurement's own settings."""
     chip = load_chip(row.chip)
     if row.launch_us is not None:
         chip = changed(chip, "launch", cost_us=row.launch_us)
@@ -43,12 +49,12 @@ def chip_of(row: Row) -> Chip:
 
 
 def changed(chip: Chip, table: str, **values: object) -> Chip:
-    """The chip with other numbers in a table."""
+    """Return the chip with other numbers in a table of its file."""
     return dataclasses.replace(chip, **{table: dataclasses.replace(getattr(chip, table), **values)})
 
 
 def run(row: Row, chip: Chip | None = None) -> Outcome:
-    """The row's program on its chip, or on another one."""
+    """Simulate a measurement's program on its own chip, or on another one if given."""
     chip = chip or chip_of(row)
     options = CompileOptions(compute_dtype=row.dtype, disabled_fusions=row.unfused)
     result = simulate(compile(row.graph(), OpLevelTarget(), options), chip)
@@ -61,15 +67,15 @@ def run(row: Row, chip: Chip | None = None) -> Outcome:
 
 
 def fitting_rows(rows: Sequence[Row]) -> list[Row]:
-    """The third of a set that numbers may be fitted on."""
+    """Return the third of a set's rows on which numbers may be fitted."""
     return [row for row in rows if row.us >= LEAST_US][::_EACH]
 
 
 def fit(rows: Sequence[Row]) -> tuple[dict[str, float], float]:
-    """The numbers of `FITTED` at which the mean error of these rows' logarithms is least, and that mean.
+    """Fit the numbers of `FITTED`; return them and the mean error of the logarithms of times, which they minimize.
 
-    One number after the other is moved by a step as long as that helps; then steps become smaller. Of rows with a cost
-    of launches of their own, only that is fitted.
+    One number after the other is moved by a step as long as that helps; then steps become smaller. For rows with a
+    launch cost of their own, only that cost is fitted.
     """
     keys = FITTED if rows[0].launch_us is None else FITTED[:1]
     best = {key: float(getattr(getattr(chip_of(rows[0]), key[0]), key[1])) for key in keys}
@@ -99,14 +105,14 @@ def fit(rows: Sequence[Row]) -> tuple[dict[str, float], float]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> tuple[float, float, float, float]:
-    """Median and mean of absolute errors, their 90th percentile, and the median error with its sign."""
+    """Return the median and mean of absolute errors, their 90th percentile, and the median error with its sign."""
     errors = sorted(abs(outcome.error) for outcome in outcomes)
     ninetieth = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
     return median(errors), mean(errors), ninetieth, median(outcome.error for outcome in outcomes)
 
 
 def rank_correlation(outcomes: Sequence[Outcome]) -> float:
-    """Spearman's correlation of simulated and measured times."""
+    """Return Spearman's rank correlation of simulated and measured times."""
     from scipy.stats import spearmanr
 
     return float(spearmanr([each.us for each in outcomes], [each.row.us for each in outcomes]).statistic)

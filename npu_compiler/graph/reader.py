@@ -57,11 +57,6 @@ def _converter(source: object) -> Callable[[Any], Mapping[str, Any]] | None:
     return None if reader is None else reader.load()
 
 
-def is_ir_file(path: str | Path) -> bool:
-    """Whether a path names a file that `read_ir` reads, by its suffix; the file is not opened."""
-    return Path(path).suffix == ".json" or _converter(path) is not None
-
-
 def _load_json(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")

@@ -653,16 +653,6 @@ def _word(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> st
     return value
 
 
-def _limits(value: Any, path: str, where: str) -> Mapping[str, Limits]:
-    """Parse a table of op or family → limits."""
-    table = _table(value, path, where)
-    _listed(list(table), ("all", *op_names()), path, where)
-    return {
-        name: _fields(Limits, _table(limits, f"{path}.{name}", where), f"{path}.{name}.", where)
-        for name, limits in table.items()
-    }
-
-
 def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:
     from npu_compiler import ops  # fills the table of functions
     from npu_compiler.program.functions import FUNCTIONS

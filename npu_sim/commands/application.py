@@ -1,4 +1,4 @@
-"""`app`: the `npu-sim` command line. The commands import what they need when they run."""
+"""`app`: the `npu-sim` command line. Each command imports what it needs only when it runs."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ a command; put a space before it to send it as a message."""
 
 
 def chat_in_terminal(conversation: Conversation, where: str) -> None:
-    """Chat until the user leaves.
+    """Read messages from the terminal and print the model's replies until the user leaves.
 
     Args:
-        where: Device that runs the model, for the greeting.
+        where: Name of the device that runs the model, for the greeting.
     """
     note(f"{conversation.model.checkpoint.name} on {where}. Type a message; /help lists the commands, {LEAVE}.")
     read_line = line_editor()
@@ -55,9 +55,9 @@ def chat_in_terminal(conversation: Conversation, where: str) -> None:
 
 
 def line_editor() -> Callable[[], str]:
-    """A function that reads a line from the terminal, with editing, a history of this session and completion by Tab.
+    """Return a function that reads a line from the terminal, with editing, history and completion of commands by Tab.
 
-    It raises `EOFError` at Ctrl-D and `KeyboardInterrupt` at Ctrl-C.
+    That function raises `EOFError` at Ctrl-D and `KeyboardInterrupt` at Ctrl-C.
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import NestedCompleter, PathCompleter
@@ -133,7 +133,7 @@ def _answer(text: str, conversation: Conversation) -> None:
 
 
 def after_prefill(pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces of a text, with a spinner until the first one is there."""
+    """Pass on the pieces of a generated text, with a spinner on stderr until the first one arrives."""
     with step("reading the prompt"):
         first = next(pieces, None)
     if first is not None:
@@ -142,7 +142,7 @@ def after_prefill(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def speed(stats: GenerationStats) -> str:
-    """One line about a generation: the tokens computed and their rates, and the prompt tokens taken from the cache."""
+    """Return a line about a generation: tokens computed, tokens per second, and prompt tokens reused from the cache."""
     parts = [_rate(stats.prompt_tokens - stats.reused_tokens, "prompt", stats.prefill_tokens_per_second)]
     if stats.reused_tokens:
         parts.append(f"{stats.reused_tokens} reused")

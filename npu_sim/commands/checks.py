@@ -1,6 +1,7 @@
-"""Checks of arguments before anything is loaded, or imported that is slow; each raises an `NPUError`.
+"""Checks of command-line arguments before anything is loaded or slow modules are imported; each raises an `NPUError`.
 
-Those of one option are callbacks of its declaration in `options`. Each command begins with those of several options.
+A check of a single option is a callback of its declaration in `options`. A check of several options together is called
+at the beginning of the command.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def check_file(path: Path, what: str) -> Path:
-    """The path, if it is a file that can be read (or a pipe, which is not opened here)."""
+    """Return the path if it is a readable file or a pipe (which is not opened), else raise `InputError`.
+
+    Args:
+        what: The kind of file, for the error message.
+    """
     if not path.exists():
         code = errno.ENOENT
     elif path.is_dir():
@@ -29,12 +34,18 @@ def check_file(path: Path, what: str) -> Path:
 
 
 def check_program_or_ir(path: Path) -> Path:
-    """The path, if it is a file that can be read: IR by its suffix, else a program."""
+    """Return the path if it is a readable file, else raise `InputError`.
+
+    The message calls the file an IR file or a program, by its suffix.
+    """
     return check_file(path, "IR file" if path.suffix in (".json", ".onnx") else "program")
 
 
 def check_output(path: Path | None) -> Path | None:
-    """The path, if a file can be written there; its folder must exist."""
+    """Return the path if a file can be written there, in a folder that exists, else raise `InputError`.
+
+    None stays None.
+    """
     if path is None:
         return None
     if not path.name or path.is_dir():
@@ -53,7 +64,12 @@ def check_output(path: Path | None) -> Path | None:
 
 
 def check_not_overwritten(output: Path | None, inputs: Iterable[Path | None]) -> None:
-    """Refuse an output that is one of the files that the command reads."""
+    """Raise `InputError` if the output file is also one of the files that the command reads.
+
+    Args:
+        output: None: no file is written.
+        inputs: Files to read; None entries are skipped.
+    """
     if output is not None and output.exists():
         for path in inputs:
             if path is not None and path.exists() and path.samefile(output):
@@ -61,7 +77,10 @@ def check_not_overwritten(output: Path | None, inputs: Iterable[Path | None]) ->
 
 
 def check_text(text: str | None, what: str) -> str | None:
-    """The text, if it is valid Unicode: bytes of an argument that are not UTF-8 arrive as lone surrogates."""
+    """Return the text if it is valid Unicode, else raise `InputError`. None stays None.
+
+    Bytes of a command-line argument that are not UTF-8 arrive as lone surrogates, which cannot be encoded.
+    """
     if text is not None:
         try:
             text.encode()
@@ -71,7 +90,7 @@ def check_text(text: str | None, what: str) -> str | None:
 
 
 def check_device(name: str | None) -> str | None:
-    """The device's name, if there is one of that name, which may still not be usable here."""
+    """Return the name if it names a known device, usable here or not, else raise `DeviceError`. None stays None."""
     from npu_runtime.device import find_device
 
     if name is not None:
@@ -80,7 +99,10 @@ def check_device(name: str | None) -> str | None:
 
 
 def check_weights(path: Path | None) -> Path | None:
-    """The path, if it is a file that can be read, or a folder with .safetensors files."""
+    """Return the path if it is a readable file or a folder with .safetensors files, else raise an error.
+
+    None stays None.
+    """
     if path is None:
         return None
     if not path.exists():
@@ -93,7 +115,7 @@ def check_weights(path: Path | None) -> Path | None:
 
 
 def check_inputs(assignments: list[str] | None) -> list[str] | None:
-    """The `name=file.npy` or `file.npz` assignments, if their files can be read."""
+    """Return `name=file.npy` or `file.npz` assignments if their files are readable, else raise `InputError`."""
     from npu_sim.arrays import assigned_files
 
     for path in assigned_files(assignments):

@@ -1,4 +1,7 @@
-"""Completions of arguments after Tab; files are left to the shell. Imports nothing that is slow."""
+"""Completions of command-line arguments after Tab; most complete names, and some complete files by suffix.
+
+No slow module is imported.
+"""
 
 from __future__ import annotations
 
@@ -81,18 +84,21 @@ def models(incomplete: str) -> list[str]:
 
 
 def beginning(incomplete: str, names: Iterable[str]) -> list[str]:
-    """The names that begin with what was typed."""
+    """Return the names that begin with the text typed so far."""
     return [name for name in names if name.startswith(incomplete)]
 
 
 def _files(incomplete: str, *suffixes: str) -> list[str]:
-    """Files with one of these suffixes, and folders if there is such a file: offered nothing, the shell lists all."""
+    """Return completions for files with one of the suffixes: such files and all folders, or nothing if no file matches.
+
+    When the list is empty, the shell completes file names by itself.
+    """
     files, folders = _paths(incomplete, *suffixes)
     return files + folders if files else []
 
 
 def _paths(incomplete: str, *suffixes: str) -> tuple[list[str], list[str]]:
-    """The files with one of these suffixes, and the folders, that the incomplete path is the beginning of."""
+    """Return files with one of the suffixes, and folders, whose paths begin with the incomplete path."""
     folder = incomplete[: incomplete.rfind("/") + 1]
     try:
         entries = sorted(os.scandir(Path(folder or ".").expanduser()), key=lambda entry: entry.name)

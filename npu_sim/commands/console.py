@@ -1,4 +1,4 @@
-"""Terminal output and exit codes of all commands: results go to stdout, progress and errors to stderr."""
+"""Terminal output and exit codes shared by all commands: results go to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class ErrorReporting(TyperGroup):
 
 
 class _Interrupts:
-    """Records Ctrl-C while a command runs, and raises `KeyboardInterrupt` repeatedly until the command ends.
+    """A context that records Ctrl-C and raises `KeyboardInterrupt` repeatedly until the command ends.
 
-    Once is not enough: libraries replace the exception by their own or suppress it, for example around an optional
+    One exception is not enough: libraries replace it by their own or suppress it, for example around an optional
     import, in a finalizer, or in a callback from C.
 
     Attributes:
-        latest: The record of the command that runs, or ran last.
+        latest: The instance of the command that is running or ran last. None before the first command.
         seen: Whether Ctrl-C was pressed.
     """
 
@@ -100,9 +100,9 @@ class _Interrupts:
 
 @contextmanager
 def stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Catch the first Ctrl-C within this context: the function that is yielded then returns True.
+    """Catch the first Ctrl-C within this context; yields a function that returns True once Ctrl-C was pressed.
 
-    A second one acts as outside the context. For the main thread.
+    A second Ctrl-C has the effect that it has outside the context. Only for the main thread.
     """
     pressed = False
 
@@ -131,7 +131,7 @@ def _report(error: Exception, *, with_traceback: bool) -> NoReturn:
 
 
 def describe_error(error: Exception) -> str | None:
-    """The error message for an exception; None for those that Typer reports itself (wrong usage, exit)."""
+    """Return the message for an exception; None for exceptions that Typer reports itself (wrong usage, exit)."""
     from npu_compiler.errors import NPUError
     from npu_compiler.installing import missing_package
 
@@ -171,7 +171,10 @@ def note(message: str) -> None:
 
 @contextmanager
 def concerning(option: str) -> Iterator[None]:
-    """Name the option at the end of an `InputError` from a library, whose words for it are others."""
+    """Append the name of a command-line option to the message of an `InputError` that is raised within this context.
+
+    Library functions raise errors that do not know the option's name.
+    """
     from npu_compiler.errors import InputError
 
     try:
@@ -188,7 +191,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def log_as_notes(*names: str) -> Iterator[None]:
-    """Print to stderr what these modules log, from level INFO on."""
+    """Print to stderr, within this context, what the named modules log at level INFO and above."""
     loggers, handler = [logging.getLogger(name) for name in names], _Notes(logging.INFO)
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -204,7 +207,7 @@ def log_as_notes(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """Print warnings for users without the place in the code that gives them."""
+    """Print warnings within this context as plain messages, without the file and line of the code that gives them."""
     show = warnings.showwarning
 
     def as_note(
@@ -226,7 +229,7 @@ def _warnings_as_notes() -> Iterator[None]:
 
 
 class _StepLine:
-    """The text of a step's line: its message, and the background work that it may be waiting for."""
+    """The text beside a spinner or bar: a message and, while one is running, the background work that may delay it."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -242,7 +245,7 @@ class _StepLine:
 
 @contextmanager
 def step(message: str) -> Iterator[None]:
-    """Show a spinner on stderr during a step of unknown length; nothing if stderr is not a terminal."""
+    """Show a spinner on stderr during a step of unknown length; nothing is shown if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -256,7 +259,7 @@ def step(message: str) -> Iterator[None]:
 def progress(message: str) -> Iterator[Progress]:
     """Show a progress bar on stderr if that is a terminal; yields a function to call with (done, total or None).
 
-    As `step`, it says what background work this may be waiting for.
+    Like `step`, the bar also names background work that the command may be waiting for.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None

@@ -1,4 +1,4 @@
-"""The command `diff`: two programs side by side, or one on two chips."""
+"""The command `diff`, which compares two programs, or one program on two chips."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def diff(
 
 
 def _labels(a: Path, b: Path | None, npu: Sequence[str]) -> tuple[str, str]:
-    """A name for each of the two, which tells them apart."""
+    """Return a distinct label for each of the two compared programs: file names, full paths or names of chips."""
     first, second = (a.name, a.name) if b is None else (a.name, b.name) if a.name != b.name else (str(a), str(b))
     if len(npu) == 2:
         return f"{first} on {Path(npu[0]).stem}", f"{second} on {Path(npu[1]).stem}"
@@ -133,7 +133,7 @@ def _labels(a: Path, b: Path | None, npu: Sequence[str]) -> tuple[str, str]:
 
 
 def _table(contents: Mapping[str, Any]) -> str:
-    """The comparison as text: totals, kernels, and how many nodes other kernels compute."""
+    """Format a comparison as text: totals, kernels, and the number of nodes that different kernels compute."""
     from npu_compiler.program.describe import format_bytes, format_flops
 
     formats: dict[str, Callable[[float], str]] = {

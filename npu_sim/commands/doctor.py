@@ -1,4 +1,4 @@
-"""The report of `npu-sim doctor`: packages, devices, native kernels and the cache, and why something is missing."""
+"""The report of `npu-sim doctor`: packages, devices, native kernels and the cache, and reasons for what is missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ OPTIONAL = {
 
 
 def examine() -> dict[str, Any]:
-    """Everything that `npu-sim doctor` shows, as JSON data. Builds the native CPU kernels if they are not built yet."""
+    """Return everything that `npu-sim doctor` shows, as JSON data.
+
+    Builds the native CPU kernels if they are not built yet.
+    """
     return {
         "npu_sim": _installed("npu-simulation"),
         "python": platform.python_version(),
@@ -117,7 +120,7 @@ def _cache() -> dict[str, Any]:
 
 
 def report(facts: dict[str, Any]) -> str:
-    """The result of `examine` as text."""
+    """Format the result of `examine` as text."""
     lines = [
         f"npu-sim {facts['npu_sim'] or '(not installed)'}, Python {facts['python']}, {facts['system']}, "
         f"{facts['cores']} cores",

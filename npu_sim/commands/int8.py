@@ -1,4 +1,4 @@
-"""`--dtype int8`: time a network as if it were quantized, from shapes alone."""
+"""The option value `--dtype int8`: the time of a network as if it were quantized, which needs only its shapes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DTYPES = (*COMPUTE_DTYPES, INT8)
 
 
 def for_timing(graph: IRGraph, dtype: str | None) -> tuple[IRGraph, str | None]:
-    """The graph to simulate, and its compute dtype.
+    """Return the graph to simulate and its compute dtype; for `int8`, a quantized graph and None.
 
     Raises:
-        InputError: it is to be int8, and has no layer to quantize.
+        InputError: `dtype` is `int8`, and the graph has no layer that can be quantized.
     """
     if dtype != INT8:
         return graph, dtype

@@ -1,4 +1,4 @@
-"""The commands about who may bring code to this machine: `sign`, `keygen` and `trust`."""
+"""The commands `sign`, `keygen` and `trust`, which decide whose compiled code may run on this machine."""
 
 from __future__ import annotations
 

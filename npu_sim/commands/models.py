@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """The text to continue, and how far."""
+    """The prompt of `generate`: its text or the interactive chat, and the limits on the number of tokens."""
 
     prompt: Annotated[
         str | None,
@@ -51,7 +51,7 @@ class PromptSettings:
     ] = False
 
     def __post_init__(self) -> None:
-        """Raise `InputError` if the options contradict each other, or a text is none."""
+        """Raise `InputError` if options contradict each other, the prompt is empty, or a text is not valid UTF-8."""
         from npu_compiler.errors import InputError
 
         if self.max_tokens is not None and self.cache_length is not None and self.max_tokens > self.cache_length:
@@ -65,11 +65,11 @@ class PromptSettings:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether to chat in the terminal."""
+        """Whether to chat in the terminal: there is no prompt, and standard input is a terminal."""
         return self.prompt is None and sys.stdin is not None and sys.stdin.isatty()
 
     def messages(self, prompt: str) -> list[Message]:
-        """The conversation that the prompt begins."""
+        """Return a conversation of the system message, if there is one, and the prompt as the user's message."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         return [*messages, {"role": "user", "content": prompt}]
 
@@ -141,10 +141,10 @@ def generate(
 
 
 def _encoded(checkpoint: Checkpoint, prompt: str, settings: PromptSettings, ranks: int) -> list[int]:
-    """The prompt's tokens, which are read while the device opens.
+    """Return the token ids of the prompt; they are computed while the device opens.
 
     Raises:
-        InputError: they do not fit the cache, or the model does not divide among so many ranks.
+        InputError: the tokens do not fit the KV cache, or the model cannot be divided among this number of ranks.
     """
     from npu_sim.llm import cache_capacity, check_fits, check_ranks, encode_chat
 
@@ -190,7 +190,7 @@ def _note_generation(device: Device, stats: GenerationStats, trace: Path | None,
 
 
 def _piped_prompt() -> str:
-    """Standard input as text, without the white space around it."""
+    """Read standard input as text without surrounding white space. Raises `InputError` if it is empty or not UTF-8."""
     from npu_compiler.errors import InputError
 
     data = b"" if sys.stdin is None else sys.stdin.buffer.read()
@@ -204,7 +204,7 @@ def _piped_prompt() -> str:
 
 
 def _shown(pieces: Iterator[str]) -> Iterator[str]:
-    """Iterate over the pieces, and print each one to stdout, and a newline at the end."""
+    """Pass on the pieces of a text, and print each one to stdout, with a newline at the end."""
     for piece in after_prefill(pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -213,7 +213,11 @@ def _shown(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _counted(stream: TextStream, most: int | None) -> str:
-    """The text of a generation, with a bar that counts its tokens."""
+    """Return the whole text of a generation, with a progress bar that counts its tokens.
+
+    Args:
+        most: Maximum number of new tokens. None: unknown.
+    """
     text = ""
     with progress("generating") as report:
         for piece in stream:

@@ -1,4 +1,4 @@
-"""`describe` and `run` for a saved module (`.npumod`), and `run` for an ONNX file."""
+"""The commands `describe` and `run` for a saved module (`.npumod`), and `run` for an ONNX file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUFFIX = ".npumod"
 
 
 def describe_module(file: Path, json: bool) -> None:
-    """Print what a saved module takes, returns and holds."""
+    """Print the inputs, outputs and contents of a saved module."""
     from npu_compiler.program.describe import format_bytes
     from npu_sim.module.saved_file import read_module
 
@@ -56,7 +56,7 @@ def describe_module(file: Path, json: bool) -> None:
 
 
 def _sizes(shape: tuple[Any, ...], content: SavedModule) -> list[Any]:
-    """Sizes as numbers or, where they may change, as text."""
+    """Return the sizes of a shape: numbers or, for dynamic dimensions, their names."""
     titles = {symbol.name: symbol.title for symbol in content.symbols}
     texts = [size if isinstance(size, int) else next(iter(size.values())) for size in shape]
     return [titles.get(size, size) if isinstance(size, str) else size for size in texts]
@@ -68,11 +68,13 @@ def run_module(
     """Run a saved module once.
 
     Args:
-        inputs: Assignments as for `choose_inputs`, by the names that `describe` shows. Random inputs have the smallest
-            sizes allowed.
+        inputs: Assignments as for `choose_inputs`, by the names that `describe` shows. None: random inputs with the
+            smallest sizes that the module allows.
+        seed: Seed of random inputs. Default: a random one.
 
     Returns:
-        The arrays of the result by their place in it, the seed of random inputs, and what the device ran.
+        The arrays of the result by their position in it, the seed of random inputs (None for inputs from files), and
+        what the device ran.
     """
     import numpy as np
 
@@ -101,11 +103,12 @@ def run_onnx(
     """Compile an ONNX file and run it once.
 
     Args:
-        inputs: Assignments as for `choose_inputs`, by the names of the model's inputs.
-        shapes: Sizes as for `parse_sizes`.
+        inputs: Assignments as for `choose_inputs`, by the names of the model's inputs. None: random inputs.
+        shapes: Sizes as for `parse_sizes`. Default: the model's own.
+        seed: Seed of random inputs. Default: a random one.
 
     Returns:
-        The outputs by their names, the seed of random inputs, and what the device ran.
+        The outputs by their names, the seed of random inputs (None for inputs from files), and what the device ran.
     """
     from npu_compiler import TensorSpec
     from npu_compiler.errors import InputError

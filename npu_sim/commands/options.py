@@ -1,4 +1,4 @@
-"""The options and arguments that several commands share, each declared once with its help."""
+"""The options and arguments that several commands share, each declared once with its help text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def _program_file(path: Path) -> Path:
 
 
 def _force_cpu_level(level: str | None) -> str | None:
-    """Force the CPU level through the environment, since kernels are loaded once a process; its children agree."""
+    """Set the environment variable that forces the CPU's instruction set, and return the level; None changes nothing.
+
+    A process loads its kernels only once, and child processes inherit the variable.
+    """
     if level is not None:
         from npu_runtime.cpu.levels import VARIABLE, forced_on, this_cpu
 
@@ -61,17 +64,24 @@ def _repetition_penalty(value: float | None) -> float | None:
 
 
 def count_option(text: str, most: int | None = None) -> Any:
-    """An option that is a number of things, at least one."""
+    """Return a Typer option for a positive integer.
+
+    Args:
+        text: The help text.
+        most: The greatest value allowed. None: no limit.
+    """
     return typer.Option(min=1, max=most, metavar="INTEGER", help=text)
 
 
 def name_option(*flags: str, what: str, names: str, metavar: str, text: str) -> Any:
-    """An option that is one of some names, which Tab completes.
+    """Return a Typer option whose value must be one of a list of names, which Tab completes.
 
     Args:
         flags: The option's own names. Default: that of the parameter.
         what: The kind of thing that is named, for the error message.
-        names: The place of the names, `module:CONSTANT`, which is imported when it is needed.
+        names: Location of the list, as `module:CONSTANT`; the module is imported when the list is needed.
+        metavar: Placeholder of the value in the help.
+        text: The help text.
     """
 
     def check(name: str | None) -> str | None:

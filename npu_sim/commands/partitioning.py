@@ -1,4 +1,4 @@
-"""The commands for graphs of which a host runs a part: `partition`, and `ops` for what a chip takes."""
+"""The commands `partition`, which divides a graph between a chip and its host, and `ops`, which lists a chip's ops."""
 
 from __future__ import annotations
 
@@ -110,7 +110,12 @@ def partition(
 def _show_price(
     plan: PartitionPlan, chip: Chip, is_supported: Support, wanted: str | None, full: bool, json: bool
 ) -> None:
-    """Show a plan with prices: what it costs, what other ops would gain, and what the wanted ones would."""
+    """Show the cost of a divided model and the time that each op missing on the chip would save.
+
+    Args:
+        wanted: Names of missing ops, separated by commas, whose saving together is shown too. None: no such line.
+        full: Show every node by itself.
+    """
     from npu_model.analysis.plan import find_gains, what_if
 
     price = plan.price
@@ -129,7 +134,7 @@ def _show_price(
 
 
 def read_model(model: str) -> IRGraph:
-    """The graph of an IR file or of a vision model."""
+    """Return the graph of an IR file, an ONNX file or a vision model given by name."""
     from npu_compiler.graph.reader import read_ir
     from npu_sim.vision.models import MODELS, extract_model_ir, find_model
 
@@ -140,7 +145,7 @@ def read_model(model: str) -> IRGraph:
 
 
 def _lacking_ops(price: PlanPrice, text: str) -> list[str]:
-    """Ops that the chip lacks, of a list of their names with or without `aten.`."""
+    """Parse a list of op names, with or without `aten.`. Raises `InputError` for an op that the chip does not lack."""
     from npu_compiler.errors import InputError
 
     lacking = {op for unit in price.units if unit.if_supported is not None for op in unit.ops}
@@ -152,7 +157,12 @@ def _lacking_ops(price: PlanPrice, text: str) -> list[str]:
 
 
 def _price_lines(plan: PartitionPlan, price: PlanPrice, chip: str, full: bool) -> list[str]:
-    """A plan's price as text: totals, nodes by op, side and reason, and the ops that would gain."""
+    """Format the cost of a divided model: totals, nodes grouped by op, device and reason, and ops worth supporting.
+
+    Args:
+        chip: Name of the chip.
+        full: List every node by itself.
+    """
     from npu_compiler.partitioning.pricing import duration
     from npu_compiler.program.describe import format_bytes
 
@@ -186,7 +196,7 @@ def _price_lines(plan: PartitionPlan, price: PlanPrice, chip: str, full: bool) -
 
 
 def _gain_lines(price: PlanPrice, gains: Sequence[Gain]) -> list[str]:
-    """The ops that the chip lacks, with the time that each alone would save."""
+    """Format a line for each op that the chip lacks, with the time that supporting this op alone would save."""
     from npu_compiler.partitioning.pricing import duration
 
     lines = ["  supporting an op alone would gain"] if gains else []
@@ -199,7 +209,7 @@ def _gain_lines(price: PlanPrice, gains: Sequence[Gain]) -> list[str]:
 
 
 def _alike(units: Iterable[UnitPrice]) -> list[list[UnitPrice]]:
-    """Units of the same ops on the same side together, those that take the most time where they run first."""
+    """Group units (nodes placed together) with the same ops on the same side, device or host; costliest group first."""
     groups: dict[tuple[str, bool, bool], list[UnitPrice]] = {}
     for unit in units:
         groups.setdefault((unit.name, unit.on_device, unit.device is None), []).append(unit)
@@ -207,7 +217,7 @@ def _alike(units: Iterable[UnitPrice]) -> list[list[UnitPrice]]:
 
 
 def _spent(units: Iterable[UnitPrice]) -> float:
-    """Seconds of units where they run."""
+    """Return the total seconds of units, each on the side, device or host, where it is placed."""
     return sum((unit.device or 0.0) if unit.on_device else unit.host for unit in units)
 
 
@@ -223,7 +233,7 @@ def _what_if_line(price: PlanPrice, other: PlanPrice, ops: str) -> str:
 
 
 def _plan_facts(plan: PartitionPlan) -> dict[str, Any]:
-    """A plan as JSON data."""
+    """Return a partition plan as JSON data."""
     return {
         "compute_dtype": plan.compute_dtype,
         "device_share": plan.device_share,

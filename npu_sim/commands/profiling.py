@@ -1,4 +1,4 @@
-"""The command that measures: `profile`."""
+"""The command `profile`, which measures the time of kernels."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def profile(
 
 
 def _timed(run: Run, runs: int, device: Device, profiler: Profiler) -> float:
-    """The median of plain runs in milliseconds; after each of them, one is profiled."""
+    """Return the median time of unprofiled runs in milliseconds; each of them is followed by a profiled run."""
     times, clock = [], device.backend.clock
     with progress("running") as report:
         run(None)
@@ -126,7 +126,7 @@ def _partitioned(ir: Path, target: CodegenTarget) -> PartitionPlan:
 def _program_run(
     program: CompiledProgram, device: Device, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> Run:
-    """Runs a program on inputs that are on the device."""
+    """Load a program and its inputs onto the device, and return a function that runs it with an optional profiler."""
     from npu_runtime import Executor
 
     loaded = load_onto(device, program, state)
@@ -139,7 +139,7 @@ def _program_run(
 def _plan_run(
     plan: PartitionPlan, device: Device, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> tuple[Run, list[CompiledProgram]]:
-    """A function that runs a plan with uploads and downloads in each run, and the programs of the device."""
+    """Return a function that runs a partitioned model, transfers included, and its device partitions' programs."""
     from npu_runtime import DAGExecutor
 
     with step(f"compiling {plan.graph.name}"):

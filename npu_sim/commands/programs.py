@@ -101,7 +101,7 @@ def compile(
 def _compile_options(
     dtype: str | None, quantization: str | None, activations: str | None, disabled: Sequence[str]
 ) -> CompileOptions:
-    """The compiler's options as a command's. Raises InputError if they do not fit each other."""
+    """Return compiler options from a command's options. Raises `InputError` if the options contradict each other."""
     from npu_compiler import CompileOptions
     from npu_compiler.errors import InputError
     from npu_compiler.fusion_patterns import check_fusion_names
@@ -150,7 +150,7 @@ def describe(
 
 
 def _describe_graph(file: Path, json: bool) -> None:
-    """Show the nodes of an IR file."""
+    """Print the nodes of an IR or ONNX file."""
     from npu_compiler import print_graph, read_ir
 
     graph = read_ir(file)
@@ -169,7 +169,7 @@ def _describe_graph(file: Path, json: bool) -> None:
 
 
 def _describe_program(file: Path, full: bool, json: bool) -> None:
-    """Show the totals, kernels, buffers and weights of a program."""
+    """Print the totals, kernels, buffers and weights of a compiled program."""
     from npu_compiler import CompiledProgram
     from npu_compiler.program.describe import summary
 
@@ -200,10 +200,10 @@ def _describe_program(file: Path, full: bool, json: bool) -> None:
 
 
 def _tile_program(program: CompiledProgram, full: bool) -> str:
-    """The instructions of a program for a simulated chip, as assembly.
+    """Return the instructions of a program for a simulated chip, as assembly text.
 
     Args:
-        full: With those of every call; otherwise calls like an earlier one are left out.
+        full: Print every kernel call; otherwise calls like an earlier one are left out.
     """
     from dataclasses import replace
 
@@ -296,10 +296,12 @@ def _report(
     json: bool,
     simulation: Mapping[str, Any] | None,
 ) -> None:
-    """Write a run's outputs to the file, if there is one, and print what they are like.
+    """Write a run's outputs to a file, if one is given, and print statistics of each output.
 
     Args:
-        simulation: The run on a simulated chip, with what `npu-sim simulate --json` says of it.
+        seed: Seed of random inputs. None: the inputs came from files.
+        output: The .npz file to write. None: no file is written.
+        simulation: For a simulated chip, the run as `npu-sim simulate --json` prints it. None for other devices.
     """
     from npu_sim.arrays import write_outputs
 

@@ -1,4 +1,4 @@
-"""`quantize` for language models, `quantize-network` for vision models."""
+"""The commands `quantize`, for language models, and `quantize-network`, for vision models."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _read_text(path: Path) -> str:
 
 
 def _show(report: Report) -> None:
-    """Print a table of the layers with the largest errors, and a row for all of them."""
+    """Print a table of the layers with the largest quantization errors, with a last row for all layers together."""
     from rich.console import Console
     from rich.table import Table
 

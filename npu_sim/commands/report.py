@@ -1,4 +1,4 @@
-"""The command `report`: what the compiler made of a model, and where its time, bytes and energy go, as a page."""
+"""The command `report`, which writes a page on a model's graph, kernels, time, bytes and energy."""
 
 from __future__ import annotations
 
@@ -51,19 +51,22 @@ def _model(path: Path) -> Path:
 
 
 def optional_model(path: Path | None) -> Path | None:
-    """A model or program that is checked, if one is given."""
+    """Check the name of a model or program and return it; None, for an argument left out, stays None."""
     return None if path is None else _model(path)
 
 
 def is_vision_model(model: Path) -> bool:
-    """Whether it is the name of a vision model."""
+    """Whether the argument is the name of a vision model."""
     from npu_sim.vision.models import MODELS
 
     return str(model) in MODELS
 
 
 def is_language_model(model: Path) -> bool:
-    """Whether it is a language model: a shorthand, a folder, a GGUF file or a Hugging Face id; no file is read."""
+    """Whether the argument names a language model: a shorthand, a folder, a GGUF file or a Hugging Face id.
+
+    No file is read. Raises an error if such a model cannot be found.
+    """
     from npu_sim.llm.loading import SHORTHANDS, find_checkpoint
 
     is_id = len(model.parts) == 2 and not model.suffix and not model.parent.exists()
@@ -204,7 +207,7 @@ def report(
 
 
 def _check_compiled(model: Path, options: CompileOptions, target: str | None) -> None:
-    """Raises `InputError` where a program, which is compiled already, is to be compiled in some way."""
+    """Raise `InputError` if compiler options are given for a program, which is compiled already."""
     from npu_compiler.errors import InputError
 
     for option, value in {
@@ -218,7 +221,12 @@ def _check_compiled(model: Path, options: CompileOptions, target: str | None) ->
 
 
 def check_measuring(what: str, is_measured: bool, target: str | None) -> None:
-    """Refuse a target where a device, whose own target it is, measures."""
+    """Raise `InputError` if a target is given although a device is to measure, which determines the target itself.
+
+    Args:
+        what: The kind of model, for the message.
+        is_measured: Whether the time is to be measured on a device.
+    """
     from npu_compiler.errors import InputError
 
     if is_measured and target is not None:
@@ -226,7 +234,7 @@ def check_measuring(what: str, is_measured: bool, target: str | None) -> None:
 
 
 def chip_named(npu: str) -> Chip:
-    """The chip of an option `--npu`."""
+    """Load the chip that the option `--npu` names. Raises `InputError`, with the option's name, if that fails."""
     from npu_model import load_chip
 
     with concerning("--npu"):
@@ -234,7 +242,12 @@ def chip_named(npu: str) -> Chip:
 
 
 def target_for(chip: Chip, is_swept: bool) -> CodegenTarget:
-    """The target whose programs run on a chip or, for a sweep, can be lowered for chips like it."""
+    """Return the target that compiles programs for a chip.
+
+    Args:
+        is_swept: Compile to a program of ops, which can be lowered for each variant of the chip in a sweep, instead of
+            one that is lowered for this chip.
+    """
     from npu_model import ChipOpsTarget, NPUTarget
 
     return ChipOpsTarget(chip) if is_swept else NPUTarget(chip)
@@ -248,7 +261,7 @@ def _swept(program: CompiledProgram, chip: Chip, ranges: str) -> dict[str, Any]:
 
 
 def simulated(programs: Sequence[CompiledProgram], chip: Chip | None) -> list[dict[str, Any]]:
-    """The programs' runs on a chip; none without a chip."""
+    """Simulate each program on the chip and return the results as JSON data; an empty list without a chip."""
     from npu_sim.report import simulated_facts
 
     if chip is None:
@@ -263,7 +276,16 @@ def simulated(programs: Sequence[CompiledProgram], chip: Chip | None) -> list[di
 
 @dataclass
 class Subject:
-    """The subject of a report: the programs of a model and, where it was compiled here, how they came about."""
+    """The subject of a report: the compiled programs of a model.
+
+    Attributes:
+        programs: Compiled programs: one, the partitions of a model on the device, or prefill and decode.
+        title: Title of the page.
+        graph: The model's graph. None for a file that was compiled already.
+        stages: The graph after each compiler stage. None for a file that was compiled already.
+        plan: The division of the model between device and host. None if the device runs all of it.
+        notes: Remarks for the page.
+    """
 
     programs: list[CompiledProgram]
     title: str
@@ -274,7 +296,7 @@ class Subject:
 
 
 def load(path: Path, allow_code: bool) -> Subject:
-    """A compiled program as a subject."""
+    """Load a compiled program as the subject of a report."""
     from npu_compiler import CompiledProgram
 
     program = CompiledProgram.load(path, allow_code)
@@ -282,9 +304,9 @@ def load(path: Path, allow_code: bool) -> Subject:
 
 
 def compile_model(path: Path, target: CodegenTarget, options: CompileOptions) -> Subject:
-    """The program of a model or, where the NPU cannot run all of it, those of its device partitions.
+    """Compile a model to one program or, if the chip cannot run all of it, to one for each partition on the device.
 
-    Of a language model, the prefill of a prompt and a decode step, as `simulate` has them.
+    For a language model, compile the prefill of a prompt and a decode step, as `simulate` does.
     """
     from npu_compiler import compile as compile_ir
     from npu_compiler import read_ir, trace_stages
@@ -315,7 +337,7 @@ def compile_model(path: Path, target: CodegenTarget, options: CompileOptions) ->
 
 
 def _divided(graph: IRGraph, target: CodegenTarget, options: CompileOptions) -> Subject:
-    """A graph that a target cannot run whole: the programs of its partitions on the device."""
+    """Divide a graph that a target cannot run as a whole, and compile its partitions on the device."""
     from npu_compiler import partition
     from npu_model import ChipOpsTarget, simulate_plan
     from npu_sim.report import stage_graphs
@@ -338,7 +360,7 @@ def _divided(graph: IRGraph, target: CodegenTarget, options: CompileOptions) -> 
 def measure_program(
     subject: Subject, device: Device, weights: Path | None, inputs: Inputs, runs: int, seed: int | None, verify: bool
 ) -> tuple[Measurement, dict[str, Any] | None]:
-    """Measure the subject's only program and, if asked, verify its model."""
+    """Measure the only program of a report and, if `verify` is set, compare its kernels with PyTorch."""
     from npu_sim.report import measure
 
     (program,) = subject.programs
@@ -403,6 +425,6 @@ def _write(
 
 
 def _totals(run: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A simulated run without what fills the page."""
+    """Return a simulated run without the details that only the page draws; None stays None."""
     drawn = ("calls", "tracks", "scratchpad", "gap")
     return None if run is None else {name: value for name, value in run.items() if name not in drawn}

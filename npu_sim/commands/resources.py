@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def open_device(name: str | None, no_tune: bool = False) -> Device:
-    """Open the device of that name or, without a name, the best one on this machine.
+    """Open the device of that name or, if the name is None, the best one on this machine.
 
     Args:
         no_tune: Use the CPU's default kernels instead of measuring which are the fastest.
@@ -32,7 +32,7 @@ def open_device(name: str | None, no_tune: bool = False) -> Device:
 
 
 def open_device_for(program: CompiledProgram, name: str | None, no_tune: bool) -> Device:
-    """`open_device`, if the program was compiled for that device. Raises `DeviceError` also if not."""
+    """Open a device as `open_device` does. Raises `DeviceError` also if the program was compiled for another device."""
     from npu_compiler.errors import DeviceError
 
     device = open_device(name, no_tune)
@@ -46,7 +46,7 @@ def open_device_for(program: CompiledProgram, name: str | None, no_tune: bool) -
 
 
 def open_in_background(name: str | None, no_tune: bool = False) -> Future[Device]:
-    """`open_device` in a thread, since loading libraries and starting a driver can overlap with other work."""
+    """Start `open_device` in a thread, so that loading libraries and starting a driver overlap with other work."""
     pool = ThreadPoolExecutor(1, "open-device")
     opening = pool.submit(_open, name, no_tune)
     pool.shutdown(wait=False)
@@ -70,10 +70,13 @@ def _open(name: str | None, no_tune: bool) -> Device:
 
 
 def read_graph(path: Path, shapes: Sequence[str] | None) -> IRGraph:
-    """The graph of an IR file, or of an ONNX file with these sizes.
+    """Read the graph of an IR file or an ONNX file.
+
+    Args:
+        shapes: Sizes of dynamic dimensions of an ONNX model, as for `parse_sizes`. Default: the model's own.
 
     Raises:
-        InputError: sizes are given for what is no ONNX file.
+        InputError: sizes are given for a file that is not ONNX.
         IRError: the file cannot be read.
     """
     from npu_compiler import read_ir
@@ -89,10 +92,13 @@ def read_graph(path: Path, shapes: Sequence[str] | None) -> IRGraph:
 
 
 def weights_for(model: CompiledProgram | IRGraph, weights: Path | None) -> Mapping[str, Any]:
-    """The state dict in that file, empty without one.
+    """Read the state dict of a model from a file; it is empty without a file.
+
+    Args:
+        weights: The file. None is allowed only for a model without weights.
 
     Raises:
-        WeightError: the file cannot be read, or there is none for a model that has weights.
+        WeightError: the file cannot be read, or is missing for a model that has weights.
     """
     from npu_compiler import CompiledProgram
     from npu_compiler.errors import WeightError
@@ -112,7 +118,7 @@ def weights_for(model: CompiledProgram | IRGraph, weights: Path | None) -> Mappi
 
 
 def load_onto(device: Device, program: CompiledProgram, state: Mapping[str, Any]) -> dict[str, DeviceBuffer]:
-    """Upload a program's weights with a progress bar. Raises `WeightError` if they do not fit."""
+    """Upload a program's weights with a progress bar. Raises `WeightError` if a name, shape or dtype does not fit."""
     from npu_runtime import load_weights
 
     with progress("loading weights") as report:
@@ -122,7 +128,7 @@ def load_onto(device: Device, program: CompiledProgram, state: Mapping[str, Any]
 def inputs_for(
     specs: Sequence[TensorSpec], inputs: Inputs, seed: int | None
 ) -> tuple[dict[str, np.ndarray], int | None]:
-    """The inputs from the user's files and None, or random ones and their seed, which is printed to stderr."""
+    """Return inputs from the user's files and None, or random inputs and their seed, which is printed to stderr."""
     from npu_sim.arrays import choose_inputs
 
     arrays, used_seed = choose_inputs(inputs or (), specs, seed)

@@ -1,6 +1,6 @@
-"""`serve`: a language model or an encoder for many users at once, behind OpenAI's HTTP API.
+"""The command `serve`: a language model or an encoder for many users at once, behind OpenAI's HTTP API.
 
-docs/engine.md, "Where everything is", names the file of each part.
+docs/engine.md, "Where everything is", lists the files of the server and the engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _model_name(name: str | None) -> str | None:
 
 
 def _seconds_option(text: str) -> Any:
-    """An option that is a time above 0."""
+    """Return a Typer option for a finite, positive time in seconds."""
 
     def finite(context: typer.Context, parameter: typer.CallbackParam, value: float | None) -> float | None:
         from npu_compiler.errors import InputError
@@ -94,7 +94,7 @@ class ListenSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """The engine's context, cache, batches and drafts."""
+    """The serving engine's context length, KV cache, batch sizes and speculative decoding."""
 
     context_length: Annotated[
         int | None, count_option("Maximum tokens of a prompt and its reply. Default: 2048, or the model's if less.")
@@ -119,7 +119,7 @@ class BatchSettings:
     ] = None
 
     def __post_init__(self) -> None:
-        """Raises `InputError` where the options do not go together."""
+        """Raise `InputError` if options contradict each other, such as a KV cache smaller than the context length."""
         from npu_compiler.errors import InputError
 
         context, cache = self.context_length, self.cache_tokens
@@ -129,7 +129,7 @@ class BatchSettings:
             raise InputError("--speculate and --draft are two ways to guess tokens; leave out one of them")
 
     def engine_settings(self, max_waiting: int, tensor_parallel: int) -> EngineSettings:
-        """The settings of the engine."""
+        """Return these options as settings of the serving engine."""
         from npu_sim.serving.engine_setup import EngineSettings
 
         return EngineSettings(
@@ -169,7 +169,7 @@ class LimitSettings:
     )
 
     def limits(self) -> Limits:
-        """The limits of the server; `drain_timeout` is none of them."""
+        """Return these options as limits of the HTTP server, except for `drain_timeout`, which is not one of them."""
         from npu_sim.serving.http import Limits
 
         given = {name.removeprefix("max_").replace("timeout", "seconds"): value for name, value in vars(self).items()}
@@ -268,7 +268,7 @@ def _serve_encoder(
     model_settings: ModelSettings,
     device_settings: DeviceSettings,
 ) -> None:
-    """Serve an embedding model or a cross-encoder."""
+    """Run an HTTP server for an embedding model or a cross-encoder until it is stopped."""
     from npu_sim.serving.encoder_engine import EncoderEngine
     from npu_sim.serving.http import ServedEncoder, make_encoder_application, read_keys, run_server
     from npu_sim.serving.http.logs import start_logging
@@ -291,7 +291,7 @@ def _serve_encoder(
 def _unfit(
     batching: BatchSettings, model: ModelSettings, device: DeviceSettings, on_ray: RaySettings
 ) -> dict[str, bool]:
-    """Options that a simulated chip cannot take → whether they were given."""
+    """Map each option that cannot be combined with a simulated chip to whether the user gave it."""
     return {
         "--speculate": batching.speculate,
         "--draft": batching.draft is not None,
@@ -306,7 +306,7 @@ def _unfit(
 def _simulate(
     model: SimulatedModel, simulation: SimulationSettings, batching: BatchSettings, limiting: LimitSettings
 ) -> None:
-    """Simulate the server on a chip."""
+    """Simulate how a chip would serve requests with a language model, and print the result."""
     assert simulation.simulate is not None
     settings = {
         "context_length": batching.context_length,
@@ -321,7 +321,7 @@ def _simulate(
 
 
 def _check_packages() -> None:
-    """Raises `InputError` where a package is missing."""
+    """Raise `InputError` if a package that serving needs is not installed."""
     from npu_compiler.errors import InputError
     from npu_compiler.installing import install_command
 
@@ -330,7 +330,7 @@ def _check_packages() -> None:
 
 
 def _check_serving(model: str, batching: BatchSettings, limiting: LimitSettings) -> None:
-    """Raises `InputError` where limits contradict the engine or a model cannot be found."""
+    """Raise `InputError` if limits contradict the engine's settings, or the model or draft model is not found."""
     from npu_compiler.errors import InputError
     from npu_sim.llm.loading import find_checkpoint
 
@@ -344,7 +344,10 @@ def _check_serving(model: str, batching: BatchSettings, limiting: LimitSettings)
 
 
 def _listener(listening: ListenSettings, limits: Limits, has_keys: bool) -> tuple[socket, bool]:
-    """The socket that listens, and whether only this machine reaches it; says what a user may not expect."""
+    """Open the listening socket; return it, and whether only this machine can reach it.
+
+    Prints warnings if the system allows fewer connections, or if others can use the server without a key.
+    """
     from npu_sim.serving.http import allow_connections, listen
 
     if (allowed := allow_connections(limits.connections)) < limits.connections:
@@ -360,10 +363,10 @@ def _listener(listening: ListenSettings, limits: Limits, has_keys: bool) -> tupl
 
 
 def _checkpoints(model: str, settings: ModelSettings, draft: str | None) -> tuple[Checkpoint, Checkpoint | None]:
-    """The model's checkpoint and, if there is one, that of the model that drafts for it.
+    """Open the checkpoints of the model and of the draft model for speculative decoding (None if there is none).
 
     Raises:
-        InputError: one cannot be opened, the model does not divide among the ranks, or the tokenizers differ.
+        InputError: one cannot be opened, the model cannot be divided among the ranks, or the tokenizers differ.
     """
     from npu_sim.llm import check_ranks, load_checkpoint
     from npu_sim.serving.engine_setup import check_same_tokens
@@ -384,7 +387,12 @@ def _checkpoints(model: str, settings: ModelSettings, draft: str | None) -> tupl
 def _local_engine(
     stack: ExitStack, checkpoint: Checkpoint, small: Checkpoint | None, device: Device, settings: EngineSettings
 ) -> tuple[EngineLike, int]:
-    """An engine in this process, and the most tokens of a request; the stack closes its models."""
+    """Start an engine in this process; return it and the maximum number of tokens of a request, prompt included.
+
+    Args:
+        stack: Exit stack that closes the models.
+        small: Checkpoint of the draft model. None: no draft model.
+    """
     from npu_sim.serving.engine_setup import most_tokens, open_drafts, open_model, prepare_steps, start_engine
 
     with concerning("--context-length"), progress(f"preparing {checkpoint.name}") as report:
@@ -409,7 +417,7 @@ def _replica_settings(
     device_settings: DeviceSettings,
     engine: EngineSettings,
 ) -> ReplicaSettings:
-    """The settings with which each replica of a cluster opens the model."""
+    """Return the settings with which each replica on a Ray cluster opens the model."""
     from npu_sim.serving.engine_setup import ReplicaSettings
 
     return ReplicaSettings(
@@ -428,5 +436,5 @@ def _replica_settings(
 
 
 def _absolute(model: str) -> str:
-    """The name of a model for a process that works in another folder."""
+    """Make the path of a local model absolute, for a process in another folder; other names stay as they are."""
     return str(Path(model).resolve()) if Path(model).exists() else model

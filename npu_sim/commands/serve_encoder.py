@@ -1,4 +1,4 @@
-"""The part of `serve` that opens embedding models and cross-encoders."""
+"""The part of the command `serve` that opens embedding models and cross-encoders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def find_encoder(model: str) -> EmbedderFolder | CrossEncoderFolder | None:
-    """The embedding model or cross-encoder that is named; None for a model that generates text.
+    """Read the embedding model or cross-encoder of that name; None if the name is that of a model that generates text.
 
     A Hugging Face id is downloaded if it is not in the cache.
 
     Raises:
-        InputError: it is not found, or has something that is not supported.
+        InputError: the model is not found, or uses something that is not supported.
     """
     from npu_sim.encoders import read_encoder
     from npu_sim.llm.loading import checkpoint_path, find_checkpoint
@@ -34,13 +34,11 @@ def find_encoder(model: str) -> EmbedderFolder | CrossEncoderFolder | None:
 
 
 def check_encoder_options(folder: EmbedderFolder | CrossEncoderFolder, unfit: Mapping[str, bool]) -> None:
-    """Refuse options that only a model that generates text has.
+    """Raise `InputError` if an option was given that only models that generate text have.
 
     Args:
-        unfit: Those options → whether they were given.
-
-    Raises:
-        InputError: one was.
+        folder: The embedding model or cross-encoder to be served.
+        unfit: Such options → whether they were given.
     """
     from npu_compiler.errors import InputError
     from npu_sim.encoders import EmbedderFolder
@@ -57,10 +55,13 @@ def open_encoder(
     context_length: int | None,
     max_batch: int,
 ) -> tuple[TextEncoder, str]:
-    """The encoder, ready to be served, and the device that it is on.
+    """Open and compile an encoder; return it with the name of its device.
+
+    Args:
+        context_length: Maximum number of tokens of a text. None: the model's own.
 
     Raises:
-        InputError: it cannot be opened or compiled.
+        InputError: the encoder cannot be opened or compiled.
     """
     from npu_sim.encoders import EmbedderFolder, TextEncoder
 

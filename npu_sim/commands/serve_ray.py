@@ -1,4 +1,4 @@
-"""`serve --ray`: the model in replicas on a Ray cluster."""
+"""The option `serve --ray`: replicas of a model on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RaySettings:
     ] = None
 
     def check(self, device: str | None = None) -> None:
-        """Raise `InputError` if the options contradict each other, or Ray is missing."""
+        """Raise `InputError` if the options contradict each other or the device, or Ray is not installed."""
         from npu_compiler.errors import InputError
         from npu_compiler.installing import install_command
 
@@ -77,11 +77,14 @@ class RaySettings:
 def remote_engine(
     name: str, settings: ReplicaSettings, options: RaySettings, *, capacity: int, drain_seconds: float
 ) -> Iterator[tuple[RemoteEngine, ReplicaFacts]]:
-    """Replicas of a model on a cluster, until the context ends.
+    """Start replicas of a model on a Ray cluster, and stop them when the context ends.
+
+    Yields an engine that sends requests to the replicas, and facts about them.
 
     Args:
         name: Name of the model; a running application of the same name in the cluster is updated.
         capacity: Maximum number of requests at once.
+        drain_seconds: Time for requests under way to end when a replica stops.
 
     Raises:
         DeviceError: there is no cluster, or the replicas do not start.

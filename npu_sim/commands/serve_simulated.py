@@ -1,4 +1,4 @@
-"""`serve --simulate`, and `simulate --trace FILE.csv`: serving requests on a chip that exists only as a file."""
+"""The options `serve --simulate` and `simulate --trace FILE.csv`: simulated serving of requests on a chip."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _trace_file(path: Path | None) -> Path | None:
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """The simulated chip, the requests that come to it, and where the result goes."""
+    """The simulated chip, the requests that arrive at it, and the files for the result."""
 
     simulate: Annotated[
         str | None,
@@ -69,10 +69,10 @@ class SimulationSettings:
     json: AsJSON = False
 
     def check(self, unfit: dict[str, bool]) -> None:
-        """Raises `InputError` where the options do not go together.
+        """Raise `InputError` if these options contradict each other, or others cannot be used with a simulated chip.
 
         Args:
-            unfit: Other options that were given, and mean nothing on a simulated chip.
+            unfit: Options that have no meaning on a simulated chip → whether they were given.
         """
         from npu_compiler.errors import InputError
 
@@ -91,7 +91,10 @@ class SimulationSettings:
         check_not_overwritten(self.csv, [self.trace])
 
     def read_requests(self) -> list[TimedRequest]:
-        """The requests. Raises `InputError` where the trace or a length is malformed."""
+        """Read the requests from the trace, or draw random ones.
+
+        Raises `InputError` if the trace or a length is malformed.
+        """
         from npu_sim.llm.simulated import poisson_requests, read_requests
         from npu_sim.llm.simulated.requests import parse_lengths
 
@@ -108,7 +111,11 @@ class SimulationSettings:
 
 @dataclass(frozen=True)
 class SimulatedModel:
-    """A model and how it is compiled; see `npu_sim.llm.load_architecture`."""
+    """A model's name, compute dtype and weight format, as for `npu_sim.llm.load_architecture`.
+
+    Attributes:
+        dtype: None means the checkpoint's own dtype.
+    """
 
     name: str
     dtype: str | None = None
@@ -125,12 +132,12 @@ def serve_on_chip(
     csv: Path | None,
     json: bool,
 ) -> None:
-    """Simulate a server and print what came out.
+    """Simulate a server on a chip and print latencies and throughput.
 
     Args:
-        settings: Fields of `PoolSettings`; the context length may be None.
-        option: The option that names the chip.
-        csv: File for the queue over time.
+        settings: Fields of `PoolSettings`; the context length may be None, for the model's own.
+        option: The command-line option that names the chip, for error messages.
+        csv: File for the length of the queue over time. None: no file is written.
 
     Raises:
         InputError: there is no such chip or model, the chip cannot run it, or a prompt is too long.

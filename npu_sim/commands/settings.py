@@ -1,4 +1,4 @@
-"""Settings: dataclasses whose fields are options of commands, checked when they are made."""
+"""Settings: dataclasses whose fields are command-line options; their constructors check the values."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """The command for Typer: each parameter that is a dataclass becomes an option for each of its fields.
+    """Return the command with a signature for Typer: a parameter that is a dataclass becomes an option for each field.
 
-    A field says which option it is as a parameter does, by `Annotated[type, typer.Option(…)]`. For a dataclass of
-    another package the parameter says it for all fields: `Annotated[Settings, {field: typer.Option(…)}]`.
+    A field declares its option as a parameter does, by `Annotated[type, typer.Option(…)]`. For a dataclass of another
+    package, the parameter declares the options of all fields: `Annotated[Settings, {field: typer.Option(…)}]`.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -76,14 +76,14 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """The device that a command opens."""
+    """The device that a command opens, and options of its CPU kernels."""
 
     device: DeviceName = None
     cpu_level: CPULevel = None
     no_tune: NoTune = False
 
     def __post_init__(self) -> None:
-        """Raise `InputError` if an option is for another device than the one to be opened."""
+        """Raise `InputError` if `--no-tune` or `--cpu-level`, which are for the CPU, is given for another device."""
         from npu_compiler.errors import InputError
         from npu_runtime.device import best_device
 
@@ -93,24 +93,24 @@ class DeviceSettings:
                 raise InputError(f"{option} is for --device cpu only; this is {name}")
 
     def open(self) -> Device:
-        """The device; it raises `DeviceError` if that cannot be used."""
+        """Open the device. Raises `DeviceError` if it cannot be used."""
         return open_device(self.device, self.no_tune)
 
     def open_for(self, program: CompiledProgram) -> Device:
-        """The device, if the program was compiled for it; else it raises `DeviceError`."""
+        """Open the device. Raises `DeviceError` if it cannot be used or the program was compiled for another device."""
         return open_device_for(program, self.device, self.no_tune)
 
     def open_in_background(self) -> Future[Device]:
-        """The device as a thread opens it, while this one goes on."""
+        """Start to open the device in a thread and return a future for it."""
         return open_in_background(self.device, self.no_tune)
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The dtype, the formats, the adapters and the ranks of a language model.
+    """The dtype, number formats, LoRA adapters and number of tensor-parallel ranks of a language model.
 
     Attributes:
-        adapter: Folders of adapters, with or without names. None: there are none.
+        adapter: Folders of adapters, as `folder` or `name=folder`. None: there are none.
     """
 
     dtype: Dtype = None
@@ -120,7 +120,7 @@ class ModelSettings:
     adapter: Adapters = None
 
     def __post_init__(self) -> None:
-        """Raise `InputError` if a folder holds no adapter, or names and folders contradict each other."""
+        """Raise `InputError` if a folder holds no LoRA adapter, several adapters lack a name, or two share a name."""
         if not self.adapter:
             return
         from npu_sim.llm.adapters import read_adapter_config
@@ -131,7 +131,7 @@ class ModelSettings:
             read_adapter_config(Path(folder))
 
     def merged_adapter(self) -> str | None:
-        """The folder of the adapter that is added to the weights. None: there is none.
+        """Return the folder of the adapter without a name, which is added to the weights; None if there is none.
 
         Raises:
             InputError: there are several.
@@ -144,10 +144,10 @@ class ModelSettings:
         return folders[0] if folders else None
 
     def named_adapters(self) -> dict[str, str]:
-        """Name → folder, of the adapters that requests choose.
+        """Return name → folder of the named adapters, among which each request chooses.
 
         Raises:
-            InputError: two have one name, or a name is empty.
+            InputError: two have the same name, or a name is empty.
         """
         from npu_compiler.errors import InputError
 
@@ -163,7 +163,7 @@ class ModelSettings:
         return named
 
     def _adapters(self) -> list[tuple[str | None, str]]:
-        """The name, if there is one, and the folder of each adapter; a folder's own name may have a '='."""
+        """Split each adapter into (name or None, folder); an existing folder with '=' in its name is not split."""
         parts = [
             (None, value) if "=" not in value or Path(value).is_dir() else tuple(value.split("=", 1))
             for value in self.adapter or ()
@@ -173,7 +173,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The choice of each token from the logits."""
+    """Temperature, top-k, top-p, seed and repetition penalty with which tokens are chosen from the logits."""
 
     temperature: Temperature = 0.0
     top_p: TopP = None
@@ -185,20 +185,20 @@ class SamplingSettings:
     repetition_penalty: RepetitionPenalty = None
 
     def __post_init__(self) -> None:
-        """Raise `InputError` if greedy decoding is asked for together with options of sampling."""
+        """Raise `InputError` if `--top-k` or `--top-p` is given for greedy decoding."""
         from npu_compiler.errors import InputError
 
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise InputError("--top-k and --top-p are for sampling; give a --temperature above 0")
 
     def sampler(self) -> Sampler:
-        """The function that draws a token from the logits."""
+        """Return a function that chooses a token from the logits by these settings."""
         from npu_sim.llm import make_sampler
 
         return make_sampler(self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
 
     def penalized(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with the penalty for repeated tokens that was asked for, if one was."""
+        """Return the checkpoint with the repetition penalty of these settings; unchanged if none was given."""
         from dataclasses import replace
 
         if self.repetition_penalty is None:

@@ -1,4 +1,4 @@
-"""The command `simulate`: what a model would take on a chip that is described in a file."""
+"""The command `simulate`, which estimates a model's run on a chip that is described in a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROWS = 12  # partitions of a plan that are shown
 
 
 def _is_requests(trace: Path) -> bool:
-    """Whether a --trace is one of requests, to read, and not one of a run, to write."""
+    """Whether the file of `--trace` lists requests to serve (.csv), rather than being a timeline to write."""
     return trace.suffix == ".csv"
 
 
@@ -41,7 +41,7 @@ def _trace_file(path: Path | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that `simulate` reads and writes, and how it shows its result."""
+    """The files that `simulate` reads and writes, and the format of its result."""
 
     trace: Annotated[
         Path | None,
@@ -77,16 +77,21 @@ class Outputs:
 
     @property
     def requests(self) -> Path | None:
-        """The trace of requests, if there is one."""
+        """The file with the requests to serve; None if `--trace` was not given or names a timeline to write."""
         return self.trace if self.trace is not None and _is_requests(self.trace) else None
 
     @property
     def timeline(self) -> Path | None:
-        """The file for a trace of the run, if it is wanted."""
+        """The file for a timeline of the run; None if `--trace` was not given or names requests to serve."""
         return None if self.requests is not None else self.trace
 
     def check(self, inputs: list[Path], is_shared: bool) -> None:
-        """Raises `InputError` where the options do not go together, or a file to write is one to read."""
+        """Raise `InputError` if the options contradict each other, or a file to write is also one to read.
+
+        Args:
+            inputs: The files that the command reads.
+            is_shared: Whether several models share the chip.
+        """
         from npu_compiler.errors import InputError
 
         if is_shared and (self.requests or self.picture or self.sweep or self.full):
@@ -170,7 +175,7 @@ def simulate(
 
 
 def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
-    """Simulate a model's programs on one chip, or on the chip and its host in turns."""
+    """Simulate a model on a chip and print the result; ops that the chip lacks run on the host in between."""
     from npu_compiler.errors import ConstraintError
     from npu_model import NPUTarget
     from npu_model import simulate as simulate_program
@@ -214,7 +219,7 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
 
 
 def _share(wanted: _Wanted, chip: Chip, neighbours: Neighbours, outputs: Outputs) -> None:
-    """Simulate models that share a chip; of a language model, the decode step."""
+    """Simulate several models that share a chip; a language model is represented by its decode step."""
     from npu_model import ChipOpsTarget
 
     kind, model, dtype, quantization, tokens, cache_length = wanted
@@ -230,7 +235,7 @@ def _share(wanted: _Wanted, chip: Chip, neighbours: Neighbours, outputs: Outputs
 
 
 def _save(result: Result, outputs: Outputs) -> None:
-    """Write the trace and the picture of a run, as far as they are wanted."""
+    """Write the timeline and the picture of a run to the files given for them, if any."""
     if outputs.timeline is not None:
         from npu_model.analysis.trace import timeline
 
@@ -252,7 +257,7 @@ def _simulated_plan(wanted: _Wanted, chip: Chip, outputs: Outputs) -> PlanResult
 
 
 def _show_plan(result: PlanResult, outputs: Outputs) -> None:
-    """Show a model that the chip and its host run in turns."""
+    """Print the result for a model whose partitions run alternately on the chip and on its host."""
     if outputs.timeline is not None:
         result.timeline().save(outputs.timeline)
     if outputs.json:
@@ -283,7 +288,10 @@ def _serve(
     cache_length: int | None,
     outputs: Outputs,
 ) -> None:
-    """Serve a trace of requests with a language model."""
+    """Simulate how a language model on the chip serves a file of requests.
+
+    Raises `InputError` for other kinds of models.
+    """
     from npu_compiler.errors import InputError
     from npu_sim.llm.simulated import read_requests
 
@@ -295,7 +303,11 @@ def _serve(
 
 
 def check_ops(programs: Iterable[CompiledProgram], chip: Chip | None) -> None:
-    """Refuse a program in which a chip's `[ops]` were not asked for. Raises `InputError`."""
+    """Raise `InputError` if a program was compiled without regard to the list of ops that the chip's file declares.
+
+    Args:
+        chip: None: no chip is simulated, and nothing is checked.
+    """
     from npu_compiler.errors import InputError
     from npu_model.chip import Ops
 
@@ -310,7 +322,7 @@ def check_ops(programs: Iterable[CompiledProgram], chip: Chip | None) -> None:
 def _check_model(
     model: str, dtype: str | None, quantization: str | None, tokens: int | None, cache_length: int | None
 ) -> str:
-    """Return the kind of model, as far as its name tells; refuse options that it does not take."""
+    """Return the kind of a model, as far as its name tells, after checking the options given against that kind."""
     from npu_compiler.errors import InputError
     from npu_sim.llm.loading import find_checkpoint
     from npu_sim.vision.models import MODELS, quantized_files
@@ -349,7 +361,10 @@ def _programs(
     tokens: int | None,
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int | None]:
-    """The model's programs; of a language model, prefill and decode, and the length of the prompt."""
+    """Compile a model's programs. For a language model, they are prefill and decode, returned with the prompt's length.
+
+    The second result is None for other models.
+    """
     from npu_compiler import CompiledProgram, CompileOptions
     from npu_compiler import compile as compile_ir
 
@@ -362,7 +377,7 @@ def _programs(
 
 
 def _graph(kind: str, model: str) -> IRGraph:
-    """The graph of an IR file, a vision model or a quantized network."""
+    """Read the graph of an IR file, a vision model or a quantized network."""
     from npu_compiler import read_ir
     from npu_sim.vision.models import extract_model_ir, find_model, quantized_files
 
@@ -380,7 +395,12 @@ def language_programs(
     tokens: int | None,
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int]:
-    """The prefill of a language model and a decode step, and the length of the prompt."""
+    """Compile the prefill and a decode step of a language model; return them with the prompt's length in tokens.
+
+    Args:
+        tokens: Length of the prompt. None: 512, or the cache length if that is less.
+        cache_length: Capacity of the KV cache in tokens. None: 2048, or the model's maximum if less.
+    """
     from npu_compiler.errors import InputError
     from npu_sim.llm import cache_capacity, compile_decode_loop, compile_prefill, load_architecture
     from npu_sim.llm.loading import STORED
@@ -399,7 +419,11 @@ def language_programs(
 
 
 def _sweep(wanted: _Wanted, chip: Chip, ranges: str, outputs: Outputs) -> None:
-    """Simulate a model on many chips; of a language model, the decode step."""
+    """Simulate a model on many variants of a chip; a language model is represented by its decode step.
+
+    Args:
+        ranges: The variants, such as `sram=256K..8M,arrays=1..8`.
+    """
     from npu_model import ChipOpsTarget
     from npu_model.analysis.picture import check_picture, draw_sweep
     from npu_model.analysis.sweep import as_csv, parse_sweep, write_csv

@@ -1,4 +1,4 @@
-"""`simulate --with`: models that share a chip, each against its run alone."""
+"""The option `simulate --with`: models that share a chip, each compared with its run alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WAYS = ("time", "cores")
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The models that share the chip, and how they do."""
+    """The other models that share the chip, and how the chip is divided."""
 
     others: Annotated[
         list[str] | None,
@@ -44,7 +44,7 @@ class Neighbours:
     ] = None
 
     def __post_init__(self) -> None:
-        """Raise `InputError` where the options do not go together."""
+        """Raise `InputError` if `--share` is unknown, or is given without another model."""
         from npu_compiler.errors import InputError
 
         if self.share is not None and self.share not in _WAYS:
@@ -53,7 +53,7 @@ class Neighbours:
             raise InputError("--share is for models that share a chip; name the other one by --with")
 
     def sharing(self, chip: Chip, count: int) -> Sharing:
-        """The way in which so many models share a chip; it raises `InputError` if the chip has too little for them."""
+        """Return how `count` models share the chip. Raises `InputError` if the chip has too few resources for them."""
         from npu_model.analysis.tenants import Sharing, shares_of
 
         way = Sharing(self.share or ("cores" if chip.core_count >= count else "time"))
@@ -70,10 +70,12 @@ def simulate_shared(
     trace: Path | None,
     as_json: bool,
 ) -> None:
-    """Simulate models on one chip and show each against its run alone.
+    """Simulate models running together on one chip, and print each one's time beside that of its run alone.
 
     Args:
-        compiled: The op-level program of a model.
+        compiled: Compiles the named model to a program of ops, not yet lowered to a chip.
+        sharing: Whether models take turns in time or get cores of their own.
+        trace: File for a timeline. None: no timeline is written.
     """
     from npu_model.analysis.tenants import share
     from npu_model.analysis.trace import shared_timeline
@@ -91,7 +93,7 @@ def simulate_shared(
 
 
 def shared_lines(run: SharedRun) -> list[str]:
-    """A shared run as text: a line for each program."""
+    """Format a shared run as text: a summary and a line for each program."""
     from npu_compiler.program.describe import format_bytes
 
     together = sum(tenant.alone.seconds for tenant in run.tenants)

@@ -1,4 +1,4 @@
-"""A simulated run as the command `simulate` prints it."""
+"""The text that the command `simulate` prints for a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def as_json(results: list[Result], chip: Chip, tokens: int | None) -> dict[str, 
 
 
 def result_lines(result: Result, full: bool) -> list[str]:
-    """A run as text: totals, stalls, energy, and the calls that take the most time."""
+    """Format a run as text: totals, stalls, energy, and the kernel calls that take the most time.
+
+    Args:
+        full: List every call by itself, in order.
+    """
     from npu_compiler.program.describe import format_bytes
 
     chip, seconds, way = result.chip, result.chip.seconds, result.chip.outside_name
@@ -71,7 +75,7 @@ def result_lines(result: Result, full: bool) -> list[str]:
 
 
 def slow_dtype(results: Iterable[Result]) -> str | None:
-    """A sentence on products in a dtype that the chip multiplies far more slowly than another; None without any."""
+    """Return a warning if the runs multiply in a dtype at a quarter of the chip's fastest rate or less, else None."""
     results = list(results)
     chip, counts = results[0].chip, _macs(results)
     if chip.matrix is None or not counts:
@@ -85,7 +89,7 @@ def slow_dtype(results: Iterable[Result]) -> str | None:
 
 
 def _macs(results: Iterable[Result]) -> dict[str, int]:
-    """Dtype → multiply-accumulates of runs."""
+    """Return dtype → total multiply-accumulates of the runs, without dtypes that have none."""
     total: Counter[str] = Counter()
     for result in results:
         for call in result.calls:
@@ -94,13 +98,13 @@ def _macs(results: Iterable[Result]) -> dict[str, int]:
 
 
 def _busiest(call: CallResult) -> str:
-    """The engine that works longest for a call."""
+    """Return the engine (hardware unit) that is busy longest during a kernel call; empty if none is busy."""
     busy = call.counts.busy
     return max(busy, key=lambda engine: busy[engine]) if busy else ""
 
 
 def _alike(calls: Iterable[CallResult]) -> list[list[CallResult]]:
-    """Calls of the same kernel, work and tiles together, those that take the most time in all first."""
+    """Group calls of the same kernel, work and tiles; groups that take the most time in total come first."""
     groups: dict[Hashable, list[CallResult]] = {}
     for call in calls:
         key = (call.kernel, call.macs, call.counts.operations, call.tiles, call.tile, call.dram_bytes)

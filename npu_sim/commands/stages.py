@@ -1,4 +1,4 @@
-"""The effect of a compiler stage as text: the counts of nodes or kernels, and a diff."""
+"""The effect of each compiler stage as text: the number of nodes or kernels, and a diff."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ CONTEXT = 1  # unchanged lines around changed ones
 
 
 def describe_stages(stages: Iterable[tuple[str, IRGraph | ExecutionPlan]], *, full: bool) -> Iterator[str]:
-    """A text for each stage of `npu_compiler.trace_compilation`, the first of which is the graph as read.
+    """Yield a text for each stage of `npu_compiler.trace_compilation`: its name, node or kernel counts, and a diff.
+
+    The first stage is the graph as read; like a stage that turns a graph into a plan, it has no diff, only a count.
 
     Args:
-        full: Print each graph or plan whole, instead of how it differs from the one before.
+        full: Also print each graph or plan whole, instead of the diff to the one before.
     """
     before: IRGraph | ExecutionPlan | None = None
     for name, state in stages:
@@ -30,7 +32,7 @@ def describe_stages(stages: Iterable[tuple[str, IRGraph | ExecutionPlan]], *, fu
 
 
 def _parts(state: IRGraph | ExecutionPlan) -> tuple[str, list[str]]:
-    """The noun for a graph's nodes or a plan's calls, and the op or kernel of each."""
+    """Return ("nodes", the ops of a graph's nodes) or ("kernels", the kernels of a plan's calls)."""
     from npu_compiler import IRGraph
 
     if isinstance(state, IRGraph):

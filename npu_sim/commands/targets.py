@@ -1,4 +1,4 @@
-"""The code generation targets by their names."""
+"""Lookup of code generation targets by name."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
-    """The target of that name, which may be an installed package's; a device's name stands for its target.
+    """Return the target of that name: built in, or from an installed plug-in; a device's name stands for its target.
 
     Args:
-        phase_clocks: Record the phases of resident kernels; see `GPU`.
+        phase_clocks: Record the time of each phase inside resident CUDA kernels; see `GPU`.
 
     Raises:
-        InputError: there is none of that name, or it has no phase clocks.
+        InputError: there is no target of that name, or it has no phase clocks.
     """
     from cuda_compiler import GPU, CUDACodegenTarget
     from npu_compiler import MetalCodegenTarget, OpLevelTarget
@@ -42,7 +42,7 @@ def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
 
 
 def target_names() -> list[str]:
-    """Names of the targets known here, op_level first."""
+    """Return the names of the targets available here, `op_level` first."""
     from npu_compiler.program.target import plugin_targets
     from npu_model.chip import shipped_chips
 

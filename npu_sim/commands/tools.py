@@ -1,4 +1,4 @@
-"""The commands about this installation: `bench` and `doctor`."""
+"""The commands `bench`, which runs benchmarks, and `doctor`, which checks the installation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STDERR = 2  # file descriptor
 
 
 def benchmark_suites(option: str = "") -> list[str]:
-    """The modules in benchmarks/ that can be run; none outside a checkout of the source.
+    """Return the names of the runnable modules in benchmarks/; empty outside a checkout of the source.
 
     Args:
-        option: Only those that have this option.
+        option: Only modules that have this command-line option. Empty: all.
     """
     folder = ROOT / "benchmarks"
     sources = {

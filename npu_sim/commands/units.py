@@ -1,8 +1,8 @@
-"""Numbers with units, as commands print them."""
+"""Formatting of numbers with units for the commands."""
 
 
 def format_time(seconds: float) -> str:
-    """Seconds in a unit that fits: 0.0123 as "12.3 ms"."""
+    """Format seconds in a unit that fits: 0.0123 as "12.3 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"

@@ -1,7 +1,7 @@
-"""The adapter, which Model Explorer imports: IR as the graph after each stage, a program as its kernel calls.
+"""The adapter that Model Explorer imports: it shows IR after each compiler stage, or a program's kernel calls.
 
-Model Explorer (https://github.com/google-ai-edge/model-explorer) gives `.json` files to its own adapter unless the user
-chooses another one, and `.npubin` files to this one.
+Model Explorer (https://github.com/google-ai-edge/model-explorer) passes `.npubin` files to this adapter, and `.json`
+files to its own unless the user chooses this one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INPUTS, OUTPUTS = "Inputs", "Outputs"
 
 
 class NPUSimulationAdapter(Adapter):  # type: ignore[misc]
-    """Opens IR JSON and `.npubin` files."""
+    """Adapter of Model Explorer that opens IR (JSON) and `.npubin` files."""
 
     metadata = AdapterMetadata(
         id="npu_simulation",
@@ -42,10 +42,10 @@ class NPUSimulationAdapter(Adapter):  # type: ignore[misc]
     )
 
     def convert(self, model_path: str, settings: Mapping[str, Any]) -> ModelExplorerGraphs:
-        """A collection of graphs: one per stage that changes something, or one of kernel calls.
+        """Return a collection of graphs: one for each stage that changes nodes, or one of a program's kernel calls.
 
         Raises:
-            IRError, ProgramFormatError: the file is no IR, or no program.
+            IRError, ProgramFormatError: the file is not IR, or not a program.
         """
         path = Path(model_path)
         if path.suffix == f".{PROGRAM}":
@@ -55,7 +55,7 @@ class NPUSimulationAdapter(Adapter):  # type: ignore[misc]
 
 
 def stage_graphs(path: Path) -> list[Graph]:
-    """The graph as read and after each stage that changes its nodes."""
+    """Return the graph as read and after each compiler stage that changes its nodes."""
     graphs: list[Graph] = []
     before: Any = None
     for name, graph in trace_stages(read_ir(path)):
@@ -67,7 +67,7 @@ def stage_graphs(path: Path) -> list[Graph]:
 
 
 def ir_graph(name: str, graph: IRGraph) -> Graph:
-    """A graph of the compiler; nodes of a layer that repeats are in a namespace of that layer."""
+    """Convert an IR graph for Model Explorer; each repetition of a layer gets a namespace (a collapsible group)."""
     layers = _namespaces(repeats(graph))
     sources = {tensor: (f"input:{tensor}", "0") for tensor in (*graph.inputs, *graph.weights, *graph.constants)}
     sources |= {out: (node.name, str(index)) for node in graph.nodes for index, out in enumerate(node.outputs)}
@@ -125,7 +125,7 @@ def ir_graph(name: str, graph: IRGraph) -> Graph:
 
 
 def program_graph(program: CompiledProgram) -> Graph:
-    """The kernel calls of a program; an edge leads from a call to those that read what it wrote."""
+    """Convert a program's kernel calls for Model Explorer; edges lead from a call to those that read its results."""
     nodes = []
     for index, (call, sources) in enumerate(zip(program.kernels, data_flow(program.plan), strict=True)):
         facts = {
@@ -151,7 +151,7 @@ def program_graph(program: CompiledProgram) -> Graph:
 
 
 def _namespaces(runs: Sequence[Sequence[Any]]) -> dict[int, str]:
-    """Index of a node in a repetition → the namespace of that time."""
+    """Return node index → namespace of its repetition, for nodes that are part of repeated layers."""
     names = {}
     for start, period, count, labels in runs:
         for time in range(count):

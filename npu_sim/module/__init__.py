@@ -1,1 +1,1 @@
-"""The front door: a PyTorch module, an `ExportedProgram` or a `.pt2` file as a callable that runs on a device."""
+"""Compilation of a PyTorch module, an `ExportedProgram` or a `.pt2` file to a callable that runs on a device."""

@@ -1,4 +1,4 @@
-"""A call's arguments as the tensors that a graph takes, and its results as what the module returns."""
+"""Conversion of a call's arguments to a graph's input tensors, and of its output tensors to a module's results."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from npu_sim.module.structure import NUMBER, InputLeaf, OutputLeaf, Structure, n
 
 
 class Arguments:
-    """Flattens a call's arguments in the structure that they had when the module was traced.
+    """Flattens a call's arguments into a list of tensors, by the nested structure that was traced.
 
-    Positional and keyword arguments may be exchanged, and those left out that have the default with which the module
-    was traced.
+    An argument may be given by position or by keyword, however it was given in tracing. One that was traced with its
+    default value may be left out.
 
     Args:
-        signature: Signature of the module's `forward`; None where it is not known, as for a `.pt2` file.
+        signature: Signature of the module's `forward`; None if it is not known, as for a `.pt2` file.
         leaves: The leaves of (args, kwargs) when the module was traced.
         positional: The structure of each positional argument.
         keywords: The structure of each keyword argument.
-        tensor: The class of what stands for a tensor.
+        tensor: The class whose instances count as tensors.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Arguments:
         return [*(*named, *rest)[: self._positional], *self._keys]
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The tensors of a call, in the order of the graph's inputs.
+        """Return the tensors of a call, in the order of the graph's inputs.
 
         Raises:
-            InputError: an argument is missing or unknown, is of another structure, or has another value than the one
-                that became a part of the graph.
+            InputError: an argument is missing or unknown, has another structure, or differs from a value, such as a
+                flag, that was traced into the graph.
         """
         if len(args) == self._positional and kwargs.keys() == self._key_set:
             values = (*args, *(kwargs[key] for key in self._keys)) if kwargs else args
@@ -64,7 +64,7 @@ class Arguments:
         return self.chosen(values if self._is_flat else self._flattened(values))
 
     def chosen(self, leaves: Sequence[Any]) -> list[Any]:
-        """The tensors among all leaves. Raises `InputError` as `tensors` does."""
+        """Return the tensors among the leaves of all arguments. Raises `InputError` as `tensors` does."""
         for index, leaf in self._fixed:
             if leaves[index] is not leaf.value and not self._is_same(leaves[index], leaf.value):
                 raise InputError(
@@ -82,7 +82,13 @@ class Arguments:
         return values
 
     def _rebound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The values that were given at tracing, out of a call that spells its arguments differently."""
+        """Return the arguments in the traced order.
+
+        The call may give them by position or keyword, or leave out defaults, unlike the traced call.
+
+        Raises:
+            InputError: the arguments do not fit the signature or the traced call.
+        """
         if self._signature is None:
             raise InputError(
                 f"the call has {len(args)} positional arguments and the keywords {sorted(kwargs)}; "
@@ -140,7 +146,7 @@ class Arguments:
 
 
 class Results:
-    """Puts what a module returns together from the graph's outputs."""
+    """Builds a module's result, in the structure that `forward` returns, from the graph's outputs."""
 
     def __init__(self, leaves: Sequence[OutputLeaf], structure: Structure) -> None:
         self._leaves, self._structure = tuple(leaves), structure
@@ -149,10 +155,11 @@ class Results:
         self._is_tuple = structure.is_flat_tuple and is_computed
 
     def of(self, outputs: Sequence[Any], source: Callable[[str], Any]) -> Any:
-        """The module's result.
+        """Return the module's result for a call.
 
         Args:
-            source: The tensor that a graph input's name or a weight's key stands for in this call.
+            outputs: The graph's outputs, in order.
+            source: Returns the tensor of this call for a graph input's name or a weight's key.
         """
         if self._is_one:
             return outputs[0]

@@ -1,4 +1,4 @@
-"""Rounding sizes up to a few, so that few programs serve many sizes."""
+"""Rounding of dynamic sizes up to a few values, so that few programs serve many sizes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from npu_sim.module.trace import Trace
 class Buckets:
     """The sizes to which a dimension is rounded up.
 
-    Inputs are padded with zeros and results cut back. That is right only for a module that ignores the positions where
-    its mask is 0.
+    Inputs are padded with zeros and results cut to the original size. That is correct only for a module that ignores
+    the positions where its mask is 0.
 
     Attributes:
         sizes: The sizes, in any order.
-        mask: The argument that holds 1 for what counts; padding adds zeros to it.
+        mask: Name of the argument that is 1 at positions to use; padding extends it by zeros.
     """
 
     sizes: Sequence[int]
@@ -33,11 +33,13 @@ class Buckets:
 
 
 class Bucketing:
-    """A module's buckets.
+    """Pads the inputs of a module to the sizes of its buckets, and cuts the results back.
 
     Args:
         buckets: Name of a dynamic size → its buckets.
-        paths: The caller's name of each input.
+        traced: The module's traced graph.
+        shapes: The shapes of the graph's inputs, with symbols for dynamic sizes.
+        paths: The name of each input as the caller sees it.
 
     Raises:
         InputError: there is no such size or mask, a bucket is out of the size's range, or results cannot be cut back.
@@ -75,7 +77,7 @@ class Bucketing:
             raise InputError(f"buckets for '{name}' are {list(bucket.sizes)}, but its sizes are {allowed}")
 
     def rounded(self, key: Key) -> Key:
-        """The sizes of the program that serves a call.
+        """Return the sizes to which a call's dynamic sizes are rounded up; they identify the program that serves it.
 
         Raises:
             InputError: a size is above the largest bucket.
@@ -92,7 +94,7 @@ class Bucketing:
         return bucket_size
 
     def padded(self, tensors: Sequence[torch.Tensor], key: Key) -> list[torch.Tensor]:
-        """The inputs, with zeros up to the sizes of `key`."""
+        """Return the inputs, padded with zeros at the end of each dimension up to the sizes of `key`."""
         sizes = dict(zip(self._symbols, key, strict=True))
         padded_values = []
         for value, shape in zip(tensors, self._inputs, strict=True):
@@ -102,7 +104,7 @@ class Bucketing:
         return padded_values
 
     def cut(self, outputs: Sequence[torch.Tensor], key: Key) -> list[torch.Tensor]:
-        """The outputs, without what comes of the padding."""
+        """Return the outputs cut to the sizes of `key`, which are those before padding."""
         sizes = dict(zip(self._symbols, key, strict=True))
         return [
             value[tuple(slice(size) for size in _sizes_of(shape, sizes))].contiguous()

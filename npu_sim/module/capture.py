@@ -1,4 +1,4 @@
-"""Conversion of a graph that TorchDynamo captured to IR, by one trace; symbolic where sizes may change."""
+"""Conversion to IR of a graph that TorchDynamo captured; sizes that may change stay symbolic."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ _LEAF = pytree.tree_structure(0)
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured graph in PyTorch's ops. Its placeholders are the arguments of a call, and then the constants.
+    """A captured graph in PyTorch's ops. Its placeholders are the arguments of a call, followed by the constants.
 
     Attributes:
+        graph_module: The graph.
         names: Names of the arguments, in order.
         values: The arguments in the trace: tensors without data, and numbers, which may be symbolic.
         static: Positions of the module's parameters and buffers, which TorchDynamo passes as arguments.
-        constants: Tensors made while tracing, by name.
-        sizes: Symbol → the argument that has its value, and the dimension; None for the argument itself.
-        device: The torch device of its tensors.
+        constants: Tensors created while tracing, by name.
+        sizes: Symbol → (position of an argument, dimension with the symbol's value); the dimension is None if the
+            argument itself is the number.
+        device: The torch device of the tensors.
+        symbols: The symbols of `sizes`, in order.
     """
 
     graph_module: GraphModule
@@ -52,10 +55,14 @@ class Captured:
         object.__setattr__(self, "symbols", tuple(self.sizes))
 
     def trace(self, static: frozenset[int], name: str) -> Trace:
-        """The graph as IR, with the arguments at these positions as weights, but for those that it changes.
+        """Return the graph as IR.
+
+        Args:
+            static: Positions of the arguments to read as weights, except for those that the graph changes.
+            name: Name of the model.
 
         Raises:
-            IRError: IR has no form for an op in it.
+            IRError: the graph contains an op that IR cannot express.
         """
         nodes = Nodes(storages=storages_of(self.graph_module))
         for argument in (*self.names, *self.constants):
@@ -106,11 +113,10 @@ class Captured:
 
 
 def capture(graph_module: GraphModule) -> Captured:
-    """Trace what TorchDynamo captured; it must be the graph that is being compiled.
+    """Trace a graph that TorchDynamo captured into PyTorch's ops; call it while that graph is being compiled.
 
     Raises:
-        IRError: the graph uses what programs have no form for: several devices, sparse tensors, numbers that are not
-            sizes.
+        IRError: the graph uses several devices, sparse tensors, or numbers that are not sizes, which programs cannot.
     """
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     values = [node.meta.get("example_value") for node in placeholders]
@@ -132,9 +138,10 @@ def capture(graph_module: GraphModule) -> Captured:
 
 
 def _trace(graph_module: GraphModule, values: Sequence[Any]) -> GraphModule:
-    """The graph in PyTorch's ops, as `torch.export` leaves them; under autocast with casts, and further taken apart.
+    """Return the graph in the ops in which `torch.export` would leave it.
 
-    TorchDynamo's own tensors without data are used, whose sizes are those that its guards speak of.
+    A graph under autocast gets explicit casts, and its ops are decomposed further. The trace reuses the tensors without
+    data that TorchDynamo made, since TorchDynamo's guards (the conditions on sizes) refer to their symbols.
     """
     nodes = graph_module.graph.nodes
     has_autocast = any(node.target is torch.amp.autocast_mode._enter_autocast for node in nodes)
@@ -155,7 +162,7 @@ def _trace(graph_module: GraphModule, values: Sequence[Any]) -> GraphModule:
 
 
 def _is_static(placeholder: Node) -> bool:
-    """Whether a graph's input is a parameter, a buffer or another tensor of a module."""
+    """Whether a placeholder of the graph is a parameter, a buffer or another tensor that belongs to a module."""
     source = getattr(placeholder, "_dynamo_source", None)
     value = placeholder.meta.get("example_value")
     if isinstance(value, nn.Parameter):
@@ -167,7 +174,12 @@ def _is_static(placeholder: Node) -> bool:
 
 
 def _device(traced: GraphModule) -> torch.device:
-    """The one device of a graph's tensors; numbers in tensors without dimensions may be on the CPU beside a GPU."""
+    """Return the device of a graph's tensors.
+
+    Raises `IRError` if there are several, or a tensor is sparse or quantized.
+
+    A CPU tensor without dimensions is accepted beside tensors on a GPU.
+    """
     devices: dict[torch.device, str] = {}
     for node in traced.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
@@ -185,7 +197,7 @@ def _device(traced: GraphModule) -> torch.device:
 
 
 def _lift_constants(traced: GraphModule, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors that the graph holds, which become placeholders after the others."""
+    """Replace tensors that the graph holds by placeholders after the others; return these tensors by name."""
     lifted: dict[str, torch.Tensor] = {}
     placeholders: dict[str, Node] = {}
     graph = traced.graph

@@ -1,4 +1,4 @@
-"""`fastest_plan`: of the ways to divide a module between a device and PyTorch, the one that takes the least time."""
+"""`fastest_plan`: the choice of the fastest division of a module between a device and PyTorch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from npu_sim.module.runner import Loaded, Runner
 def fastest_plan(
     plan: PartitionPlan, loaded: Loaded, updated: Sequence[str], quantization: Quantization | None
 ) -> Runner:
-    """The fastest of three plans for the same graph, each timed on zeros, ready to run.
+    """Return the fastest of three divisions of a graph, ready to run; each is timed on inputs of zeros.
 
-    They are the given one, which has all on the device that this can run; the one of the least price by the times of
-    single nodes and transfers; and PyTorch alone, which computes ops as they were written. Prices tell little where
-    nodes take microseconds: trials decide.
+    They are the given plan, which puts on the device all that it can run; the plan with the least estimated time, from
+    measured times of single nodes and transfers; and PyTorch alone, which runs the ops as written. Estimates are
+    unreliable if nodes take microseconds, so the plans are run.
     """
     graph, target, dtype = plan.source or plan.graph, loaded.backend.target, plan.compute_dtype
     prices = MeasuredPrices(loaded.backend, loaded.weights, str(loaded.device))
@@ -39,7 +39,7 @@ def fastest_plan(
 
 
 def _time(runner: Runner, loaded: Loaded) -> float:
-    """The seconds of a run on zeros."""
+    """Return the seconds of a run on inputs of zeros."""
     inputs = torch_zeros(runner.plan.graph, loaded.device)
 
     def run() -> None:

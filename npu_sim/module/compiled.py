@@ -1,4 +1,4 @@
-"""`npu_sim.compile`: a PyTorch module as a callable that runs on a device."""
+"""`npu_sim.compile`: the compilation of a PyTorch module to a callable that runs on a device."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _compile_module(
     dynamic_shapes: Any,
     buckets: Mapping[str, Buckets] | None,
 ) -> CompiledModule | BrokenModule:
-    """`compile` of a module: in one graph where PyTorch can trace it so, else in several."""
+    """Compile a module as one graph if PyTorch can trace it so, else as several."""
     check_module(module, (args, kwargs))
     stored = quantized_parameters(module)
     if stored:
@@ -140,7 +140,7 @@ def _compile_module(
 
 
 def _compile_onnx(path: str | Path, args: tuple[Any, ...], options: Options) -> CompiledModule:
-    """`compile` of an ONNX file, for the shapes of the example arguments if there are any."""
+    """Compile an ONNX file, for the shapes of the example arguments or, without any, for the model's own."""
     model = load_onnx(path, examples=args)
     return CompiledModule(trace_module(export(model, model.examples), model.name), model, options)
 
@@ -148,7 +148,12 @@ def _compile_onnx(path: str | Path, args: tuple[Any, ...], options: Options) -> 
 def _with_breaks(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, dynamic: bool, error: IRError
 ) -> BrokenModule:
-    """The module in several graphs; the error says why it is not one."""
+    """Compile a module as several graphs.
+
+    Args:
+        dynamic: Whether sizes may change between calls.
+        error: The reason why it cannot be traced as one graph.
+    """
     tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
     device = next((x.device for x in tensors if isinstance(x, torch.Tensor)), torch.device("cpu"))
     broken = BrokenModule(module, device, options, dynamic, str(error))
@@ -157,10 +162,10 @@ def _with_breaks(
 
 
 class CompiledModule(DeviceModule):
-    """A traced module on a device, called as the module is.
+    """A traced module on a device; it is called like the original module.
 
-    Calls from several threads queue. Each returns new tensors. A copy (`copy.deepcopy`) has weights of its own.
-    `pickle` writes the saved form, which comes back as a `LoadedModule`.
+    It may be called from several threads; calls run one at a time. Each returns new tensors. A copy (`copy.deepcopy`)
+    has weights of its own. `pickle` writes the saved form, which is unpickled as a `LoadedModule`.
 
     Attributes:
         trace: The graph, symbolic where sizes may change.
@@ -207,7 +212,7 @@ class CompiledModule(DeviceModule):
             self._programs.runner(example if self._buckets is None else self._buckets.rounded(example))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        """Return the same graph with a copy of the module's weights, on the same device."""
+        """Return a compiled module with the same graph and device and with a copy of the weights."""
         module = copy.deepcopy(self._module, memo)
         held = {} if module is None else module.state_dict(keep_vars=True)
         traced = _with_tensors(self.trace, held)
@@ -227,10 +232,10 @@ class CompiledModule(DeviceModule):
         return self._programs.tensors
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's result.
+        """Run the module and return its result.
 
         Raises:
-            InputError: an argument does not fit.
+            InputError: an argument does not fit the traced graph.
             DeviceError: the device failed.
         """
         tensors = self._arguments.tensors(args, kwargs)
@@ -247,7 +252,7 @@ class CompiledModule(DeviceModule):
         return self._results.of(outputs, lambda name: self._programs.source(name, key, inputs, outputs, self._own))
 
     def _run_bucket(self, tensors: Sequence[torch.Tensor], key: Key) -> list[torch.Tensor]:
-        """The outputs of a call whose sizes are rounded up."""
+        """Run a call whose sizes are rounded up to buckets, and return the outputs cut to the original sizes."""
         assert self._buckets is not None
         rounded = self._buckets.rounded(key)
         inputs = dict(zip(self._names, self._buckets.padded(tensors, rounded), strict=True))
@@ -257,7 +262,11 @@ class CompiledModule(DeviceModule):
             return self._buckets.cut(self._programs.run(rounded, inputs), key)
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
-        """The module's buffers that the graph changes, as they are now."""
+        """Return the current tensors of the module's buffers that the graph changes.
+
+        Raises:
+            InputError: a buffer's shape or strides differ from those that the module was compiled for.
+        """
         tensors = {}
         for name, key, shape in self._state:
             value = tensors[name] = self._own(key).detach()
@@ -273,19 +282,19 @@ class CompiledModule(DeviceModule):
         return tensors
 
     def _own(self, key: str) -> torch.Tensor:
-        """The module's own parameter or buffer."""
+        """Return the module's current parameter or buffer of that key."""
         tensor = self._programs.tensors[key]
         return tensor if self._module is None else live_tensor(self._module, key, tensor, self._plain)
 
     def refresh(self) -> None:
-        """Load the module's weights again, as they are now.
+        """Load the module's current weights again.
 
-        A call does so by itself where PyTorch tells that they were written or replaced; what is written through
-        `Tensor.data` it does not tell.
+        A call does so itself when PyTorch reports that a weight was written or replaced; writes through `Tensor.data`
+        are not reported, so call this after them.
 
         Raises:
-            InputError: a submodule was replaced, so that the module's code may be another.
-            WeightError: a weight has another shape now, or values that it should not.
+            InputError: a submodule was replaced, so that the module's code may have changed.
+            WeightError: a weight's shape has changed, or a constant of the graph has other values.
         """
         with self.backend.lock:
             if self._watched.new_part is not None:
@@ -303,12 +312,12 @@ class CompiledModule(DeviceModule):
             self._watch(tensors)
 
     def save(self, path: str | Path) -> None:
-        """Write one file (`.npumod`) that `npu_sim.load` runs without PyTorch: graph, weights and programs made so far.
+        """Write one file (`.npumod`) that `npu_sim.load` runs without PyTorch: graph, weights and compiled programs.
 
-        The weights are written as they are now. A file that is there stays until the new one is on the disk.
+        The weights are written with their current values. An existing file stays until the new one is on the disk.
 
         Raises:
-            InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
+            InputError: the file cannot be written, or cannot represent a dtype or a structure that the module uses.
         """
         from npu_sim.module.saving import FewBits, save_module
 
@@ -327,13 +336,16 @@ class CompiledModule(DeviceModule):
 
     @property
     def ran(self) -> PartitionPlan:
-        """The plan of the last call. Raises `InputError` before the first."""
+        """The division of the last call's graph between device and PyTorch.
+
+        Raises `InputError` before the first call.
+        """
         if not self._programs.runners:
             raise InputError(f"'{self.trace.ir['model_name']}' has not been called")
         return next(reversed(self._programs.runners.values())).plan
 
     def report(self) -> Report:
-        """Return, for each program, its partitions and the reason of each node that is not on the device."""
+        """Return, for each program, its partitions and the reason for each node that is not on the device."""
         with self.backend.lock:
             plans = {key: runner.plan for key, runner in self._programs.runners.items()}
         names = [self._shapes.names[symbol] for symbol in self._shapes.symbols]
@@ -354,7 +366,7 @@ class CompiledModule(DeviceModule):
 
 
 def _with_tensors(traced: Trace, held: Mapping[str, torch.Tensor]) -> Trace:
-    """The trace with other tensors: those given for their keys, and else copies of its own."""
+    """Return a trace that uses the given tensors; keys without a given tensor get a copy of the trace's own."""
 
     def of_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {key: held[key].detach() if key in held else x.clone() for key, x in tensors.items()}
@@ -364,10 +376,14 @@ def _with_tensors(traced: Trace, held: Mapping[str, torch.Tensor]) -> Trace:
 
 
 def check_module(module: nn.Module, arguments: Any = ()) -> None:
-    """Refuse a module that cannot be compiled as it is.
+    """Check that a module can be compiled.
+
+    Args:
+        module: The module.
+        arguments: Example arguments, whose tensors must be on the module's device.
 
     Raises:
-        InputError: it is in training mode, has hooks, or has tensors on several devices or of quantized dtypes.
+        InputError: the module is in training mode, has hooks, or has tensors on several devices or of quantized dtypes.
     """
     if module.training:
         raise InputError(f"{type(module).__name__} is in training mode; call .eval() first: programs are for inference")

@@ -1,11 +1,11 @@
-"""Replace a call of an op that the device lacks by ops that it has, before the graph is divided among devices.
+"""Decomposition of ops that the device lacks into ops that it has, before the graph is divided among devices.
 
-    Given:   y = aten.addr(x, a, b)                       # no row in the op table
-    Result:  u = unsqueeze(a, 1);  v = mul(u, b);  y = add(v, x)
+Given:   y = aten.addr(x, a, b)                       # no row in the op table
+Result:  u = unsqueeze(a, 1);  v = mul(u, b);  y = add(v, x)
 
-Only that node changes: what the op table can run is left as it was written, since fusions look for it, and so are
-in-place ops, views, names and symbolic sizes around it. A decomposition is used only if all of its ops run on the
-device; otherwise the node stays, and PyTorch runs it on the CPU. Ops that draw random numbers stay for that reason.
+Only that node changes. Ops that the device can run are left as written, since fusions look for them; in-place ops,
+views, names and symbolic sizes around the node stay too. A decomposition is used only if all of its ops run on the
+device; otherwise the node stays, and PyTorch runs it on the CPU. For that reason, ops that draw random numbers stay.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Function = Callable[..., Any]
 
 
 class TooLong(Exception):
-    """A decomposition has more ops than `LARGEST`."""
+    """Raised when a decomposition has more ops than `LARGEST`."""
 
 
 @dataclass
@@ -50,21 +50,22 @@ class Decompositions:
     """Decompositions of the nodes of one graph; equal calls share one.
 
     Attributes:
-        describe: A call → the same as IR; raises `IRError` where IR has no form for it.
+        describe: Returns a call as IR, or raises `IRError` if IR cannot express it.
     """
 
     describe: Callable[[Node], dict[str, Any]]
     _traced: dict[Any, GraphModule | None] = field(default_factory=dict)
 
     def find(self, node: Node, description: Mapping[str, Any], weights: frozenset[str]) -> GraphModule | None:
-        """The graph that replaces a call; its placeholders are the nodes that `operands` lists.
+        """Return the graph that replaces a call, or None if the call stays.
+
+        The graph's placeholders correspond to the nodes that `operands` lists. A call stays if the device can run it,
+        or cannot run any of its decompositions.
 
         Args:
+            node: The call.
             description: The call as IR.
             weights: The names of the call's inputs that are weights.
-
-        Returns:
-            None if the call stays as it is, because the device runs it or nothing that it decomposes into.
         """
         if DECOMPOSITION in node.meta:
             replacement: GraphModule | None = node.meta[DECOMPOSITION]
@@ -89,7 +90,7 @@ class Decompositions:
         return None
 
     def _runs(self, graph_module: GraphModule, within: tuple[Any, ...]) -> bool:
-        """Whether the device runs all of a graph, after decomposing further what it lacks."""
+        """Whether the device can run all nodes of a graph, where nodes that it lacks may be decomposed further."""
         nodes = [node for node in graph_module.graph.nodes if node.op == "call_function"]
         return len(nodes) <= LARGEST and all(self._runs_node(node, within) for node in nodes)
 
@@ -111,15 +112,16 @@ class Decompositions:
 
 
 def operands(node: Node) -> list[Node]:
-    """The nodes that a call reads, once each."""
+    """Return the nodes that a call reads, each once."""
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Node)))
 
 
 def _functions(target: Any) -> Iterator[tuple[Function, bool]]:
-    """Functions that do what an op does in other ops; and whether one is the op, which PyTorch composes of others.
+    """Yield functions that compute an op by other ops, and whether the function is the op itself.
 
-    They are our own, those of PyTorch's tables, and what primitive ops of PyTorch's decompositions stand for.
+    They are, in order: this package's own decompositions, those of PyTorch's tables, the implementation of PyTorch's
+    primitive ops, the op itself if PyTorch composes it of other ops, and the out-of-place form of an in-place op.
     """
     if target in OWN:
         yield OWN[target], False
@@ -137,7 +139,7 @@ def _functions(target: Any) -> Iterator[tuple[Function, bool]]:
 
 
 def _is_lacking(node: Node, description: Mapping[str, Any], weights: frozenset[str]) -> bool:
-    """Whether the device cannot run a call, for the sizes of the example."""
+    """Whether the device lacks the op of a call, or cannot run it with the dtypes and the traced example's sizes."""
     op_type = str(node.target)
     if is_assertion(op_type):
         return False
@@ -161,7 +163,7 @@ def _is_lacking(node: Node, description: Mapping[str, Any], weights: frozenset[s
 
 
 def _is_dense(node: Node) -> bool:
-    """Whether all tensors that a call takes and makes have strides."""
+    """Whether all tensors that a call reads and returns are dense, that is, stored with strides."""
     values = pytree.tree_leaves([node.meta.get("val"), *(x.meta.get("val") for x in operands(node))])
     return all(x.layout is torch.strided for x in values if isinstance(x, torch.Tensor))
 
@@ -171,7 +173,7 @@ def _spec(described: Mapping[str, Any]) -> TensorSpec:
 
 
 def _hints(node: Node) -> dict[str, int]:
-    """Symbol → its value in the example, for the sizes of a call's tensors."""
+    """Return symbol → its value in the traced example, for all symbolic sizes; empty if sizes are static."""
     env = _shape_env(node)
     if env is None:
         return {}
@@ -190,7 +192,7 @@ def _shape_env(node: Node) -> Any:
 
 
 def _key(node: Node) -> Any:
-    """A description of a call that is equal for calls with the same decomposition."""
+    """Return a key that is equal for two calls if they have the same decomposition."""
     positions = {operand: position for position, operand in enumerate(operands(node))}
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     described = tuple(
@@ -213,7 +215,7 @@ def _mode_of(value: torch.Tensor) -> FakeTensorMode | None:
 
 
 def _trace(function: Function, node: Node, *, pre_dispatch: bool) -> GraphModule | None:
-    """Trace a function on a call's arguments; None where the trace does not hold for all sizes.
+    """Trace a function on a call's arguments; None if that fails, or the trace holds only for the example's sizes.
 
     Args:
         pre_dispatch: Whether to keep ops that PyTorch composes of others, as `torch.export` does.
@@ -245,7 +247,7 @@ def _faked(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def _alone(value: Any) -> Any:
-    """A tensor of the same sizes and strides with memory of its own, so that equal calls can share a trace."""
+    """Return a tensor with the same sizes and strides and memory of its own, so that equal calls can share a trace."""
     if not isinstance(value, FakeTensor):
         return value
     last = value.storage_offset() + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
@@ -255,7 +257,11 @@ def _alone(value: Any) -> Any:
 
 @contextmanager
 def _tracing(mode: FakeTensorMode) -> Iterator[None]:
-    """The context of a decomposition: no gradients, and an error where it would hold for the example's sizes alone."""
+    """A context for tracing a decomposition, without gradients.
+
+    Within it, a condition on symbolic sizes that only the example's sizes satisfy raises an error, and so do more than
+    `LARGEST` ops.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch._guards.tracing(None))
         stack.enter_context(torch.no_grad())
@@ -269,7 +275,10 @@ def _tracing(mode: FakeTensorMode) -> Iterator[None]:
 
 @contextmanager
 def _fixed_guards(env: Any) -> Iterator[None]:
-    """Raise an error when a condition on symbolic sizes depends on the example, which would hold for no other sizes."""
+    """Raise an error within this context if a condition on symbolic sizes depends on the sizes of the example.
+
+    The resulting trace would be wrong for other sizes.
+    """
     if hasattr(env, "error_on_new_guards"):
         with env.error_on_new_guards():
             yield
@@ -286,7 +295,7 @@ def _fixed_guards(env: Any) -> Iterator[None]:
 
 
 class _Count(TorchDispatchMode):
-    """Raise `TooLong` after `LARGEST` ops."""
+    """Counts the ops that run in this context, and raises `TooLong` after `LARGEST` of them."""
 
     ops = 0
 
@@ -298,7 +307,10 @@ class _Count(TorchDispatchMode):
 
 
 def _is_plain(traced: GraphModule, node: Node) -> bool:
-    """Make a traced graph one of ops alone; whether that is possible and its results are the call's."""
+    """Rewrite a traced graph so that it consists only of ops on its inputs; return whether that succeeded.
+
+    It fails if the graph holds a tensor of several elements, or its results differ from the call's in shape or dtype.
+    """
     graph = traced.graph
     for inner in list(graph.nodes):
         if inner.target is torch._C._set_grad_enabled:
@@ -324,7 +336,7 @@ def _is_alike(value: Any, result: Any) -> bool:
 
 
 def _make_number(traced: GraphModule, node: Node) -> bool:
-    """Make a tensor of one element that the graph holds the result of an op."""
+    """Replace a one-element tensor that the graph holds by an op that creates it; return False for any other tensor."""
     value = operator.attrgetter(str(node.target))(traced)
     if isinstance(value, FakeTensor):
         value = value.constant

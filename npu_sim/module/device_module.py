@@ -1,4 +1,4 @@
-"""The face of an `nn.Module` on a module that runs on a device."""
+"""The interface of `nn.Module` for a module that runs on a device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from npu_compiler.errors import InputError
 
 
 class DeviceModule(nn.Module):
-    """A module that was compiled, whose parameters and buffers are those of the module that it was compiled from.
+    """A compiled module; its parameters and buffers are those of the module that it was compiled from.
 
-    It is no child of that module, nor the reverse: weights have the keys that they have there.
+    Neither module is a child of the other, so weights have the same keys in both.
 
     Attributes:
         device: The torch device of arguments and results.
@@ -29,7 +29,7 @@ class DeviceModule(nn.Module):
         super().train(False)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors by key, where there is no module to ask."""
+        """Return the tensors by key, for a module that was compiled from an exported program."""
         return {}
 
     def named_parameters(
@@ -53,14 +53,14 @@ class DeviceModule(nn.Module):
         """Load weights into the module that this one was compiled from; the next call uses them.
 
         Raises:
-            InputError: it was compiled from an exported program, which has no such module.
+            InputError: this module was compiled from an exported program, which has no such module.
         """
         if self._module is None:
             raise InputError("an exported program takes no other weights; compile the module that it was exported from")
         return self._module.load_state_dict(state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> Self:
-        """Return the module as it is.
+        """Return this module, which is always in eval mode.
 
         Raises:
             InputError: `mode` is true.
@@ -70,10 +70,10 @@ class DeviceModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Return the module where `fn`, of `.to()`, `.cuda()` or `.half()`, would change neither device nor dtype.
+        """Return this module if `fn`, the function of `.to()`, `.cuda()` or `.half()`, keeps device and dtype.
 
         Raises:
-            InputError: it would.
+            InputError: `fn` would change the device or the dtype.
         """
         first = next((x for x in [*self.parameters(), *self._tensors().values()] if x.is_floating_point()), None)
         probe = torch.empty(0, device=self.device, dtype=torch.float32 if first is None else first.dtype)

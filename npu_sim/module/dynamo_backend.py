@@ -1,7 +1,7 @@
-"""`torch.compile(model, backend="npu_sim")`: the graphs that TorchDynamo captures, run as programs.
+"""`torch.compile(model, backend="npu_sim")`: the graphs that TorchDynamo captures, run as compiled programs.
 
-TorchDynamo passes a module's parameters as arguments of every call. Here they are weights, loaded once for each set of
-tensors that comes; a buffer that keeps changing, such as a state that is replaced in each call, becomes an argument.
+TorchDynamo passes a module's parameters as arguments of every call. Here they are treated as weights, loaded once for
+each set of tensors passed; a buffer that changes between calls, such as a recurrent state, is treated as an input.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CHANGES = 3  # of a buffer between calls, until it is an argument
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `torch.compile(..., options=...)`; see `npu_sim.compile`."""
+    """Options of `torch.compile(..., options=...)`; None and defaults mean the same as in `npu_sim.compile`."""
 
     device: Device | str | None = None
     dtype: str | torch.dtype | None = None
@@ -52,17 +52,18 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """A backend for `torch.compile`, registered as `npu_sim`.
+    """Compile a graph for `torch.compile`, in which this function is registered as the backend `npu_sim`.
 
-    A graph that is to be differentiated, and one for which there is no form as a program, is run by PyTorch, and a
-    warning says why.
+    A graph that needs gradients, or that cannot be expressed as a program, is run by PyTorch instead, with a warning
+    that gives the reason.
 
     Args:
         graph_module: The graph that TorchDynamo captured.
         example_inputs: The arguments of the captured call.
-        options: `dtype`, `device`, `programs` and `quantization`, as for `npu_sim.compile`.
-        mode: One of `torch.compile`'s, as callers such as `generate()` of transformers give it for every backend. All
-            mean the same here: overhead is always reduced, and kernels are always chosen by measuring.
+        options: `dtype`, `device`, `programs` and `quantization`, as for `npu_sim.compile`. None: the defaults.
+        mode: A mode of `torch.compile`, or None. It has no effect: overhead is always reduced, and kernels are always
+            chosen by measuring. It is accepted because callers such as `generate()` of transformers pass it to every
+            backend.
 
     Raises:
         InputError: there is no such option or mode.
@@ -78,7 +79,10 @@ def backend(
 
 
 def break_reason(graph_module: GraphModule) -> str | None:
-    """Return the reason and source line of a graph break; None where the graph ends with the function."""
+    """Return the reason and source line of the graph break that ends a graph.
+
+    None if the graph ends where the traced function returns.
+    """
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -87,7 +91,7 @@ def break_reason(graph_module: GraphModule) -> str | None:
 
 
 def compile_graph(graph_module: GraphModule, options: Options) -> Subgraph | Callable[..., Any]:
-    """A captured graph as a callable on its arguments: PyTorch's own where there is a reason for it."""
+    """Compile a captured graph to a callable; PyTorch's own if the graph needs gradients or cannot be a program."""
     if torch.is_grad_enabled() and _needs_gradient(graph_module):
         _warn("backend 'npu_sim' is for inference: PyTorch runs graphs that need gradients; use torch.no_grad()")
         return graph_module.forward
@@ -114,7 +118,7 @@ def _needs_gradient(graph_module: GraphModule) -> bool:
 
 @cache
 def _warn(message: str) -> None:
-    """Warn, once for each message."""
+    """Show a warning, only once for each message."""
     warnings.warn(message, stacklevel=2)
 
 
@@ -123,8 +127,9 @@ class _WeightSet:
     """A graph's programs with one set of weights.
 
     Attributes:
-        stamps: For each weight, values that change when it is written or moved.
-        references: Weak references to the module's own tensors; the set is dropped with the first of them.
+        programs: The programs.
+        stamps: For each weight, values that change when the weight is written or moved.
+        references: Weak references to the module's own tensors; the set is dropped when one of them is freed.
     """
 
     programs: Programs
@@ -133,7 +138,10 @@ class _WeightSet:
 
 
 def _stamps(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """The address of each weight, and how often it has been written, where PyTorch counts that."""
+    """Return the address of each weight and the number of times it was written.
+
+    That number is 0 for tensors made in inference mode, for which PyTorch does not count.
+    """
     try:
         return [(x.data_ptr(), x._version) for x in weights]
     except RuntimeError:  # of tensors made in inference mode it does not
@@ -141,10 +149,12 @@ def _stamps(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 class Subgraph:
-    """A captured graph as a callable that takes and returns what the graph does. Calls from several threads queue.
+    """A captured graph as a callable with the graph's arguments and results.
+
+    It may be called from several threads; calls run one at a time.
 
     Attributes:
-        failure: The reason why PyTorch runs the graph, if it does.
+        failure: The reason why PyTorch runs the graph instead of the device. None: the device runs it.
     """
 
     def __init__(self, captured: Captured, settings: Settings, eager: Callable[..., Any]) -> None:
@@ -159,7 +169,7 @@ class Subgraph:
         self._take(captured.static)
 
     def _take(self, static: frozenset[int]) -> None:
-        """Take the arguments at these positions as weights, but for those that the graph changes."""
+        """Compile the graph with the arguments at these positions as weights, except for those that it changes."""
         traced = self._captured.trace(static, "graph")
         self._trace: Trace = traced
         places = {name: position for position, name in enumerate(self._captured.names)}
@@ -172,10 +182,10 @@ class Subgraph:
         self._sets: dict[tuple[int, ...], _WeightSet] = {}
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        """The graph's results.
+        """Run the graph and return its results.
 
         Raises:
-            InputError: an argument holds a number that a program cannot take.
+            InputError: an argument holds a number that the program's input cannot represent.
             DeviceError: the device failed.
         """
         with self._settings.backend.lock:
@@ -234,7 +244,11 @@ class Subgraph:
     def _load(
         self, args: Sequence[Any], weights: tuple[torch.Tensor, ...], weight_set: _WeightSet | None
     ) -> _WeightSet:
-        """Load the weights of a call, which are new or have been written."""
+        """Load the weights of a call, which are new tensors or have been written since the last call.
+
+        Args:
+            weight_set: The programs with the old values of the same tensors. None: the tensors are new.
+        """
         if weight_set is not None:
             for position, before, now in zip(self._static, weight_set.stamps, _stamps(weights), strict=True):
                 self._changes[position] += before != now

@@ -1,7 +1,7 @@
-"""Conversion of a graph of `torch.export` to IR: the schema of torch_ir, extended by what that cannot express.
+"""Conversion of a graph of `torch.export` to IR: the schema of torch_ir, with extensions.
 
-Beyond torch_ir's own converter this reads keyword tensors, regions under `no_grad` and `autocast`, symbolic sizes,
-which of several optional tensors a call gave, and which inputs a graph changes in place.
+Beyond torch_ir's own converter, this module reads keyword tensors, regions under `no_grad` and `autocast`, symbolic
+sizes, optional tensors that a call left out, and in-place changes of inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ _BY_STRIDES = (
 
 @dataclass(frozen=True)
 class Reference:
-    """A tensor of the IR, and where it comes from: a node's output, a graph input, or (no producer) a weight."""
+    """A tensor of the IR and its origin.
+
+    Attributes:
+        name: The tensor's name.
+        value: The traced tensor, without data.
+        producer: The node that returns it, or its own name for a graph input. None: it is a weight.
+        index: The position among the producer's outputs.
+    """
 
     name: str
     value: torch.Tensor
@@ -50,7 +57,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class ViewStep:
-    """A node of the IR whose output shares memory with the input at a position."""
+    """A node of the IR whose output is a view of one of its inputs.
+
+    Attributes:
+        node: The node in the IR's form.
+        position: The input's position.
+    """
 
     node: dict[str, Any]
     position: int
@@ -62,19 +74,19 @@ Value: TypeAlias = Any
 
 @dataclass
 class Nodes:
-    """Nodes of the IR, as they are read.
+    """The nodes of an IR graph, collected while FX graphs are read.
 
     Attributes:
         nodes: Node descriptions in the IR's form.
         storages: Groups of traced tensors that share memory.
-        root: Tensor name → the tensor whose memory it shares, for views and in-place ops.
-        parent: Tensor name → how it is made of the tensor which it looks into, and that tensor, for the same.
-        references: Tensor name → the tensor, for all that nodes make.
-        written: The tensors whose memory the graph changes, by their root's name.
-        numbers: The expression of a number that depends on data → the tensor whose one element it is.
-        by_strides: (source, output), by their roots' names, for each op whose output is a view of the source or a copy,
-            as the source's strides say.
-        composites: The calls that the graph holds decomposed, in the IR's form.
+        root: For a view or the result of an in-place op: tensor name → the tensor that owns the memory.
+        parent: For the same tensors: tensor name → (the step that makes the view, the name of the tensor viewed).
+        references: Tensor name → the tensor, for all outputs of nodes.
+        written: Names of the tensors whose memory the graph changes, each represented by its root.
+        numbers: Expression of a number that depends on data → the one-element tensor that holds it.
+        by_strides: (source, output), both as roots, for each op that returns a view or a copy depending on the source's
+            strides.
+        composites: Calls that were read as their decompositions, in the IR's form.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -92,14 +104,15 @@ class Nodes:
     _decompositions: Decompositions = field(default_factory=lambda: Decompositions(describe_call))
 
     def read(self, graph_module: GraphModule, arguments: Sequence[Value], prefix: str = "") -> Value:
-        """Add a graph's nodes; returns what its output node returns.
+        """Add a graph's nodes; return the value of the graph's output node.
 
         Args:
-            arguments: The values of its placeholders, in order.
-            prefix: Prefix of its nodes' names.
+            graph_module: The graph.
+            arguments: The values of the graph's placeholders, in order.
+            prefix: Prefix of the new nodes' names.
 
         Raises:
-            IRError: it holds control flow that depends on data, or another op that IR has no form for.
+            IRError: the graph contains control flow that depends on data, or an op that IR cannot express.
         """
         values: dict[Node, Value] = {}
         given = iter(arguments)
@@ -119,7 +132,11 @@ class Nodes:
         return result
 
     def described(self) -> list[dict[str, Any]]:
-        """The nodes in the IR's form; where some write in place, with `SHARES` for those whose op does not say it."""
+        """Return the nodes in the IR's form.
+
+        If the graph writes in place, nodes get the attribute `SHARES`, which tells the input whose memory an output
+        shares, unless the op's definition says so.
+        """
         if not self.written:
             return self.nodes
         return [
@@ -130,14 +147,15 @@ class Nodes:
         ]
 
     def fixed_strides(self) -> set[str]:
-        """The roots whose strides may decide what memory the graph writes, or sees written.
+        """Return the tensors whose strides decide which memory the graph writes or sees written, by their roots' names.
 
-        These are all that are written: of a contiguous tensor `contiguous()` leaves nothing in a trace.
+        A root is the tensor that owns the memory of a view. The result includes every written root: `contiguous()` of a
+        contiguous tensor leaves no node in a trace, so its effect cannot be told from the tensor itself.
         """
         return self.written | {source for source, out in self.by_strides if out in self.written}
 
     def take_name(self, stem: str) -> str:
-        """A name that nothing in the graph has yet; tensors and nodes share them."""
+        """Return an unused name that begins with `stem`, and reserve it; tensors and nodes share one set of names."""
         name = unique_name(stem, self._names)
         self._names.add(name)
         return name
@@ -167,7 +185,7 @@ class Nodes:
     def _op(
         self, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[Node, Value], prefix: str
     ) -> Value:
-        """Read a call of one of PyTorch's ops."""
+        """Add a call of one of PyTorch's ops; return the value or values of its outputs."""
         value, target = node.meta.get("val"), node.target
         if not isinstance(target, torch._ops.OpOverload):
             raise IRError(f"node '{node.name}': {target} is not an op of PyTorch, and IR has no form for it")
@@ -199,7 +217,7 @@ class Nodes:
         return outputs if outputs else None
 
     def _decomposed(self, node: Node, decomposition: GraphModule, arguments: Sequence[Value], prefix: str) -> Value:
-        """Read what a call decomposes into in its place; return the results as the call's own."""
+        """Add the nodes of a call's decomposition in its place; return their results with the call's traced values."""
         placeholders = (x.meta.get("val") for x in decomposition.graph.nodes if x.op == "placeholder")
         for placeholder, argument in zip(placeholders, arguments, strict=True):
             if isinstance(placeholder, torch.Tensor) and isinstance(argument, Reference):
@@ -222,7 +240,9 @@ class Nodes:
         first: int,
         known: int,
     ) -> None:
-        """Note a call that only computes, and what its results are called; it takes the place of those within it.
+        """Record a call that was decomposed, with the names of its results; it replaces records of calls within it.
+
+        Only a call that decomposes into several nodes, and neither aliases nor writes its arguments, is recorded.
 
         Args:
             first: Number of nodes before those of its decomposition.
@@ -254,7 +274,7 @@ class Nodes:
         return out
 
     def lineage(self, name: str) -> tuple[ViewStep, ...]:
-        """The steps that lead from the tensor whose memory this one shares to it, in order."""
+        """Return the chain of view steps, in order, from the tensor that owns the memory to the named one."""
         steps: list[ViewStep] = []
         while name in self.parent:
             step, name = self.parent[name]
@@ -265,7 +285,7 @@ class Nodes:
         return self.root.get(name, name)
 
     def _note_shared(self, name: str, source: Reference, position: int) -> None:
-        """Note that the last node's output looks into the memory of the node's input at a position."""
+        """Record that the last node's output is a view of the node's input at a position."""
         self._bases[name] = self._bases.get(source.name, source)
         self.root[name] = self._bases[name].name
         self.parent[name] = (ViewStep(self.nodes[-1], position), source.name)
@@ -275,10 +295,10 @@ class Nodes:
         self.references.update({x.name: x for x in outputs})
 
     def _note_writes(self, where: str, target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
-        """Note which tensors an op changes, as its schema says.
+        """Record which tensors an op writes, according to its schema.
 
         Raises:
-            IRError: it changes others than its first argument, for which there is no out-of-place form.
+            IRError: it writes arguments other than the first, for which there is no out-of-place form.
         """
         arguments = target._schema.arguments
         values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
@@ -305,7 +325,7 @@ class Nodes:
     def _note_memory(
         self, target: Any, args: Sequence[Value], inputs: Sequence[Reference], outputs: Sequence[Reference | None]
     ) -> None:
-        """Note which outputs of the last node share an input's memory: those that do in the trace."""
+        """Record which outputs of the last node share an input's memory, as they do in the trace."""
         shares = []
         for out in outputs:
             if out is None:
@@ -326,7 +346,7 @@ class Nodes:
         return out.index if out.index in sharing else next(iter(sharing), None)
 
     def _region(self, node: Node, args: Sequence[Value], kwargs: Mapping[str, Value]) -> Value:
-        """A region of the graph under `no_grad` or `autocast`, read in place."""
+        """Add the nodes of a subgraph that runs under `no_grad` or `autocast`, in place of the call to it."""
         kind = str(node.target)
         if kind.endswith("wrap_with_set_grad_enabled"):
             return self.read(args[1], args[2:])
@@ -342,10 +362,10 @@ class Nodes:
 
 
 def describe_call(node: Node) -> dict[str, Any]:
-    """A call of an op as IR, by itself: its inputs are named after the nodes that make them.
+    """Return a single call of an op as IR; its inputs are named after the FX nodes that produce them.
 
     Raises:
-        IRError: IR has no form for it.
+        IRError: IR cannot express the call.
     """
     values: dict[Node, Value] = {x: _value_of(x) for x in operands(node)}
     target: Any = node.target
@@ -356,7 +376,7 @@ def describe_call(node: Node) -> dict[str, Any]:
 
 
 def _value_of(node: Node) -> Value:
-    """A tensor or a number that a node makes, whatever makes it."""
+    """Return the tensor, tensors or number that an FX node stands for, from its traced value alone."""
     value = node.meta.get("val")
     if isinstance(value, (torch.Tensor, list, tuple)):
         outputs = _outputs(node.name, value)
@@ -367,7 +387,7 @@ def _value_of(node: Node) -> Value:
 def _description(
     name: str, op_type: str, inputs: Sequence[Reference], outputs: Sequence[Reference], attrs: dict[str, Any]
 ) -> dict[str, Any]:
-    """A node in the IR's form."""
+    """Return a node in the IR's form."""
     described = [x.meta(as_input=False) for x in outputs]
     return {
         "name": name,
@@ -379,7 +399,7 @@ def _description(
 
 
 def _is_packed(value: torch.Tensor) -> bool:
-    """Whether a tensor is all of its memory, in the order of its dimensions."""
+    """Whether a tensor occupies all of its memory in row-major order."""
     return value.is_contiguous() and value.storage_offset() == 0
 
 
@@ -388,7 +408,7 @@ def sizes_of(value: torch.Tensor) -> list[Any]:
 
 
 def constant_of(value: torch.Tensor) -> dict[str, Any]:
-    """The IR's form of a constant; its data as an array."""
+    """Return a constant in the IR's form, with its data as an array."""
     return {"data": tensor_to_numpy(value.cpu()), "dtype": dtype_of(value), "shape": sizes_of(value)}
 
 
@@ -404,13 +424,13 @@ def depends_on_data(value: Any) -> bool:
 
 
 def plain_number(value: Any, where: str) -> Any:
-    """A number as it is; a symbolic one as an expression.
+    """Return a number as it is; a symbolic one as an expression in the IR's form.
 
     Args:
-        where: The owner of the number, as the message's first words.
+        where: The owner of the number, as the first words of the error message.
 
     Raises:
-        IRError: the number depends on data.
+        IRError: the number depends on the values of a tensor.
     """
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
@@ -446,17 +466,17 @@ def _resolve(value: Any, values: Mapping[Node, Value]) -> Value:
 
 
 def _is_references(value: Value) -> bool:
-    """Whether a value is a tuple of an IR node's outputs."""
+    """Whether a value is a tuple of tensors: the outputs of one IR node, with None for outputs that are no tensors."""
     if not isinstance(value, tuple):
         return False
     return all(isinstance(x, Reference) for x in value if x is not None)
 
 
 def _outputs(name: str, value: Any) -> tuple[Reference | None, ...]:
-    """An op's outputs in order; those that are no tensors are None.
+    """Return an op's outputs in order, with None for those that are not tensors.
 
     Raises:
-        IRError: one of several results is a list.
+        IRError: one of several results is a list of tensors.
     """
     if isinstance(value, torch.Tensor):
         return (Reference(name, value, name),)
@@ -474,7 +494,7 @@ def _outputs(name: str, value: Any) -> tuple[Reference | None, ...]:
 def _bind(
     where: str, schema: Any, args: Sequence[Value], kwargs: Mapping[str, Value]
 ) -> tuple[list[Reference], dict[str, Any]]:
-    """An op's tensors in the schema's order, and its other arguments as attributes."""
+    """Return an op's tensor arguments in the schema's order, and its other arguments as attributes."""
     inputs: list[Reference] = []
     attrs: dict[str, Any] = {}
     given: list[str] = []
@@ -522,7 +542,7 @@ def _plain(value: Value, where: str) -> Any:
 
 
 def _with_casts(region: GraphModule, operands: Sequence[Value], device: str, dtype: torch.dtype | None) -> GraphModule:
-    """A region under autocast, traced again as ops that cast, which torch.export leaves out."""
+    """Trace a region under autocast again, so that the casts, which `torch.export` leaves out, become explicit ops."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     fakes = [x.value if isinstance(x, Reference) else x for x in operands]

@@ -1,7 +1,8 @@
-"""Transfers between a caller's CUDA tensors and a program's buffers, on the caller's stream, without waiting.
+"""Transfers between a caller's CUDA tensors and a program's buffers, on the caller's stream and without waiting.
 
-A call is one launch of the program's graph, which begins with a kernel that copies (and casts, and checks) all inputs,
-and ends with one that copies the outputs into new tensors; where those are is set before each launch.
+A call launches the program's CUDA graph once. The graph begins with a kernel that copies (and casts, and checks) all
+inputs, and ends with one that copies the outputs into new tensors; the addresses of these tensors are set before each
+launch.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ _MOST_BINDINGS = 16  # of inputs that a program changes in place; each captures 
 
 
 class GPUPorts:
-    """All inputs and outputs of a bound program.
+    """Copies all inputs and outputs of a program that is bound to buffers, between CUDA tensors and these buffers.
 
     Args:
+        program: The program.
+        bound: The program bound to its buffers.
+        backend: The GPU.
         device: The torch device of the caller's tensors.
         results: Outputs that the caller keeps, so that they need memory of their own.
-        in_place: Donated inputs whose memory the program may change, since the caller wants that.
+        in_place: Inputs whose memory the caller allows the program to overwrite with an output.
     """
 
     @staticmethod
     def fit(program: CompiledProgram) -> bool:
-        """Whether the program's inputs and outputs are dense and of dtypes that can be copied."""
+        """Whether the program's inputs and outputs have no padding and have dtypes that can be copied."""
         return all(
             (spec.alloc_shape or spec.shape) == spec.shape and can_copy(spec.dtype, spec.storage)
             for spec in (*program.input_specs, *program.output_specs)
@@ -60,10 +64,10 @@ class GPUPorts:
         self.follow()
 
     def go_home(self) -> None:
-        """Do nothing: launches are prepared for the buffers that the program has."""
+        """Do nothing; `TensorPorts` binds the program to its own buffers here, which copies do not need."""
 
     def follow(self) -> None:
-        """Prepare the copies for the buffers that the program has by now."""
+        """Prepare the copies again for the program's current buffers."""
         program, bound = self._program, self._bound
         self._copied = [index for index, spec in enumerate(program.input_specs) if spec.name not in self._at]
         inwards = [
@@ -92,10 +96,10 @@ class GPUPorts:
         self._names = [spec.name for spec in program.input_specs]
 
     def fill(self, values: Sequence[torch.Tensor]) -> None:
-        """Make the next launch read these values, and write its outputs into new tensors.
+        """Make the next launch read these values and write its outputs into new tensors.
 
         Raises:
-            InputError: an earlier call's index was out of bounds.
+            InputError: an index of an earlier call was out of bounds, which is detected only now.
         """
         if self._in_place:
             self._bind(dict(zip(self._names, values, strict=True)))
@@ -113,7 +117,11 @@ class GPUPorts:
         _point(self._take, [tensor.data_ptr() for tensor in self._outputs.values()])
 
     def _bind(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Bind inputs that the program changes in place to the caller's memory, until the caller's tensors move."""
+        """Bind inputs that the program changes in place to the memory of the caller's tensors.
+
+        The binding is renewed when these tensors move, at most `_MOST_BINDINGS` times, since each renewal captures the
+        CUDA graph again.
+        """
         moved = {
             name: values[name]
             for name in self._in_place
@@ -133,7 +141,11 @@ class GPUPorts:
         self.follow()
 
     def take(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Output name → tensor, of the launch before; `values` are the caller's tensors by input name."""
+        """Return output name → tensor for the last launch.
+
+        Args:
+            values: The caller's tensors by input name; an output written in place is one of them.
+        """
         self._backend.call_on(torch._C._cuda_getCurrentRawStream(self._index))
         results, self._outputs, self._dense = self._outputs, {}, []
         for name, donor in self._program.plan.donations.items() if self._at else ():

@@ -1,4 +1,4 @@
-"""Modules that `torch.export` cannot trace as one graph: several graphs, with Python in between."""
+"""Modules that `torch.export` cannot trace as one graph, run as several graphs with Python in between."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from npu_sim.module.report import Report
 
 
 class BrokenModule(DeviceModule):
-    """A module whose forward runs in Python, and what TorchDynamo captures of it on a device.
+    """A module whose `forward` runs in Python, while the graphs that TorchDynamo captures from it run on a device.
 
-    It is called as the module is, and takes what the module takes: another shape or another value that is no tensor
-    has other graphs captured.
+    It is called like the original module. Arguments with other shapes, or with other values that are not tensors, cause
+    new graphs to be captured.
 
     Attributes:
         reason: The reason why the module could not be traced as one graph.
@@ -60,14 +60,14 @@ class BrokenModule(DeviceModule):
         return BrokenModule(module, self.device, self._options, self._dynamic, self.reason)
 
     def __reduce_ex__(self, protocol: Any) -> str:
-        """Refused: see `save`."""
+        """Raise `InputError`, as `save` does: the module cannot be pickled."""
         self.save(None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's result.
+        """Run the module and return its result.
 
         Raises:
-            InputError: an argument is missing, unknown, on another device or asks for a gradient.
+            InputError: an argument is missing, unknown, on another device or requires a gradient.
             DeviceError: the device failed.
         """
         try:
@@ -86,10 +86,10 @@ class BrokenModule(DeviceModule):
             return self._compiled(*args, **kwargs)
 
     def refresh(self) -> None:
-        """Do nothing: each call passes the module's tensors, and those that were written are loaded again."""
+        """Do nothing: each call passes the module's current tensors, and those that were written are loaded again."""
 
     def save(self, path: object) -> NoReturn:
-        """Refused: what runs between the graphs is Python.
+        """Refuse to save the module, since Python code runs between its graphs.
 
         Raises:
             InputError: always.
@@ -100,7 +100,7 @@ class BrokenModule(DeviceModule):
         )
 
     def report(self) -> Report:
-        """Return all graphs' programs, and the reasons why PyTorch could not trace the module as one graph."""
+        """Return the programs of all graphs, and the reasons why PyTorch could not trace the module as one graph."""
         programs = [program for subgraph in self._subgraphs for program in subgraph.programs()]
         breaks = tuple(self._breaks) or (self.reason,)
         return Report(
@@ -113,10 +113,10 @@ class BrokenModule(DeviceModule):
         )
 
     def try_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Call the module once, so that its graphs are captured; its buffers and the arguments stay as they are.
+        """Call the module once, so that its graphs are captured; its buffers and the arguments keep their values.
 
         Raises:
-            IRError: that fails, or no graph could be captured.
+            IRError: the call fails, or no graph was captured.
         """
         copies, keywords = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
         try:
@@ -134,7 +134,7 @@ def _copy(value: Any) -> Any:
 
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Give the module's buffers back the values that they had."""
+    """Restore the values of the module's buffers at the end of this context."""
     before = [(x, x.clone(), x._version) for x in module.buffers() if not x.is_inference()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Choice of the device that runs a module's programs, and of its compute dtype."""
+"""Choice of the device that runs a module's programs, and of their compute dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def open_backend(device: Device | str | None) -> Hardware:
-    """The device, or the one of that name, or the best one; all modules of the process share one that is named."""
+    """Return the backend of a device, given as an object or by name; None means the best device of this machine.
+
+    A named device is opened once and shared by all modules of the process.
+    """
     return device.backend if isinstance(device, Device) else _named(device)
 
 
@@ -23,12 +26,12 @@ def _named(name: str | None) -> Hardware:
 
 
 def device_name(device: torch.device) -> str:
-    """The device that runs programs on the tensors of a torch device."""
+    """Return the name of the device that runs programs on the tensors of a torch device."""
     if device.type == "cuda":
         return f"cuda:{device.index or 0}"
     return "metal" if device.type == "mps" else "cpu"
 
 
 def dtype_name(dtype: str | torch.dtype | None) -> str | None:
-    """A dtype's name without PyTorch's prefix; None for None."""
+    """Return a dtype's name without the prefix `torch.`; None for None."""
     return None if dtype is None else str(dtype).removeprefix("torch.")

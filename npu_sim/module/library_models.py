@@ -1,4 +1,4 @@
-"""Special cases of libraries' models: transformers' caches, and the hooks that it installs itself."""
+"""Special cases for models of the transformers library: its caches, and the hooks that it installs itself."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 
 def register_caches(module: nn.Module) -> None:
-    """Make the key-value caches that a model of transformers may return known to pytree.
+    """Register the key-value cache classes of a transformers model with PyTorch's pytree.
 
-    Nothing happens where the module is not one, or the library is older than its exporters.
+    The model's results can contain such caches. Does nothing if the module is no such model, or the library is too old
+    to offer this.
     """
     library = sys.modules.get("transformers")
     if library is None or not isinstance(module, library.PreTrainedModel):
@@ -25,8 +26,8 @@ def register_caches(module: nn.Module) -> None:
 
 
 def is_library_hook(hook: Any) -> bool:
-    """Whether a forward hook is one with which transformers collects hidden states, and no user's own.
+    """Whether a forward hook was installed by transformers, to collect hidden states, and not by a user.
 
-    It installs them at a model's first call, and tracing sees what they do.
+    The library installs such hooks at a model's first call, and tracing records their effect.
     """
     return str(getattr(hook, "__module__", "")).startswith("transformers.")

@@ -1,4 +1,4 @@
-"""A loaded module's programs on a device: buffers or NumPy arrays in, the same out."""
+"""Programs of a loaded module on a device, which take and return NumPy arrays or device buffers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Value: TypeAlias = np.ndarray | DeviceBuffer
 
 
 class Memory:
-    """Memory that all programs of a module share on a device: weights and intermediate values.
+    """Memory on a device that all programs of a module share: weights and intermediate values.
 
     Attributes:
-        weights: Key → array, or matrix in few bits.
+        backend: The device.
+        weights: Key → array, or a matrix quantized to few bits.
     """
 
     def __init__(self, backend: Hardware, weights: Mapping[str, np.ndarray | QuantizedArray]) -> None:
@@ -36,11 +37,11 @@ class Memory:
         self._cache: dict[str, DeviceBuffer] = {}
 
     def load(self, program: CompiledProgram) -> dict[str, DeviceBuffer]:
-        """A program's weights on the device."""
+        """Upload a program's weights, unless they are on the device already, and return them by name."""
         return load_weights(self.weights, program, self.backend, strict=False, cache=self._cache)
 
     def forget(self, buffers: Iterable[DeviceBuffer]) -> None:
-        """Drop cached weights, so that the next load uploads them again."""
+        """Drop cached weights, so that the next `load` uploads them again."""
         stale = {id(buffer) for buffer in buffers}
         self._cache = {key: buffer for key, buffer in self._cache.items() if id(buffer) not in stale}
 
@@ -49,14 +50,16 @@ class DeviceProgram:
     """One program that runs a whole graph. One call at a time: the caller holds the backend's lock.
 
     Args:
+        program: The compiled program.
         outputs: The program's names for the graph's outputs, in order; some may be inputs.
-        others: The values of those that are neither made by the program nor inputs.
+        others: The values of outputs that are neither computed by the program nor inputs.
+        memory: The module's weights and intermediate memory.
         updated: The inputs whose memory the program may change.
 
     Attributes:
         made: The compiled program.
         specs: Shapes and dtypes of the graph's outputs.
-        unknown: Outputs that the caller has to give as inputs which the program does not read.
+        unknown: Outputs that are inputs of the graph which the program does not read; the caller must pass them.
     """
 
     def __init__(
@@ -77,23 +80,27 @@ class DeviceProgram:
         self._weights = memory.load(program)
 
     def reads(self, keys: Collection[str]) -> list[DeviceBuffer]:
-        """The weights on the device that are made of these keys."""
+        """Return the weight buffers on the device that are computed from any of these checkpoint keys."""
         specs = self.made.weight_specs
         return [self._weights[name] for name, spec in specs.items() if not set(keys).isdisjoint(spec.recipe.keys())]
 
     def refresh(self) -> None:
-        """Load the weights again, as far as `Memory` has forgotten them."""
+        """Load the weights again, of which `Memory` uploads those that it has dropped."""
         self._weights = self._memory.load(self.made)
 
     def __call__(self, inputs: Mapping[str, Value]) -> list[Value]:
-        """The graph's outputs; buffers hold until the next call."""
+        """Run the program and return the graph's outputs; the next call may overwrite returned buffers."""
         given = {spec.name: self._own(spec, inputs[spec.name]) for spec in self.input_specs}
         computed = self._executor.run(given, self._weights)
         values = {**inputs, **self._others, **computed}
         return [values[name] for name in self._names]
 
     def _own(self, spec: TensorSpec, value: Value) -> Value:
-        """The value as the executor takes it."""
+        """Return an input in a form that the executor accepts.
+
+        An array stays as it is. A buffer is downloaded if it must be cast or checked, and copied if the program would
+        change it.
+        """
         if isinstance(value, np.ndarray):
             return value
         is_alike = value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape)
@@ -103,7 +110,7 @@ class DeviceProgram:
 
 
 class MixedPlan:
-    """A plan of which PyTorch runs a part, on the CPU; otherwise like `DeviceProgram`.
+    """A plan in which PyTorch runs some nodes on the CPU; used like `DeviceProgram`.
 
     Attributes:
         made: The plan.

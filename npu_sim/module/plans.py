@@ -1,4 +1,4 @@
-"""The plan of a traced module's graph for given sizes of its inputs."""
+"""The division between device and PyTorch of a traced graph, for given sizes of its inputs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def plan_for(
     target: CodegenTarget,
     quantization: Quantization | None = None,
 ) -> PartitionPlan:
-    """The plan of a traced module's graph: all of it on the device or, where that lacks ops, divided by its prices.
+    """Return a plan that runs a traced graph on the device or, if that lacks ops, divides it by estimated times.
 
     Args:
         ir: The graph's IR, symbolic where sizes may change.
         sizes: Symbol → its value.
         dtype: Compute dtype. Default: the graph's own, if that is a float of 16 bits, else float32.
         target: The device's code generation target.
-        quantization: Formats of weights in few bits, as for `npu_compiler.compile`.
+        quantization: Formats of weights in few bits, as for `npu_compiler.compile`. None: weights are not quantized.
 
-    Warns (`PrecisionWarning`) where a module of float64 inputs or results computes in float32.
+    Warns (`PrecisionWarning`) if a module with float64 inputs or results computes in float32.
 
     Raises:
         IRError: the IR is malformed.

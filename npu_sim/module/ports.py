@@ -1,4 +1,4 @@
-"""Transfers between a caller's tensors and a program's buffers: shared memory where PyTorch reaches it, else NumPy."""
+"""Transfers between a caller's tensors and a program's buffers, by shared memory or, if impossible, through NumPy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
 
 class TensorPorts:
-    """All inputs and outputs of a bound program.
+    """Transfers all inputs and outputs of a program that is bound to buffers.
 
     Args:
+        program: The program.
+        bound: The program bound to its buffers.
         device: The torch device of the caller's tensors.
         results: Outputs that the caller keeps, so that they need memory of their own.
-        in_place: Donated inputs whose memory the program may change, since the caller wants that.
+        in_place: Inputs whose memory the caller allows the program to overwrite with an output.
     """
 
     def __init__(
@@ -41,17 +43,17 @@ class TensorPorts:
         self._in_place = {port.name: port for port in self._inputs if port.name in in_place}
 
     def go_home(self) -> None:
-        """Bind the program to its own buffers again, before its launches are prepared again."""
+        """Bind the program to its own buffers; call this before its launches are prepared again."""
         for port in self._ports:
             port.go_home()
 
     def follow(self) -> None:
-        """Take up launches that were prepared again."""
+        """Update references to the launches after they were prepared again."""
         for port in self._ports:
             port.follow()
 
     def fill(self, values: Sequence[torch.Tensor]) -> None:
-        """Make the inputs hold these values from the next launch on, and have the outputs go to new tensors.
+        """Make the next launch read these values and write its outputs to new tensors.
 
         Raises:
             InputError: an index is out of bounds, or a number does not fit the storage dtype.
@@ -62,19 +64,23 @@ class TensorPorts:
             output.make_room()
 
     def take(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Output name → tensor, of the launch before; `values` are the caller's tensors by input name."""
+        """Return output name → tensor for the last launch.
+
+        Args:
+            values: The caller's tensors by input name; an output written in place is one of them.
+        """
         return {
             port.name: values[port.donor] if self._is_in_place(port.donor, values) else port.take()
             for port in self._outputs
         }
 
     def _is_in_place(self, donor: str, values: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the program has changed the caller's own tensor."""
+        """Whether the last launch wrote the output into the caller's own tensor."""
         return donor in self._in_place and self._in_place[donor].is_at(values[donor])
 
 
 def shared_tensor(buffer: DeviceBuffer) -> torch.Tensor | None:
-    """A tensor over a buffer's memory, without padding; None where PyTorch cannot reach that memory."""
+    """Return a tensor that shares a buffer's memory, without padding; None if PyTorch cannot reach that memory."""
     if buffer.dlpack_copies:
         return None
     try:
@@ -84,12 +90,14 @@ def shared_tensor(buffer: DeviceBuffer) -> torch.Tensor | None:
 
 
 class InputPort:
-    """Brings a tensor into a program's input.
+    """Passes a tensor to a program's input.
 
-    Where the device can read the tensor's own memory, nothing is copied; else it is copied, and cast if need be.
+    If the device can read the tensor's own memory, nothing is copied; otherwise it is copied, and cast if necessary.
 
     Args:
-        may_move: Whether the program may work on the caller's memory.
+        spec: The input's shape, dtype and bounds.
+        bound: The program bound to its buffers.
+        may_move: Whether the input may be bound to the caller's memory.
     """
 
     def __init__(self, spec: TensorSpec, bound: BoundProgram, may_move: bool) -> None:
@@ -112,18 +120,18 @@ class InputPort:
             self._go_to(self._home)
 
     def follow(self) -> None:
-        """Find the prepared launches again, which read the program's own buffer."""
+        """Update the reference to the launches, which were prepared again and read the program's own buffer."""
         self._move = self._bound.mover(self.name) if self._may_move else None
 
     def is_at(self, value: torch.Tensor) -> bool:
-        """Whether the program works on this tensor's own memory."""
+        """Whether the input is bound to this tensor's memory."""
         return self._address == value.data_ptr()
 
     def fill(self, value: torch.Tensor) -> None:
-        """Make the input hold this value from the next launch on; the tensor must stay until that has finished.
+        """Make the next launch read this value; the tensor must stay alive until that launch has finished.
 
         Raises:
-            InputError: it holds an index out of bounds, or a number that the storage dtype cannot hold.
+            InputError: the value holds an index out of bounds, or a number that the storage dtype cannot hold.
         """
         if self._checks_integers:
             self._check_integers(value)
@@ -174,11 +182,14 @@ class InputPort:
 
 
 class OutputPort:
-    """Takes a program's output as a tensor.
+    """Returns a program's output as a tensor.
 
     Args:
-        is_result: Whether the caller keeps it, so that it has to have memory of its own.
-        donor: The input whose memory it is in, if it is.
+        spec: The output's shape and dtype.
+        bound: The program bound to its buffers.
+        device: The torch device of the tensor.
+        is_result: Whether the caller keeps the output, so that it needs memory of its own.
+        donor: The input whose memory the output is written to; empty if there is none.
     """
 
     def __init__(
@@ -206,18 +217,21 @@ class OutputPort:
             self._move(self._static.data_ptr())
 
     def follow(self) -> None:
-        """Find the prepared launches again, which write the program's own buffer."""
+        """Update the reference to the launches, which were prepared again and write the program's own buffer."""
         self._move = self._bound.mover(self.name) if self._may_move else None
 
     def make_room(self) -> None:
-        """Bind this output to a new tensor, where the device can write to PyTorch's memory."""
+        """Bind this output to a new tensor if the device can write to PyTorch's memory."""
         if self._move is not None:
             assert self._static is not None
             self._room = torch.empty_like(self._static)
             self._move(self._room.data_ptr())
 
     def take(self) -> torch.Tensor:
-        """The output of the launch before: a new tensor if it is a result, else one that the next launch overwrites."""
+        """Return the output of the last launch.
+
+        It is a new tensor if the caller keeps it, else one that the next launch overwrites.
+        """
         if self._room is not None:
             room, self._room = self._room, None
             return room

@@ -1,4 +1,4 @@
-"""The programs of a trace on a device: made when they are wanted, and run on torch tensors."""
+"""The compiled programs of a traced graph: one for each combination of sizes, compiled on demand."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Own = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings with which a trace is compiled.
+    """Settings with which a traced graph is compiled.
 
     Attributes:
         backend: The device that runs the programs.
         device: The torch device of arguments, weights and results.
-        dtype: Compute dtype; None for the trace's own.
+        dtype: Compute dtype; None for the graph's own.
         limit: Maximum number of programs to keep.
-        quantization: Formats of weights in few bits (see `npu_compiler.compile`).
+        quantization: Formats of weights in few bits (see `npu_compiler.compile`). None: weights are not quantized.
     """
 
     backend: Hardware
@@ -50,14 +50,19 @@ class Settings:
 
 
 class Compiled:
-    """Cache of a trace's plans and compiled programs; several sets of weights may share it."""
+    """Cache of a traced graph's plans and compiled programs, which several sets of weights may share."""
 
     def __init__(self, traced: Trace, settings: Settings) -> None:
         self._trace, self._settings = traced, settings
         self._compiled: OrderedDict[Key, tuple[PartitionPlan, list[CompiledProgram] | None]] = OrderedDict()
 
     def plan(self, symbols: tuple[str, ...], key: Key) -> tuple[PartitionPlan, list[CompiledProgram] | None]:
-        """The plan for these sizes, and its programs where they have been compiled before."""
+        """Return the plan for these sizes, and its programs; None for the programs if they have not been compiled yet.
+
+        Args:
+            symbols: The symbolic sizes.
+            key: The values of the symbols.
+        """
         if key not in self._compiled:
             sizes = dict(zip(symbols, key, strict=True))
             chosen = self._settings
@@ -78,16 +83,18 @@ class Compiled:
 
 
 class Programs:
-    """A trace's programs, one for each combination of sizes, with one set of weights and one arena.
+    """A traced graph's programs, one for each combination of sizes, with one set of weights and one memory arena.
 
-    The one that has not been used for longest is dropped. The caller holds the backend's lock.
+    The least recently used program is dropped beyond the limit. The caller holds the backend's lock.
 
     Args:
-        weights: Key → tensor, for the trace's weights and constants.
-        symbols: The order in which a key gives their values.
-        compiled: Shared with other sets of weights.
-        cache: Weights on the device (see `load_weights`).
-        stored: The weights that are in few bits already; the tensors under their keys are not read.
+        traced: The graph.
+        settings: The settings to compile with.
+        weights: Key → tensor, for the graph's weights and constants.
+        symbols: The symbolic sizes, in the order in which a key gives their values.
+        compiled: Compiled programs to share with other sets of weights. None: nothing is shared.
+        cache: Weights on the device (see `load_weights`). None: a new cache.
+        stored: The weights that are quantized already; the tensors under their keys are not read.
     """
 
     def __init__(
@@ -112,7 +119,7 @@ class Programs:
         self._steps: dict[Key, dict[str, tuple[Step, ...]]] = {}
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load these weights from now on."""
+        """Use these weights from the next call on."""
         self._loaded.cache.clear()
         self._take(weights)
         for runner in self.runners.values():
@@ -126,10 +133,10 @@ class Programs:
         self._memory = _by_storage(x for key, x in weights.items() if key in read)
 
     def shared(self, inputs: Values) -> str | None:
-        """Name in messages of an input that the graph changes and whose memory another input or a weight has too.
+        """Return a name, for messages, of an input that the graph changes and whose memory is shared, or None.
 
-        None if there is none. The graph knows nothing of that: what it computes of the other would be of the values
-        before.
+        It is shared if another input or a weight uses the same memory. The graph is traced without such sharing, so it
+        would use the other tensor's old values.
         """
         written = [name for _, name in self._updated if name in inputs]
         name = _overlapping(inputs, written)
@@ -139,17 +146,21 @@ class Programs:
         return name and (f"argument '{name}'" if key is None else f"'{key}'")
 
     def plans(self) -> list[PartitionPlan]:
-        """Return the plans of the programs made so far."""
+        """Return the plans of the programs compiled so far."""
         return [runner.plan for runner in self.runners.values()]
 
     def clear(self) -> None:
-        """Drop the programs, since constants of the trace have changed."""
+        """Drop all programs, because constants of the graph have changed."""
         self.runners.clear()
         self._steps.clear()
         self.compiled.clear()
 
     def run(self, key: Key, inputs: Values) -> list[torch.Tensor]:
-        """The graph's outputs; the inputs that it changes have been changed.
+        """Run the graph and return its outputs; inputs that the graph changes in place are updated.
+
+        Args:
+            key: The values of the symbolic sizes.
+            inputs: Input name → tensor.
 
         Raises:
             InputError: an input that the graph changes shares memory with another, or another argument does not fit.
@@ -176,7 +187,7 @@ class Programs:
         return outputs
 
     def runner(self, key: Key) -> Runner:
-        """The program for these sizes, made if need be."""
+        """Return the program for these sizes, compiled now if it was not before."""
         if key not in self.runners:
             plan, programs = self.compiled.plan(self.symbols, key)
             backend, updated = self._settings.backend, [name for _, name in self._updated]
@@ -195,10 +206,12 @@ class Programs:
         return self.runners[key]
 
     def source(self, name: str, key: Key, inputs: Values, outputs: list[torch.Tensor], own: Own) -> torch.Tensor:
-        """A result that is no output: an input, a weight, or a view of one of these or of an output.
+        """Return a result that is no graph output: an input, a weight, or a view of an input, a weight or an output.
 
         Args:
-            own: The module's own tensor that a weight's key stands for.
+            name: Name of the input, the weight or the view.
+            key: The values of the symbolic sizes.
+            own: Returns the module's own tensor for a weight's key.
         """
         view = self._trace.views.get(name)
         if view is None:
@@ -217,7 +230,7 @@ class Programs:
 
 
 def _overlapping(inputs: Values, written: list[str]) -> str | None:
-    """One of the inputs that are written whose memory is also another input's."""
+    """Return an input that is written and whose memory overlaps another input's; None if there is none."""
     places: dict[int, list[str]] = {}
     for name, value in inputs.items():
         places.setdefault(value.untyped_storage().data_ptr(), []).append(name)
@@ -229,7 +242,7 @@ def _overlapping(inputs: Values, written: list[str]) -> str | None:
 
 
 def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-    """Address of a storage → those of the tensors that lie in it."""
+    """Group tensors by the address of their storage."""
     tensors_at: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         tensors_at.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)

@@ -1,4 +1,4 @@
-"""Dtypes that PyTorch traces otherwise than it computes them."""
+"""Dtypes for which PyTorch's tracing and PyTorch's kernels disagree."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from npu_compiler.errors import IRError
 
 @dataclass(frozen=True)
 class Promotion:
-    """A dtype of an op's result that PyTorch's tracing gets wrong.
+    """An op whose result has another dtype than PyTorch's tracing says.
 
     Attributes:
-        applies: Whether it does so for these arguments of a node.
+        applies: Whether the dtypes differ for these arguments of a node.
         computed: The dtype that PyTorch's kernels return.
         description: The kind of call, for a message.
     """
@@ -40,10 +40,10 @@ PROMOTIONS: Mapping[Any, Promotion] = {
 
 
 def computed_value(node: Node) -> Any:
-    """A node's traced value, with the dtype that PyTorch computes.
+    """Return a node's traced value, with the dtype that PyTorch's kernels return.
 
     Raises:
-        IRError: that differs from the traced dtype, from which the dtypes of other nodes were traced.
+        IRError: that dtype differs from the traced one, and other nodes were traced from it.
     """
     value: Any = node.meta.get("val")
     promotion = PROMOTIONS.get(node.target)

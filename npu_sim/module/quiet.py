@@ -1,4 +1,4 @@
-"""Keeping what PyTorch prints and logs of a failed trace off the terminal: the error says it in a sentence."""
+"""Suppression of what PyTorch prints and logs when a trace fails; the error says it in a sentence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 @contextmanager
 def quiet_tracing() -> Iterator[None]:
-    """A context in which PyTorch's warnings and errors of this thread are not logged.
+    """Suppress PyTorch's warnings and errors in this thread's logs within this context.
 
-    What this thread writes to stderr appears when the context ends; where an exception ends it, it does not. Other
-    threads write and log as ever.
+    Text that this thread writes to stderr is held back until the context ends, and dropped if an exception ends it.
+    Other threads are not affected.
     """
     mute = _Mute()
     handlers = [handler for logger in _torch_loggers() for handler in logger.handlers]
@@ -49,7 +49,10 @@ class _Mute(logging.Filter):
 
 
 class _Held:
-    """A stream that keeps what one thread writes, until it is over: then it only hands on, if somebody still has it."""
+    """A stream that holds back what one thread writes; after its context ends, it passes everything on.
+
+    Someone may still refer to it then.
+    """
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.is_over = stream, False
@@ -63,7 +66,7 @@ class _Held:
         return len(text)
 
     def release(self) -> None:
-        """Write what was kept."""
+        """Write the text that was held back to the underlying stream."""
         if self._text:
             self.stream.write("".join(self._text))
 

@@ -1,4 +1,4 @@
-"""Reports of a compiled module: the nodes that run on the device, and why others do not."""
+"""Reports of a compiled module: the nodes that run on the device, and reasons why others do not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OffDevice:
-    """A node that the device does not run."""
+    """A node that the device does not run, with its op and the reason."""
 
     node: str
     op: str
@@ -23,11 +23,15 @@ class OffDevice:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One program of a module: the sizes that it is for, and where its nodes run.
+    """Report of one program of a module: its sizes, and where its nodes run.
 
     Attributes:
-        partitions: The number of nodes of each partition, with the device: `npu`, or `cpu` for PyTorch.
-        narrowed: The number of nodes whose float64 arithmetic the device does in float32.
+        sizes: Name of a dynamic size → its value.
+        compute_dtype: Compute dtype.
+        nodes: Number of nodes.
+        partitions: (device, number of nodes) of each partition; the device is `npu`, or `cpu` for PyTorch.
+        off_device: The nodes that PyTorch runs.
+        narrowed: Number of nodes whose float64 arithmetic the device does in float32.
     """
 
     sizes: dict[str, int]
@@ -45,13 +49,15 @@ class ProgramReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a compiled module: the nodes that run on the device, and why others do not.
+    """Report of a compiled module: the nodes that run on the device, and reasons why others do not.
 
     Attributes:
-        device: The device that runs the programs, in words.
-        tensors: The torch device of arguments, results, and of what PyTorch runs.
+        name: Name of the module.
+        device: Description of the device that runs the programs.
+        tensors: The torch device of arguments and results, on which PyTorch runs the other nodes.
+        programs: Report of each program.
         graph_breaks: For each graph break, the reason why PyTorch could not trace beyond it.
-        simulated_seconds: Time of all runs of the device so far by its simulated clock, if it has one.
+        simulated_seconds: Simulated time of all runs on the device so far. None: the device is not simulated.
     """
 
     name: str
@@ -96,7 +102,7 @@ def _moves(node: OpNode) -> bool:
 
 
 def narrowed_nodes(plan: PartitionPlan) -> list[OpNode]:
-    """The nodes on the device that compute a float64 in PyTorch."""
+    """Return the nodes on the device whose arithmetic is float64 in PyTorch; nodes that only move data do not count."""
     tensors = plan.graph.tensors
     return [
         node
@@ -110,7 +116,12 @@ def narrowed_nodes(plan: PartitionPlan) -> list[OpNode]:
 def program_reports(
     symbols: Sequence[str], plans: Mapping[tuple[int, ...], PartitionPlan]
 ) -> tuple[ProgramReport, ...]:
-    """The reports of a module's programs, which are for these values of its symbols."""
+    """Return reports of a module's programs.
+
+    Args:
+        symbols: Names of the dynamic sizes.
+        plans: Values of these sizes → the plan for them.
+    """
     programs = []
     for key, plan in plans.items():
         nodes = [node for part in plan.partitions for node in part.graph.nodes]

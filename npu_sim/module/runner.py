@@ -31,9 +31,11 @@ class Loaded:
     """Weights and memory that all programs of a module share on a device.
 
     Attributes:
-        weights: Checkpoint key → the module's tensor, or a matrix in few bits.
+        backend: The device.
+        weights: Checkpoint key → the module's tensor, or a matrix quantized to few bits.
+        device: The torch device of the module's tensors, inputs and results.
+        arena: Memory for intermediate values.
         cache: Weights on the device (see `load_weights`).
-        device: The torch device of the module's tensors, of its inputs and of its results.
     """
 
     backend: Hardware
@@ -44,11 +46,13 @@ class Loaded:
 
 
 class Runner:
-    """A plan, compiled and bound; calling it runs it. One call at a time: the caller holds the backend's lock.
+    """A compiled plan; calling it runs it. One call at a time: the caller holds the backend's lock.
 
     Args:
-        updated: Graph inputs that the caller has the plan change in place.
-        programs: Programs of the device partitions, where they have been compiled before.
+        plan: The division of the graph between device and PyTorch.
+        loaded: Weights and memory.
+        updated: Graph inputs that the plan changes in place.
+        programs: Programs of the device partitions. None: they are compiled now.
     """
 
     def __init__(
@@ -74,12 +78,12 @@ class Runner:
         self._is_simple = len(self._steps) == 1 and set(self._outputs) <= set(plan.partitions[0].graph.outputs)
 
     def refresh(self) -> None:
-        """Load the weights again."""
+        """Load the weights of all partitions again."""
         for step in self._steps:
             step.refresh()
 
     def __call__(self, inputs: Values) -> list[torch.Tensor]:
-        """The graph's outputs, in order: new tensors, but for inputs that it changes in place."""
+        """Run the plan; return the graph's outputs, in order: new tensors, except for inputs changed in place."""
         if self._is_simple:
             results = self._steps[0](inputs)
             return [results[name] for name in self._outputs]
@@ -104,7 +108,7 @@ class Runner:
 
 
 class _TorchStep:
-    """A partition that PyTorch runs on the torch device of the module's tensors."""
+    """A partition that PyTorch runs, on the torch device of the module's tensors."""
 
     def __init__(self, part: Partition, loaded: Loaded) -> None:
         self._part, self._loaded = part, loaded
@@ -140,7 +144,7 @@ class DeviceStep:
         self._bind(self._weights())
 
     def _bind(self, weights: Mapping[str, DeviceBuffer] | None = None) -> None:
-        """Prepare the program again, for other weights where given."""
+        """Prepare the program's launches again, with new weights if they are given."""
         self.ports.go_home()
         self.bound.bind(weights)
         self.ports.follow()

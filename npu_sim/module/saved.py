@@ -1,4 +1,4 @@
-"""`npu_sim.load`: a saved module as a callable, on any device, without PyTorch."""
+"""`npu_sim.load`: a saved module as a callable on any device, without PyTorch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _HasArray(type):
 
 
 class ArrayLike(metaclass=_HasArray):
-    """Anything that NumPy or DLPack can read: arrays, device buffers, tensors of any library."""
+    """An array or tensor that NumPy can read by `__array__` or DLPack, such as a device buffer or a torch tensor."""
 
 
 def load(
@@ -60,19 +60,20 @@ def load(
 ) -> LoadedModule:
     """Load a module that `CompiledModule.save` wrote.
 
-    Neither tracing nor PyTorch is needed, unless the module has nodes that the device does not run. The programs in the
-    file are used where they are for this device and, if they are code, by somebody whom this user trusts; else, and for
-    other sizes of the inputs, programs are compiled from the graph in the file.
+    Neither tracing nor PyTorch is needed, unless the module has nodes that the device cannot run. Programs in the file
+    are used if they were compiled for this device and, if they contain code, were made by somebody whom this user
+    trusts. Otherwise, and for other sizes of the inputs, programs are compiled from the graph in the file.
 
     Args:
         path: A `.npumod` file.
         device: An `npu_runtime.Device`, or the name of one. Default: the best one on this machine.
         allow_code: Run code in the file, whoever made it, instead of compiling the graph again.
-        dlpack: Return device buffers, which speak DLPack, in the dtypes that the device stores; by default, NumPy
+        dlpack: Return device buffers, which support DLPack, in the dtypes that the device stores; by default, NumPy
             arrays in PyTorch's dtypes.
         programs: Maximum number of programs to keep, if sizes may change; the least recently used one is dropped.
-        classes: Namedtuples and dataclasses of yours that results may be. Of those that the file names, only classes of
-            PyTorch, transformers and the like are made; the results of others are namedtuples and dicts like them.
+        classes: Namedtuples and dataclasses of yours that results may be. Of the classes that the file names, only
+            those of PyTorch, transformers and similar libraries are created; others are replaced by namedtuples and
+            dicts with the same fields.
 
     Raises:
         ProgramFormatError: the file is missing, truncated, damaged, of another format version, or inconsistent.
@@ -83,7 +84,7 @@ def load(
 
 
 def unpickled(content: bytes) -> LoadedModule:
-    """The module whose file has that content, on the best device: what `pickle` makes of a `CompiledModule`."""
+    """Load a module from the content of its file, on the best device; `pickle` calls this for a `CompiledModule`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "module.npumod"
         path.write_bytes(content)
@@ -91,10 +92,10 @@ def unpickled(content: bytes) -> LoadedModule:
 
 
 class LoadedModule:
-    """A saved module on a device, called as the module was: with arrays where that took tensors.
+    """A saved module on a device, called like the original module, with arrays instead of tensors.
 
     An argument may be a NumPy array, a device buffer, or anything with `__array__` or `__dlpack__`, such as a torch
-    tensor. Calls from several threads queue. Each returns new arrays.
+    tensor. It may be called from several threads; calls run one at a time. Each returns new arrays.
 
     Attributes:
         content: The file's description of the module.
@@ -163,27 +164,30 @@ class LoadedModule:
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's result.
+        """Run the module and return its result.
 
         Raises:
-            InputError: an argument does not fit.
+            InputError: an argument does not fit the graph.
             DeviceError: the device failed.
         """
         return self._call(self._arguments.tensors(args, kwargs))
 
     @property
     def ran(self) -> CompiledProgram | PartitionPlan:
-        """The program of the last call, or its plan where PyTorch runs a part. Raises `InputError` before the first."""
+        """The program of the last call, or its plan if PyTorch runs some nodes.
+
+        Raises `InputError` before the first call.
+        """
         if not self._programs:
             raise InputError(f"'{self._path}' has not been called")
         return next(reversed(self._programs.values())).made
 
     def call_leaves(self, leaves: Sequence[Any]) -> Any:
-        """The result for the leaves of all arguments, in the order of `content.inputs`."""
+        """Run the module on the leaves (tensors and other values) of its arguments, in order of `content.inputs`."""
         return self._call(self._arguments.chosen(leaves))
 
     def laid_out(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Arrays for the graph's inputs, copied where they must have other strides.
+        """Return arrays for the graph's inputs, copied if the graph needs other strides.
 
         Args:
             arrays: Name in the graph → array.
@@ -226,15 +230,15 @@ class LoadedModule:
             )
 
     def _own(self, name: str) -> np.ndarray:
-        """The weight or constant of that name in the graph."""
+        """Return the weight or constant of that name in the graph."""
         key = self.content.keys[name]
         return to_numpy(self._weights[key]) if key in self._weights else self._constants[key]
 
     def _value(self, given: Any, path: str) -> Value:
-        """An argument as an array or device buffer.
+        """Return an argument as an array or device buffer.
 
         Raises:
-            InputError: it is in memory that only another library reaches.
+            InputError: its memory can be read only by the library that it belongs to.
         """
         if isinstance(given, (np.ndarray, DeviceBuffer)):
             return given
@@ -249,26 +253,26 @@ class LoadedModule:
             raise InputError(f"argument '{path}' is a {kind} that NumPy cannot read: {error}") from error
 
     def _seen(self, index: int, value: Value) -> Any:
-        """Return the shape and dtype of an input to compare with the graph's; for a buffer, the graph's dtype."""
+        """Return an input's shape and dtype, to compare with the graph's; a buffer counts as of the graph's dtype."""
         if isinstance(value, np.ndarray):
             return value
         meta = self.content.graph_inputs[index]
         return _Seen(value.shape, numpy_dtype(meta.dtype))
 
     def _result(self, value: Value, spec: TensorSpec | None) -> Value:
-        """An output for the caller to keep."""
+        """Return a copy of an output that the caller can keep."""
         if not self._dlpack:
             return _host(value, spec)
         return self.backend.allocate_buffer(value) if isinstance(value, np.ndarray) else value.copy()
 
     def _reload(self, keys: set[str]) -> None:
-        """Load weights again that a call has changed."""
+        """Load the weights again that a call has changed."""
         self._memory.forget(buffer for program in self._programs.values() for buffer in program.reads(keys))
         for program in self._programs.values():
             program.refresh()
 
     def _program(self, key: Key) -> DeviceProgram | MixedPlan:
-        """The program for these sizes, from the file or compiled."""
+        """Return the program for these sizes, from the file if possible, else compiled."""
         saved = self._saved.get(key)
         # A program that a call waits for does not stop to time kernels.
         with self.backend.without_trials() if self._programs else nullcontext():
@@ -279,7 +283,7 @@ class LoadedModule:
         return program
 
     def _from_file(self, saved: SavedProgram) -> DeviceProgram | None:
-        """A program of the file; None if it cannot be run here."""
+        """Return a program from the file; None if its format or its code cannot be used here."""
         try:
             program = CompiledProgram.from_bytes(saved.content, str(self._path), self._allow_code)
             if self.backend.config.programs_are_code:
@@ -307,7 +311,7 @@ class LoadedModule:
         return {self._names[place] for _, place in self._updated}
 
     def _checked(self, program: _AnyProgram) -> _AnyProgram:
-        """The program, if it is one of this module's graph."""
+        """Return the program if its inputs and outputs match the module's graph, else raise `ProgramFormatError`."""
         metas = {meta.name: meta for meta in self.content.graph_inputs}
         used = [leaf.output for leaf in self.content.outputs if leaf.output is not None]
         used += [index for index, _ in self.content.written]
@@ -341,14 +345,14 @@ class LoadedModule:
 
 
 class _Seen(NamedTuple):
-    """Shape and dtype of an input, as `InputShapes` compares them."""
+    """Shape and dtype of an input, in the form that `InputShapes` compares."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
 def _with_strides(array: np.ndarray, strides: Sequence[int]) -> np.ndarray:
-    """The array, or a copy if it has other strides."""
+    """Return the array, or a copy with the given strides if it has others."""
     if same_layout(array, strides):
         return array
     last = sum((size - 1) * stride for size, stride in zip(array.shape, strides, strict=True))
@@ -359,12 +363,12 @@ def _with_strides(array: np.ndarray, strides: Sequence[int]) -> np.ndarray:
 
 
 def _host(value: Value, spec: TensorSpec | None) -> np.ndarray:
-    """A new array, in PyTorch's dtype."""
+    """Return a new array in PyTorch's dtype."""
     return value.to_numpy(spec) if isinstance(value, DeviceBuffer) else np.array(value)
 
 
 def _check_writable(given: Sequence[Any], place: int, path: str) -> None:
-    """Refuse an argument that the module changes in place, if it cannot be changed, or not alone."""
+    """Raise `InputError` if an argument that the module changes in place is read-only or shares memory with another."""
     value, problem = given[place], f"argument '{path}' is changed in place, but"
     if isinstance(value, np.ndarray):
         if not value.flags.writeable:
@@ -378,7 +382,7 @@ def _check_writable(given: Sequence[Any], place: int, path: str) -> None:
 
 
 def _write_back(given: Any, result: Value, spec: TensorSpec | None) -> None:
-    """Copy the module's result for an argument into it."""
+    """Copy the module's new value of an argument into the caller's array, buffer or tensor."""
     if isinstance(given, DeviceBuffer):
         if isinstance(result, np.ndarray) or (result.dtype, result.alloc_shape) != (given.dtype, given.alloc_shape):
             given.write(_host(result, spec))

@@ -1,12 +1,13 @@
 """The `.npumod` format: a module's graph, programs and weights, and the structure of its arguments, in one file.
 
-1. The header: the magic, the format's version, the lengths of the two parts, and a checksum of each.
+1. The header: the magic bytes, the format's version, the lengths of the two parts (description and tensors), and a
+   checksum of each.
 2. The description (`SavedModule`), as msgpack of plain maps and lists.
 3. Zeros, up to a multiple of `_ALIGNMENT` bytes.
 4. The tensors, as the bytes of a safetensors file. They are written one by one and mapped when the file is read.
 
-Each checksum is the SHA-256 of the SHA-256s of a part's pieces of `_PIECE` bytes, which several threads compute.
-Reading checks both, so a file that is damaged anywhere is refused before anything of it is used.
+A checksum is the SHA-256 of the concatenated SHA-256 digests of the part's chunks of `_PIECE` bytes, which several
+threads compute. Reading checks both checksums, so a damaged file is refused before anything in it is used.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ _PIECE = 2**24  # bytes
 
 @dataclass(frozen=True)
 class SavedProgram:
-    """A compiled program of the graph.
+    """A compiled program of the graph, for one combination of sizes.
 
     Attributes:
         sizes: The values of the module's symbols.
+        target: Name of the code generation target.
         outputs: The program's names for the graph's outputs, in order.
-        content: The `.npubin`.
+        content: The program in the `.npubin` format.
     """
 
     sizes: tuple[int, ...]
@@ -63,7 +65,11 @@ class GraphInput:
     """A tensor that the graph takes; sizes may be symbolic.
 
     Attributes:
-        strides: Those that it must have, in elements, where they decide what a call changes in place.
+        name: The tensor's name in the graph.
+        shape: Sizes, as numbers or symbolic expressions.
+        dtype: The dtype.
+        strides: The strides that the tensor must have, in elements. None: any strides will do, since they do not decide
+            what a call changes in place.
     """
 
     name: str
@@ -91,7 +97,10 @@ class Symbol:
     """A size that may change between calls.
 
     Attributes:
-        title: Its name in messages.
+        name: The symbol in shapes.
+        title: The size's name in messages.
+        low: Smallest value.
+        high: Largest value. None: no limit.
     """
 
     name: str
@@ -109,19 +118,25 @@ class SavedModule:
     """A file's description of a module, without the values of its tensors.
 
     Attributes:
+        name: The module's name.
+        compiler_version: Version of the compiler that wrote the file.
         ir: The graph's IR as JSON, without the data of its constants.
+        graph_inputs: The tensors that the graph takes, in order.
+        symbols: The sizes that may change between calls.
         weights: Key in the graph → name of the tensor in the file; tied weights are one tensor.
-        constants: The graph's constants likewise.
-        keys: Name in the graph → key, for the weights and constants that are results, and the weights that are changed.
-        dtype: The compute dtype that was asked for.
-        formats: Key → how the device stores the weight, where that is in few bits. The file has the parts of such a
-            weight instead of the tensor (see `part_name`), unless the tensor is a result or is changed.
-        signature: The parameters of the module's `forward`, where they are known.
+        constants: Key of a constant of the graph → name of the tensor in the file.
+        keys: Name in the graph → key, for weights and constants that a call returns and weights that it changes.
+        dtype: The compute dtype that the user asked for. None: the graph's own.
+        formats: Key → format of a weight that the device stores in few bits. The file holds codes, scales and zero
+            points of such a weight (see `part_name`) instead of the tensor, unless a call returns or changes the
+            tensor.
+        signature: The parameters of the module's `forward`. None: they are not known.
         positional: The structure of each positional argument; `keywords`: of each keyword argument.
         inputs: The leaves of all arguments, in order.
         outputs: The leaves of the result, in order; `result` is its structure.
         written: (the graph's output, name of the graph input or weight) for each tensor that a call changes in place.
-        off_device: The nodes of the graph that no device runs.
+        off_device: The nodes of the graph that PyTorch runs.
+        programs: The programs compiled so far.
     """
 
     name: str
@@ -145,10 +160,10 @@ class SavedModule:
     programs: tuple[SavedProgram, ...]
 
     def smallest_inputs(self) -> list[TensorSpec]:
-        """The graph's inputs with the smallest sizes that they may have.
+        """Return the graph's inputs with the smallest sizes that the module allows.
 
         Raises:
-            ProgramFormatError: there are no such sizes.
+            ProgramFormatError: the symbols' smallest values give no valid shape.
         """
         sizes = {symbol.name: symbol.low for symbol in self.symbols}
         specs = [TensorSpec(x.name, tuple(specialize(x.shape, sizes)), x.dtype) for x in self.graph_inputs]
@@ -160,10 +175,12 @@ class SavedModule:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor to write.
+    """A tensor to write to a file.
 
     Attributes:
-        read: Gives its elements, dense in row-major order; called once, when they are written.
+        dtype: The dtype.
+        shape: The sizes.
+        read: Returns the elements, dense in row-major order; called once, when they are written.
     """
 
     dtype: str
@@ -172,10 +189,10 @@ class StoredTensor:
 
 
 def write_module(path: Path, module: SavedModule, tensors: Mapping[str, StoredTensor]) -> None:
-    """Write a `.npumod`, whole or not at all; the tensors' elements are in memory one tensor at a time.
+    """Write a `.npumod` atomically; only one tensor's elements are in memory at a time.
 
     Raises:
-        InputError: the file cannot be written, or a tensor has a dtype that it cannot hold.
+        InputError: the file cannot be written, or the format cannot represent a tensor's dtype.
     """
     description = pack(module)
     ordered = dict(sorted(tensors.items(), key=lambda item: -itemsize(item[1].dtype)))  # so that each is aligned
@@ -198,7 +215,7 @@ def write_module(path: Path, module: SavedModule, tensors: Mapping[str, StoredTe
 
 
 def read_module(path: Path) -> tuple[SavedModule, MappedCheckpoint]:
-    """Read the description in a `.npumod` and map its tensors. Nothing in the file is run.
+    """Read the description in a `.npumod` and map its tensors into memory. No code in the file is run.
 
     Raises:
         ProgramFormatError: the file is missing, truncated, damaged, of another format version, or inconsistent.
@@ -259,21 +276,21 @@ def _check(module: SavedModule, checkpoint: MappedCheckpoint) -> None:
 
 
 def part_name(name: str, part: str) -> str:
-    """The name in a file of a part of a weight in few bits."""
+    """Return the name in a file of one part (codes, scales or zero points) of a weight stored in few bits."""
     return f"{name} ({part})"
 
 
 def has_parts(module: SavedModule, key: str, checkpoint: MappedCheckpoint) -> bool:
-    """Whether the file holds a weight in few bits."""
+    """Whether the file holds a weight as codes and scales, in few bits, rather than as a tensor."""
     return key in module.formats and part_name(module.weights[key], "codes") in checkpoint
 
 
 def stored_weight(module: SavedModule, key: str, checkpoint: MappedCheckpoint) -> np.ndarray | QuantizedArray:
-    """A weight as the file holds it.
+    """Return a weight in the form in which the file holds it: an array, or a matrix in few bits.
 
     Raises:
-        WeightError: it has no such tensor, or one of a dtype that is not known.
-        InputError: the parts of a weight do not fit each other.
+        WeightError: the file has no such tensor, or its dtype is unknown.
+        InputError: codes, scales and zero points of the weight contradict each other.
     """
     name = module.weights[key]
     if not has_parts(module, key, checkpoint):
@@ -291,7 +308,7 @@ def stored_weight(module: SavedModule, key: str, checkpoint: MappedCheckpoint) -
 
 
 def _table(tensors: Mapping[str, StoredTensor]) -> bytes:
-    """The beginning of a safetensors file: the length of its header, and that, in JSON."""
+    """Return the beginning of a safetensors file: the length of the JSON header, and the header."""
     names = {name: stored for stored, name in SAFETENSORS_DTYPES.items()}
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -305,7 +322,7 @@ def _table(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def _start(described: int) -> int:
-    """Return the offset of the tensors behind a description of this length, in bytes."""
+    """Return the offset in bytes of the tensors in a file whose description has this length."""
     return -(-(_HEADER.size + described) // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -322,7 +339,7 @@ def _joined(digests: Sequence[bytes]) -> bytes:
 
 
 class _Hashed:
-    """Writes to a file and computes the checksum of what is written.
+    """A writer to a file that also computes the checksum of what is written.
 
     Attributes:
         size: Bytes written.

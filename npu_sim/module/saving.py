@@ -1,4 +1,4 @@
-"""`CompiledModule.save`: what a file says of a compiled module."""
+"""`CompiledModule.save`: writing a compiled module to a `.npumod` file."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _UNLIMITED = 2**62  # PyTorch's "no limit" is near 2**63
 
 @dataclass(frozen=True)
 class FewBits:
-    """Weights that the device stores in few bits.
+    """Weights that the device stores quantized, in few bits.
 
     Attributes:
         formats: Key → the weight's format.
-        stored: Key → the weight, where it is in few bits already.
+        stored: Key → the quantized weight, for those that the model had quantized already.
     """
 
     formats: Mapping[str, QuantizedFormat]
@@ -59,17 +59,20 @@ def save_module(
     runners: Mapping[Key, Runner],
     few_bits: FewBits,
 ) -> None:
-    """Write a `.npumod`.
+    """Write a compiled module to a `.npumod` file.
 
     Args:
-        weights: Key → the module's tensor, as it is now.
-        titles: Symbol → what messages call it.
-        dtype: The compute dtype that was asked for.
-        runners: The programs that were made so far.
+        path: The file.
+        traced: The module's graph.
+        weights: Key → the module's current tensor.
+        signature: The signature of `forward`. None: not known.
+        titles: Symbol → its name in messages.
+        dtype: The compute dtype that the user asked for. None: the graph's own.
+        runners: The programs compiled so far, by sizes.
         few_bits: The weights that the device stores in few bits.
 
     Raises:
-        InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
+        InputError: the file cannot be written, or the format cannot represent a dtype or structure of the module.
     """
     ir = traced.ir
     outputs, results = _computed(traced)
@@ -112,16 +115,16 @@ def save_module(
 
 
 def _returned(traced: Trace, results: tuple[OutputLeaf, ...]) -> set[str | None]:
-    """The names in the graph of what a call returns as it is, or changes."""
+    """Return the graph's names of inputs and weights that a call returns unchanged, or changes."""
     return {leaf.source for leaf in results} | {name for _, name in traced.written}
 
 
 def _divide(
     tensors: dict[str, StoredTensor], names: Mapping[str, str], returned: Set[str | None], few_bits: FewBits
 ) -> None:
-    """Replace tensors that the device stores in few bits by their parts.
+    """Replace tensors that the device stores in few bits by their codes, scales and zero points.
 
-    Those that a call returns or changes stay, and those under two keys of different formats.
+    A tensor stays if a call returns or changes it, or if two keys with different formats share it.
 
     Args:
         tensors: The file's tensors by name; changed.
@@ -137,7 +140,11 @@ def _divide(
 def _parts(
     key: str, tensor: StoredTensor, format: QuantizedFormat, stored: QuantizedArray | None
 ) -> dict[str, StoredTensor]:
-    """Return the parts of a weight in few bits; unless given, it is quantized when its first part is written."""
+    """Return codes, scales and zero points of a weight as tensors to write.
+
+    Args:
+        stored: The quantized weight. None: it is quantized from `tensor` when its first part is written.
+    """
     whole = cache(lambda: stored or quantize(tensor.read(), format))
     shapes = format.parts((tensor.shape[0], tensor.shape[1]))
     return {
@@ -147,7 +154,7 @@ def _parts(
 
 
 def _computed(traced: Trace) -> tuple[list[dict[str, Any]], tuple[OutputLeaf, ...]]:
-    """The graph's outputs and the leaves of the result, with views of other tensors as outputs of their own."""
+    """Return the graph's outputs and the leaves of the result, with views of other tensors made outputs."""
     outputs = list(traced.ir["graph_outputs"])
     places: dict[str, int] = {}
     for name in traced.views:
@@ -159,7 +166,7 @@ def _computed(traced: Trace) -> tuple[list[dict[str, Any]], tuple[OutputLeaf, ..
 
 
 def _stored(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors to write, and for each key the name of its tensor: the same for tied weights."""
+    """Return the tensors to write by name, and key → name; tied weights share a name."""
     tensors: dict[str, StoredTensor] = {}
     names: dict[str, str] = {}
     first_keys: dict[Any, str] = {}
@@ -185,7 +192,7 @@ def _symbol(name: str, title: str, low: int, high: int | None) -> Symbol:
 
 
 def _off_device(runners: Mapping[Key, Runner]) -> tuple[OffDevice, ...]:
-    """The nodes that PyTorch runs in any of the programs made so far."""
+    """Return the nodes that PyTorch runs in any of the programs compiled so far."""
     nodes = {}
     for runner in runners.values():
         for node in runner.plan.graph.nodes:
@@ -195,7 +202,7 @@ def _off_device(runners: Mapping[Key, Runner]) -> tuple[OffDevice, ...]:
 
 
 def _programs(runners: Mapping[Key, Runner]) -> tuple[SavedProgram, ...]:
-    """The programs of plans that consist of a single program, to be saved ready to run."""
+    """Return the compiled programs of those plans that consist of a single program and nothing else."""
     programs = []
     for key, runner in runners.items():
         graph = runner.plan.graph

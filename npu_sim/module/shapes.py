@@ -1,4 +1,4 @@
-"""The sizes of a traced module's inputs: what a call's tensors have to look like, and what its symbols then are."""
+"""Checks of the shapes of a traced module's inputs, which also yield the values of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class InputShapes:
     """Checks the shapes and dtypes of a call's inputs, and reads the values of symbols from them.
 
     Args:
-        inputs: Shape and dtype of each input: sizes may be symbolic, and the dtype is what compares equal to its own.
-        paths: The caller's name of each input.
-        ranges: Symbol → smallest and largest value.
-        names: Symbol → its name in messages, where it has one.
-        strides: Index of an input → its strides, where they must be those with which the module was compiled.
+        inputs: Shape and dtype of each input: sizes may be symbolic, and the dtype is any object that compares equal to
+            the dtype of an accepted tensor or array.
+        paths: The name of each input as the caller sees it.
+        ranges: Symbol → smallest and largest value (None: no limit).
+        names: Symbol → its name in messages, for symbols that have one.
+        strides: Index of an input → the strides that it must have; inputs without an entry may have any.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class InputShapes:
                 )
 
     def check(self, tensors: Sequence[Any]) -> Key:
-        """The symbols' values in a call, in the order of `symbols`.
+        """Return the symbols' values in a call, in the order of `symbols`.
 
         Raises:
-            InputError: a tensor or array has another dtype or shape.
+            InputError: a tensor or array has another dtype or shape than the module was compiled for.
         """
         for value, dtype, static in zip(tensors, self._dtypes, self._static, strict=True):
             if value.dtype != dtype or (static is not None and value.shape != static):
@@ -60,19 +61,19 @@ class InputShapes:
         return self._key(tensors) if self.symbols else ()
 
     def strides(self, key: Key) -> dict[int, list[int]]:
-        """The strides that some inputs must have in a call, by index, counted in elements.
+        """Return the strides in elements that inputs must have in a call, by index; other inputs may have any.
 
         Args:
-            key: From `check`.
+            key: The symbols' values, from `check`.
         """
         sizes = dict(zip(self.symbols, key, strict=True))
         return {index: specialize(strides, sizes) for index, strides in self._strides.items()}
 
     def check_strides(self, tensors: Sequence[Any], key: Key) -> None:
-        """Check where the elements of tensors or arrays lie, as far as that decides what a call changes.
+        """Check the strides of those inputs for which strides decide what a call changes in place.
 
         Raises:
-            InputError: one has other strides.
+            InputError: an input has other strides.
         """
         for index, wanted in self.strides(key).items():
             if not same_layout(tensors[index], wanted):
@@ -126,7 +127,7 @@ class InputShapes:
 
 
 def strides_of(value: Any) -> Sequence[float]:
-    """The strides of a torch tensor or NumPy array in elements; of anything else, those of dense memory."""
+    """Return the strides in elements of a torch tensor or NumPy array; for other objects, those of dense memory."""
     if isinstance(value, np.ndarray):
         size = max(value.itemsize, 1)
         return [step / size if step % size else step // size for step in value.strides]
@@ -135,16 +136,17 @@ def strides_of(value: Any) -> Sequence[float]:
 
 
 def same_layout(value: Any, strides: Sequence[int]) -> bool:
-    """Whether a tensor or array has these strides, but for dimensions of one element or none."""
+    """Whether a tensor or array has these strides; strides of dimensions of size 0 or 1 do not matter."""
     pairs = zip(value.shape, strides_of(value), strides, strict=True)
     return 0 in value.shape or all(size == 1 or own == wanted for size, own, wanted in pairs)
 
 
 def dimension_names(inputs: Sequence[Mapping[str, Any]], dynamic_shapes: Sequence[Any]) -> dict[str, str]:
-    """Symbol → the name of the `torch.export.Dim` that it stands for.
+    """Return symbol → the name of the `torch.export.Dim` that the user gave for it.
 
     Args:
-        dynamic_shapes: Each input's dimensions as `torch.export` spells them: a mapping or sequence, or None.
+        inputs: The IR's description of each input.
+        dynamic_shapes: Each input's dimensions as for `torch.export`: a mapping or sequence, or None for static ones.
     """
     names: dict[str, str] = {}
     for meta, dims in zip(inputs, dynamic_shapes, strict=False):

@@ -1,4 +1,4 @@
-"""Weights on a device, found by the tensors that they are made of: all captured graphs of a process share them."""
+"""Cache of weights on a device that all captured graphs of a process share, keyed by the source tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _COUNT = count()
 
 
 class SharedWeights(MutableMapping[str, DeviceBuffer]):
-    """One graph's view of them, in the form in which `load_weights` takes a cache.
+    """One graph's view of the shared weights, in the form in which `load_weights` takes a cache.
 
-    `load_weights` names what it makes by the graph's names for tensors; here each stands for the tensor and for its
-    content, as far as PyTorch counts what is written. A buffer is kept for as long as some graph uses it.
+    `load_weights` uses keys that contain the graph's names for tensors; here each name is replaced by an identifier of
+    the tensor and of its version, which PyTorch increments at each write. A buffer is kept while any graph uses it.
 
     Args:
+        backend: The device.
         tensors: The graph's name of a tensor → the tensor.
     """
 

@@ -1,4 +1,4 @@
-"""A function's parameters as plain data."""
+"""The parameters of a function as plain data, which a file can hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _OtherDefault:
-    """A default that a file cannot hold: equal only to itself."""
+    """A stand-in for a default value that a file cannot hold; it equals only itself."""
 
     def __repr__(self) -> str:
         return "its default"
@@ -22,10 +22,13 @@ class _OtherDefault:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a function, not a weight.
+    """A parameter of a function (not a weight).
 
     Attributes:
-        default: Whether it has one, and whether that is `value`, or one that is no plain data.
+        name: The parameter's name.
+        kind: The name of one of `inspect.Parameter`'s kinds.
+        default: `none` if there is no default, `plain` if it is `value`, `other` if it is not plain data.
+        value: The default value, if that is plain data.
     """
 
     name: str
@@ -49,10 +52,10 @@ def parameters_of(signature: inspect.Signature) -> tuple[Parameter, ...]:
 
 
 def signature_of(parameters: Sequence[Parameter]) -> inspect.Signature:
-    """The inverse of `parameters_of`.
+    """Return the signature that `parameters_of` turned into these parameters.
 
     Raises:
-        ProgramFormatError: no function has these parameters.
+        ProgramFormatError: no function can have these parameters.
     """
     rebuilt = []
     try:

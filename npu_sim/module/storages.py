@@ -1,4 +1,4 @@
-"""Memory of traced tensors: finds those that share it, for the strides with which PyTorch traced them."""
+"""Detection of traced tensors that share memory, by the storages that PyTorch gave them in tracing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 class Storages:
-    """The memory of traced tensors.
+    """Groups of traced tensors that share memory.
 
     Args:
-        replayed: Tensors of a trace that does not say it, by identity → the same ones of a trace that does.
+        replayed: For a trace in which storages are not reliable: identity of a tensor → the tensor of a second trace in
+            which they are. None: all storages are reliable.
     """
 
     def __init__(self, replayed: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -32,7 +33,7 @@ class Storages:
         return one is not None and one == other
 
     def substitute(self, placeholder: torch.Tensor, argument: torch.Tensor) -> None:
-        """Let the memory of a placeholder of another trace, which has it alone, be that of its argument here."""
+        """Treat the memory of a placeholder, which another trace allocated by itself, as that of its argument here."""
         own, given = _storage(placeholder), self._storage(argument)
         if own is not None and given is not None:
             self._substitutes[own] = given
@@ -43,11 +44,11 @@ class Storages:
 
 
 def storages_of(graph_module: GraphModule) -> Storages:
-    """The memory of a graph's traced tensors.
+    """Return which of a graph's traced tensors share memory.
 
-    The graph is traced again where its tensors do not say it. In one that was read from a file they have the right
-    strides, but memory of their own; and where a graph writes in place, dropout must be what it is in inference: its
-    argument itself, of which PyTorch's tensors without data make a copy.
+    The graph is traced again if its own tensors are not reliable. Tensors of a graph read from a file have the right
+    strides, but each has memory of its own. In a graph that writes in place, inactive dropout must return its argument
+    itself, of which tracing made a copy.
     """
     alike = Storages()
     is_told: bool | None = None
@@ -71,14 +72,14 @@ def storages_of(graph_module: GraphModule) -> Storages:
 
 
 def returns_its_argument(target: Any, args: Sequence[Any]) -> bool:
-    """Whether an op is dropout that drops nothing."""
+    """Whether a call is dropout that drops nothing, so that its result is its argument."""
     return target is torch.ops.aten.dropout.default and (args[1] == 0 or not args[2])
 
 
 def overlaps_itself(value: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of an expanded one do.
+    """Whether elements of a tensor share memory, as those of an expanded tensor do.
 
-    Strides that are not nested in each other count as such; symbolic ones only where they are 0.
+    Strides that are not nested in each other count as sharing; symbolic strides count only if they are 0.
     """
     dims = [
         (stride, size)
@@ -112,7 +113,7 @@ def _replay(graph_module: GraphModule) -> Storages:
 
 
 class _Recorder(Interpreter):
-    """Runs a graph on tensors without data, and notes what each traced tensor is then."""
+    """Runs a graph on tensors without data, and records the result for each traced tensor."""
 
     def __init__(self, graph_module: GraphModule, replayed: dict[int, torch.Tensor]) -> None:
         super().__init__(graph_module)

@@ -1,7 +1,7 @@
-"""Nesting of a module's arguments and results, and their leaves; without PyTorch.
+"""Nested structure of a module's arguments and results, and the leaves (tensors and other values), without PyTorch.
 
-Inside a compiled module the structure is PyTorch's own (`npu_sim.module.tensors`). `Tree` says the same as plain data,
-which a file can hold.
+Inside a compiled module the structure is PyTorch's own (`npu_sim.module.tensors`). `Tree` holds the same information as
+plain data, which a file can contain.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ AnyClass: TypeAlias = type[Any]
 
 @dataclass(frozen=True)
 class InputLeaf:
-    """A leaf of a call's arguments.
+    """A leaf (tensor or other value) of a call's arguments.
 
     Attributes:
-        name: The graph input's, for a tensor; None for a value that tracing has made a part of the graph.
-        value: The value that tracing has made a part of the graph.
+        name: The name of the graph input, for a tensor. None: the leaf is another value, fixed in the graph by tracing.
+        value: The fixed value.
         path: Position of the leaf in the arguments, in words.
     """
 
@@ -38,13 +38,13 @@ class InputLeaf:
 
 @dataclass(frozen=True)
 class OutputLeaf:
-    """A leaf of a call's result.
+    """A leaf (tensor or other value) of a call's result.
 
     Attributes:
-        output: The index of the graph's output, for a tensor that is computed.
-        source: The name of the graph input or weight, where the result is that very tensor; or that of a view.
-        value: A result that is no tensor. Beside an output: `NUMBER`, where the result is that tensor's one element as
-            a number of Python.
+        output: The index of the graph's output that is the result. None: no output is.
+        source: The name of the graph input, weight or view that is the result. None: it is none of these.
+        value: A result that is not a tensor. With `output` set: `NUMBER` if the result is the one element of that
+            output as a Python number.
     """
 
     output: int | None = None
@@ -56,30 +56,30 @@ NUMBER = "number"
 
 
 def number_of(array: Any) -> Any:
-    """The one element of a tensor or array as a number of Python."""
+    """Return the one element of a tensor or array as a Python number."""
     number = array.item()
     return number if isinstance(number, (bool, int, float, complex)) else float(number)  # of a dtype that NumPy lacks
 
 
 class Structure(Protocol):
-    """Nesting of leaves in a value."""
+    """The nested structure of a value made of tuples, dicts and the like, with tensors or other values as leaves."""
 
     @property
     def is_leaf(self) -> bool: ...
 
     @property
     def is_flat_tuple(self) -> bool:
-        """Whether it is a tuple of leaves."""
+        """Whether the structure is a tuple of leaves."""
 
     @property
     def size(self) -> int:
         """The number of leaves."""
 
     def leaves(self, value: Any) -> list[Any] | None:
-        """The leaves of a value in order; None where it has another structure."""
+        """Return the leaves of a value in order; None if the value has another structure."""
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """The value with these leaves."""
+        """Return a value of this structure with these leaves."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,12 @@ class Tree:
     """A `Structure` as plain data.
 
     Attributes:
+        kind: The kind of value.
+        children: The structures of its elements, in order.
         keys: Keys of a dict, or the names of a namedtuple's or object's fields; one for each child.
         type: `module:name` of a namedtuple's or object's class.
-        absent: An object's fields that are None.
-        classes: Classes of the caller's, by `type`, that may be made besides those of `_PACKAGES`.
+        absent: Names of an object's fields that are None.
+        classes: `module:name` → class: classes of the caller's that may be created besides those of `_PACKAGES`.
     """
 
     kind: Literal["leaf", "tuple", "list", "dict", "namedtuple", "object"]
@@ -146,7 +148,7 @@ class Tree:
         return leaves
 
     def _parts(self, value: Any) -> Sequence[Any] | None:
-        """The children's values; None where the value is of another kind, or has other keys."""
+        """Return the values of the children; None if the value is of another kind or has other keys."""
         match self.kind:
             case "tuple" | "list":
                 return value if type(value) is (tuple if self.kind == "tuple" else list) else None
@@ -176,16 +178,16 @@ class Tree:
                 return self._make(**dict(zip(self.keys, parts, strict=True)))
 
     def with_classes(self, classes: Iterable[AnyClass]) -> Tree:
-        """Return the structure with further classes that its namedtuples and objects may have."""
+        """Return the structure with further classes that its namedtuples and objects may be instances of."""
         named = {type_path(kind): kind for kind in classes}
         return replace(self, children=tuple(child.with_classes(classes) for child in self.children), classes=named)
 
     @cached_property
     def _make(self) -> Callable[..., Any]:
-        """Return a function from fields to a namedtuple or object, of its own class where that may be made.
+        """Return a function from fields to a namedtuple or object, of its original class if that is allowed.
 
-        A file names the class. So nothing is imported for it, no module is asked but those of `_PACKAGES`, and no class
-        is called but a namedtuple or dataclass that has these fields and runs nothing else when it is made.
+        The class is named by a file, which may be malicious. So nothing is imported for it, only modules of `_PACKAGES`
+        are searched, and only a namedtuple or dataclass that has exactly these fields and runs no other code is called.
         """
         maker = self.classes.get(self.type) or _imported(self.type)
         is_class = isinstance(maker, type)
@@ -205,9 +207,9 @@ _PACKAGES = frozenset({"collections", "diffusers", "timm", "torch", "torchaudio"
 
 
 def _imported(path: str) -> Any:
-    """Return what an imported module of `_PACKAGES` defines under `module:name`, or None.
+    """Return what an already imported module of `_PACKAGES` defines under `module:name`; None if there is nothing.
 
-    Only what is there is looked at: asked for an attribute, some modules import others.
+    Only module dictionaries are read, since attribute access makes some modules import others.
     """
     module, _, names = path.partition(":")
     if module.partition(".")[0] not in _PACKAGES or module not in sys.modules:
@@ -219,9 +221,9 @@ def _imported(path: str) -> Any:
 
 
 class Record(dict[str, Any]):
-    """Stand-in for an object of a class that is not imported here: its fields, as keys and as attributes.
+    """Stand-in for an object whose class is not imported here; its fields are keys and attributes.
 
-    It behaves as the `ModelOutput` of transformers does: an index gives a field by its place.
+    Like the `ModelOutput` of transformers, it also returns a field by position.
     """
 
     _absent: tuple[str, ...] = ()
@@ -244,7 +246,7 @@ class Record(dict[str, Any]):
 
 
 def field_names(kind: type) -> tuple[str, ...] | None:
-    """The names of a named tuple's fields, as of `collections.namedtuple` or `torch.return_types`; None for others."""
+    """Return the field names of a named tuple type, of `collections` or `torch.return_types`; None for other types."""
     if hasattr(kind, "_fields"):
         return tuple(kind._fields)
     is_sequence = kind.__bases__ == (tuple,) and isinstance(getattr(kind, "n_fields", None), int)
@@ -252,7 +254,7 @@ def field_names(kind: type) -> tuple[str, ...] | None:
 
 
 def _fields(value: Any) -> set[str] | None:
-    """The names of an object's fields that are not None; None if it is no object with fields."""
+    """Return the names of fields that are not None, of a dataclass instance or mapping; None for other values."""
     if isinstance(value, Mapping):
         return set(value.keys())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

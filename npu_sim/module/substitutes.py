@@ -1,9 +1,8 @@
-"""Functions of PyTorch that `torch.export` cannot trace, or loses something of, replaced by others while tracing.
+"""Replacements, while tracing, of PyTorch functions that `torch.export` cannot trace or traces with a loss.
 
-Some look at the values of tensors to check them, though the result does not depend on it: `torch.cov` warns where it
-divides by zero, `torch.combinations` counts the elements of a mask that is the same for all vectors of that length.
-`torch.tensor(0.5)` on the meta device is traced as a constant whose value is lost; `torch.full` keeps it. So is the
-list in `x[:, [0]]`.
+Some functions read values of tensors only to check them: `torch.cov` warns before a division by zero, and
+`torch.combinations` counts the elements of a mask that depends only on the vector's length. On the meta device,
+`torch.tensor(0.5)` and the list in `x[:, [0]]` are traced as constants whose values are lost.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MOST_COMBINATIONS = 2**16
 
 
 class Substitutes(TorchFunctionMode):
-    """Context in which these functions are called instead of PyTorch's, where they take the arguments."""
+    """A context in which PyTorch's functions are replaced by these, for arguments that these support."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -34,7 +33,7 @@ class Substitutes(TorchFunctionMode):
 def _cov(
     x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None, **named: Any
 ) -> Any:
-    """Covariances of the rows; weights stay with PyTorch, which refuses negative ones."""
+    """Return the covariances of the rows; calls with weights stay with PyTorch, which refuses negative weights."""
     if named or fweights is not None or aweights is not None:
         return NotImplemented
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() > 2 or 0 in x.shape:
@@ -55,7 +54,7 @@ def _corrcoef(x: Tensor, **named: Any) -> Any:
 
 
 def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False, **named: Any) -> Any:
-    """The choices of `r` positions are the same for all vectors of that length."""
+    """Return the combinations of a vector's elements; the positions chosen depend only on the vector's length."""
     if named or not isinstance(x, Tensor) or x.dim() != 1 or not isinstance(x.shape[0], int) or r < 1:
         return NotImplemented
     size = x.shape[0]
@@ -70,14 +69,14 @@ def _combinations(x: Tensor, r: int = 2, with_replacement: bool = False, **named
 
 
 def _tensor(data: Any, *, device: Any = None, dtype: torch.dtype | None = None, **named: Any) -> Any:
-    """A number on the meta device."""
+    """Return a number as a tensor on the meta device; other calls of `torch.tensor` are not replaced."""
     if named or device is None or torch.device(device).type != "meta" or not isinstance(data, (bool, int, float)):
         return NotImplemented
     return torch.full((), data, device=device, dtype=dtype)
 
 
 def _getitem(x: Tensor, index: Any) -> Any:
-    """An index that is a list of one number keeps its dimension, as a slice does; the list would be a lost constant."""
+    """Index a meta tensor by slices instead of a list of one number, which tracing would lose."""
     parts = index if isinstance(index, tuple) else (index,)
     if x.device.type != "meta" or sum(isinstance(part, list) for part in parts) != 1:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Torch tensors as arguments and results of a compiled module: their structure and their shapes."""
+"""Torch tensors as arguments and results of a compiled module: their nested structure and their shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from npu_sim.module.structure import Tree, field_names, type_path
 
 
 def children_of(spec: pytree.TreeSpec) -> Sequence[pytree.TreeSpec]:
-    """The structures within a structure, in order."""
+    """Return the structures of the elements of a structure, in order."""
     children: Sequence[pytree.TreeSpec] = (
         spec.children() if hasattr(spec, "children") else spec.children_specs  # PyTorch 2.9
     )
@@ -25,7 +25,7 @@ def children_of(spec: pytree.TreeSpec) -> Sequence[pytree.TreeSpec]:
 
 
 class PytreeStructure:
-    """A `Structure` as PyTorch's pytree knows it, with all types that are registered there."""
+    """A `Structure` backed by PyTorch's pytree, with all types that are registered there."""
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self.spec = spec
@@ -44,7 +44,7 @@ class PytreeStructure:
         """Return the structure as plain data.
 
         Raises:
-            InputError: there is a dict in it with other keys than plain data.
+            InputError: the structure contains a dict whose keys are not plain data.
         """
         try:
             return _tree(self.spec)
@@ -53,7 +53,7 @@ class PytreeStructure:
 
 
 def argument_structures(spec: pytree.TreeSpec) -> tuple[list[PytreeStructure], dict[str, PytreeStructure]]:
-    """The structures of the positional and of the keyword arguments, out of that of (args, kwargs)."""
+    """Split the structure of (args, kwargs) into one for each positional and for each keyword argument."""
     positional, keyword = children_of(spec)
     structures = [PytreeStructure(child) for child in children_of(positional)]
     named = zip(keyword.context or (), children_of(keyword), strict=True)
@@ -103,10 +103,10 @@ class TensorShapes(InputShapes):
         self._device = device
 
     def check(self, tensors: Sequence[torch.Tensor]) -> Key:
-        """The symbols' values in a call, in the order of `symbols`.
+        """Return the symbols' values in a call, in the order of `symbols`.
 
         Raises:
-            InputError: a tensor has another dtype or shape, is on another device, or asks for a gradient.
+            InputError: a tensor has another dtype or shape, is on another device, or requires a gradient.
         """
         device, wants_gradient = self._device, torch.is_grad_enabled()
         for value, dtype, static in zip(tensors, self._dtypes, self._static, strict=True):

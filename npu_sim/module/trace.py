@@ -1,4 +1,4 @@
-"""Tracing: from a PyTorch module, or what `torch.export` made of one, to IR and the tensors that belong to it."""
+"""Tracing of a PyTorch module, or of a `torch.export` program, to IR and the tensors that belong to it."""
 
 from __future__ import annotations
 
@@ -61,12 +61,13 @@ class Trace:
         ranges: Symbol → its smallest and largest value (None: no limit).
         example_sizes: Symbol → its value in the example that was traced.
         example_device: The torch device of the inputs.
-        passed: The results that are graph inputs, weights or views, as the IR describes them, by `source`.
-        views: Name → view, for results that share memory with something else.
-        state: Graph input → key, for parameters and buffers that are inputs after those of a call.
+        passed: The results that are graph inputs, weights or views, as the IR describes them, by `OutputLeaf.source`.
+        views: Name → view, for results that share memory with an input, a weight or an output.
+        state: Graph input → key, for parameters and buffers that a call changes, which are inputs after those of a
+            call.
         plain: The trace in which the tensors of `state` are weights; None if there are none.
-        strides: Graph input → its strides, where they decide which memory a call changes: `reshape` returns a view of
-            some tensors and a copy of others.
+        strides: Graph input → its strides, for inputs whose strides decide which memory a call changes: `reshape`
+            returns a view of some tensors and a copy of others.
     """
 
     ir: dict[str, Any]
@@ -100,7 +101,7 @@ class Trace:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Context for `torch.export`: no gradients, no warnings and no garbage collection."""
+    """A context for `torch.export`, without gradients, warnings and garbage collection."""
     with collector_paused(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -113,7 +114,7 @@ def export(
     *,
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
-    """`torch.export.export` for inference; the module is not modified.
+    """Export a module for inference by `torch.export.export`; the module is not modified.
 
     Raises:
         IRError: PyTorch cannot export the module as one graph.
@@ -137,7 +138,7 @@ def export(
 
 @contextmanager
 def unchanged(tensors: Iterable[Any]) -> Iterator[None]:
-    """Undo what tracing writes to those of the values that are tensors.
+    """Restore, at the end of this context, tensors among the given values that tracing has written to.
 
     PyTorch traces parameters, buffers and arguments without their data, but runs in-place ops on other tensors of a
     module, such as those in plain attributes and lists.
@@ -156,10 +157,10 @@ def unchanged(tensors: Iterable[Any]) -> Iterator[None]:
 def distinct_examples(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the examples with another tensor for each that is given twice, or that is a parameter or buffer.
+    """Return the examples with a new tensor in place of one that is given twice, or that is a parameter or buffer.
 
-    `torch.export` tells tensors apart by identity: it would make such an input and the other one input, for every call.
-    The other tensor has the same sizes and strides, and no values, which tracing does not read.
+    `torch.export` identifies tensors by identity: it would treat both as one input, in every call. The new tensor has
+    the same sizes and strides, and no values, which tracing does not read.
     """
     seen = {id(x) for x in (*module.parameters(), *module.buffers())}
     leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -178,19 +179,19 @@ def _blank_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _holds_vmap(exported: ExportedProgram) -> bool:
-    """Whether calls of functorch are left in the graph, which a second tracing replaces by what they do."""
+    """Whether calls of functorch (`vmap`) remain in the graph; a second trace replaces them by ordinary ops."""
     targets = (node.target for node in exported.graph.nodes if node.op == "call_function")
     return any(getattr(target, "__module__", None) == "torch._functorch.predispatch" for target in targets)
 
 
 def first_line(error: Exception | str) -> str:
-    """Return the first line of a message that is not empty; the error's type if there is none."""
+    """Return the first line of a message that is not blank; the error's type if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def problem_of(error: Exception) -> str:
-    """Explain why PyTorch could not trace something, in words that do not need its internals."""
+    """Explain why PyTorch could not trace something, in words that do not assume knowledge of its internals."""
     is_about_data = any(word in f"{type(error).__name__} {error}".lower() for word in _DATA_DEPENDENT)
     if not is_about_data:
         return first_line(error)
@@ -201,7 +202,7 @@ _DATA_DEPENDENT = ("unbacked", "data-dependent", "data dependent", "datadependen
 
 
 def _place_of(error: Exception) -> str:
-    """The line outside of PyTorch that an error comes from, such as ` (model.py:12)`; empty where there is none."""
+    """Return the user's source line that caused an error, such as ` (model.py:12)`; empty if there is none."""
     own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames if not frame.filename.startswith(own)]
@@ -209,7 +210,7 @@ def _place_of(error: Exception) -> str:
 
 
 def _register_dataclasses(value: Any) -> None:
-    """Make dataclasses known to PyTorch's pytree, as `torch.export` asks of whoever passes them."""
+    """Register the dataclasses in a value with PyTorch's pytree, which `torch.export` requires."""
     from dataclasses import fields, is_dataclass
 
     if isinstance(value, Mapping):
@@ -227,10 +228,10 @@ def _register_dataclasses(value: Any) -> None:
 
 
 def load_exported(path: str | Path) -> ExportedProgram:
-    """The content of a `.pt2` file.
+    """Load the exported program in a `.pt2` file.
 
     Raises:
-        IRError: there is no such file, or it is none.
+        IRError: there is no such file, or it is not a `.pt2` file.
     """
     if not Path(path).is_file():
         raise IRError(f"cannot read '{path}': there is no such file")
@@ -250,20 +251,25 @@ def load_exported(path: str | Path) -> ExportedProgram:
 
 
 def trace_module(exported: ExportedProgram, name: str) -> Trace:
-    """Trace as `trace` does, with buffers that a call changes as inputs of the graph, so that no weight changes."""
+    """Trace an exported program; parameters and buffers that a call changes become inputs of the graph.
+
+    So the graph's weights never change. `plain` of the result is the trace in which they are weights.
+    """
     traced = trace(exported, name)
     written = {x for _, x in traced.written if x in traced.ir["weight_name_mapping"]}
     return replace(trace(exported, name, written), plain=traced) if written else traced
 
 
 def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()) -> Trace:
-    """Read an exported program.
+    """Convert an exported program to IR.
 
     Args:
-        changing: The graph's names of parameters and buffers that are to be its inputs.
+        exported: The program.
+        name: Name of the model.
+        changing: The graph's names of parameters and buffers that become inputs of the graph.
 
     Raises:
-        IRError: IR has no form for an op in it, such as control flow that depends on data.
+        IRError: IR cannot express an op of the program, such as control flow that depends on data.
     """
     with unchanged(exported.constants.values()):
         return _trace(exported, name, changing)
@@ -329,10 +335,10 @@ def _read_arguments(
     state: Mapping[str, Any],
     changing: Set[str],
 ) -> tuple[list[Any], list[InputLeaf], dict[str, str]]:
-    """The value of each placeholder, the leaves of a call's arguments, and name → key of the tensors of `state`.
+    """Return the value of each placeholder, the leaves of a call's arguments, and name → key of the `state` tensors.
 
     Raises:
-        IRError: something in `state` is no tensor.
+        IRError: an entry of `state` is not a tensor.
     """
     values: list[Any] = []
     leaves: list[InputLeaf] = []
@@ -355,7 +361,7 @@ def _read_arguments(
 
 
 def _read_returned(returned: Sequence[Any], signature: ExportGraphSignature) -> list[Any]:
-    """The results of a call, in order, given what the graph returns.
+    """Return a call's results, in order, among the values that the graph returns.
 
     Raises:
         IRError: the program was not exported for inference, or returns a symbolic size.
@@ -373,10 +379,10 @@ def _read_returned(returned: Sequence[Any], signature: ExportGraphSignature) -> 
 def _check_inputs_are_distinct(
     exported: ExportedProgram, placeholders: Sequence[Node], paths: Sequence[str], state: Mapping[str, Any]
 ) -> None:
-    """Refuse a program whose example tensor was given twice, or was a parameter: `torch.export` made them one input.
+    """Check that `torch.export` did not merge two inputs, or an input and a parameter, that were one example tensor.
 
     Raises:
-        IRError: one of the two is not used, since the other stands for it.
+        IRError: one of the two is not used in the graph, since the other stands for both.
     """
     if exported.example_inputs is None:
         return
@@ -401,7 +407,7 @@ def _check_inputs_are_distinct(
 
 @dataclass(frozen=True)
 class ReadResults:
-    """Origins of a graph's results: see the attributes of `Trace`; `outputs` are the graph's."""
+    """A graph's results; `outputs` are the graph's output tensors, and the other attributes are those of `Trace`."""
 
     leaves: tuple[OutputLeaf, ...]
     outputs: tuple[Reference, ...]
@@ -411,12 +417,12 @@ class ReadResults:
 
 
 def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value]) -> ReadResults:
-    """Find out which results are computed, and which share memory with an argument, a weight or each other.
+    """Determine which results are computed, and which share memory with an argument, a weight or each other.
 
     Args:
-        nodes: The graph, read.
+        nodes: The graph's nodes, already converted.
         results: The values that the graph returns.
-        given: The values of its placeholders.
+        given: The values of the graph's placeholders.
     """
     sources = {x.name: x for x in given if isinstance(x, Reference)}
     outputs: dict[str, Reference] = {}
@@ -457,10 +463,10 @@ def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value])
 
 
 def _number(nodes: Nodes, value: Any) -> Reference:
-    """The tensor whose one element a number in the result is.
+    """Return the tensor whose one element a returned number is.
 
     Raises:
-        IRError: the number is computed of such elements in Python.
+        IRError: the number is computed from such elements in Python.
     """
     number = nodes.numbers.get(str(value.node.expr))
     if number is None:
@@ -472,9 +478,9 @@ def _number(nodes: Nodes, value: Any) -> Reference:
 
 
 def plain_ir(traced: Trace) -> dict[str, Any]:
-    """The IR by itself: with all tensors that the module returns as its outputs, in order.
+    """Return the IR with all tensors that the module returns as its outputs, in order.
 
-    Those in a dict are called by its keys, with the keys of what is nested behind a dot.
+    Results in a dict are named by its keys; keys of nested dicts are joined by dots.
 
     Raises:
         IRError: sizes are symbolic.
@@ -499,12 +505,12 @@ def plain_ir(traced: Trace) -> dict[str, Any]:
 
 
 def ir_of_exported(exported: ExportedProgram) -> dict[str, Any]:
-    """The IR of an exported program of static shapes. Errors as in `trace` and `plain_ir`."""
+    """Return the IR of an exported program with static shapes. Errors as in `trace` and `plain_ir`."""
     return plain_ir(trace(exported, "exported"))
 
 
 def ir_of_file(path: str | Path) -> dict[str, Any]:
-    """The IR of a `.pt2` file. Errors as in `load_exported`, `trace` and `plain_ir`."""
+    """Return the IR of a `.pt2` file. Errors as in `load_exported`, `trace` and `plain_ir`."""
     return plain_ir(trace(load_exported(path), Path(path).stem))
 
 
@@ -517,7 +523,7 @@ def _is_weight(value: object) -> bool:
 
 
 def _paths(spec: pytree.TreeSpec) -> list[str]:
-    """A leaf's place in (args, kwargs), in words: `args[0]['mask']` or `mask`."""
+    """Return the position of each leaf in (args, kwargs), in words: `args[0]['mask']` or `mask`."""
     placed = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     placed_leaves, _ = pytree.tree_flatten_with_path(placed)
     words = []
@@ -533,7 +539,7 @@ def _paths(spec: pytree.TreeSpec) -> list[str]:
 def _split(
     keys: Mapping[str, str], state: Mapping[str, Any], exported: ExportedProgram, written: set[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The tensors that are loaded as weights, and those whose values are constants of the graph."""
+    """Split tensors into those to load as weights, and those whose values become constants of the graph."""
     saved = exported.state_dict.keys()
     weights: dict[str, torch.Tensor] = {}
     constants: dict[str, torch.Tensor] = {}
@@ -545,7 +551,7 @@ def _split(
 
 
 def _example_sizes(inputs: Sequence[Reference], ranges: Mapping[str, tuple[int, int | None]]) -> dict[str, int]:
-    """Symbol → its value in the example; a small one of its range where the file does not tell."""
+    """Return symbol → its value in the example or, if the file does not record it, a small value of its range."""
     example_sizes = {symbol: max(low, 2) for symbol, (low, _) in ranges.items()}
     sizes: list[Any] = [size for x in inputs for size in x.value.shape if type(size) is not int]
     for size in sizes:

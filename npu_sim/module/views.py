@@ -1,4 +1,4 @@
-"""Results that share memory with an argument, a weight or another result: made by PyTorch's view ops, as in eager."""
+"""Results that share memory with an argument, a weight or another result; PyTorch's view ops create them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Step = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class AliasedView:
-    """A result that is a view.
+    """A result that is a view of another tensor.
 
     Attributes:
-        source: The name of the graph input or weight whose memory it shares; None where that is an output's.
-        output: The index of the graph's output whose memory it shares.
-        path: The steps that lead from there to the view, in order.
+        source: The name of the graph input or weight that owns the memory; None if an output of the graph does.
+        output: The index of the graph's output that owns the memory; None if `source` does.
+        path: The view steps that lead from the owner to the view, in order.
     """
 
     source: str | None
@@ -33,10 +33,11 @@ class AliasedView:
     path: tuple[ViewStep, ...]
 
     def steps(self, sizes: Sizes, device: torch.device) -> tuple[Step, ...]:
-        """The functions that make the view out of the tensor whose memory it shares.
+        """Return functions that, applied in turn to the tensor that owns the memory, create the view.
 
         Args:
             sizes: Symbol → its value.
+            device: The torch device of the tensor.
         """
         all_steps = (_step(specialize(step.node, sizes), step.position, device) for step in self.path)
         return tuple(step for step in all_steps if step is not None)
@@ -51,10 +52,10 @@ def replay(base: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 
 def check_replayable(path: Sequence[ViewStep]) -> None:
-    """Refuse a view that depends on the values of other tensors than the one whose memory it shares.
+    """Check that a view depends on the values of no tensor but the one that owns the memory.
 
     Raises:
-        IRError: there is such a step, as `torch.narrow` by a tensor is one.
+        IRError: a step depends on another tensor's values, such as `torch.narrow` with a tensor as its start.
     """
     for step in path:
         name, op_type = step.node["name"], step.node["op_type"]
@@ -82,7 +83,7 @@ _BY_SHAPE = frozenset(
 
 
 def _step(node: Mapping[str, Any], position: int, device: torch.device) -> Step | None:
-    """A node as a function of one input; None for one that only writes to it, which has happened by then."""
+    """Return a view node as a function of one input; None for a node that only writes, which the program has done."""
     op_type, attrs = node["op_type"], node["attrs"]
     if op_type.endswith("getitem>"):
         return lambda values: values[attrs["index"]]

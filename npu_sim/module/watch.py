@@ -1,4 +1,4 @@
-"""Noticing that a module's weights have changed since they were loaded onto a device."""
+"""Detection of changes of a module's weights after they were loaded onto a device."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ _SAMPLE = 2  # tensors whose memory is looked at in each check
 class WeightWatch:
     """Detects writes to a module's tensors, and their replacement by others.
 
-    PyTorch counts what is written to a tensor in place (`Tensor._version`), and tells when a module gets another
-    parameter or buffer; both are noticed at once, and so is another tensor in a plain attribute. What it does not count
-    is noticed only by its memory: after `module.half()` or `.to()`, which move all tensors, at once; after an
-    assignment to one `.data` within some calls. Writing through `.data` is not noticed.
+    PyTorch counts in-place writes to a tensor (`Tensor._version`), and reports when a parameter or buffer of a module
+    is replaced; both are detected at the next call, and so is another tensor in a plain attribute. Changes that are not
+    counted are detected only by the tensors' addresses: at the next call after `module.half()` or `.to()`, which move
+    all tensors, but only within some calls after an assignment to the `.data` of one tensor. Writes through `.data` are
+    not detected.
 
     Args:
+        module: The module. None: no replacements are reported.
         tensors: Key in the module → tensor, detached.
-        plain: Keys of tensors that are neither parameters nor buffers.
+        plain: Tensors that are neither parameters nor buffers.
 
     Attributes:
-        new_part: The name of a submodule that was added or replaced, whose code is not what was compiled.
+        new_part: The name of a submodule that was added or replaced, whose code may differ from what was compiled.
+            None: there is none.
     """
 
     def __init__(self, module: nn.Module | None, tensors: Mapping[str, torch.Tensor], plain: PlainTensors) -> None:
@@ -69,11 +72,12 @@ class WeightWatch:
 
 
 class PlainTensors:
-    """The tensors of a module that are neither parameters nor buffers: in attributes, or in containers there.
+    """The tensors of a module that are neither parameters nor buffers, in attributes or in containers there.
 
     Args:
-        tensors: Key in the graph → tensor. What the module's attributes do not hold, such as a constant that `forward`
-            makes, is left out.
+        module: The module. None: there are no such tensors.
+        tensors: Key in the graph → tensor. Tensors that the module's attributes do not hold, such as a constant that
+            `forward` creates, are ignored.
     """
 
     def __init__(self, module: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -89,14 +93,14 @@ class PlainTensors:
                     self._places.setdefault(key, _Place(part, path, title))
 
     def now(self) -> list[Any]:
-        """Return the tensors that are in these places now."""
+        """Return the values that these attributes hold now, in order; None for an attribute that is gone."""
         return [place.value() for place in self._places.values()]
 
     def current(self, key: str, original: torch.Tensor) -> torch.Tensor | None:
-        """The tensor that a module holds now in place of one that it held; None if it held none there.
+        """Return the tensor that a module now holds in the attribute of a tensor; None if it was not in an attribute.
 
         Raises:
-            InputError: it holds something else, or a tensor of another shape, dtype or device.
+            InputError: the attribute holds something else, or a tensor of another shape, dtype or device.
         """
         place = self._places.get(key)
         if place is None:
@@ -113,14 +117,20 @@ class PlainTensors:
 
 @dataclass(frozen=True)
 class _Place:
-    """A place in a module's attributes, and what messages call it."""
+    """The location of a tensor in a module's attributes.
+
+    Attributes:
+        owner: The module.
+        path: Attribute names, keys and indices that lead to the tensor.
+        title: The location's name in messages.
+    """
 
     owner: nn.Module
     path: tuple[Any, ...]
     title: str
 
     def value(self) -> Any:
-        """Return the tensor at a place; None where there is none."""
+        """Return the value at the location; None if it does not exist."""
         value: Any = self.owner.__dict__
         try:
             for step in self.path:
@@ -135,12 +145,12 @@ def _memory(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def tensors_in_attributes(part: nn.Module) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """The tensors of a module, without its submodules, that are neither parameters nor buffers, each with its path."""
+    """Yield the path and value of each tensor in a module's attributes, except parameters, buffers and submodules."""
     return _tensors_in(part.__dict__, set(), _DEPTH)
 
 
 def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """The tensors in dictionaries, lists, tuples and objects' attributes, each with its path; not those of modules."""
+    """Yield the path and value of each tensor in nested dicts, lists, tuples and attributes, except in modules."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield (), value
@@ -160,7 +170,7 @@ def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[tuple[tuple[
 
 
 def live_tensor(module: nn.Module, key: str, original: torch.Tensor, plain: PlainTensors) -> torch.Tensor:
-    """The module's own tensor under a key; `original`, which it had, where it holds none now."""
+    """Return the module's current tensor under a key, or `original`, its former value, if there is none now."""
     owned, name = _owner(module, key)
     value: torch.Tensor | None = owned.get(name)
     if value is None:
@@ -176,7 +186,10 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def _owner(module: nn.Module, key: str) -> tuple[dict[str, Any], str]:
-    """The dictionary that holds a parameter or buffer, and its name there."""
+    """Return the dict that holds a parameter or buffer, and its name there.
+
+    The dict is empty if the module that the key names does not exist.
+    """
     path, _, name = key.rpartition(".")
     owner = _submodule(module, path)
     if owner is None:
@@ -194,7 +207,7 @@ def _watched(module: nn.Module) -> weakref.WeakSet[WeightWatch]:
 
 @cache
 def _install() -> None:
-    """Register PyTorch's hooks for modules that get a parameter, a buffer or a submodule."""
+    """Register PyTorch's hooks that run when a module gets a parameter, a buffer or a submodule."""
 
     def note(module: nn.Module, name: str, value: Any) -> None:
         for watch in _WATCHES.get(module, ()):

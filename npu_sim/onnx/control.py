@@ -1,4 +1,4 @@
-"""Control flow whose way is known while reading: one branch of `If`, and the rounds of `Loop` and `Scan` in a row."""
+"""Control flow decided while reading: the taken branch of `If`, and unrolled iterations of `Loop` and `Scan`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _stacked(importer: Reader, parts: list[Slot], axis: int, where: str) -> Slot
 def _run(
     importer: Reader, body: ir.Graph, inputs: list[Slot], env: Env, opsets: Mapping[str, int], attrs: Attributes
 ) -> list[Slot]:
-    """The outputs of a subgraph, which sees the values around it."""
+    """Compute the outputs of a subgraph, which can also read the values of the graph around it."""
     inner = dict(env)
     if len(body.inputs) != len(inputs):
         raise Refusal(f"has a body of {len(body.inputs)} inputs, which gets {len(inputs)}")
@@ -119,7 +119,7 @@ def _given(inputs: list[Slot | None], index: int) -> Slot:
 
 
 def title_of(node: ir.Node) -> str:
-    """Return the words for a node in a message."""
+    """Return the description of a node for error messages."""
     return node_title(node.name or (str(node.outputs[0].name) if node.outputs else ""), node.op_type)
 
 

@@ -1,4 +1,4 @@
-"""ONNX's dtypes and PyTorch's."""
+"""Conversion of dtypes and tensors from ONNX to PyTorch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN_WIDTH = {
 
 
 def torch_dtype(kind: int | None) -> torch.dtype:
-    """Return PyTorch's dtype for a number of ONNX's `DataType`. Raises Refusal where IR has no such dtype."""
+    """Return PyTorch's dtype for a number of ONNX's `DataType`. Raises `Refusal` if IR has no such dtype."""
     dtype = TORCH_DTYPES.get(-1 if kind is None else int(kind))
     if dtype is None:
         name = "unknown" if kind is None or int(kind) not in set(ir.DataType) else ir.DataType(int(kind)).name
@@ -41,7 +41,7 @@ def torch_dtype(kind: int | None) -> torch.dtype:
 
 
 def torch_tensor(tensor: ir.TensorProtocol) -> torch.Tensor:
-    """Return the tensor with its own memory; integers of fewer than eight bits become bytes."""
+    """Return an ONNX tensor as a torch tensor with its own memory; integers below eight bits become bytes."""
     if tensor.dtype in _OWN_WIDTH:
         array = tensor.numpy().astype(_OWN_WIDTH[tensor.dtype])
         return torch.from_numpy(np.ascontiguousarray(array).copy())

@@ -1,4 +1,4 @@
-"""ONNX files: reading one, and the checks that its graph can be read as it is."""
+"""Reading of ONNX files, with checks of opsets, cycles and external data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DEFAULT_DOMAINS = ("", "ai.onnx")
 
 
 def read_model(path: str | Path) -> ir.Model:
-    """Read and check an ONNX file; external data is opened where it is needed.
+    """Read and check an ONNX file; external data is opened only when a tensor is read.
 
     Raises:
-        IRError: there is no such file, it is none, it imports an opset that is too old or too new, its graph has a
-            cycle, or it reads a value that nothing makes.
+        IRError: there is no such file, it is not ONNX, it imports an opset that is too old or too new, or its graph has
+            a cycle or reads a value that nothing produces.
     """
     path = Path(path)
     if not path.is_file():
@@ -70,7 +70,7 @@ def _check_opsets(model: ir.Model, name: str) -> None:
 
 
 def _sort(model: ir.Model, name: str) -> None:
-    """Bring nodes into an order in which each reads what others before it make."""
+    """Sort the nodes of each graph topologically. Raises `IRError` if a graph has a cycle."""
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         try:
             graph.sort()
@@ -79,14 +79,18 @@ def _sort(model: ir.Model, name: str) -> None:
 
 
 def check_inside(folder: str | os.PathLike[str], location: str | os.PathLike[str]) -> None:
-    """Refuse external data that is not in the folder of its model. Raises ValueError."""
+    """Raise `ValueError` if the path of external data leads out of the folder of the model."""
     place = os.path.normpath(location)
     if not folder or os.path.isabs(place) or place.split(os.sep)[0] == os.pardir:
         raise ValueError("external data has to be in the folder of the model")
 
 
 def checked(reader: Callable[[], object], what: str) -> object:
-    """Return what a function reads from a file. Raises IRError for whatever a damaged file makes it raise."""
+    """Return the result of a function that reads a file; any exception that damage causes becomes an `IRError`.
+
+    Args:
+        what: The data that is read, for the message.
+    """
     try:
         return reader()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Operators that ONNX defines by others: their nodes for a call."""
+"""Operators that ONNX defines by a graph of other operators."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _ONNX_DTYPES = {dtype: int(kind) for kind, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Body:
-    """The definition of an operator by others.
+    """The definition of an operator by other operators.
 
     Attributes:
-        defaults: Attributes that a call may leave out.
-        made: For each output of the operator whether the function makes it; empty if it makes all.
+        function: The graph of other operators.
+        defaults: Values of attributes that a call may leave out.
+        made: Whether the function computes each output of the operator; empty if it computes all.
     """
 
     function: ir.Function
@@ -31,7 +32,7 @@ class Body:
 
 
 def body_of(node: ir.Node, call: Call, domain: str, types: Sequence[torch.Tensor | None]) -> Body | None:
-    """The definition of an operator by others; None if it is defined by itself."""
+    """Return the definition of an operator by other operators; None if ONNX has none for this call."""
     try:
         schema = onnx.defs.get_schema(node.op_type, call.opset, domain)
     except onnx.defs.SchemaError:

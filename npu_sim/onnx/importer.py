@@ -1,7 +1,7 @@
-"""Makes the steps of a PyTorch module of an ONNX graph: every node by its row, with shapes and constants on the way.
+"""Conversion of an ONNX graph to the steps of a PyTorch module, node by node.
 
-Each node is computed once with tensors that have shapes and dtypes but no values; what is made of constants only is
-computed for good. So sizes that a graph computes of shapes are numbers when a converter needs them.
+Each node is run once on tensors that have shapes and dtypes but no values; nodes whose inputs are all constants are run
+on the values. So sizes that a graph computes from shapes are known numbers when a converter needs them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ MOST_ELEMENTS = 2**31  # of an input
 
 
 class Importer:
-    """Makes the steps of a model.
+    """Converts an ONNX model to steps, which are calls of PyTorch functions.
 
     Args:
         model: The model.
-        sizes: Name of a dynamic dimension → its size, and name of an input → its shape.
-        values: Graph input → its value, which makes it a constant.
+        sizes: Name of a dynamic dimension → its size, and name of an input → its shape. None: all sizes are in the
+            file.
+        values: Graph input → its value, which makes it a constant. None: no input is a constant.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Importer:
         self.count = self.read_nodes = 0
 
     def run(self) -> Steps:
-        """Return the steps.
+        """Convert the model and return its steps.
 
         Raises:
-            IRError: an operator has no converter, or not for these arguments; or the file is malformed.
+            IRError: an operator has no converter, or none for these arguments; or the file is malformed.
         """
         check_sizes(self.model, self.sizes)
         graph, env = self.model.graph, Env()
@@ -75,14 +76,21 @@ class Importer:
     def slot(
         self, value: torch.Tensor, known: bool, sources: frozenset[str] = frozenset(), key: str | None = None
     ) -> Slot:
-        """A new slot: of a constant, or of a tensor without values."""
+        """Return a new slot, which represents a tensor of the module: a constant or a tensor without values.
+
+        Args:
+            value: The tensor.
+            known: Whether the tensor is a constant.
+            sources: Names of the graph inputs that the tensor depends on.
+            key: Name of the initializer that the tensor is. None: it is not an initializer.
+        """
         self.count += 1
         if known:
             return Slot(self.count, self.mode.from_tensor(value), value, sources, key)
         return Slot(self.count, value, None, sources, key)
 
     def initializer(self, name: str, value: ir.Value) -> Slot:
-        """The slot of an initializer. Raises IRError if its data cannot be read."""
+        """Return the slot of an initializer, a constant of the file. Raises `IRError` if its data cannot be read."""
         tensor = value.const_value
         if tensor is None:
             raise IRError(f"initializer '{shown(name)}' has no data")
@@ -92,7 +100,11 @@ class Importer:
             raise IRError(f"initializer '{shown(name)}' {refusal}") from refusal
 
     def tensor(self, tensor: ir.TensorProtocol, what: str) -> torch.Tensor:
-        """The tensor's data. Raises IRError if it cannot be read, Refusal if IR has no such dtype."""
+        """Read a tensor's data. Raises `IRError` if that fails, `Refusal` if IR has no such dtype.
+
+        Args:
+            what: The tensor's description for the message.
+        """
         if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
             raise Refusal(f"has the dtype {tensor.dtype.name}")
 
@@ -135,10 +147,14 @@ class Importer:
     def run_nodes(
         self, graph: Iterable[ir.Node], env: Env, opsets: Mapping[str, int], attrs: Attributes, deep: int = 0
     ) -> None:
-        """Enter what the nodes of a graph, a subgraph or a function make.
+        """Convert the nodes of a graph, a subgraph or a function, and add their outputs to `env`.
 
         Args:
-            attrs: Attributes of the function that the nodes belong to.
+            graph: The nodes, in topological order.
+            env: Value → slot.
+            opsets: Domain → version of its operators.
+            attrs: Attributes of the call whose function the nodes belong to; empty for a graph.
+            deep: Number of function calls that these nodes are nested in.
         """
         for node in graph:
             where = title_of(node)
@@ -180,7 +196,7 @@ class Importer:
         return self._expand(body, call, inputs, where, deep)
 
     def _expand(self, body: Body, call: Call, inputs: list[Slot | None], where: str, deep: int) -> list[Slot | None]:
-        """The outputs of a function's nodes for these inputs."""
+        """Convert the nodes of a function for these inputs, and return the slots of its outputs."""
         function, env = body.function, Env()
         for parameter, slot in zip(function.inputs, inputs, strict=False):
             if slot is not None:
@@ -201,7 +217,7 @@ class Importer:
         ]
 
     def attributes(self, node: ir.Node, attrs: Attributes, where: str) -> dict[str, Any]:
-        """The attributes of a node as plain values; those that refer to a function's attributes as these are."""
+        """Return a node's attributes as plain values; references to attributes of a function call are resolved."""
         found: dict[str, Any] = {}
         for name, attr in node.attributes.items():
             if attr.is_ref():
@@ -214,7 +230,7 @@ class Importer:
         return found
 
     def read(self, value: ir.Value, env: Env, where: str) -> Slot:
-        """The slot of a value that something before has made. Raises IRError if nothing has."""
+        """Return the slot of a value that a node reads. Raises `IRError` if no input or earlier node provides it."""
         if value not in env:
             raise IRError(
                 f"{where} reads '{shown(str(value.name))}', which is no input, no initializer and no node's output"
@@ -222,9 +238,9 @@ class Importer:
         return env[value]
 
     def apply(self, row: Row, call: Call, inputs: Sequence[Slot | None], where: str) -> list[Slot] | None:
-        """The outputs of an operator: constants where its inputs are, else those of a new step.
+        """Return the outputs of an operator: constants if all its inputs are, else results of a new step.
 
-        None if its definition by other operators is to be used.
+        None if the operator's definition by other operators has to be used instead.
         """
         call = replace(call, dtypes=tuple(None if slot is None else slot.fake.dtype for slot in inputs))
         sources = frozenset().union(*(slot.sources for slot in inputs if slot is not None))
@@ -251,9 +267,10 @@ class Importer:
     def _without_values(
         self, row: Row, call: Call, given: Sequence[Any], where: str, is_known: bool
     ) -> list[torch.Tensor] | None:
-        """The shapes and dtypes of an operator's results.
+        """Return the results of an operator as tensors without values.
 
-        None if its definition is to be used or, of known inputs, if they have to be computed for these.
+        None if the operator's definition by other operators has to be used, or if `is_known` and the shapes depend on
+        the values, so that it must be run on these.
         """
         try:
             with self.mode, torch.no_grad():
@@ -264,7 +281,7 @@ class Importer:
             raise
 
     def _argument(self, row: Row, index: int, slot: Slot | None, inputs: Sequence[Slot | None], where: str) -> Any:
-        """Return what a converter is given for an input: a slot, or a number or list."""
+        """Return an input in the form that a converter takes: a slot, a number, a list, or None for one left out."""
         if slot is None:
             return None
         if index in row.static:
@@ -279,7 +296,12 @@ class Importer:
         return slot
 
     def constant(self, slot: Slot, what: str, where: str) -> torch.Tensor:
-        """The value of a slot. Raises NeedsValue if it is no constant."""
+        """Return the value of a slot. Raises `NeedsValue` if it is not a constant.
+
+        Args:
+            what: The role of the input, for the message.
+            where: Description of the node, for the message.
+        """
         if slot.value is None:
             names = ", ".join(f"'{shown(name)}'" for name in sorted(slot.sources)) or "weights"
             raise NeedsValue(
@@ -290,7 +312,7 @@ class Importer:
 
 
 def initializers_of(model: ir.Model) -> dict[str, torch.Tensor]:
-    """The tensors of a model that can be weights, by the keys that `OnnxModule` may give them."""
+    """Return the tensors of a model that can be weights, by every key under which `OnnxModule` may register them."""
     importer = Importer(model)
     found: dict[str, torch.Tensor] = {}
     for name, value in model.graph.initializers.items():
@@ -301,7 +323,7 @@ def initializers_of(model: ir.Model) -> dict[str, torch.Tensor]:
 
 
 class _Without:
-    """The nodes of a function, with inputs that a call leaves out as left out."""
+    """The nodes of a function, with the inputs that a call leaves out removed from the nodes that read them."""
 
     def __init__(self, function: ir.Function, missing: frozenset[ir.Value]) -> None:
         self._function, self._missing = function, missing
@@ -318,7 +340,11 @@ class _Without:
 
 
 def _computed(row: Row, call: Call, arguments: Sequence[Any], where: str) -> list[torch.Tensor] | None:
-    """The results of a converter, if it has any. Raises IRError with what PyTorch says where it cannot compute them."""
+    """Return a converter's results, or None if it returns None.
+
+    Raises:
+        IRError: PyTorch cannot compute the results; the message quotes PyTorch's.
+    """
     try:
         results = row.convert(call, *arguments)
     except (Refusal, NPUError):
@@ -334,7 +360,7 @@ def _computed(row: Row, call: Call, arguments: Sequence[Any], where: str) -> lis
 
 
 def _constant(call: Call) -> torch.Tensor:
-    """The tensor of a node `Constant`."""
+    """Return the tensor of an ONNX node `Constant`."""
     dtypes = {
         "value_float": torch.float32,
         "value_floats": torch.float32,

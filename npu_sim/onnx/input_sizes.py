@@ -1,4 +1,4 @@
-"""Sizes of a model's inputs: those that its file leaves open are given by the names of dimensions or of inputs."""
+"""Shapes of a model's inputs; the user gives sizes that the file leaves open, by dimension or by input."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Sizes = Mapping[str, int | Sequence[int]]
 
 
 def input_shape(name: str, shape: ir.Shape | None, sizes: Sizes) -> list[int]:
-    """The static shape of an input.
+    """Return the static shape of an input.
 
     Raises:
-        IRError: sizes of it are not known, or others are given than the model has.
+        IRError: a size is not known, or a given shape contradicts the model's.
     """
     given = sizes.get(name)
     if given is not None and not isinstance(given, int):
@@ -42,7 +42,7 @@ def input_shape(name: str, shape: ir.Shape | None, sizes: Sizes) -> list[int]:
 
 
 def check_sizes(model: ir.Model, sizes: Sizes) -> None:
-    """Refuse sizes of what the model does not have. Raises IRError."""
+    """Raise `IRError` if a size is given for a dimension or an input that the model does not have."""
     inputs = [x for x in model.graph.inputs if isinstance(x.type, ir.TensorType)]
     names = {str(x.name) for x in inputs} | {_name(dim) for x in inputs for dim in x.shape or ()}
     if unknown := [name for name in sizes if name not in names]:
@@ -51,7 +51,7 @@ def check_sizes(model: ir.Model, sizes: Sizes) -> None:
 
 
 def sizes_of(model: ir.Model, examples: Sequence[torch.Tensor]) -> dict[str, list[int]]:
-    """The shapes of a model's inputs by their names. Raises InputError if there are others than the examples."""
+    """Return input name → shape of its example. Raises `InputError` if the examples do not match the model's inputs."""
     names = [str(value.name) for value in model.graph.inputs if value.name not in model.graph.initializers]
     if len(names) != len(examples) or not all(isinstance(x, torch.Tensor) for x in examples):
         raise InputError(f"the model takes {len(names)} tensors ({', '.join(names)}), not {len(examples)} as given")
@@ -59,7 +59,7 @@ def sizes_of(model: ir.Model, examples: Sequence[torch.Tensor]) -> dict[str, lis
 
 
 def _name(dim: Any) -> str:
-    """The name of a dynamic dimension."""
+    """Return a dimension as text: its number, its name, or "?" if it has none."""
     if isinstance(dim, ir.SymbolicDim):
         return "?" if dim.value is None else str(dim.value)
     return str(dim)

@@ -1,4 +1,4 @@
-"""The steps of an ONNX graph as a PyTorch module."""
+"""The steps of a converted ONNX graph as a PyTorch module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_sim.onnx.steps import Constant, Slot, Steps
 
 
 class OnnxModule(nn.Module):
-    """An ONNX model: initializers are buffers with their names, other constants are no part of the state dict.
+    """An ONNX model; initializers are buffers under their names, other constants are not in the state dict.
 
     Args:
         made: The steps of the graph.
@@ -22,7 +22,7 @@ class OnnxModule(nn.Module):
 
     Attributes:
         input_names, output_names: Names of the graph's inputs and outputs, in order.
-        examples: Tensors with the inputs' shapes and dtypes, and any values.
+        examples: Tensors with the inputs' shapes and dtypes, and arbitrary values.
     """
 
     def __init__(self, made: Steps, name: str) -> None:
@@ -45,7 +45,7 @@ class OnnxModule(nn.Module):
         self.forward = forward
 
     def _place(self, slot: Slot) -> tuple[nn.Module, str]:
-        """Register a constant; returns the module that holds it and its name there."""
+        """Register a constant as a buffer; return the module that holds it and its name there."""
         assert slot.value is not None
         owner: nn.Module = self
         path = slot.key.split(".") if slot.key is not None and slot.value.ndim else [f"constant_{slot.index}"]
@@ -67,7 +67,7 @@ class OnnxModule(nn.Module):
         return bool(path[-1]) and not hasattr(owner, path[-1])
 
     def _run(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """The graph's outputs: a tensor, or several in a tuple."""
+        """Run the steps and return the graph's outputs: a tensor, or a tuple of several."""
         tensors = dict(zip(self._inputs, inputs, strict=True))
         for index, (owner, name) in self._places.items():
             tensors[index] = getattr(owner, name)
@@ -82,7 +82,7 @@ class OnnxModule(nn.Module):
 
 
 def _with_readers(made: Steps) -> list[tuple[Any, list[int]]]:
-    """The steps that an output needs, each with the slots that none after it reads."""
+    """Return the steps that the outputs need, each with the slots that can be freed after it."""
     needed = {index for _, index in made.outputs}
     kept: list[tuple[Any, list[int]]] = []
     for step in reversed(made.steps):
@@ -95,7 +95,10 @@ def _with_readers(made: Steps) -> list[tuple[Any, list[int]]]:
 
 
 def identifiers(names: Sequence[str]) -> list[str]:
-    """The names as Python's: with an underscore for what these cannot hold, and a number where two become one."""
+    """Turn names into distinct Python identifiers.
+
+    Other characters become underscores, and a number is appended to a name that occurred before.
+    """
     result: list[str] = []
     for name in names:
         stem = re.sub(r"\W", "_", name, flags=re.ASCII) or "input"

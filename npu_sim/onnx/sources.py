@@ -1,4 +1,4 @@
-"""ONNX files for the rest of the project: as a module, as IR, and as weights."""
+"""ONNX files read as a module, as IR and as weights; these are the functions for other packages."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def load(
     """Read an ONNX file as a PyTorch module in eval mode.
 
     Args:
-        path: The file; external data is read from beside it.
-        sizes: Name of a dynamic dimension → its size, and name of an input → its shape.
-        values: Name of an input → its value, with which the input is a constant: for inputs that decide shapes.
+        path: The file; external data is read from the same folder.
+        sizes: Name of a dynamic dimension → its size, and name of an input → its shape. None: all sizes are in the
+            file.
+        values: Name of an input that decides shapes → its value, which becomes a constant. None: no input does.
         examples: Tensors with the shapes of the inputs, in order, instead of `sizes`.
 
     Raises:
-        IRError: the file is damaged, or says what has no form in IR; one sentence names the node.
-        InputError: the packages that read ONNX are not installed, or the examples are not those of the inputs.
+        IRError: the file is damaged, or IR cannot express a node; the message names it.
+        InputError: the packages that read ONNX are not installed, or the examples do not match the inputs.
     """
     require_onnx()
     from npu_sim.onnx.files import read_model
@@ -56,14 +57,18 @@ def load(
 
 
 def require_onnx() -> None:
-    """Check that the packages that read ONNX are installed. Raises InputError if not."""
+    """Raise `InputError` if the packages that read ONNX are not installed."""
     require_torch("reading an ONNX model")
     if find_spec("onnx_ir") is None or find_spec("onnx") is None:
         raise InputError(f"reading an ONNX model needs the packages onnx and onnx-ir: {install_command('onnx')}")
 
 
 def ir_of_file(path: str | Path, sizes: Sizes | None = None) -> dict[str, Any]:
-    """The IR of an ONNX file. Errors as in `load`."""
+    """Return the IR of an ONNX file. Errors as in `load`.
+
+    Args:
+        sizes: Sizes, as for `load`.
+    """
     module = load(path, sizes)
     from npu_sim.module.trace import export, plain_ir, trace
     from npu_sim.onnx.module import identifiers
@@ -74,7 +79,7 @@ def ir_of_file(path: str | Path, sizes: Sizes | None = None) -> dict[str, Any]:
 
 
 def parse_sizes(texts: Sequence[str]) -> dict[str, int | list[int]]:
-    """Sizes from texts such as `batch=4` and `image=1x3x224x224`. Raises InputError if one is not like these."""
+    """Parse sizes such as `batch=4` and `image=1x3x224x224`. Raises `InputError` for any other text."""
     sizes: dict[str, int | list[int]] = {}
     for text in texts:
         name, _, value = text.rpartition("=")
@@ -88,7 +93,7 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int | list[int]]:
 
 
 def weights_of_file(path: str | Path) -> dict[str, torch.Tensor]:
-    """The initializers of an ONNX file, by the keys that its IR has for them. Raises as `load` does."""
+    """Return the initializers of an ONNX file, by the keys that its IR uses for them. Errors as in `load`."""
     require_onnx()
     from npu_sim.onnx.files import read_model
     from npu_sim.onnx.importer import initializers_of

@@ -1,4 +1,4 @@
-"""The steps of a graph while they are made: tensors with and without values, and calls of converters."""
+"""The steps of a graph during conversion: tensors with and without values, and calls of converters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_sim.onnx.rows import Call, Row
 
 
 class NeedsValue(IRError):
-    """A node's input must be a constant, but depends on inputs of the graph.
+    """Raised when a node's input must be a constant, but depends on inputs of the graph.
 
     Attributes:
         sources: Names of those inputs.
@@ -27,14 +27,14 @@ class NeedsValue(IRError):
 
 @dataclass(eq=False)
 class Slot:
-    """A tensor of the module that is being made.
+    """A tensor of the module under construction.
 
     Attributes:
-        index: Its number.
-        fake: Its shape and dtype.
-        value: Its value, for constants.
-        sources: Graph inputs that it depends on.
-        key: Name of the initializer that it is.
+        index: The slot's number.
+        fake: A tensor with its shape and dtype, and no values.
+        value: The tensor's value. None: it is not a constant.
+        sources: Names of the graph inputs that the tensor depends on.
+        key: Name of the initializer that the tensor is. None: it is not an initializer.
     """
 
     index: int
@@ -45,20 +45,27 @@ class Slot:
 
     @property
     def other_key(self) -> str:
-        """Return its name in a state dict where that of the initializer cannot be one."""
+        """The tensor's name in a state dict if the initializer's own name cannot be one."""
         return f"initializer_{self.index}"
 
 
 @dataclass(frozen=True)
 class Constant:
-    """An argument of a step that is a plain number or list."""
+    """An argument of a step that is a plain number or list instead of a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Step:
-    """A call of a converter: its arguments are numbers of slots, constants, or None."""
+    """A call of a converter in the module's `forward`.
+
+    Attributes:
+        convert: The converter.
+        call: The facts about the node.
+        args: Numbers of slots, constants, or None for inputs left out.
+        results: Numbers of the slots that the call fills.
+    """
 
     convert: Callable[..., Any]
     call: Call
@@ -72,7 +79,9 @@ class Steps:
 
     Attributes:
         inputs: Name → slot of each graph input, in order.
-        tensors: Slot → initializers and constants that the steps read.
+        tensors: Number → slot of each initializer or constant that the steps read.
+        steps: The calls, in order.
+        outputs: Name and slot number of each graph output, in order.
     """
 
     inputs: dict[str, Slot] = field(default_factory=dict)
@@ -86,7 +95,7 @@ Attributes = Mapping[str, Any]
 
 
 class Reader(Protocol):
-    """The importer as control flow uses it."""
+    """The methods of `Importer` that the conversion of control flow uses."""
 
     def slot(self, value: torch.Tensor, known: bool) -> Slot: ...
 

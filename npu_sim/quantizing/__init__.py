@@ -1,4 +1,4 @@
-"""Quantizing a language model: to 8 or 4 bits, calibrated or not, as a Hugging Face folder that others read too."""
+"""Quantization of a language model to 8 or 4 bits, with or without calibration, to a standard Hugging Face folder."""
 
 from typing import TYPE_CHECKING
 

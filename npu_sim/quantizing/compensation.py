@@ -1,9 +1,9 @@
-"""GPTQ: each column's rounding error is compensated by the columns that are still to be rounded.
+"""GPTQ: quantization in which the columns that are still to be rounded compensate each column's rounding error.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022),
 https://arxiv.org/abs/2210.17323, algorithm 1. Columns are rounded in the order of their inputs' energy, the greatest
-first, so that later columns can still compensate the errors that matter most. Scales are found before, for groups in
-the weight's own order, so the result is stored like any other ("static groups", "actorder: weight").
+first, so that later columns can still compensate the errors that matter most. Scales are chosen before that, for groups
+of columns in the weight's own order, so the result is stored like any other ("static groups", "actorder: weight").
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def compensated(
     Args:
         weight: float32 [n, k].
         hessian: float32 [k, k], the sum of x xᵀ over the inputs x of the layer.
-        fractions: Fractions for `rounding.fit`.
+        format: The format to quantize to.
+        fractions: Fractions of the range that the choice of scales tries; see `rounding.fit`.
 
     Raises:
         InputError: as `rounding.nearest`; or the calibration inputs are not finite.
@@ -63,22 +64,22 @@ def compensated(
 
 
 def matched(weight: torch.Tensor, hessian: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """A weight whose product with the quantized model's inputs is nearer to what `weight` makes of the float model's.
+    """Return a weight that, on the quantized model's inputs, better reproduces the float model's outputs.
 
-    The least-squares solution is weight · (1 + shift · hessian⁻¹). It fits the calibration text more than others, so
-    only `PROPAGATION` of the way to it is taken, as in Arai and Ichikawa, "Quantization Error Propagation" (2025),
-    https://arxiv.org/abs/2504.09629.
+    The least-squares solution is weight · (1 + shift · hessian⁻¹). It fits the calibration text better than other
+    texts, so only the fraction `PROPAGATION` of the change is applied, as in Arai and Ichikawa, "Quantization Error
+    Propagation" (2025), https://arxiv.org/abs/2504.09629.
 
     Args:
         weight: float32 [n, k].
-        hessian, shift: What `layerwise.moments` returns for the layer's inputs.
+        hessian, shift: Results of `layerwise.moments` for the layer's inputs.
     """
     change = torch.cholesky_solve(shift.T.double(), torch.linalg.cholesky(_damped(hessian))).T
     return weight + PROPAGATION * weight @ change.float()
 
 
 def _damped(hessian: torch.Tensor) -> torch.Tensor:
-    """Return the Hessian in float64, with `DAMPING` on its diagonal."""
+    """Return the Hessian in float64, with `DAMPING` times the mean of its diagonal added to the diagonal."""
     damped = hessian.double()
     diagonal = damped.diagonal()
     diagonal += torch.where(diagonal == 0, 1.0, 0.0) + DAMPING * diagonal.mean()
@@ -86,7 +87,7 @@ def _damped(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse."""
+    """Return the upper Cholesky factor of the inverse of the damped Hessian."""
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(_damped(hessian)))
     factor: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
     return factor.float()

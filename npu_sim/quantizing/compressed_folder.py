@@ -27,10 +27,10 @@ _COPIED = (*(name for name in FILES if name != "config.json"), "generation_confi
 
 
 def check_output(folder: Path, force: bool) -> None:
-    """Refuse a place where nothing can be written, or where there is something already.
+    """Check that a folder can be written, and that it is empty unless `force` is set.
 
     Raises:
-        InputError: it is a file, its parent is no folder, or it is a folder that is not empty and not to be replaced.
+        InputError: it is a file, its parent is not a folder that can be written, or it is not empty.
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"cannot write '{folder}': it is a file")
@@ -42,7 +42,10 @@ def check_output(folder: Path, force: bool) -> None:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `folder` at the end, unless there is an error. Raises `OSError`."""
+    """Yield a new folder, which replaces `folder` at the end of the context unless there is an error.
+
+    Raises `OSError`.
+    """
     with working_folder(folder.resolve().parent) as work:
         result = work / "model"
         result.mkdir()
@@ -61,14 +64,14 @@ def write_model(
     linears: Sequence[str],
     dtype: str,
 ) -> int:
-    """Write config, weights and tokenizer.
+    """Write config, weights and tokenizer of a quantized model.
 
     Args:
         folder: An empty folder.
-        checkpoint: The model, with weights that are not in few bits.
-        source: The folder that it comes from, whose tokenizer files are copied; or a GGUF file.
-        quantized: Parameter name → weight, all in the same format.
-        tuned: Parameter name → what takes the place of the checkpoint's tensor; for none, if the model was not tuned.
+        checkpoint: The model, with weights that are not quantized.
+        source: The folder that the model comes from, whose tokenizer files are copied; or a GGUF file.
+        quantized: Parameter name → quantized weight, all in the same format.
+        tuned: Parameter name → tensor that replaces the checkpoint's; empty if the model was not tuned.
         linears: The names of all linear layers' weights.
         dtype: Dtype of all other tensors: `float16`, `bfloat16` or `float32`.
 
@@ -123,7 +126,7 @@ def _write_config(folder: Path, checkpoint: Checkpoint, quantization: Mapping[st
 
 
 def stored_parts(weight: QuantizedArray) -> dict[str, torch.Tensor]:
-    """A weight's tensors by the names that compressed-tensors gives them within a module."""
+    """Return a quantized weight's tensors by the names that compressed-tensors uses within a module."""
     format, (n, k) = weight.format, weight.shape
     scales = numpy_to_tensor(weight.scales)
     if format.code_format.is_float:
@@ -146,7 +149,7 @@ def stored_parts(weight: QuantizedArray) -> dict[str, torch.Tensor]:
 
 
 def _packed_columns(zeros: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned integers [n, groups] as words [n · bits / 32, groups], rounded up, the first row in the low bits."""
+    """Pack unsigned integers [n, groups] into int32 words, `32 / bits` rows in each, the first in the low bits."""
     count = 32 // bits
     padded = np.zeros((-(-len(zeros) // count) * count, zeros.shape[1]), np.uint32)
     padded[: len(zeros)] = zeros
@@ -156,7 +159,11 @@ def _packed_columns(zeros: np.ndarray, bits: int) -> np.ndarray:
 
 
 def quantization_config(format: QuantizedFormat, ignore: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` for linear layers in a format, but for the modules to ignore."""
+    """Return the `quantization_config` of a model's config for linear layers in a format.
+
+    Args:
+        ignore: Names of the modules that are not quantized.
+    """
     weights: dict[str, Any] = {
         "num_bits": format.bits,
         "type": "float" if format.code_format.is_float else "int",

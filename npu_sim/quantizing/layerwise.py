@@ -25,10 +25,13 @@ _AT_ONCE_ON_A_GPU = 8  # samples
 
 
 def computing_device(name: str | None = None) -> str:
-    """PyTorch's name of a device: `cpu` or `gpu`. Default: a GPU that PyTorch can use, if it has float64 too.
+    """Return PyTorch's name of the device `cpu` or `gpu`.
+
+    Args:
+        name: Default: `gpu` if PyTorch can use one that supports float64, else `cpu`.
 
     Raises:
-        InputError: another name; or PyTorch can use no GPU.
+        InputError: the name is unknown, or PyTorch can use no GPU.
     """
     if name is not None and name not in COMPUTING_DEVICES:
         raise InputError(f"unknown device '{name}'; choose one of {', '.join(COMPUTING_DEVICES)}")
@@ -39,11 +42,11 @@ def computing_device(name: str | None = None) -> str:
 
 
 class Layerwise:
-    """A checkpoint's decoder layers, in float32.
+    """The decoder layers of a language model in float32, loaded one at a time.
 
     Args:
-        checkpoint: Opened for float32, with weights that are not in few bits.
-        device: Device for `computing_device`; the layers and all that they compute are there.
+        checkpoint: The model, opened for float32, with weights that are not quantized.
+        device: Device for `computing_device`, which holds the layers and computes their results. None: its default.
 
     Attributes:
         shapes: Name → [n, k] of the linear layers' weights, in the module's order.
@@ -62,17 +65,17 @@ class Layerwise:
             raise InputError(f"{checkpoint.name} lacks the weight '{missing[0]}'")
 
     def weight(self, name: str) -> torch.Tensor:
-        """A parameter in float32."""
+        """Return a parameter in float32, on the device."""
         return numpy_to_tensor(to_numpy(self._state[name])).float().to(self._device)
 
     def embedded(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        """The input of the first layer for token ids [samples, length], in batches [samples, length, hidden]."""
+        """Embed token ids [samples, length]; return the first layer's input in batches [samples, length, hidden]."""
         table = self.weight("model.embed_tokens.weight")
         at_once = 1 if self._device == "cpu" else _AT_ONCE_ON_A_GPU
         return [table[samples] for samples in ids.to(self._device).split(at_once)]
 
     def layers(self, length: int) -> Iterator[LoadedLayer]:
-        """Each layer in turn; its weights are freed when the next one is taken.
+        """Yield each decoder layer in turn; its weights are freed when the next one is taken.
 
         Args:
             length: Length of all samples, in tokens.
@@ -115,17 +118,21 @@ class LoadedLayer:
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[samples, length, hidden] → the same, after the layer."""
+        """Run the layer on hidden states [samples, length, hidden] and return those after it."""
         output = self._layer(hidden, **self._arguments)
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
     def copy(self) -> LoadedLayer:
-        """The layer with weights of its own."""
+        """Return the layer with a copy of its weights."""
         return LoadedLayer(self.prefix, copy.deepcopy(self._layer), self._arguments)
 
     def stages(self, hidden: torch.Tensor) -> list[list[str]]:
-        """The names of the linear layers' weights, those with the same input together, in the order of execution."""
+        """Return the names of the linear layers' weights in the order of execution, grouped by shared input.
+
+        Args:
+            hidden: Input of the decoder layer, [samples, length, hidden].
+        """
         seen: list[tuple[torch.Tensor, list[str]]] = []
 
         def note(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -146,13 +153,18 @@ class LoadedLayer:
         return [names for _, names in seen]
 
     def linear(self, name: str) -> nn.Linear:
-        """The linear layer whose weight has this name."""
+        """Return the linear layer whose weight has this name."""
         linear = self._layer.get_submodule(name.removeprefix(self.prefix).removesuffix(".weight"))
         assert isinstance(linear, nn.Linear)
         return linear
 
     def inputs(self, name: str, batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The inputs of a linear layer, [samples, length, k], for the decoder layer's [samples, length, hidden]."""
+        """Yield the inputs of a linear layer, [samples, length, k], for each batch of the decoder layer's inputs.
+
+        Args:
+            name: Name of the linear layer's weight.
+            batches: Inputs of the decoder layer, [samples, length, hidden].
+        """
         linear = self.linear(name)
         seen: list[torch.Tensor] = []
 
@@ -171,15 +183,15 @@ class LoadedLayer:
 
 
 class _Seen(Exception):
-    """Ends a layer's run when its linear layer has its input."""
+    """Raised to stop a decoder layer's run once the input of the linear layer is recorded."""
 
 
 def moments(rounded: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over all tokens, those of first tokens weighted more.
+    """Return sums over all tokens of the products of a linear layer's inputs; each text's first token has more weight.
 
     Args:
-        rounded: The inputs of a linear layer in the quantized model, batches x [samples, length, k].
-        exact: Inputs in the model that is not quantized, y.
+        rounded: The inputs x of the layer in the quantized model, in batches [samples, length, k].
+        exact: The inputs y of the layer in the original model, in the same batches.
 
     Returns:
         The sum of x xᵀ, which is the layer's Hessian, and that of (y - x) xᵀ: both float32 [k, k].

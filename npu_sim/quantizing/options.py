@@ -1,4 +1,4 @@
-"""`QuantizeOptions`: how a language model is quantized. Imports nothing that is slow."""
+"""`QuantizeOptions`: options for the quantization of a language model. This module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ SAMPLES = 64
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """Options of how `quantize` rounds the weights of a language model.
+    """Options of `quantize` for rounding the weights of a language model.
 
     Attributes:
         weights: `int4`, `int8` or `fp8` (float8 e4m3).
         group: Number of consecutive weights of a row that share a scale; 0 means the whole row. Default: 128 for int4,
             or the next smaller size that divides all rows; else the whole row.
-        zero_points: Whether each group of integers also has a zero point, for weights that are not around 0.
+        zero_points: Whether each group of integers also has a zero point, for weights that are not centred on 0.
         method: `rtn` rounds each weight to the nearest; `gptq` also compensates each error by the weights of the row
             that are still to be rounded. Default: `gptq` with a calibration text, else `rtn`.
-        search: Whether to clip each group where the squared error of its weights is least; `gptq` always does.
+        search: Whether to clip each group's range so that the squared error of its weights is least; `gptq` always
+            does.
         calibrate: A text of the kinds that the model is going to read: 50,000 tokens, and for `tune` some megabytes.
-        samples: Maximum number of parts of the text that rounding uses, of up to 1024 tokens each.
+            None: no calibration.
+        samples: Maximum number of parts of the text, of up to 1024 tokens each, that rounding uses.
         written: Number of further parts that the model writes itself, so that other texts lose less. Needs a
-            calibration text, from whose tokens it begins.
+            calibration text, from whose tokens they begin.
         keep_worst: Number of layers to keep in 16 bits: those with the greatest errors.
-        tune: Steps of training that bring the quantized model's predictions near the original's, with as much of the
-            calibration text as they can read. For GPUs: on a CPU a step takes minutes. The whole model must fit in
-            memory six times, in float32.
-        dtype: Dtype of scales and all that is not quantized: `float16`, `bfloat16` or `float32`. Default: the model's
-            own if it has 16 bits, bfloat16 for a GGUF file, else float16.
-        device: `cpu` or `gpu`: what computes, through PyTorch. Default: a GPU that PyTorch can use, else the CPU.
+        tune: Number of training steps that bring the quantized model's predictions near the original's, on as much of
+            the calibration text as these steps can read. For GPUs: on a CPU a step takes minutes. Memory must hold the
+            whole model six times in float32.
+        dtype: Dtype of scales and of everything that is not quantized: `float16`, `bfloat16` or `float32`. Default: the
+            model's own if it has 16 bits, bfloat16 for a GGUF file, else float16.
+        device: `cpu` or `gpu`, on which PyTorch computes. Default: a GPU that PyTorch can use, else the CPU.
         force: Replace a folder that is not empty.
     """
 

@@ -1,4 +1,4 @@
-"""`quantize`: a language model's linear layers to few bits, one after the other, into a new folder."""
+"""`quantize`: quantization of a language model's linear layers, one after the other, into a new folder."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ def quantize(
 
     Args:
         model: A model folder, a Hugging Face id, a .gguf file or a shorthand, as for `npu-sim generate`. Weights that
-            are in few bits already are dequantized, and so rounded a second time.
+            are quantized already are dequantized first, and so rounded a second time.
         output: The folder to write.
         options: Format, method, calibration text and the rest; by default int4, rounded to the nearest.
-        progress: Called with (parts done, parts in all); a part is a layer, a step of tuning, or all writing.
+        progress: Called with (parts done, parts in all); a part is a layer, a step of tuning, or all writing of text.
+            None: no progress is reported.
 
     Returns:
         The errors of all layers before tuning, and the sizes.
@@ -91,7 +92,10 @@ def quantize(
 def _chosen_format(
     checkpoint: Checkpoint, network: Layerwise, options: QuantizeOptions, scales: str
 ) -> QuantizedFormat:
-    """The format of all layers that are quantized, with scales of that dtype.
+    """Return the format for all layers that are quantized.
+
+    Args:
+        scales: Dtype of the scales.
 
     Raises:
         InputError: there is no layer to quantize, or a row is not a whole number of groups.
@@ -119,7 +123,11 @@ def _rounded(
     options: QuantizeOptions,
     progress: Progress | None,
 ) -> tuple[dict[str, QuantizedArray], Report]:
-    """The weights of all layers by name, and their errors."""
+    """Return the quantized weights of all layers by name, and a report of their errors.
+
+    Args:
+        tokens: Token ids of the calibration text. None: no calibration.
+    """
     method = options.method or ("rtn" if tokens is None else "gptq")
     ids = None if tokens is None else calibration_ids(checkpoint, tokens, options.samples)
     before = 1 if options.written else 0
@@ -157,7 +165,11 @@ def _tuned(
     progress: Progress | None,
     done: int,
 ) -> Tuned:
-    """The weights after tuning, which follows `done` parts of the work."""
+    """Train the quantized model and return its new weights.
+
+    Args:
+        done: Number of parts of the work that were done before, for the progress.
+    """
     from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
 
     def report(steps: int) -> None:
@@ -171,7 +183,10 @@ def _tuned(
 
 
 def _fitting_group(network: Layerwise, usual: int) -> int:
-    """The usual group size or, where it does not divide all rows, the largest smaller one that does."""
+    """Return the usual group size or, if it does not divide all rows, the largest smaller one that does.
+
+    If none does, the usual one is returned, which is refused later.
+    """
     sizes = sorted((size for size in _GROUP_SIZES if size < usual), reverse=True)
     rows = [k for _, k in network.shapes.values()]
     fitting = (size for size in (usual, *sizes) if usual and all(k % size == 0 for k in rows))
@@ -179,7 +194,7 @@ def _fitting_group(network: Layerwise, usual: int) -> int:
 
 
 def _check_shapes(network: Layerwise, format: QuantizedFormat) -> None:
-    """Refuse a group size that does not divide all rows, and say which ones do."""
+    """Raise `InputError` if the group size does not divide all rows; the message lists the sizes that do."""
     shapes = network.shapes
     for name, shape in shapes.items():
         if problem := format.problem(shape):
@@ -189,7 +204,7 @@ def _check_shapes(network: Layerwise, format: QuantizedFormat) -> None:
 
 
 def calibration_tokens(checkpoint: Checkpoint, text: str) -> list[int]:
-    """The token ids of a calibration text.
+    """Return the token ids of a calibration text.
 
     Raises:
         InputError: there are fewer than two.
@@ -201,7 +216,7 @@ def calibration_tokens(checkpoint: Checkpoint, text: str) -> list[int]:
 
 
 def calibration_ids(checkpoint: Checkpoint, tokens: list[int], samples: int) -> torch.Tensor:
-    """[count, length]: at most `samples` parts of a text's token ids, spread over it evenly."""
+    """Return at most `samples` parts of a text's token ids, spread evenly over the text: [count, length]."""
     length = min(SAMPLE_LENGTH, len(tokens), checkpoint.config.max_position_embeddings)
     count = min(samples, len(tokens) // length)
     starts = np.linspace(0, len(tokens) - length, count).astype(int)
@@ -209,13 +224,13 @@ def calibration_ids(checkpoint: Checkpoint, tokens: list[int], samples: int) -> 
 
 
 def with_written(checkpoint: Checkpoint, ids: torch.Tensor, count: int, device: str | None = None) -> torch.Tensor:
-    """Calibration text with parts that the model writes itself.
+    """Return calibration text together with parts that the model writes itself.
 
     Args:
-        checkpoint: Opened for float32, with weights that are not in few bits.
-        ids: Token ids [samples, length].
+        checkpoint: The model, opened for float32, with weights that are not quantized.
+        ids: Token ids of the calibration text, [samples, length].
         count: Number of parts to write.
-        device: Device for `computing_device`.
+        device: Device for `computing_device`. None: its default.
 
     Returns:
         Token ids [samples + count, length].
@@ -234,10 +249,12 @@ def quantized_layers(
     compensate: bool = False,
     search: bool = False,
 ) -> Iterator[tuple[QuantizedArray, LayerReport]]:
-    """The weights of a model's linear layers in a format, one after the other, each with its errors.
+    """Yield the quantized weights of a model's linear layers, one after the other, each with its errors.
 
     Args:
-        ids: Token ids of the calibration text, [samples, length]; only with them can errors be compensated.
+        network: The model.
+        format: The format to quantize to.
+        ids: Token ids of the calibration text, [samples, length]. None: no calibration, so no compensation of errors.
         compensate, search: `method == "gptq"` and `search` of `quantize`.
 
     Raises:
@@ -252,7 +269,7 @@ def quantized_layers(
 def _by_weights(
     network: Layerwise, format: QuantizedFormat, fractions: tuple[float, ...]
 ) -> Iterator[tuple[QuantizedArray, LayerReport]]:
-    """Each weight by itself, rounded to the nearest."""
+    """Yield each weight rounded to the nearest, without regard to its inputs."""
     for name in network.shapes:
         weight = network.weight(name)
         with _concerning(name):
@@ -263,7 +280,7 @@ def _by_weights(
 def _by_layers(
     network: Layerwise, ids: torch.Tensor, format: QuantizedFormat, fractions: tuple[float, ...], compensate: bool
 ) -> Iterator[tuple[QuantizedArray, LayerReport]]:
-    """The weights in the order of execution; each sees the inputs that the quantized ones before it produce."""
+    """Yield the weights in the order of execution, each rounded for the inputs that the quantized layers produce."""
     hidden = exact = network.embedded(ids)
     for layer in network.layers(ids.shape[1]):
         original = layer.copy()
@@ -284,13 +301,13 @@ def _by_layers(
 
 
 def _dequantized(array: QuantizedArray, weight: torch.Tensor) -> torch.Tensor:
-    """Dequantize to the device of the original weight."""
+    """Return the dequantized weight on the device of the original one."""
     return numpy_to_tensor(array.dequantize()).to(weight.device)
 
 
 @contextmanager
 def _enough_memory(purpose: str) -> Iterator[None]:
-    """Say so where the GPU has too little."""
+    """Turn PyTorch's out-of-memory error within this context into an `NPUError` that suggests the CPU."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -300,7 +317,7 @@ def _enough_memory(purpose: str) -> Iterator[None]:
 
 @contextmanager
 def _concerning(name: str) -> Iterator[None]:
-    """Name the weight in an error about it."""
+    """Turn an `InputError` within this context into a `WeightError` that names the weight."""
     try:
         yield
     except InputError as error:

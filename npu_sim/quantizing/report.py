@@ -1,4 +1,4 @@
-"""Report of the errors of quantized layers."""
+"""The report on a quantized model: each layer's error and the sizes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from npu_compiler.graph.quantization import QuantizedArray
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer.
+    """Errors and sizes of one linear layer; W is its weight and Q the quantized weight.
 
     Attributes:
         name: Name of its weight.
         shape: [n, k].
         format: Storage format in words.
         weight_error: ‖W - Q‖ / ‖W‖.
-        output_error: ‖(W - Q) X‖ / ‖W X‖ for the calibration inputs X, in which first tokens count more (see
-            `layerwise.moments`); None without a calibration text.
+        output_error: ‖(W - Q) X‖ / ‖W X‖ for the calibration inputs X, in which each text's first token has more weight
+            (see `layerwise.moments`); None without a calibration text.
         bytes_before: Bytes in 16 bits.
         bytes_after: Bytes as stored.
     """
@@ -36,27 +36,28 @@ class LayerReport:
 
     @property
     def error(self) -> float:
-        """The error by which layers are compared."""
+        """The error by which layers are ranked: that of the output if it is known, else that of the weight."""
         return self.weight_error if self.output_error is None else self.output_error
 
 
 @dataclass(frozen=True)
 class Report:
-    """All layers that were quantized, those that were kept in 16 bits, and the size of the model.
+    """Report on a quantized model: its quantized layers, those kept in 16 bits, and its size.
 
     Attributes:
         model: The model's name.
         layers: Layers in the model's order.
         kept: The names of the weights that stay in 16 bits because their error was among the greatest.
         method: `rtn` or `gptq`.
-        calibration_tokens: 0 without a calibration text.
+        calibration_tokens: Number of tokens of the calibration text; 0 without one.
         bytes_before: Bytes of the whole model in 16 bits.
         bytes_after: Bytes of the whole model as stored.
-        requantized: Whether the model's weights were in few bits already.
-        tuning_steps: 0 where the model was not tuned; otherwise the layers' errors are those before.
-        divergences: Divergences of the quantized model from the original before and after tuning, as in `Tuned`.
+        requantized: Whether the model's weights were quantized already.
+        tuning_steps: Number of training steps; 0 if the model was not tuned. Errors of layers are those before tuning.
+        divergences: Divergences of the quantized model from the original before and after tuning, as in `Tuned`. None
+            if the model was not tuned.
         group: Number of consecutive weights that share a scale; 0 means a whole row.
-        usual_group: The group size if it divided all rows.
+        usual_group: The group size that would have been used if it divided all rows.
     """
 
     model: str
@@ -73,22 +74,27 @@ class Report:
     usual_group: int = 0
 
     def worst(self, count: int) -> list[LayerReport]:
-        """The layers with the greatest errors, the greatest first."""
+        """Return the layers with the greatest errors, the greatest first."""
         return sorted(self.layers, key=lambda layer: layer.error, reverse=True)[:count]
 
     def keeping_worst(self, count: int) -> Report:
-        """Return the report with the worst layers kept in 16 bits."""
+        """Return the report with the `count` layers with the greatest errors kept in 16 bits."""
         return replace(self, kept=tuple(layer.name for layer in self.worst(count)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON data."""
+        """Return the report as JSON data."""
         return asdict(self)
 
 
 def layer_report(
     name: str, weight: torch.Tensor, quantized: QuantizedArray, dequantized: torch.Tensor, hessian: torch.Tensor | None
 ) -> LayerReport:
-    """The errors of one weight [n, k] by itself and, with the Hessian of its inputs, in its output."""
+    """Return the errors and sizes of one weight [n, k].
+
+    Args:
+        hessian: The sum of x xᵀ over the layer's inputs x, from which the error of its output follows. None: that error
+            is unknown.
+    """
     lost = weight - dequantized
     output_error = None
     if hessian is not None:
@@ -109,5 +115,5 @@ def _relative(lost: torch.Tensor, whole: torch.Tensor) -> float:
 
 
 def size_of(layers: Sequence[LayerReport], kept: Sequence[str]) -> int:
-    """Bytes of the layers as they are stored in the end."""
+    """Return the bytes that the layers take as stored; those in `kept` are in 16 bits."""
     return sum(layer.bytes_before if layer.name in kept else layer.bytes_after for layer in layers)

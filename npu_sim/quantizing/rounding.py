@@ -1,4 +1,4 @@
-"""Rounding to the nearest that a format can hold, with scales of the range or those with the least squared error."""
+"""Rounding of weights to the nearest value of a format, with scales from the range or of least squared error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PIECE = 2**17  # elements that are searched at once: their temporary arrays sta
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales and zero points of the codes of some columns: value = scale · (code - zero).
+    """Scales and zero points of groups of weights: value = scale · (code - zero).
 
     Attributes:
         scale: float32 [n, groups], rounded to the dtype in which the format stores it; never 0.
@@ -33,10 +33,13 @@ class Scales:
 
 
 def fit(columns: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> Scales:
-    """Scales for a group of columns, float32 [n, group].
+    """Choose the scale and zero point of each row of a group of columns, float32 [n, group].
 
     Args:
-        fractions: Fractions of each row's range; the first with the least squared error is taken.
+        columns: The weights.
+        format: The format to round to.
+        fractions: Fractions of each row's range to try; the one with the least squared error is taken, the first of
+            equals.
     """
     best, *others = (_of_range(columns, format, fraction) for fraction in fractions)
     if not others:
@@ -51,7 +54,7 @@ def fit(columns: torch.Tensor, format: QuantizedFormat, fractions: Sequence[floa
 
 
 def _squared_error(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
-    """Squared error of each row: [n, 1]."""
+    """Return the squared rounding error of each row: [n, 1]."""
     return (rounded(columns, scales, format) - columns).square().sum(1, keepdim=True)
 
 
@@ -68,35 +71,35 @@ def _of_range(columns: torch.Tensor, format: QuantizedFormat, fraction: float) -
 
 
 def stored_scales(scale: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
-    """Scales as they are stored, in float32; 1 for groups of zeros, and of what is too small for the dtype."""
+    """Return scales rounded to the stored dtype, in float32; a scale that becomes 0 is replaced by 1."""
     narrow = scale.to(getattr(torch, format.scales)).float()
     return torch.where(narrow == 0, 1.0, narrow)
 
 
 def codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
-    """The codes of columns [n, m], or for float8 the numbers that they stand for, as float32."""
+    """Return the codes of columns [n, m] as float32: integers or, for float8, the rounded quotients value / scale."""
     return round_codes(exact_codes(columns, scales, format), format)
 
 
 def exact_codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
-    """Return the numbers that `codes` rounds, within the range of the codes."""
+    """Return the numbers that `codes` rounds, clamped to the range of the codes."""
     exact = columns / scales.scale
     return (exact if format.code_format.is_float else exact + scales.zero).clamp(*format.code_range)
 
 
 def round_codes(exact: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
-    """The code nearest to each element of `exact`, as float32; what exceeds the format is not clamped."""
+    """Return the code nearest to each element of `exact`, as float32; elements out of range are not clamped."""
     kind = format.code_format
     return exact.to(getattr(torch, kind.dtype.name)).float() if kind.is_float else exact.round()
 
 
 def rounded(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
-    """The elements that `codes` stand for."""
+    """Return the columns rounded to the format and dequantized."""
     return (codes(columns, scales, format) - scales.zero) * scales.scale
 
 
 def fit_rows(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> Scales:
-    """Scales and zero points, by `fit`, for each group of a matrix, float32 [n, k]."""
+    """Return scales and zero points, chosen by `fit`, for each group of a matrix, float32 [n, k]."""
     n, k = weight.shape
     groups = weight.reshape(-1, format.group or k)
     scales = [fit(piece, format, fractions) for piece in groups.split(max(1, _PIECE // groups.shape[1]))]
@@ -104,7 +107,7 @@ def fit_rows(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[
 
 
 def assemble(codes: torch.Tensor, scales: Scales, format: QuantizedFormat) -> QuantizedArray:
-    """The matrix of codes [n, k], as `codes` returns them, and of its groups' scales."""
+    """Return the quantized matrix that consists of codes [n, k], from `codes`, and of its groups' scales."""
     n, k = codes.shape
     codes, scales = codes.cpu(), Scales(scales.scale.cpu(), scales.zero.cpu())
     offsets = None
@@ -115,7 +118,7 @@ def assemble(codes: torch.Tensor, scales: Scales, format: QuantizedFormat) -> Qu
 
 
 def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> QuantizedArray:
-    """A matrix, float32 [n, k], with each element rounded by itself.
+    """Quantize a matrix, float32 [n, k], by rounding each element to the nearest value.
 
     Raises:
         InputError: its rows are not a whole number of groups, or it holds values that are not finite.
@@ -128,7 +131,7 @@ def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[f
 
 
 def check(weight: torch.Tensor, format: QuantizedFormat) -> None:
-    """Refuse a weight that cannot be stored in a format, in words that say which number is wrong."""
+    """Raise `InputError` if a weight's shape does not fit a format, or the weight is not finite."""
     if problem := format.problem(tuple(weight.shape)):
         raise InputError(problem)
     if not bool(weight.isfinite().all()):

@@ -1,14 +1,14 @@
-"""Tuning: all parameters of a quantized model are trained together, until it predicts what the original does.
+"""Tuning: training of all parameters of a quantized model so that it predicts what the original does.
 
-Rounding layer by layer keeps each layer's result; what all of their errors do together shows only at the end of the
-model. So the whole model is trained to give the original's probabilities of the next token (distillation): every weight
-is a float that is rounded as it is used, and gradients pass the rounding as if it were not there (Bengio et al.,
-"Estimating or Propagating Gradients Through Stochastic Neurons", 2013, https://arxiv.org/abs/1308.3432). Scales are
-trained with them, as in Esser et al., "Learned Step Size Quantization" (2019), https://arxiv.org/abs/1902.08153, and so
-are parameters that are not in few bits, such as norms and embeddings; zero points stay.
+Rounding layer by layer preserves each layer's result; the combined effect of all errors shows only in the model's
+output. So the whole model is trained to reproduce the original's probabilities of the next token (distillation): every
+weight is a float that is rounded as it is used, and gradients pass the rounding unchanged (Bengio et al., "Estimating
+or Propagating Gradients Through Stochastic Neurons", 2013, https://arxiv.org/abs/1308.3432). Scales are trained too, as
+in Esser et al., "Learned Step Size Quantization" (2019), https://arxiv.org/abs/1902.08153, and so are parameters that
+are not quantized, such as norms and embeddings; zero points are fixed.
 
-The text is as much of the calibration text as it takes and what the original model writes by itself: a short text alone
-would be memorized.
+The training text consists of as much of the calibration text as is needed and of text that the original model writes: a
+short text alone would be memorized.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _EXACT_CASTS = {"emulate_precision_casts": True}  # scales are rounded to 16 bit
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of training.
+    """Result of tuning.
 
     Attributes:
-        arrays: The weights in few bits, in the formats that they had.
-        others: Name → all other parameters that the checkpoint has, in the dtype of the scales and in main memory.
-        divergences: The mean divergence (Kullback-Leibler, in nats) of the next token's distribution from the original
-            model's before and after, on the calibration text that is not trained on.
+        arrays: The quantized weights, in the formats that they had.
+        others: Name → tensor of every other parameter of the checkpoint, in the dtype of the scales and in main memory.
+        divergences: The mean Kullback-Leibler divergence, in nats, of the next token's distribution from the original
+            model's, before and after tuning, on calibration text that is held out from training.
     """
 
     arrays: dict[str, QuantizedArray]
@@ -66,13 +66,13 @@ class Tuned:
 
 
 class Tuner:
-    """A model as it was, and a text to train on.
+    """Tunes quantized versions of a model on a text.
 
     Args:
-        checkpoint: Opened for float32, with weights that are not in few bits.
-        ids: Token ids of the calibration text, [samples, length]: the more, the better.
+        checkpoint: The original model, opened for float32, with weights that are not quantized.
+        ids: Token ids of the calibration text, [samples, length]; more text gives better results.
         written: Number of rows of text that the original model writes.
-        device: Device for `computing_device`.
+        device: Device for `computing_device`. None: its default.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Tuner:
     def tune(
         self, arrays: Mapping[str, QuantizedArray], steps: int, progress: Callable[[int], None] | None = None
     ) -> Tuned:
-        """Train the model.
+        """Train the quantized model.
 
         Args:
             arrays: Initial weights of linear layers by name, all in one format without minimums.
-            steps: Steps of training, of up to `ROWS` rows of `LENGTH` tokens.
-            progress: Called with the number of steps done.
+            steps: Number of training steps, each on up to `ROWS` rows of `LENGTH` tokens.
+            progress: Called with the number of steps done. None: no progress is reported.
 
         Raises:
             NPUError: the loss is not finite.
@@ -169,7 +169,7 @@ class Tuner:
                 progress(step + 1)
 
     def _rows_at_once(self, vocabulary: int) -> int:
-        """Number of rows of a step to compute together.
+        """Return the number of rows of a step to compute together, so that memory suffices.
 
         The logits of both models and what is computed from them may take half of a GPU's free memory.
         """
@@ -182,7 +182,7 @@ class Tuner:
 
     @torch.no_grad()
     def _divergence(self, model: Any) -> float:
-        """Mean divergence on the held-out text."""
+        """Return the mean divergence from the original model on the held-out text."""
         total = 0.0
         with torch.compiler.set_stance("force_eager"):  # other shapes than in training
             for rows in self._held_out.split(_READ_AT_ONCE):
@@ -192,11 +192,11 @@ class Tuner:
 
 
 class _RoundedLinear(nn.Module):
-    """A linear layer whose weight [n, k] is rounded as it is used, with scales that are trained.
+    """A linear layer whose weight [n, k] is rounded whenever it is used, with trainable scales.
 
     Args:
         linear: The layer, with its original weight.
-        array: Initial weight.
+        array: The quantized weight to start from.
     """
 
     def __init__(self, linear: nn.Linear, array: QuantizedArray) -> None:
@@ -214,7 +214,7 @@ class _RoundedLinear(nn.Module):
         self.weight = nn.Parameter(self._start(original, dequantized))
 
     def scales(self) -> Scales:
-        """[n, groups, 1], as they are stored; gradients reach `growth`."""
+        """Return the scales [n, groups, 1], rounded as they are stored; gradients reach the parameter `growth`."""
         scale = self._scale * (1 + self.growth).clamp(min=_SMALLEST_SCALE)
         return Scales(_through(scale, stored_scales(scale, self._format)), self._zero)
 
@@ -227,10 +227,10 @@ class _RoundedLinear(nn.Module):
 
     @torch.no_grad()
     def _start(self, original: torch.Tensor, dequantized: torch.Tensor) -> torch.Tensor:
-        """Initial weight of training: between the original and the rounded weight.
+        """Return the weight to start training from, between the original and the rounded weight.
 
-        It is as near to the original as may be and still rounded to the same. In the middle of a rounding's range,
-        small steps would change nothing.
+        It is as near to the original as possible while it still rounds to the same codes. In the middle of the interval
+        that rounds to a code, small steps would change nothing.
         """
         scales = self.scales()
         wanted = self._codes(dequantized, scales)
@@ -242,7 +242,7 @@ class _RoundedLinear(nn.Module):
         return start
 
     def _codes(self, weight: torch.Tensor, scales: Scales) -> torch.Tensor:
-        """[n, groups, k / groups], as `rounding.codes` has them."""
+        """Return the codes of the weight, [n, groups, k / groups], as `rounding.codes` does."""
         return codes(self._by_group(weight), scales, self._format)
 
     def _by_group(self, weight: torch.Tensor) -> torch.Tensor:
@@ -250,18 +250,22 @@ class _RoundedLinear(nn.Module):
 
     @torch.no_grad()
     def array(self) -> QuantizedArray:
-        """The weight as it is stored."""
+        """Return the current weight in quantized form."""
         scales = self.scales()
         codes = self._codes(self.weight, scales).reshape(self.weight.shape)
         return assemble(codes, Scales(scales.scale.squeeze(-1), scales.zero.squeeze(-1)), self._format)
 
 
 def _through(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """The rounded value, with the gradient of the other one."""
+    """Return the rounded value; the gradient is that of `value`, as if it were not rounded."""
     return value + (rounded - value).detach()
 
 
 def _divergence(actual: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The mean over all tokens of softmax(actual)'s divergence from softmax(wanted), of logits [rows, length, n]."""
+    """Return the mean over all tokens of the divergence of softmax(actual) from softmax(wanted).
+
+    Args:
+        actual, wanted: Logits [rows, length, n].
+    """
     logs = [logits.float().flatten(0, 1).log_softmax(-1) for logits in (actual, wanted)]
     return nn.functional.kl_div(logs[0], logs[1], reduction="batchmean", log_target=True)

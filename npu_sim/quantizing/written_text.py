@@ -1,6 +1,6 @@
-"""Text that a model writes itself, to calibrate and to train with.
+"""Text that a model writes itself, for calibration and training.
 
-A short text is of one kind: errors that are compensated for it are larger on others. What the model writes is of all
+A short text is of one kind, and errors that are compensated for it are larger on others. A model writes text of all
 kinds that it knows (Liu et al., "LLM-QAT", 2023, https://arxiv.org/abs/2305.17888).
 """
 
@@ -19,7 +19,7 @@ _AT_ONCE, _AT_ONCE_ON_A_GPU = 128, 1024  # rows; the KV cache of 128 rows of 512
 def write_text(
     model: Any, given: torch.Tensor, count: int, length: int, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """Rows of text, sampled as the model predicts them, each after a token of a given text.
+    """Return rows of text sampled from the model, each of which begins with a random token of a given text.
 
     Args:
         model: Model of transformers, with a language model's logits.
@@ -50,6 +50,6 @@ def write_text(
 
 @contextmanager
 def in_16_bits(device: str) -> Iterator[None]:
-    """Products in bfloat16 where that is faster."""
+    """Compute matrix products in bfloat16 within this context, except on the CPU, where that is not faster."""
     with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
         yield

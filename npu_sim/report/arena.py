@@ -1,4 +1,4 @@
-"""The arena as a map: which buffer is where and when, what makes the peak, and what would lower it."""
+"""A map of the arena, the memory block that a program's buffers share: positions, lifetimes, and causes of the peak."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 
 
 def arena_map(plan: ExecutionPlan) -> dict[str, Any]:
-    """The arena's buffers over the calls of a run, as JSON data.
+    """Return the arena's buffers over the calls of a run, as JSON data.
 
     Returns:
         `bytes`: the arena's size. `live`: bytes in use during each call. `peak`: the call at which they are the most,
-        and `peak_bytes`. `buffers`: for each, `name`, `offset`, `size`, `first` and `last` call, and `uses`, the calls
-        that touch it. `holders`: the buffers in use at the peak, largest first; see `_holders`.
+            and `peak_bytes`. `buffers`: for each, `name`, `offset`, `size`, `first` and `last` call, and `uses`, the
+            calls that touch it. `holders`: the buffers in use at the peak, largest first; see `_holders`.
     """
     buffers = [buffer for buffer in plan.buffers.values() if buffer.kind == "arena" and buffer.first_use >= 0]
     uses = _uses(plan)
@@ -44,9 +44,10 @@ def arena_map(plan: ExecutionPlan) -> dict[str, Any]:
 
 
 def live_bytes(buffers: Sequence[BufferAllocation], calls: int) -> np.ndarray:
-    """The bytes of the arena in use during each call; int64 of shape [calls].
+    """Return the bytes of the arena in use during each call; int64 of shape [calls].
 
-    An element-wise call may write over an input that nobody reads later: the bytes that the two share count once.
+    An element-wise call may overwrite an input that no later call reads: the bytes that input and output share count
+    once.
     """
     change = np.zeros(calls + 1, np.int64)
     ending = {(buffer.offset, buffer.last_use): buffer for buffer in buffers}
@@ -72,12 +73,13 @@ def _uses(plan: ExecutionPlan) -> dict[str, list[int]]:
 def _holders(
     buffers: list[BufferAllocation], live: np.ndarray, peak: int, uses: dict[str, list[int]]
 ) -> list[dict[str, Any]]:
-    """The buffers that make the peak, and the peak of live bytes that would remain without each.
+    """Return the buffers in use at the peak, and the peak of live bytes that would remain without each of them.
 
-    A buffer that the peak call does not touch is `idle` from one call to another around it: computing it again, moving
-    its reader forward or keeping it elsewhere meanwhile would take it out of the peak. Others would have to be written
-    and read by one fused kernel, or in pieces. `remaining` is the highest of `live` over all calls without the buffer:
-    while it is idle, or else at all. It is a bound, as the planner's offsets may waste some of it.
+    A buffer that the peak call does not touch, but calls before and after it do, is `idle` in between: recomputing it,
+    moving its reader forward or storing it elsewhere would take it out of the peak. Avoiding any other buffer means
+    fusing the kernels that write and read it, or computing it in parts. `remaining` is the highest value of `live` over
+    all calls without the buffer, either while it is idle or in all of them. It is a lower bound, since the planner's
+    offsets may waste some memory.
     """
     holders = []
     for buffer in buffers:

@@ -1,4 +1,4 @@
-"""Two programs side by side, or one on two chips: kernels, bytes, memory, and time where it is known."""
+"""Comparison of two programs, or of one on two chips: kernels, bytes, memory, and time if measured or simulated."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _TOTALS = {
 
 
 def compare_programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """The differences of two programs as JSON data.
+    """Return the differences of two programs as JSON data.
 
     Args:
-        a, b: From `program_facts`; `measured` has the seconds of a run, or is None; `simulated` is what
-            `simulated_facts` returns, or None.
+        a, b: Results of `program_facts`, with two more entries: `measured` is the seconds of a run, or None;
+            `simulated` is the result of `simulated_facts`, or None.
 
     Returns:
         `totals`: name, unit and both values. `kernels`: launches, bytes and seconds of each kernel in both, the largest
-        changes first; seconds are measured, or else simulated. `nodes`: nodes that other kernels compute. `layers`:
-        seconds and joules of each node where both were simulated, in order of appearance. `is_measured`,
-        `is_simulated`: whether both were.
+            changes first; seconds are measured or, if not both programs were, simulated. `nodes`: nodes that the two
+            compute with different kernels. `layers`: seconds and joules of each node, in order of appearance, if both
+            were simulated. `is_measured`, `is_simulated`: whether both programs were.
     """
     is_measured = bool(a["measured"] and b["measured"])
     is_simulated = bool(a["simulated"] and b["simulated"])
@@ -57,14 +57,14 @@ def compare_programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, An
 
 
 def _seconds(facts: Mapping[str, Any]) -> list[float]:
-    """The time of each call: measured, or else simulated."""
+    """Return the seconds of each kernel call: measured, or simulated if nothing was measured."""
     if facts["measured"]:
         return [call["seconds"] for call in facts["calls"]]
     return [call["own"] for call in facts["simulated"]["calls"]]
 
 
 def _simulated_totals(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Both simulated runs: their time and its parts, traffic, and energy where both chips tell it."""
+    """Return rows that compare two simulated runs: time and its parts, traffic, and energy if both chips declare it."""
     rows = [
         {"name": "simulated run", "unit": "seconds", "a": a["run"], "b": b["run"]},
         {"name": "the roofline allows", "unit": "seconds", "a": a["least"], "b": b["least"]},
@@ -87,7 +87,7 @@ def _simulated_totals(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[s
 
 
 def _by_part(name: str, unit: str, a: Mapping[str, float], b: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A row for each part that is not 0 in both."""
+    """Return a row with both values for each part of a total, except for parts that are 0 in both."""
     return [
         {"name": name.format(part), "unit": unit, "a": a.get(part, 0), "b": b.get(part, 0)}
         for part in dict.fromkeys((*a, *b))
@@ -96,7 +96,10 @@ def _by_part(name: str, unit: str, a: Mapping[str, float], b: Mapping[str, float
 
 
 def _layers(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Module, family, seconds and joules of each node in both; joules are None without a chip's energies."""
+    """Return module, family, seconds and joules of each node in both programs.
+
+    Joules are None for a node that a program lacks, or on a chip whose file declares no energies.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for side, facts in (("a", a), ("b", b)):
         for call, simulated in zip(facts["calls"], facts["simulated"]["calls"], strict=True):
@@ -136,7 +139,7 @@ def _kernels(
 
 
 def _nodes(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The nodes whose kernels differ, in order of appearance."""
+    """Return the nodes that the two programs compute with different kernels, in order of appearance."""
     sides: list[dict[str, list[str]]] = [defaultdict(list), defaultdict(list)]
     for side, calls in zip(sides, (a, b), strict=True):
         for call in calls:

@@ -1,4 +1,4 @@
-"""The data of a whole report, as `assets/app.js` reads it."""
+"""The data of a whole report page, in the form that `assets/app.js` reads."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ def report_contents(  # noqa: PLR0913 -- each part of a report is optional
     """Return a report on one program, or on those of a partitioned model, as JSON data.
 
     Args:
-        measurement: Measurement of the program, if there is only one program.
-        simulations: Result of `simulated_facts` for each program; none, or one each.
-        partitions: The plan whose device partitions the programs are.
-        roof: Default: the highest rates that were measured, if any were.
-        numerics: Result of `numerics_contents`.
-        sweep: Result of `sweep_facts`.
+        title: Title of the page.
+        programs: The compiled programs: one, or those of the device partitions.
+        measurement: Measurement of the program, if there is only one program. None: not measured.
+        simulations: Result of `simulated_facts` for each program; empty if none was simulated.
+        stages: The graph after each compiler stage. None: the program was compiled before.
+        partitions: The plan that contains the programs. None: the device runs the whole model.
+        roof: Peak rates for the roofline. Default: the highest rates that were measured, if any were.
+        numerics: Result of `numerics_contents`. None: not verified.
+        sweep: Result of `sweep_facts`. None: no sweep.
         notes: Sentences for the first page.
     """
     plan = {} if partitions is None else partition_contents(partitions)
@@ -64,11 +67,11 @@ def report_contents(  # noqa: PLR0913 -- each part of a report is optional
 
 
 def numerics_contents(report: VerifyReport, kernels: Sequence[Culprit], seed: int | None) -> dict[str, Any]:
-    """A verification as JSON data; an error that is not finite becomes None.
+    """Return the result of a verification as JSON data; an error that is not finite becomes None.
 
     Args:
         kernels: Results of `verify_kernels` for the same inputs.
-        seed: Seed of the inputs, if they are random.
+        seed: Seed of random inputs. None: the inputs came from files.
     """
     return {
         "passed": report.passed,
@@ -96,7 +99,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def partition_contents(plan: PartitionPlan) -> dict[str, Any]:
-    """The partitions of a plan, and why nodes are on the CPU."""
+    """Return the partitions of a plan, and the reason for each node that runs on the CPU."""
     parts = [
         {
             "device": "npu" if part.device == "npu" else "CPU",
@@ -114,7 +117,7 @@ def diff_contents(
     measurements: Sequence[Measurement | None] = (None, None),
     simulations: Sequence[Mapping[str, Any] | None] = (None, None),
 ) -> dict[str, Any]:
-    """A comparison of two programs, or of one program on two chips.
+    """Return a comparison of two programs, or of one program on two chips, as JSON data.
 
     Args:
         labels: Name of each program.

@@ -17,10 +17,10 @@ from npu_sim.report.stages import SMALLEST_FOLD
 
 
 def program_facts(program: CompiledProgram, seconds: Sequence[float] | None = None) -> dict[str, Any]:
-    """A program as JSON data.
+    """Return a program's facts as JSON data.
 
     Args:
-        seconds: The measured time of each call of a run, in order; None where nothing was measured.
+        seconds: The measured time of each call of a run, in order. None: nothing was measured.
     """
     import npu_compiler.ops  # noqa: F401  # it declares the kernels, whose families the calls tell
 
@@ -49,7 +49,11 @@ def program_facts(program: CompiledProgram, seconds: Sequence[float] | None = No
 
 
 def call_facts(call: KernelCall, seconds: float | None) -> dict[str, Any]:
-    """A kernel call as JSON data; `seconds` is None where it was not measured."""
+    """Return a kernel call as JSON data.
+
+    Args:
+        seconds: Measured time of the call. None: it was not measured.
+    """
     return {
         "kernel": call.kernel,
         "node": call.node,
@@ -63,7 +67,7 @@ def call_facts(call: KernelCall, seconds: float | None) -> dict[str, Any]:
 
 
 def _module(call: KernelCall, plan: ExecutionPlan) -> str:
-    """The model's module whose weight the call reads first, empty where it reads none."""
+    """Return the name of the module that owns the first weight that the call reads; empty if it reads none."""
     for view in call.inputs:
         if view.buffer in plan.weights:
             for key in plan.weights[view.buffer].recipe.keys():
@@ -72,7 +76,7 @@ def _module(call: KernelCall, plan: ExecutionPlan) -> str:
 
 
 def data_flow(plan: ExecutionPlan) -> list[list[int]]:
-    """Return, for each call, the earlier calls whose results it reads or adds to, in order."""
+    """Return for each call the sorted indices of the earlier calls that last wrote the buffers it touches."""
     writer: dict[str, int] = {}
     flow = []
     for index, call in enumerate(plan.calls):
@@ -90,7 +94,7 @@ def _repeats(calls: Sequence[KernelCall]) -> list[list[Any]]:
 
 
 def _padding(plan: ExecutionPlan) -> list[dict[str, Any]]:
-    """The buffers with padded channels, the most wasteful first."""
+    """Return the buffers whose channels are padded, those with the most wasted bytes first."""
     rows = []
     for name, waste in padding_by_buffer(plan).items():
         buffer = plan.buffers[name]

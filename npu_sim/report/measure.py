@@ -14,12 +14,12 @@ from npu_runtime.hardware import Ceilings
 
 @dataclass(frozen=True)
 class Roof:
-    """Peak rates for the roofline.
+    """Peak rates of a device, which bound the roofline.
 
     Attributes:
         bandwidth: Bytes per second.
         flops: FLOP per second.
-        of_device: Whether they are what the measuring device says of itself, rather than given.
+        of_device: Whether the rates were reported by the measuring device, rather than given by the user.
     """
 
     bandwidth: float
@@ -28,18 +28,19 @@ class Roof:
 
     @classmethod
     def of(cls, ceilings: Ceilings, dtype: str) -> Roof | None:
-        """A device's roof for operands of a dtype; None where it does not know its rates."""
+        """Return the peak rates that a device reports for a dtype; None if it does not report them."""
         bandwidth, flops = ceilings.bandwidth, ceilings.flops.get(dtype)
         return cls(bandwidth, flops, of_device=True) if bandwidth and flops else None
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians over the runs, in seconds.
+    """Measured times: medians over the runs, in seconds.
 
     Attributes:
         device: The device's description.
-        calls: Time of each call by itself, in order, with the device synchronized after each.
+        runs: Number of timed runs.
+        calls: Time of each call, in order, with the device synchronized after each.
         run: Time of a whole run without profiling.
     """
 
@@ -57,11 +58,12 @@ def measure(
     runs: int,
     progress: Callable[[int, int], None],
 ) -> Measurement:
-    """Time a program, after one run that is not counted.
+    """Time a program on a device; a first run is not counted.
 
     Args:
         inputs: Input name → array.
         weights: Result of `load_weights`.
+        runs: Number of timed runs.
         progress: Called with (runs done, runs).
     """
     executor, backend = Executor(program, device), device.backend

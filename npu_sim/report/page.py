@@ -1,6 +1,6 @@
-"""The HTML page: one file with its scripts, styles and data inside, which asks nothing of any server.
+"""The HTML page of a report: one file that contains scripts, styles and data, and makes no network requests.
 
-A content security policy allows the page's own scripts and styles by their hashes, and nothing else: no request either.
+A content security policy allows the page's own scripts and styles by their hashes, and nothing else, so no requests.
 The data is compressed JSON in base64, and the scripts show its names as text, so a name cannot become markup.
 """
 
@@ -66,10 +66,10 @@ _PAGE = """\
 
 
 def write_page(path: Path, title: str, data: Mapping[str, Any]) -> int:
-    """Write a report and return its size in bytes.
+    """Write a report and return the file's size in bytes.
 
     Args:
-        data: JSON data, as `assets/app.js` explains it.
+        data: JSON data, in the form that `assets/app.js` documents.
 
     Raises:
         InputError: the file cannot be written.
@@ -83,7 +83,7 @@ def write_page(path: Path, title: str, data: Mapping[str, Any]) -> int:
 
 
 def render_page(title: str, data: Mapping[str, Any]) -> str:
-    """The page as text."""
+    """Return the HTML text of a page with this title and data."""
     scripts = [_asset(name) for name in LIBRARIES]
     scripts.append('"use strict";\n' + "\n".join(map(_asset, SCRIPTS)))
     style = _asset(STYLE)
@@ -100,18 +100,18 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
 
 
 def pack(data: Mapping[str, Any]) -> str:
-    """JSON, compressed, in base64."""
+    """Return data as JSON, compressed by gzip and encoded in base64."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def unpack(packed: str) -> Any:
-    """The inverse of `pack`."""
+    """Return the data that `pack` encoded."""
     return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 def _asset(name: str) -> str:
-    """A file of the page, without references to source maps, which a browser would ask for."""
+    """Return the text of a script or style file, without references to source maps, which a browser would request."""
     text = files("npu_sim.report").joinpath("assets", name).read_text("utf-8")
     return "\n".join(line for line in text.splitlines() if not line.startswith("//# sourceMappingURL="))
 

@@ -1,4 +1,4 @@
-"""A simulated run for a report: engines over time; what calls wait for, move and cost; the scratchpad; sweeps."""
+"""Data of a simulated run for a report: hardware units over time, each call's waits, bytes and energy, and sweeps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ MOST_SPANS = 20_000  # in a page; with more, neighbours on an engine are drawn a
 
 
 def simulated_facts(program: CompiledProgram, chip: Chip) -> dict[str, Any]:
-    """Simulate a program on a chip; the run as JSON data, with the units below.
+    """Simulate a program on a chip and return the run as JSON data, with the units below.
 
     Returns:
-        `chip`, `clock_hz`, `cycles`; `run`, seconds, and `least`, the least that the program can take. `utilization` of
-        the matrix engine, `bandwidth_utilization` of DRAM. `roof`: bandwidth in bytes/s, and FLOP/s by dtype. `busy`:
-        engine → seconds. `computing` and `stalls` (cause → seconds), which add up to the run. `energy`: part → joules,
-        or None if the chip has no energies. `outside`: `DRAM`, or `link` on a chip without. `traffic`: level → bytes.
-        `compulsory` and `kept` bytes. `calls`: see `_call`. `tracks`: engine → `[call, start, cycles]` of what it did,
-        in cycles; neighbours closer than `gap`, in seconds, are one. `scratchpad`: its bytes, and areas `[first byte,
-        last, start, end, call, content]`, where start and end are cycles.
+        `chip`, `clock_hz`, `cycles`; `run`, seconds, and `least`, a lower bound for them. `utilization` of the matrix
+        engine, `bandwidth_utilization` of DRAM. `roof`: bandwidth in bytes/s, and FLOP/s by dtype. `busy`: engine
+        (hardware unit) → seconds. `computing` and `stalls` (cause → seconds), which add up to the run. `energy`: part →
+        joules, or None if the chip's file declares no energies. `outside`: `DRAM`, or `link` on a chip without.
+        `traffic`: memory level → bytes. `compulsory` and `kept`: bytes that must be transferred, and bytes of weights
+        that stay on the chip. `calls`: see `_call`. `tracks`: engine → `[call, start, cycles]` for each time that it
+        was busy, in cycles; neighbours closer than `gap`, in seconds, are joined. `scratchpad`: its bytes, and areas
+        `[first byte, last byte, start, end, call, content]`, where start and end are cycles.
 
-    Raises as `npu_model.simulate`.
+    Raises the errors that `npu_model.simulate` does.
     """
     from npu_model.analysis.scratchpad import residents
     from npu_model.analysis.simulation import lowered, result_of
@@ -44,15 +45,15 @@ def sweep_facts(
     ranges: str,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Simulate a program on the chips of a sweep, and on the chip that is swept, as JSON data.
+    """Simulate a program on a chip and on each variant of it in a sweep, and return the results as JSON data.
 
     Args:
-        ranges: As `parse_sweep` reads them.
-        progress: As in `sweep`.
+        ranges: The variants, in the form that `parse_sweep` reads.
+        progress: Called with (chips done, chips).
 
     Returns:
-        `program` and `chip`: names. `knobs`: names of the numbers that were changed. `points`: a row for each chip, as
-        `Point.to_dict` makes it; the first is the chip itself.
+        `program` and `chip`: names. `knobs`: names of the numbers of the chip's file that were varied. `points`: a row
+        for each chip, from `Point.to_dict`; the first is the chip itself.
     """
     from npu_model.analysis.sweep import parse_sweep, sweep
 
@@ -118,11 +119,12 @@ def _facts(result: Result, taken: Sequence[Resident]) -> dict[str, Any]:
 
 
 def _call(call: CallResult, chip: Chip) -> dict[str, Any]:
-    """A call as JSON data.
+    """Return a simulated kernel call as JSON data.
 
-    `own` is the seconds of the run that it adds, of which `computing` and `stalls` are parts; `start` and `end` are the
-    cycles at which its first instruction starts and its last one ends. `busy` is in seconds, `traffic` and `used` (of
-    the scratchpad) in bytes, `energy` in joules. `engine` is the one that works longest for it.
+    `own` is the seconds that the call adds to the run, of which `computing` and `stalls` are parts; `start` and `end`
+    are the cycles at which its first instruction starts and its last one ends. `busy` is in seconds, `traffic` and
+    `used` (of the scratchpad) in bytes, `energy` in joules. `engine` is the hardware unit that is busy longest during
+    the call.
     """
     counts, seconds = call.counts, chip.seconds
     return {
@@ -159,7 +161,10 @@ def _traffic(calls: Sequence[CallResult], chip: Chip) -> dict[str, int]:
 
 
 def _tracks(spans: Sequence[Span], cycles: int) -> tuple[int, dict[str, list[list[int]]]]:
-    """The work of each engine, and the gap in cycles up to which neighbours of one call were joined."""
+    """Return the gap in cycles up to which neighbouring spans were joined, and the busy spans of each engine.
+
+    Spans of one call on one engine (hardware unit) are joined so that a page holds at most `MOST_SPANS`.
+    """
     ordered = sorted(spans, key=lambda span: (span.engine, span.start))
     rows = [(engine, list(group)) for engine, group in groupby(ordered, key=lambda span: span.engine)]
     gap = 0

@@ -1,4 +1,4 @@
-"""The graph after each compiler stage, as JSON data: what a stage removed, what became what, and what repeats."""
+"""The graph after each compiler stage as JSON data: removed and replaced nodes, and repetitions such as layers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SMALLEST_FOLD = 8  # nodes that a repetition must leave out to be drawn as one b
 
 @dataclass
 class StageGraphs:
-    """Graphs that share most of their nodes, with each distinct node and type kept once.
+    """Graphs that share most of their nodes, with each distinct node and type stored once.
 
     Attributes:
         nodes: Distinct nodes: `[name, op, inputs, outputs, attributes]`.
         types: Distinct tensor types as text.
-        graphs: One dict per stage that changed something, in order: `name`, the stages that it stands for in `stages`,
-            `nodes` (numbers of nodes, in order), `inputs`, `outputs`, `types` (tensor → number of its type, as far as
-            it differs from the graph before), `made` (node → the nodes of the graph before that it replaces), `runs`
-            (see `repeats`) and `parts` (for partitions, `[device, nodes]` of each).
+        graphs: One dict for each stage that changed something, in order: `name`; `stages`, the names of this stage and
+            of later ones that changed nothing; `nodes` (numbers of nodes, in order), `inputs`, `outputs`; `types`
+            (tensor → number of its type, if that differs from the graph before); `made` (node → the nodes of the graph
+            before that it replaces); `runs` (see `repeats`); and `parts` (for partitions, `[device, nodes]` of each).
     """
 
     nodes: list[list[Any]] = field(default_factory=list)
@@ -35,7 +35,7 @@ class StageGraphs:
     _before: IRGraph | None = None
 
     def add(self, name: str, graph: IRGraph) -> None:
-        """Append the graph after a stage. One that differs in nothing is only named."""
+        """Append the graph after a stage. If it equals the graph before, only the stage's name is recorded."""
         types = {tensor: self._type(tensor_type(graph.tensors[tensor])) for tensor in _named(graph)}
         nodes = [self._node(node) for node in graph.nodes]
         latest = self.graphs[-1] if self.graphs else None
@@ -62,7 +62,7 @@ class StageGraphs:
         self._before = graph
 
     def add_partitions(self, plan: PartitionPlan) -> None:
-        """Append the normalized graph of a plan with the partition of each node."""
+        """Append the normalized graph of a plan, with the device and the nodes of each partition."""
         self.add("partition", plan.graph)
         parts = [[part.device, [node.name for node in part.graph.nodes]] for part in plan.partitions]
         if self.graphs[-1]["name"] == "partition":
@@ -73,7 +73,7 @@ class StageGraphs:
             self.graphs.append({**self.graphs[-1], **again})
 
     def to_dict(self) -> dict[str, Any]:
-        """The data of the page."""
+        """Return the graphs as JSON data for the page."""
         return {"nodes": self.nodes, "types": self.types, "graphs": self.graphs}
 
     def _known_types(self) -> dict[str, int]:
@@ -97,7 +97,7 @@ class StageGraphs:
 
 
 def stage_graphs(stages: Iterable[tuple[str, IRGraph]]) -> StageGraphs:
-    """The graphs of `npu_compiler.trace_stages`."""
+    """Collect the graphs that `npu_compiler.trace_stages` yields."""
     collected = StageGraphs()
     for name, graph in stages:
         collected.add(name, graph)
@@ -105,16 +105,16 @@ def stage_graphs(stages: Iterable[tuple[str, IRGraph]]) -> StageGraphs:
 
 
 def _named(graph: IRGraph) -> dict[str, None]:
-    """The tensors that nodes, inputs and outputs mention, in order."""
+    """Return the names of the tensors that inputs, nodes and outputs mention, each once and in order."""
     mentioned = (name for node in graph.nodes for name in (*node.inputs, *node.outputs))
     return dict.fromkeys((*graph.inputs, *mentioned, *graph.outputs))
 
 
 def replaced_nodes(before: IRGraph, after: IRGraph) -> dict[str, list[str]]:
-    """Node of `after` → the nodes of `before` that it computes, where these are not itself alone.
+    """Return node of `after` → the nodes of `before` that it replaces, for each node that is new or was changed.
 
-    They are found from its outputs, which stages do not rename, backwards to its inputs and to nodes that `after` still
-    has.
+    They are found by following `before` from the node's outputs, which stages do not rename, back to the node's inputs
+    and to nodes that `after` still has.
     """
     same = {node.name for node in after.nodes}
     producers = before.producers()
@@ -139,7 +139,10 @@ def replaced_nodes(before: IRGraph, after: IRGraph) -> dict[str, list[str]]:
 
 
 def repeats(graph: IRGraph) -> list[list[Any]]:
-    """Return repeats in the list of nodes, such as layers: `[start, period, count, labels]`, a label for each time."""
+    """Return the repetitions in a graph's list of nodes, such as layers.
+
+    Each is `[start, period, count, labels]`, with a label for each repetition.
+    """
     tensors = graph.tensors
     keys = [
         (node.base, len(node.inputs), tuple((tensors[x].shape, tensors[x].dtype) for x in node.outputs))
@@ -155,7 +158,7 @@ def repeats(graph: IRGraph) -> list[list[Any]]:
 
 
 def _label(graph: IRGraph, nodes: Iterable[OpNode]) -> str:
-    """The module whose weights most of these nodes read, up to the last number in its name; empty if there is none."""
+    """Return the module whose weights most of these nodes read, up to the last number in its name; empty if none."""
     counts: Counter[str] = Counter()
     for node in nodes:
         for name in node.inputs:

@@ -1,4 +1,4 @@
-"""Comparing a device with PyTorch and, where they differ, naming the first kernel that is wrong."""
+"""Comparison of a device with PyTorch, which names the first wrong kernel if they differ."""
 
 from npu_sim.verify.criteria import OutputReport
 from npu_sim.verify.culprit import Culprit

@@ -1,4 +1,4 @@
-"""The numerical criteria: when an output, or one kernel's result, agrees with PyTorch."""
+"""The numerical criteria by which an output, or one kernel's result, agrees with PyTorch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class OutputReport:
     """The comparison of one output.
 
     Attributes:
+        name: The output's name.
         pearson: Pearson correlation with the float32 reference; None for a constant or integer output.
         rms_error: Root-mean-square difference between the device and the float32 reference.
         reference_error: Root-mean-square difference between PyTorch in the compute dtype and the float32 reference.
-        problems: One sentence per failed criterion; empty where the output passes.
+        problems: One sentence for each failed criterion; empty if the output passes.
     """
 
     name: str
@@ -35,17 +36,17 @@ class OutputReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no criterion failed."""
+        """Whether all criteria are met."""
         return not self.problems
 
 
 def widen(array: np.ndarray) -> np.ndarray:
-    """Any real array as float64."""
+    """Convert an array of any real dtype to float64."""
     return np.asarray(array.astype(np.float32) if array.dtype == numpy_dtype("bfloat16") else array, np.float64)
 
 
 def rms(values: np.ndarray) -> float:
-    """The root mean square; 0 for an empty array."""
+    """Return the root mean square of an array; 0 if it is empty."""
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
@@ -54,15 +55,17 @@ def compare_output(
 ) -> OutputReport:
     """Compare one output over several runs.
 
-    A float output passes if it is finite, and not clamped to the range of `dtype`, where PyTorch in float32 is, its
-    Pearson r is above `MIN_PEARSON`, its RMS error is at most `MAX_ERROR_RATIO` times PyTorch's own in `dtype` (more
-    for fewer than `FEW_VALUES` values, whose RMS is noisy), and its argmax along the last axis is the reference's but
-    for near-ties. Other outputs must be equal. Values that stand for an infinity (`dtypes.saturate`) are left out.
+    A float output passes if its values are finite, and not clamped to the range of `dtype`, wherever PyTorch's in
+    float32 are; its Pearson r is above `MIN_PEARSON`; its RMS error is at most `MAX_ERROR_RATIO` times PyTorch's own in
+    `dtype` (more for fewer than `FEW_VALUES` values, whose RMS is noisy); and its argmax along the last axis equals the
+    reference's except for near-ties. Other outputs must be equal. Values that stand for an infinity (`dtypes.saturate`)
+    are ignored.
 
     Args:
-        ours: The device's values, one array per run, all of one shape.
-        exact: PyTorch's in float32.
-        half: PyTorch's in `dtype`.
+        name: The output's name.
+        ours: The device's values, one array for each run, all of one shape.
+        exact: PyTorch's values in float32.
+        half: PyTorch's values in `dtype`.
         dtype: The compute dtype: `float16`, `bfloat16` or `float32`.
     """
     is_float = ours[0].dtype.kind in "fV"
@@ -108,10 +111,11 @@ def _pearson(left: np.ndarray, right: np.ndarray) -> float | None:
 
 
 def excess_error(ours: np.ndarray, exact: np.ndarray, half: np.ndarray, dtype: str) -> float:
-    """The error of one kernel as a multiple of what rounding explains; above 1, the kernel is wrong.
+    """Return the error of one kernel as a multiple of what rounding explains; above 1, the kernel is wrong.
 
-    The three results were computed from the same inputs, so no error of earlier kernels is in them. Both the mean error
-    and the largest one count.
+    The three results were computed from the same inputs, so errors of earlier kernels are not included. For floats, the
+    larger of two multiples counts: that of the mean error and that of the largest error. For other dtypes, the number
+    of wrong elements is returned.
     """
     got, want, near = widen(ours), widen(exact), widen(half)
     is_float = ours.dtype.kind in "fV"

@@ -1,8 +1,8 @@
-"""Finding the first wrong kernel of a program.
+"""Search for the first wrong kernel of a program.
 
 Each kernel is judged by itself: the program runs launch by launch, every kernel's output is read back, and PyTorch
-computes the same tensor from the device's own values of the tensors before it. Errors that a kernel merely passes on
-are therefore not attributed to it, and one run finds the culprit without compiling anything again.
+computes the same tensor from the device's own values of the tensors before it. So errors that a kernel only passes on
+are not attributed to it, and one run finds the wrong kernel without compiling anything again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Culprit:
-    """A kernel, and how far its result is from what follows from its inputs; it is wrong if the error is above 1.
+    """A kernel and the error of its result with respect to its own inputs; it is wrong if the error is above 1.
 
     Attributes:
         node, op: The node of the compiled graph that launched the kernel, and its op.
+        kernel: The kernel's name.
         tensor: The output that was compared.
         nodes: The IR nodes that the kernel computes, last first.
         error: The error as a multiple of what rounding explains.
@@ -51,9 +52,9 @@ class Culprit:
 def find_culprit(
     final: IRGraph, records: Mapping[str, Recorded], inputs: Arrays, exact: Reference, half: Reference, dtype: str
 ) -> Culprit | None:
-    """The first wrong kernel of a recorded run, in the order of the compiled graph; None if each one is right.
+    """Return the first wrong kernel of a recorded run, in the order of the compiled graph; None if all are right.
 
-    Arguments are those of `kernel_errors`.
+    The arguments are those of `kernel_errors`.
     """
     return next(
         (culprit for culprit in kernel_errors(final, records, inputs, exact, half, dtype) if culprit.error > 1), None
@@ -63,13 +64,16 @@ def find_culprit(
 def kernel_errors(
     final: IRGraph, records: Mapping[str, Recorded], inputs: Arrays, exact: Reference, half: Reference, dtype: str
 ) -> Iterator[Culprit]:
-    """Each kernel of a recorded run whose result PyTorch can compute, in the order of the compiled graph.
+    """Yield the error of each kernel of a recorded run, in the order of the compiled graph.
+
+    Kernels whose results PyTorch cannot compute are left out.
 
     Args:
         final: The graph from which the program was generated.
         records: Result of `recording.record`.
         inputs: Graph input name → array.
         exact, half: The references in float32 and in `dtype`.
+        dtype: The compute dtype.
     """
     values: dict[str, np.ndarray] = {name: np.asarray(inputs[name]) for name in final.inputs}
     producer: dict[str, tuple[OpNode, str]] = {}
@@ -95,7 +99,7 @@ def kernel_errors(
 
 
 def _follow_alias(graph: IRGraph, node: OpNode, values: Arrays) -> np.ndarray:
-    """The output of a view op, which no kernel computes, from the device's value of its input."""
+    """Return the output of a view op, which no kernel computes, from the device's value of its input."""
     specs = {name: replace(graph.tensors[name], dtype=values[name].dtype.name) for name in node.inputs}
     out = node.outputs[0]
     specs[out] = replace(graph.tensors[out], dtype=values[node.inputs[0]].dtype.name)

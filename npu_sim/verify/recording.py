@@ -1,4 +1,4 @@
-"""Running a program one kernel at a time and keeping a copy of every tensor that a kernel writes."""
+"""Runs of a program one kernel at a time that keep a copy of every tensor that a kernel writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recorded:
 
 
 class RecordingBackend(Backend):
-    """A wrapper around another backend which, after each launch, downloads the graph tensors that the kernel wrote."""
+    """A wrapper of a backend that downloads, after each launch, the graph tensors that the kernel wrote."""
 
     def __init__(self, inner: Backend, graph: IRGraph) -> None:
         self.inner = inner
@@ -83,7 +83,7 @@ class RecordingBackend(Backend):
 
 
 def _whole(view: View, spec: TensorSpec) -> View | None:
-    """A view of a whole tensor, given a view of the part that a call writes; None where the strides are ambiguous."""
+    """Return a view of the whole tensor of which a call writes a part; None if the strides are ambiguous."""
     if view.shape == spec.shape:
         return view
     if view.numel == numel(spec.shape):
@@ -93,7 +93,7 @@ def _whole(view: View, spec: TensorSpec) -> View | None:
 
 
 def read(operand: Operand, view: View) -> np.ndarray:
-    """A copy of the elements of a view into an operand's buffer."""
+    """Return a copy of the elements that a view selects in an operand's buffer."""
     memory = operand.memory.guarded(lambda: True)
     memory.shape = memory.alloc_shape
     dtype = numpy_dtype(view.dtype)
@@ -110,10 +110,12 @@ def record(
     inputs: Mapping[str, np.ndarray],
     weights: Mapping[str, DeviceBuffer],
 ) -> dict[str, Recorded]:
-    """Run a program one kernel at a time and return what was written: tensor name → record, in launch order.
+    """Run a program one kernel at a time and return tensor name → the last value written to it, in launch order.
 
     Args:
+        program: The compiled program.
         graph: The graph from which the program was generated (the last of `trace_stages`).
+        backend: The device.
         inputs: Graph input name → array.
         weights: Result of `load_weights`.
     """

@@ -1,7 +1,7 @@
-"""The reference values: the same graph run by PyTorch on the CPU, in float32 and in the compute dtype.
+"""The reference values: a graph run by PyTorch on the CPU, in float32 and in the compute dtype.
 
-What outputs are held against is the graph as it was read, in float32. The others are the normalized graph, in both
-dtypes: they tell how far PyTorch itself is off, and which kernel is wrong. All run node by node through
+Outputs are compared with the graph as it was read, run in float32. Two more references are the normalized graph in both
+dtypes: they show how large PyTorch's own rounding error is, and which kernel is wrong. All run node by node through
 `npu_runtime.cpu_fallback`, with weights, inputs and constants cast. In the compute dtype, a tensor has the dtype in
 which the compiler stores it, so what the compiler keeps in float32 (rotary angles, norms) is float32 here too.
 """
@@ -30,6 +30,7 @@ class Reference:
     """A graph whose float tensors have been given other dtypes, and its weights.
 
     Attributes:
+        graph: The graph.
         state: `state_dict` key → array or tensor.
         keys: Weight tensor name → `state_dict` key.
     """
@@ -48,7 +49,12 @@ class Reference:
         )
 
     def run(self, inputs: Mapping[str, np.ndarray], graph: IRGraph | None = None) -> dict[str, np.ndarray]:
-        """Run the graph, or a part of it from `part`; returns output tensor name → value."""
+        """Run the graph by PyTorch and return output tensor name → value.
+
+        Args:
+            inputs: Graph input name → array.
+            graph: A part of the graph, from `part`. None: the whole graph.
+        """
         graph = graph or self.graph
         cast = {name: saturating_cast(np.asarray(inputs[name]), graph.tensors[name].dtype) for name in graph.inputs}
         weights = {
@@ -58,7 +64,12 @@ class Reference:
         return execute_cpu_partition(graph, cast, weights)
 
     def part(self, target: str, stored: Collection[str]) -> IRGraph:
-        """The subgraph that computes tensor `target` from stored tensors, graph inputs and weights."""
+        """Return the subgraph that computes a tensor from stored tensors, graph inputs and weights.
+
+        Args:
+            target: The tensor.
+            stored: Tensors whose values are given, so that the subgraph ends at them.
+        """
         graph = self.graph
         producers = graph.producers()
         wanted, leaves, nodes, pending = {target}, set(), set(), [target]
@@ -84,18 +95,19 @@ class Reference:
 
 
 def original_reference(graph: IRGraph, state: Mapping[str, Any]) -> Reference:
-    """The reference in float32 of a graph as it was read, before any stage of the compiler has touched it."""
+    """Return the float32 reference of a graph as it was read, before any stage of the compiler."""
     keys = {name: next(recipe.keys()) for name, recipe in graph.weights.items()}
     named = replace(graph, weights={name: from_key(name) for name in graph.weights})
     return Reference(retype(named, _wide(named)), state, keys)
 
 
 def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> tuple[Reference, Reference]:
-    """The references of a normalized graph: in float32, and in the compute dtype.
+    """Return the references of a normalized graph: in float32, and in the compute dtype.
 
     Args:
         graph: Result of `npu_compiler.compiler.normalize`.
         state: `state_dict` key → array or tensor.
+        compute_dtype: The compute dtype.
     """
     stored = assign_storage(graph, compute_dtype)
     keys = {name: next(recipe.keys()) for name, recipe in stored.weights.items()}
@@ -106,7 +118,7 @@ def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> 
 
 
 def _wide(graph: IRGraph) -> dict[str, str]:
-    """Float tensor → its dtype in a float32 reference."""
+    """Return float tensor → its dtype in a float32 reference; float64 stays."""
     return {
         name: "float32" if spec.dtype in HALF_DTYPES else spec.dtype
         for name, spec in graph.tensors.items()
@@ -115,7 +127,9 @@ def _wide(graph: IRGraph) -> dict[str, str]:
 
 
 def retype(graph: IRGraph, dtypes: Mapping[str, str]) -> IRGraph:
-    """The graph with other float dtypes in specs, constants and attributes, and casts where operands must agree.
+    """Return the graph with other float dtypes in specs, constants and attributes.
+
+    Casts are inserted before ops whose operands must have one dtype.
 
     Args:
         dtypes: Tensor name → new dtype; other tensors keep theirs.

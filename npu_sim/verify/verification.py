@@ -1,4 +1,4 @@
-"""`verify`: compare a device with PyTorch and, where they differ, find the kernel and the fusion that are wrong."""
+"""`verify`: comparison of a device with PyTorch and, if they differ, a search for the kernel and fusion to blame."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The comparison of every output and, where one fails, the cause.
+    """The comparison of every output and, if one fails, the cause.
 
     Attributes:
-        culprit: The first wrong kernel; None where the outputs pass or every kernel is right by itself.
-        fusions: The fusions that are each to blame: with that one disabled, the model passes.
-        stages: The stages of the device's target that are each to blame: without that one, the model passes.
+        compute_dtype: The compute dtype.
+        outputs: The comparison of each output.
+        culprit: The first wrong kernel; None if the outputs pass or every kernel is right by itself.
+        fusions: The fusions that are each to blame: with only that one disabled, the model passes.
+        stages: The stages of the device's target that are each to blame: without only that one, the model passes.
         only_fused: Whether the model passes with all fusions disabled.
-        failure: The device's error message, where it could not run the program at all; else empty.
-        remark: Limit of the comparison: PyTorch could not run the IR as it is, or normalizing it changed its result;
-            else empty.
+        failure: The device's error message if it could not run the program at all, else empty.
+        remark: Limit of the comparison: PyTorch could not run the IR as it was read, or normalizing it changed its
+            result; else empty.
     """
 
     compute_dtype: str
@@ -82,7 +84,11 @@ class VerifyReport:
 
 
 def input_specs(graph: IRGraph, compute_dtype: str | None = None) -> list[TensorSpec]:
-    """The specs of the graph's inputs, with the bounds on indices that a compiled program checks."""
+    """Return the specs of the graph's inputs, with the bounds on indices that a compiled program checks.
+
+    Args:
+        compute_dtype: None: the compiler's choice for this model.
+    """
     normal = normalize(graph)
     stored = assign_storage(normal, choose_compute_dtype(normal, compute_dtype))
     return [stored.tensors[name] for name in stored.inputs]
@@ -102,10 +108,10 @@ def verify(
     Args:
         ir: A path, a dict or a graph, as for `npu_compiler.compile`.
         weights: `state_dict` key → array or tensor.
-        inputs: One mapping of input name → array per run.
+        inputs: One mapping of input name → array for each run.
         device: Default: the best one on this machine.
         compute_dtype: `float16`, `bfloat16` or `float32`. Default: the compiler's choice for this model.
-        progress: Called with (steps done, total steps), anew for each phase.
+        progress: Called with (steps done, total steps), from 0 again for each phase. None: no progress is reported.
 
     Raises:
         IRError, ConstraintError: the graph cannot be compiled as one program.
@@ -122,23 +128,29 @@ def verify_kernels(
     *,
     compute_dtype: str | None = None,
 ) -> list[Culprit]:
-    """Compare each kernel of a program with PyTorch, on the device's own inputs of that kernel.
+    """Compare each kernel of a program with PyTorch, on the inputs that the kernel had on the device.
 
-    Arguments and errors are those of `verify`, for one set of inputs. Kernels whose tensors PyTorch's graph does not
-    have, such as those that write a part of a tensor, are left out.
+    Arguments and errors are those of `verify`, for one set of inputs. Kernels whose output is not a tensor of PyTorch's
+    graph, such as those that write a part of a tensor, are left out.
     """
     return _Verification(read_ir(ir), weights, [inputs], device, compute_dtype, None).kernels()
 
 
 def _is_same_result(left: np.ndarray, right: np.ndarray) -> bool:
-    """Whether two results in float32 differ by rounding only, where both are finite."""
+    """Whether two float32 results differ only by rounding; elements that are not finite in both are ignored."""
     one, other = widen(left), widen(right)
     finite = np.isfinite(one) & np.isfinite(other)
     return rms((one - other)[finite]) <= 1e-3 * rms(one[finite]) + 1e-30
 
 
 def _moved(half: np.ndarray, exact: np.ndarray, original: np.ndarray) -> np.ndarray:
-    """PyTorch's result in the compute dtype, as far from the original's as it is from the normalized graph's."""
+    """Return the original graph's result plus PyTorch's rounding error on the normalized graph.
+
+    Args:
+        half: Result of the normalized graph in the compute dtype.
+        exact: Result of the normalized graph in float32.
+        original: Result of the graph as it was read, in float32.
+    """
     if half.dtype.kind not in "fV":
         return half
     with np.errstate(invalid="ignore"):
@@ -146,7 +158,7 @@ def _moved(half: np.ndarray, exact: np.ndarray, original: np.ndarray) -> np.ndar
 
 
 class _Verification:
-    """One model with its references and its programs, compiled without various fusions and stages."""
+    """The verification of one model: its references, and programs compiled without some fusions and stages."""
 
     def __init__(
         self,
@@ -176,7 +188,7 @@ class _Verification:
         self.remark = ""
 
     def _options(self, disabled: Collection[str]) -> CompileOptions:
-        """Compile options without these fusions and these stages of the target."""
+        """Return compile options that leave out the named fusions and stages of the target."""
 
         def without(stages: list[Stage]) -> list[Stage]:
             return [stage for stage in stages if stage[0] not in disabled]
@@ -203,12 +215,12 @@ class _Verification:
         return VerifyReport(self.dtype, outputs, culprit, fusions, stages, only_fused, remark=self.remark)
 
     def kernels(self) -> list[Culprit]:
-        """Each kernel of the program by itself, on the first set of inputs, in the order of the compiled graph."""
+        """Return the error of each kernel on the first set of inputs, in the order of the compiled graph."""
         records = record(self.program, self._final_graph(()), self.device.backend, self.inputs[0], self.loaded)
         return list(kernel_errors(self._final_graph(()), records, self.inputs[0], self.exact, self.half, self.dtype))
 
     def _expect(self, arrays: Arrays) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """PyTorch's outputs for these inputs: of the graph as it was read in float32, and in the compute dtype."""
+        """Return PyTorch's outputs: of the graph as it was read in float32, and in the compute dtype."""
         normal = self.exact.run(arrays)
         exact = [normal[tensor] for tensor in self.normal.outputs]
         try:
@@ -257,7 +269,7 @@ class _Verification:
             return False
 
     def _blamed(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The ones among some fusions, or among the target's stages, without which alone the model passes."""
+        """Return those of the named fusions or stages without which alone the model passes."""
         blamed = []
         for index, name in enumerate(names):
             if self._changes(name) and self._passes((name,)):
@@ -266,19 +278,22 @@ class _Verification:
         return tuple(blamed)
 
     def _changes(self, name: str) -> bool:
-        """Whether the program has other calls without a fusion or stage, and can be made without it."""
+        """Whether leaving out a fusion or stage changes the program's kernels; False if it cannot be compiled then."""
         try:
             return bool(self._compile((name,)).kernels != self.program.kernels)
         except NPUError:
             return False
 
     def _final_graph(self, disabled: Collection[str]) -> IRGraph:
-        """The graph from which the program without these fusions is generated."""
+        """Return the graph from which the program is generated when these fusions and stages are left out."""
         *_, (_, final) = trace_stages(self.graph, self.device.backend.target, self._options(disabled))
         return final
 
     def _locate(self, disabled: Collection[str]) -> Culprit | None:
-        """The first wrong kernel over all sets of inputs, in the program compiled with these fusions disabled."""
+        """Return the first wrong kernel over all sets of inputs, in the program compiled with these fusions disabled.
+
+        None if every kernel is right.
+        """
         program = self._compile(disabled)
         final = self._final_graph(disabled)
         loaded = load_weights(self.weights, program, self.device, strict=False)

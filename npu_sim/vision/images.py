@@ -1,4 +1,4 @@
-"""Photographs as a network's input: decoding, colour conversion, resizing, cropping and normalization."""
+"""Conversion of photographs to a network's input: decoding, colours, resizing, cropping and normalization."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Preparation of a network's training images.
+    """The preprocessing of images with which a network was trained.
 
     The image is resized until its shorter side has `resize` pixels, cropped to the centred `size` x `size` square, and
     normalized per channel: (x - mean) / std with x in [0, 1].
@@ -24,6 +24,8 @@ class Preprocessing:
     Attributes:
         mean, std: Values for red, green and blue.
         resample: The filter to resize with.
+        size: Pixels of the square's side.
+        resize: Pixels of the shorter side before cropping.
     """
 
     mean: Triple
@@ -82,7 +84,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def preprocess(image: Image.Image, spec: Preprocessing) -> NDArray[np.float32]:
-    """The network's input [1, 3, size, size] for an image.
+    """Return the network's input [1, 3, size, size] for an image.
 
     Resizing and cropping are one resampling step, so a panorama costs no more than a square image.
 

@@ -22,11 +22,13 @@ QUANTIZED_IR, QUANTIZED_WEIGHTS = "model.json", "model.safetensors"  # in the fo
 
 @dataclass(frozen=True)
 class VisionModel:
-    """One classifier.
+    """An image classifier that can be chosen by name.
 
     Attributes:
-        build: Makes the module, with untrained weights.
-        checkpoint: Finds the file of trained weights; None for a model that comes without any.
+        name: The model's name.
+        build: Creates the module, with untrained weights.
+        preprocessing: The preprocessing of its images.
+        checkpoint: Returns the path of the trained weights; None for a model that comes without any.
     """
 
     name: str
@@ -76,10 +78,10 @@ MODELS = {
 
 
 def find_model(name: str) -> VisionModel:
-    """Look a model up by name.
+    """Return the model of that name.
 
     Raises:
-        InputError: there is none of that name; the message lists those there are.
+        InputError: there is no model of that name; the message lists the names.
     """
     if name not in MODELS:
         raise InputError(f"no vision model named {name!r}; choose one of {', '.join(MODELS)}")
@@ -87,7 +89,7 @@ def find_model(name: str) -> VisionModel:
 
 
 def extract_model_ir(model: VisionModel) -> dict[str, Any]:
-    """IR of the model for an input [1, 3, size, size], traced on the meta device, where weights take no memory."""
+    """Return the model's IR for an input [1, 3, size, size], traced on the meta device without memory for weights."""
     require_torch("tracing a model")
     import torch
 
@@ -100,11 +102,11 @@ def extract_model_ir(model: VisionModel) -> dict[str, Any]:
 
 
 def model_weights(model: VisionModel, path: str | os.PathLike[str] | None = None) -> dict[str, "Tensor"]:
-    """The model's state dict in float32.
+    """Return the model's state dict in float32.
 
     Args:
-        path: A file or folder that `read_weights` reads. Default: the model's own checkpoint or, if it has none,
-            random weights from a fixed seed, with a UserWarning.
+        path: A file or folder that `read_weights` reads. Default: the model's own checkpoint or, if it has none, random
+            weights from a fixed seed, with a UserWarning.
 
     Raises:
         WeightError: the file cannot be read or does not fit the model.
@@ -144,7 +146,9 @@ def model_weights(model: VisionModel, path: str | os.PathLike[str] | None = None
 
 
 def quantized_files(folder: Path) -> tuple[dict[str, Any], Path] | None:
-    """The IR and the weights' file of a model that `quantize_model` has written; None where the path is no such folder.
+    """Return the IR and the path of the weights that `quantize_model` wrote to a folder.
+
+    None if the path is not such a folder.
 
     Raises:
         InputError: the IR cannot be read.

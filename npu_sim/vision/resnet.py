@@ -71,7 +71,7 @@ def _stage(
 
 
 class ResNet(nn.Module):
-    """Images [N, 3, H, W], normalized, to logits [N, classes]."""
+    """A residual network that maps normalized images [N, 3, H, W] to logits [N, classes]."""
 
     def __init__(self, block: type[BasicBlock | Bottleneck], depths: tuple[int, ...], classes: int = 1000) -> None:
         super().__init__()
@@ -94,24 +94,24 @@ class ResNet(nn.Module):
 
 
 def resnet18() -> ResNet:
-    """ResNet-18: 11,689,512 parameters."""
+    """Return a ResNet-18 (11,689,512 parameters) with PyTorch's initial weights."""
     return ResNet(BasicBlock, (2, 2, 2, 2))
 
 
 def resnet34() -> ResNet:
-    """ResNet-34: 21,797,672 parameters."""
+    """Return a ResNet-34 (21,797,672 parameters) with PyTorch's initial weights."""
     return ResNet(BasicBlock, (3, 4, 6, 3))
 
 
 def resnet50() -> ResNet:
-    """ResNet-50: 25,557,032 parameters."""
+    """Return a ResNet-50 (25,557,032 parameters) with PyTorch's initial weights."""
     return ResNet(Bottleneck, (3, 4, 6, 3))
 
 
 def random_images(count: int, seed: int, size: int = 224) -> Tensor:
-    """Random normalized images [count, 3, size, size] that resemble photographs.
+    """Return random normalized images [count, 3, size, size] that resemble photographs.
 
-    They are smooth blobs with fine noise, of a variance near 1.
+    They are smooth blobs with fine noise, and their variance is near 1.
     """
     rng = torch.Generator().manual_seed(seed)
     blobs = F.interpolate(torch.randn(count, 3, 7, 7, generator=rng), (size, size), mode="bicubic", align_corners=False)

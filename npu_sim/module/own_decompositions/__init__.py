@@ -1,4 +1,4 @@
-"""Decompositions that PyTorch has none for, or has one that the device does not run."""
+"""Decompositions of ops for which PyTorch has none, or one that the device cannot run."""
 
 from npu_sim.module.own_decompositions import (
     distances,

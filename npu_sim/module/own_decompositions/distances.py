@@ -1,4 +1,4 @@
-"""Decompositions of distances."""
+"""Decompositions of ops that compute distances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BY_PRODUCT, _WITHOUT_PRODUCT = 1, 2  # `compute_mode`, beside its default
 
 @decomposes("aten.cdist.default aten._cdist_forward.default")
 def cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
-    """The distance of every row of `x` to every row of `y`."""
+    """Return the distance of every row of `x` to every row of `y`."""
     by_product = compute_mode == _BY_PRODUCT or (
         compute_mode != _WITHOUT_PRODUCT and (x.size(-2) > _FEW or y.size(-2) > _FEW)
     )
@@ -27,7 +27,7 @@ def cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: int | 
 
 @decomposes("aten.pdist.default aten._pdist_forward.default")
 def pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
-    """The distance of every row to every later one."""
+    """Return the distance of every row to every later row."""
     count = x.size(0)
     if count > _MOST_ROWS:
         raise NotImplementedError(f"distances among {count} rows")
@@ -37,7 +37,7 @@ def pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
 
 
 def _length(differences: torch.Tensor, p: float) -> torch.Tensor:
-    """The p-norm along the last dimension. For p = 0 these functions, unlike `torch.linalg`'s, have NaN for NaN."""
+    """Return the p-norm along the last dimension. For p = 0, NaN gives NaN, unlike in `torch.linalg`."""
     if differences.size(-1) == 0:
         return differences.sum(-1)
     if p == 0:

@@ -10,7 +10,7 @@ from npu_sim.module.own_decompositions.table import decomposes
 
 @decomposes("aten.hypot.default")
 def hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The larger times √(1 + ratio²), which does not overflow where the squares would."""
+    """Return the larger of |x| and |y| times √(1 + ratio²), which does not overflow where the squares would."""
     wide, result = elementwise_dtypes(x, y, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
     a, b = torch.abs(x.to(wide)), torch.abs(y.to(wide))
     high, low = torch.maximum(a, b), torch.minimum(a, b)
@@ -21,13 +21,16 @@ def hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @decomposes("aten.real.default aten.resolve_conj.default aten.resolve_neg.default")
 def itself(x: torch.Tensor) -> torch.Tensor:
-    """A real tensor as it is; a complex one has another dtype, or is more than the device runs."""
+    """Return a real tensor as it is; complex tensors are not supported by the device."""
     return x
 
 
 @decomposes("aten.frexp.Tensor")
 def frexp(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mantissa from 0.5 up to 1 and a power of two; the logarithm's guess is right up to one."""
+    """Split each number into a mantissa in [0.5, 1) and an exponent of two.
+
+    The exponent guessed from the logarithm is off by one at most and is corrected.
+    """
     is_number = torch.isfinite(x) & (x != 0)
     number = torch.where(is_number, x, 1.0)
     exponent = torch.floor(torch.log2(torch.abs(number))) + 1

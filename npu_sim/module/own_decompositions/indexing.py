@@ -20,7 +20,7 @@ def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def masked_index_put(
     x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
 ) -> torch.Tensor:
-    """PyTorch's own decomposition, which changes the list that it is given."""
+    """Apply PyTorch's own decomposition to a copy of the list of indices, since it changes the list."""
     function = decomposition_table[torch.ops.aten._unsafe_masked_index_put_accumulate.default]
     return function(x, mask, list(indices), values)  # type: ignore[no-any-return]
 
@@ -33,7 +33,7 @@ def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: 
 
 @decomposes("aten.index_copy.default")
 def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Copy into a scalar, which is treated as a vector of one element."""
+    """Copy into a scalar, which is treated as a vector of one element; other tensors are not handled here."""
     if x.dim():
         raise NotImplementedError("index_copy on more than a scalar")
     return x.reshape(1).index_copy(0, index.reshape(-1), source.reshape(-1)).reshape(())
@@ -41,7 +41,7 @@ def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Ten
 
 @decomposes("aten.masked_scatter.default")
 def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The source's elements in turn where the mask is true."""
+    """Replace the elements where the mask is true by the source's elements, one after the other."""
     whole: torch.Tensor
     whole, flags = torch.broadcast_tensors(x, mask)
     if whole.numel() == 0:
@@ -55,7 +55,7 @@ def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) ->
 
 @decomposes("aten.nonzero_static.default")
 def nonzero_static(x: torch.Tensor, *, size: int, fill_value: int = -1) -> torch.Tensor:
-    """The places of the first `size` elements that are not 0; rows of `fill_value` for those that are missing."""
+    """Return the indices of the first `size` elements that are not 0, padded with rows of `fill_value`."""
     if x.dim() == 0 or x.numel() == 0:
         return torch.full((size, x.dim()), fill_value, dtype=torch.int64, device=x.device)
     flags = x.reshape(-1) != 0
@@ -74,7 +74,7 @@ def nonzero_static(x: torch.Tensor, *, size: int, fill_value: int = -1) -> torch
 
 @decomposes("aten.embedding_renorm.default")
 def embedding_renorm(weight: torch.Tensor, ids: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Rows that are named and whose norm is above a limit are scaled down to it."""
+    """Return the table with those rows that `ids` names scaled down to norm `max_norm` if they exceed it."""
     is_named = torch.zeros(weight.size(0), dtype=torch.bool, device=weight.device).scatter(0, ids.reshape(-1), True)
     norms = torch.linalg.vector_norm(weight, norm_type, dim=1)
     scale = torch.where(is_named & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)
@@ -93,10 +93,10 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums (mode 0), means (1) or maxima (2) of the rows of each bag, which begins at its offset.
+    """Return sums (mode 0), means (1) or maxima (2) of the rows of each bag, which begins at its offset.
 
-    What PyTorch returns beside them for gradients it fills as it likes; here it is each element's bag, the bags'
-    sizes, and for maxima the ids of their rows.
+    The other three results serve gradients, and PyTorch does not specify them. Here they are each element's bag, the
+    bags' sizes, and for maxima the ids of their rows.
     """
     count, bags = ids.numel(), offsets.numel() - int(include_last_offset)
     if count == 0 or bags == 0:

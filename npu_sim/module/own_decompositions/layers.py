@@ -1,4 +1,4 @@
-"""Decompositions of normalization and of activations."""
+"""Decompositions of normalization, activations and the gradient of softmax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def native_group_norm(
     groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalized groups, their means and the reciprocals of their standard deviations."""
+    """Return the normalized input, and the mean and reciprocal standard deviation of each group."""
     if pixels == 0 and batch != 0:
         raise NotImplementedError("PyTorch does not promise statistics of no elements")
     variance, mean = torch.var_mean(x.reshape(batch, groups, channels // groups * pixels).float(), -1, correction=0)
@@ -36,7 +36,7 @@ def rrelu(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The mean of the slopes that training draws."""
+    """Apply a leaky ReLU whose slope is the mean of `lower` and `upper`; random slopes in training are refused."""
     if training:
         raise NotImplementedError("its slopes are random numbers")
     return F.leaky_relu(x, (lower + upper) / 2)
@@ -44,5 +44,8 @@ def rrelu(
 
 @decomposes("aten._softmax_backward_data.default")
 def softmax_backward_data(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The sum is taken off before the product, as PyTorch does: infinities then stay what they are."""
+    """Return the gradient of softmax with respect to its input.
+
+    The sum is subtracted before the multiplication, in PyTorch's order, so that infinities propagate in the same way.
+    """
     return ((grad - (grad * output).sum(dim, keepdim=True)) * output).to(dtype)

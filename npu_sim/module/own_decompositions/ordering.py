@@ -1,4 +1,4 @@
-"""Decompositions of ops that order elements, or look for a place in an order, and of running results."""
+"""Decompositions of ops that sort, search sorted values, or compute running results such as `cummax`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def _check_pairs(count: int) -> None:
 
 
 def _lifted(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, int]:
-    """A scalar as a vector; and the dimension, counted from the front."""
+    """Return the tensor, a scalar as a vector of one element, and the dimension counted from the front."""
     return (x, dim % x.dim()) if x.dim() else (x.unsqueeze(0), 0)
 
 
 def _picked(
     x: torch.Tensor, dim: int, keepdim: bool, place: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the element at one place of each sorted row, and its index.
+    """Return one element of each sorted row and its original index.
 
     Args:
-        place: Given the rows and the dimension: the places, with that dimension kept.
+        place: Function of (rows, dimension) that returns the positions in the sorted rows, with that dimension kept.
     """
     rows, along = _lifted(x, dim)
     if rows.size(along) == 0:
@@ -48,7 +48,10 @@ def _numbers(rows: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _middle(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """The place of the median in each sorted row: the lower middle one, or that of the first NaN, which sort last."""
+    """Return the position of the median in each sorted row: the lower middle or, if there is a NaN, the first NaN.
+
+    NaNs are sorted last.
+    """
     middle = torch.full_like(rows.narrow(dim, 0, 1), (rows.size(dim) - 1) // 2, dtype=torch.int64)
     if not rows.is_floating_point():
         return middle
@@ -91,7 +94,7 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> T
 
 @decomposes("aten.mode.default")
 def mode(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Tensors:
-    """The most frequent value, the least of several, and the last place where it stands."""
+    """Return the most frequent value of each row, the least of equally frequent ones, and its last index."""
     rows, along = _lifted(x, dim)
     size = rows.size(along)
     _check_pairs(rows.numel() * size)
@@ -116,7 +119,7 @@ def searchsorted(
     side: str | None = None,
     sorter: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Count the boundaries of the row that are below each element, or for `right` not above it."""
+    """Count the boundaries below each element; with `right`, those below or equal to it."""
     _check_pairs(x.numel() * boundaries.size(-1))
     if sorter is not None:
         boundaries = boundaries.gather(-1, sorter)
@@ -144,7 +147,13 @@ def bucketize_scalar(
 def _running(
     combine: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Tensors], values: Tensors, dim: int
 ) -> Tensors:
-    """Scan with an associative function, in as many steps as the size has binary digits."""
+    """Compute running results of an associative function, in log2(size) steps.
+
+    Args:
+        combine: The function, on tuples of tensors.
+        values: The tensors to scan together.
+        dim: The dimension along which results accumulate.
+    """
     size, step = values[0].size(dim), 1
     while step < size:
         joined = combine(
@@ -156,7 +165,7 @@ def _running(
 
 
 def _running_extreme(x: torch.Tensor, dim: int, is_better: Callable[..., torch.Tensor]) -> Tensors:
-    """Running extremes and their places, of equal ones the last; NaN stays."""
+    """Return running extremes and their indices; equal values give the last index, and NaN persists once it occurs."""
     rows, along = _lifted(x, dim)
     places = torch.arange(rows.size(along), device=x.device).reshape([-1] + [1] * (rows.dim() - along - 1))
 

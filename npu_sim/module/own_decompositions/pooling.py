@@ -1,4 +1,4 @@
-"""Decompositions of pooling."""
+"""Decompositions of adaptive max pooling and of the gradient of max pooling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npu_sim.module.own_decompositions.table import decomposes
 
 @decomposes("aten.adaptive_max_pool1d.default aten.adaptive_max_pool2d.default aten.adaptive_max_pool3d.default")
 def adaptive_max_pool(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Max pooling with windows side by side, for which the elements of windows that overlap are repeated."""
+    """Compute adaptive max pooling as pooling with equal windows, after repeating elements of overlapping windows."""
     spatial = len(size)
     sources = list(x.shape[-spatial:])
     windows, places = [], []
@@ -28,7 +28,11 @@ def adaptive_max_pool(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _adaptive_places(source: int, count: int, device: torch.device) -> tuple[int, Tensor | None]:
-    """The size of the largest window, and the elements of all windows; the last one repeats where one is smaller."""
+    """Return the size of the largest pooling window, and the source index of each element of all windows.
+
+    A smaller window repeats its last element. The indices are None if all windows have the same size and do not
+    overlap.
+    """
     if source % count == 0:
         return source // count, None
     window = max(-(-(i + 1) * source // count) - i * source // count for i in range(count))
@@ -40,7 +44,13 @@ def _adaptive_places(source: int, count: int, device: torch.device) -> tuple[int
 
 
 def _original_index(index: Tensor, sizes: list[int], sources: list[int], places: list[Tensor | None]) -> Tensor:
-    """Positions in volumes of `sizes`, counted element by element, as those in the volumes that these were made of."""
+    """Convert flat positions in a volume of repeated elements to flat positions in the source volume.
+
+    Args:
+        index: Flat positions in a volume of `sizes`.
+        sources: Sizes of the source volume.
+        places: For each dimension, the source index of each element. None: the dimension was not changed.
+    """
     if all(place is None for place in places):
         return index
     coordinates = []
@@ -67,6 +77,6 @@ def max_pool2d_with_indices_backward(
     ceil_mode: bool,
     indices: Tensor,
 ) -> Tensor:
-    """Each gradient goes to where the maximum was."""
+    """Return the gradient of max pooling: each window's gradient is added where its maximum was."""
     planes = torch.zeros_like(x).flatten(-2)
     return torch.scatter_add(planes, -1, indices.flatten(-2), grad.flatten(-2)).reshape(x.shape)

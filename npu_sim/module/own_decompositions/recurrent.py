@@ -1,4 +1,4 @@
-"""Decompositions of recurrent layers, step by step."""
+"""Decompositions of recurrent layers into ops for each time step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """PyTorch's own decomposition, without its choice of a library's kernel for a whole layer."""
+    """Run an LSTM by PyTorch's own decomposition, without the library kernels that PyTorch may choose for a layer."""
     parameters = gather_params(weights, has_biases, states[0].size(2) != states[1].size(2))
     initial = list(zip(states[0], states[1], strict=True))
     out, last = _rnn_helper(
@@ -39,14 +39,17 @@ _pytorchs_lstm_layer: Callable[..., Any] = decompositions.one_layer_lstm
 
 
 def _lstm_layer(inp: Any, hidden: Any, params: Any, has_biases: Any, reverse: Any = False) -> Any:
-    """PyTorch's layer, whose last states have a dimension of 1 too many in some versions (2.9 to 2.11 among them)."""
+    """Run PyTorch's decomposition of one LSTM layer and give the last states the shape of the first ones.
+
+    Some versions (2.9 to 2.11 among them) return the last states with an extra dimension of size 1.
+    """
     out, last = _pytorchs_lstm_layer(inp, hidden, params, has_biases, reverse)
     return out, tuple(state.reshape(first.shape) for state, first in zip(last, hidden, strict=True))
 
 
 @contextmanager
 def lstm_shapes() -> Iterator[None]:
-    """Context in which PyTorch traces an LSTM with the shapes that the layer returns, in each version."""
+    """A context in which PyTorch traces an LSTM with correct shapes of the last states, in any version."""
     decompositions.one_layer_lstm = _lstm_layer
     try:
         yield

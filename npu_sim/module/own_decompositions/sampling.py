@@ -1,4 +1,4 @@
-"""Decompositions of ops that sample images at places between pixels."""
+"""Decompositions of ops that sample images at fractional coordinates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ZEROS, BORDER, REFLECTION = range(3)  # and of the padding modes
 
 @decomposes("aten.grid_sampler.default aten.grid_sampler_2d.default aten.grid_sampler_3d.default")
 def grid_sampler(x: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool) -> Tensor:
-    """Elements of [batch, channels, *sizes] at [batch, *places, coordinate], of which the last size's comes first."""
+    """Sample `x` [batch, channels, *sizes] at the coordinates in `grid` [batch, *places, coordinate].
+
+    Coordinates are from -1 to 1, and the last dimension's comes first.
+    """
     sizes = list(x.shape[2:])
     coordinates = [
         _unnormalized(grid.select(-1, len(sizes) - 1 - axis), size, align_corners) for axis, size in enumerate(sizes)
@@ -45,17 +48,17 @@ def grid_sampler(x: Tensor, grid: Tensor, mode: int, padding: int, align_corners
 
 
 def _unnormalized(coordinate: Tensor, size: int, align_corners: bool) -> Tensor:
-    """Pixels, from coordinates of which -1 and 1 are the ends of the image."""
+    """Convert coordinates from -1 to 1 to pixel coordinates."""
     if align_corners:
         return (coordinate + 1) / 2 * (size - 1)
     return ((coordinate + 1) * size - 1) / 2
 
 
 def _bounded(coordinate: Tensor, size: int, padding: int, align_corners: bool, of_nan: int = 0) -> Tensor:
-    """Return the coordinate that the padding mode reads instead; with zeros it may lie outside.
+    """Return the coordinate that the padding mode reads instead of one outside; with `ZEROS` it stays outside.
 
     Args:
-        of_nan: The coordinate that stands for NaN: the first in PyTorch's 2-D kernel, the last in its 3-D kernel.
+        of_nan: The coordinate that replaces NaN: the first in PyTorch's 2-D kernel, the last in its 3-D kernel.
     """
     if padding == ZEROS:
         return coordinate
@@ -75,7 +78,12 @@ def _reflected(coordinate: Tensor, size: int, align_corners: bool) -> Tensor:
 
 
 def _picked(x: Tensor, places: Sequence[Tensor]) -> Tensor:
-    """Elements at whole coordinates [batch, *shape], zero outside of the image: [batch, channels, *shape]."""
+    """Return the elements at integer coordinates, zero outside of the image.
+
+    Args:
+        x: [batch, channels, *sizes].
+        places: For each dimension, coordinates [batch, *shape].
+    """
     inside = None
     index = None
     for place, size in zip(places, x.shape[2:], strict=True):
@@ -116,7 +124,12 @@ def _bicubic(x: Tensor, coordinates: Sequence[Tensor], padding: int, align_corne
 
 
 def _cubic_shares(t: Tensor, a: float = -0.75) -> list[Tensor]:
-    """The weights of the four elements around a place, t beyond the second."""
+    """Return the weights of the four elements around a point for cubic interpolation.
+
+    Args:
+        t: Distance of the point past the second element.
+        a: Coefficient of the cubic kernel.
+    """
 
     def near(x: Tensor) -> Tensor:
         return ((a + 2) * x - (a + 3)) * x * x + 1
@@ -184,11 +197,12 @@ def _antialiased(
     shape: Callable[[Tensor], Tensor],
     reach: int,
 ) -> Tensor:
-    """Resample one dimension with a filter that is as wide as the elements that it makes one of.
+    """Resample one dimension with a filter that widens with the reduction factor, which prevents aliasing.
 
     Args:
-        shape: The filter, over distances in elements.
-        reach: The distance beyond which it is zero.
+        factor: Scale factor given by the caller. None: derived from the sizes.
+        shape: The filter, as a function of the distance in elements.
+        reach: The distance beyond which the filter is zero.
     """
     source = x.shape[dim]
     if size == source and not factor:

@@ -1,4 +1,4 @@
-"""Decompositions of ops that take strides or indices of memory."""
+"""Decompositions of ops that take strides, offsets or unchecked indices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_strided_scatter(
 
 
 def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
-    """The positions in memory of a window's elements."""
+    """Return the positions in memory of the elements of a view with these sizes, strides and offset."""
     if not x.is_contiguous() or x.storage_offset() != 0:
         raise NotImplementedError("the tensor is not all of its memory, in the order of its dimensions")
     place = torch.full((), offset or 0, dtype=torch.int64, device=x.device)
@@ -42,13 +42,13 @@ def empty_strided(size: Sequence[int], stride: Sequence[int], **options: Any) ->
 
 @decomposes("aten.new_empty_strided.default")
 def new_empty_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], **options: Any) -> Tensor:
-    """Memory whose elements nobody has set has no order to keep."""
+    """Return an uninitialized tensor; the strides are ignored, since the result has no values to lay out."""
     return x.new_empty(size, **options)
 
 
 @decomposes("aten._unsafe_masked_index.default")
 def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float) -> Tensor:
-    """Index where the mask is on; elsewhere an index may be out of range."""
+    """Return the indexed elements where the mask is true, else `fill`; masked indices may be out of range."""
     inside = [
         None if index is None else torch.clamp(index, 0, size - 1)
         for index, size in zip(indices, x.shape, strict=False)

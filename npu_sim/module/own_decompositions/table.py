@@ -1,4 +1,4 @@
-"""The table of our own decompositions: an overload of an op → a function that does the same in other ops of PyTorch."""
+"""The table of this package's decompositions: an overload of an op → a function that computes it by other ops."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def decomposes(overloads: str) -> Callable[[Function], Function]:
-    """Decorator: the function is what these overloads decompose into; it takes their arguments.
+    """Return a decorator that registers a function as the decomposition of these overloads; it takes their arguments.
 
-    It is traced on tensors without data, so it may ask for shapes and dtypes, but not for values. In-place variants
-    need none of their own. Where the device does not run it, PyTorch's own decompositions are tried next.
+    The function is traced on tensors without data, so it may use shapes and dtypes, but not values. In-place variants
+    need no function of their own. If the device cannot run the result, PyTorch's own decompositions are tried next.
 
     Args:
-        overloads: Names such as `aten.hypot.default`, separated by spaces. One that this PyTorch lacks is left out.
+        overloads: Names such as `aten.hypot.default`, separated by spaces. Those that this version of PyTorch lacks are
+            ignored.
     """
 
     def add(function: Function) -> Function:

@@ -1,4 +1,4 @@
-"""The rows of ONNX's operators, a family a file. Importing this registers them."""
+"""Converters of ONNX's operators, a file for each family; importing this package registers them."""
 
 from npu_sim.onnx.operators import (
     attention,

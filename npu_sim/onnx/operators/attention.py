@@ -1,4 +1,4 @@
-"""Attention."""
+"""Converter of the ONNX operator `Attention`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = {"q_num_heads", "kv_num_heads", "scale", "is_causal", "softmax_precisio
 def _attention(
     call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest: Tensor | None
 ) -> Tensor | None:
-    """PyTorch's attention, where it is the same: without caches, caps and windows."""
+    """Compute attention by PyTorch's function; None if the call needs a feature that it lacks, such as a cache."""
     others = {name: value for name, value in call.attrs.items() if name not in _PLAIN and value}
     causal = bool(call.attr("is_causal", 0))
     if others or call.outputs > 1 or any(x is not None for x in rest) or causal and mask is not None:
@@ -35,5 +35,5 @@ def _attention(
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
-    """Rows [batch, length, heads · size] as [batch, heads, length, size]."""
+    """Reshape [batch, length, heads · size] to [batch, heads, length, size]."""
     return x.reshape(*x.shape[:2], count, -1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Convolutions and transposed convolutions."""
+"""Converters of convolutions and transposed convolutions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: 
 
 
 def spatial_function(table: dict[int, Any], axes: int) -> Any:
-    """Return the function for so many spatial axes. Raises Refusal if there is none."""
+    """Return the function for this number of spatial axes. Raises `Refusal` if there is none."""
     if axes not in table:
         raise Refusal(f"has {axes} spatial axes; known are {', '.join(map(str, table))}")
     return table[axes]
@@ -25,7 +25,7 @@ def spatial_function(table: dict[int, Any], axes: int) -> Any:
 def window_pads(
     call: Call, sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """The padding before and after each spatial axis of a window that moves over an input."""
+    """Return the padding before and after each spatial axis, from the attributes `pads` or `auto_pad`."""
     axes, auto = len(sizes), call.attr("auto_pad", "NOTSET")
     if auto in ("NOTSET", ""):
         pads = call.attr("pads", [0] * 2 * axes)
@@ -44,19 +44,19 @@ def window_pads(
 
 
 def padded(x: Tensor, before: Sequence[int], after: Sequence[int], value: float = 0) -> Tensor:
-    """The tensor with its last axes padded."""
+    """Return the tensor with its last axes padded."""
     pairs = zip(reversed(before), reversed(after), strict=True)
     return F.pad(x, [amount for pair in pairs for amount in pair], value=value)
 
 
 def ones(call: Call, name: str, axes: int) -> list[int]:
-    """Return an attribute of one number for each spatial axis, by default 1."""
+    """Return an attribute that holds one number for each spatial axis; all are 1 if it is left out."""
     return list(call.attr(name, [1] * axes))
 
 
 @converts("Conv")
 def convolve(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Convolve."""
+    """Return the convolution of `x`, with the padding, strides, dilations and groups of the node."""
     axes = x.ndim - 2
     strides, dilations = ones(call, "strides", axes), ones(call, "dilations", axes)
     before, after = window_pads(call, x.shape[2:], weight.shape[2:], strides, dilations)

@@ -1,4 +1,4 @@
-"""Operators on each element: arithmetic, comparisons, activations, casts."""
+"""Converters of element-wise operators: arithmetic, comparisons, activations, casts."""
 
 from __future__ import annotations
 

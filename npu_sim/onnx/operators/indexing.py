@@ -1,4 +1,4 @@
-"""Operators that pick or place elements by indices."""
+"""Converters of operators that read or write elements by indices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_sim.onnx.rows import Call, Refusal, converts, number
 
 
 def _from_the_end(indices: Tensor, size: int) -> Tensor:
-    """Indices with those below 0 counted from the end."""
+    """Convert negative indices, which count from the end, to indices from the start."""
     return torch.where(indices < 0, indices + size, indices).to(torch.int64)
 
 
@@ -49,7 +49,7 @@ def _gather_nd(call: Call, x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _flat_places(indices: Tensor, sizes: list[int]) -> Tensor:
-    """The place of each row of indices [..., depth] among all elements of an array of these sizes."""
+    """Return the flat position of each index tuple [..., depth] in an array of these sizes."""
     places = torch.zeros_like(indices[..., 0], dtype=torch.int64)
     for axis, size in enumerate(sizes):
         places = places * size + _from_the_end(indices[..., axis], size)

@@ -1,4 +1,4 @@
-"""Losses."""
+"""Converters of loss functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalizations."""
+"""Converters of normalizations."""
 
 from __future__ import annotations
 

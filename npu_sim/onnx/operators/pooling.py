@@ -1,4 +1,4 @@
-"""Pooling over windows and over whole images."""
+"""Converters of pooling over windows and over whole images."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 class _Windows:
-    """The windows of a pooling.
+    """The windows of a pooling node.
 
     Attributes:
-        before, after: Padding of each axis as the node says it.
-        whole: Padding after each axis with which the last window ends inside: less or more than `after`.
+        before, after: Padding of each axis according to the node.
+        whole: Padding after each axis with which the last window just fits: less or more than `after`.
         counts: Number of windows along each axis.
     """
 
@@ -44,13 +44,13 @@ class _Windows:
 
     @property
     def is_plain(self) -> bool:
-        """Whether PyTorch's padding, the same on both sides, gives these windows."""
+        """Whether PyTorch's pooling, whose padding is equal on both sides, has the same windows."""
         same = self.before == self.after and self.is_inside
         return same and all(2 * pad <= width for pad, width in zip(self.before, self.kernel, strict=True))
 
     @property
     def is_inside(self) -> bool:
-        """Whether no window ends after the padding."""
+        """Whether no window extends beyond the padding."""
         return all(whole <= after for whole, after in zip(self.whole, self.after, strict=True))
 
 
@@ -77,7 +77,7 @@ def _max_pool(call: Call, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
 def _flat_indices(
     call: Call, indices: Tensor, shape: Sequence[int], padded: Sequence[int], windows: _Windows
 ) -> Tensor:
-    """Indices into the whole input, of those that PyTorch gives into one (padded) image."""
+    """Convert PyTorch's indices, which count within one (padded) image, to indices into the whole input."""
     shifts = [0] * len(windows.before) if list(shape) == list(padded) else windows.before
     places = []
     rest = indices
@@ -113,7 +113,7 @@ def _average_pool(call: Call, x: Tensor) -> Tensor:
 
 
 def _window_sums(x: Tensor, windows: _Windows) -> Tensor:
-    """The sum of each window, where the padding counts as 0."""
+    """Return the sum of each window, with padding counted as 0."""
     return _sums(padded(x, windows.before, windows.whole), windows)
 
 

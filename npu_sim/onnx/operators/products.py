@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""Converters of matrix products."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Quantized tensors: what quantizes and dequantizes, and products between their integers.
+"""Converters of quantization, dequantization and products of quantized integers.
 
-Scales and zero points that are constants make the nodes of PyTorch's quantized graphs, which the compiler makes integer
-kernels of; others make arithmetic.
+With constant scales and zero points, they produce the nodes of PyTorch's quantized graphs, which the compiler turns
+into integer kernels; otherwise they produce ordinary arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPS = torch.ops.quantized_decomposed  # their results are tensors, which PyTorc
 
 
 def _per_axis(value: Tensor, call: Call, x: Tensor) -> Tensor:
-    """Scales or zero points, spread so that they stand for each element of x."""
+    """Reshape or repeat scales or zero points so that they broadcast to the elements of `x`."""
     if value.numel() == 1:
         return value.reshape([1] * x.ndim)
     axis, block = call.attr("axis", 1), call.attr("block_size", 0)
@@ -95,7 +95,7 @@ def _dynamic_quantize(call: Call, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _shifted(x: Tensor, zero_point: Tensor | None, axis: int, dtype: torch.dtype) -> Tensor:
-    """Integers less their zero point, which may be one for each index of an axis."""
+    """Return integers minus their zero point, which is one number or one for each index of `axis`."""
     if zero_point is None:
         return x.to(dtype)
     zero = zero_point.to(dtype)

@@ -1,4 +1,4 @@
-"""Recurrent layers, unrolled over their static number of steps."""
+"""Converters of recurrent layers, unrolled over a static number of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _State = tuple[Tensor, ...]
 
 
 class _Direction:
-    """One direction of a layer: its weights, states and activations."""
+    """One direction of a recurrent layer: its weights, initial states and activations."""
 
     def __init__(self, call: Call, index: int, gates: int, tensors: dict[str, Tensor | None]) -> None:
         self.call = call
@@ -34,13 +34,13 @@ class _Direction:
         self.w_bias, self.r_bias = (zeros, zeros) if bias is None else bias.split(gates * hidden)
 
     def weight(self, name: str) -> Tensor:
-        """Return a weight that every layer has."""
+        """Return a weight that the node must have."""
         value = self.parts[name]
         assert value is not None
         return value
 
     def bounded(self, x: Tensor) -> Tensor:
-        """The sum that an activation is applied to, within the limit of attribute `clip`."""
+        """Clamp the input of an activation to the limit of the attribute `clip`, if that is given."""
         limit = self.call.attr("clip", 0.0)
         return torch.clamp(x, -limit, limit) if limit else x
 
@@ -136,7 +136,13 @@ def _unrolled(
     lengths: Tensor | None,
     backwards: bool,
 ) -> tuple[Tensor, _State]:
-    """The outputs of all steps and the last states; rows whose sequence has ended keep theirs, with outputs of 0."""
+    """Return the outputs of all steps and the last states.
+
+    After the end of its sequence, a row of the batch keeps its state, and its outputs are 0.
+
+    Args:
+        lengths: Length of each row's sequence. None: all have the full length.
+    """
     outputs: list[Tensor] = []
     steps = numbered(x.shape[0], "steps")
     for place in reversed(steps) if backwards else steps:

@@ -1,4 +1,4 @@
-"""Sums, means and other reductions; softmax; sorting and cumulative sums."""
+"""Converters of sums, means and other reductions; of softmax, sorting and cumulative sums."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _reduce(call: Call, x: Tensor, axes: list[int] | None = None) -> Tensor:
 
 
 def _without_axes(call: Call, x: Tensor) -> Tensor:
-    """The reduction of each element by itself."""
+    """Apply a reduction to each element by itself, for a node whose list of axes is empty."""
     return _reduced(call.op, x.unsqueeze(-1), [x.ndim], False).to(x.dtype)
 
 
@@ -58,7 +58,7 @@ def _reduced(op: str, x: Tensor, dims: list[int], keep: bool) -> Tensor:
 
 
 def _extreme_of_nothing(op: str, x: Tensor, dims: list[int], keep: bool) -> Tensor:
-    """The result of a maximum or minimum over no elements: the value that any other would replace."""
+    """Return the maximum or minimum over no elements: the dtype's lowest or highest value."""
     if x.is_floating_point():
         value = float("-inf") if op == "ReduceMax" else float("inf")
     elif x.dtype == torch.bool:

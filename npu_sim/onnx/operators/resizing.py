@@ -1,7 +1,7 @@
-"""Resizing of images.
+"""Converters of image resizing.
 
-What PyTorch's own interpolation computes becomes that. All else is a product along each axis with a constant matrix,
-whose rows say how much of each element an output is made of.
+A case that PyTorch's interpolation supports becomes a call of it. Any other becomes a product along each axis with a
+constant matrix, whose rows hold the weight of each input element in an output element.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ def _resize(
 
 
 def _along(x: Tensor, axis: int, matrix: np.ndarray, beyond: np.ndarray, call: Call) -> Tensor:
-    """The tensor resized along an axis."""
+    """Resize a tensor along one axis.
+
+    Args:
+        matrix: Weight of each input element in each output element, [outputs, inputs].
+        beyond: Whether each output lies outside of the input, where it gets the node's extrapolation value.
+    """
     if call.attr("mode", "nearest") == "nearest":
         resized = x.index_select(axis, torch.from_numpy(matrix.argmax(1)))
     else:
@@ -75,7 +80,7 @@ def _along(x: Tensor, axis: int, matrix: np.ndarray, beyond: np.ndarray, call: C
 
 
 def _kept_ratio(call: Call, inside: list[int], sizes: list[int]) -> tuple[list[int], list[float]]:
-    """The sizes and factors of a resize whose sizes are given, which may ask to keep the ratio of the axes."""
+    """Return output sizes and factors of a resize to given sizes, adjusted if the node keeps the aspect ratio."""
     policy = call.attr("keep_aspect_ratio_policy", "stretch")
     factors = [size / n for size, n in zip(sizes, inside, strict=True)]
     if policy == "stretch":
@@ -87,7 +92,7 @@ def _kept_ratio(call: Call, inside: list[int], sizes: list[int]) -> tuple[list[i
 def _plain(
     call: Call, x: Tensor, axes: list[int], inside: list[int], outside: list[int], factors: list[float]
 ) -> Callable[[Tensor], Tensor] | None:
-    """PyTorch's own interpolation, where it computes the same; else None."""
+    """Return a call of PyTorch's interpolation, or None if that would compute something else than the node."""
     mode, way = call.attr("mode", "nearest"), call.attr("coordinate_transformation_mode", "half_pixel")
     images = x.ndim == 4 and x.is_floating_point() and axes in ([0, 1, 2, 3], [2, 3])
     exact = all(size == n * factor for size, n, factor in zip(outside, inside, factors, strict=True))
@@ -112,7 +117,13 @@ def _plain(
 def _matrix(
     call: Call, inside: int, outside: int, factor: float, region: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The share [outside, inside] of each element in each output, and whether an output lies outside of the input."""
+    """Return the weights [outside, inside] of input elements in each output, and which outputs lie outside.
+
+    Args:
+        inside, outside: Number of elements along the axis in the input and in the output.
+        factor: Scale factor.
+        region: Start and end of the region to crop to, as fractions of the axis.
+    """
     rows = numbered(outside, "places along an axis")
     if outside * inside > MOST_SHARES:
         raise Refusal(f"resizes {inside} to {outside} elements along an axis, which takes a matrix that is too large")
@@ -132,7 +143,7 @@ def _matrix(
 
 
 def _source(call: Call, index: int, inside: int, outside: int, factor: float, region: tuple[float, float]) -> float:
-    """The place in the input that an output shows."""
+    """Return the position in the input that corresponds to an output element."""
     way = call.attr("coordinate_transformation_mode", "half_pixel")
     if way == "asymmetric":
         return index / factor
@@ -156,10 +167,11 @@ def _source(call: Call, index: int, inside: int, outside: int, factor: float, re
 
 
 def _terms(call: Call, place: float, scale: float) -> list[tuple[int, float]]:
-    """The elements, some of them outside of the input, that an output at a place is made of, with their shares.
+    """Return the elements and weights that interpolation at a position uses; elements may lie outside of the input.
 
     Args:
-        scale: Below 1 for a filter that is as much wider, against aliasing.
+        place: The position in the input.
+        scale: Below 1, the filter is wider by its reciprocal, against aliasing.
     """
     mode = call.attr("mode", "nearest")
     if mode == "nearest":

@@ -1,4 +1,4 @@
-"""Operators on shapes, and those that move elements without looking at them."""
+"""Converters of operators on shapes, and of those that rearrange elements without reading their values."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _pad(call: Call, x: Tensor, pads: list[int], value: Any = None, axes: list[i
 
 
 def _padded_place(place: int, size: int, mode: str) -> int:
-    """The element that a padding shows at a place, which may be outside of the axis."""
+    """Return the index of the element that a padding mode puts at a position outside of the axis."""
     if mode == "edge":
         return min(max(place, 0), size - 1)
     if mode == "wrap":

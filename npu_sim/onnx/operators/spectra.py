@@ -1,4 +1,4 @@
-"""Discrete Fourier transforms, as products with constant matrices of cosines and sines."""
+"""Converters of discrete Fourier transforms, as products with constant matrices of cosines and sines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ MOST_POINTS = 4096
 
 
 def _transformed(real: Tensor, imaginary: Tensor | None, length: int, outputs: int, sign: float) -> list[Tensor]:
-    """The real and imaginary parts of the transforms of the last axis."""
+    """Return the real and imaginary parts of the transform of the last axis.
+
+    Args:
+        imaginary: Imaginary part of the input. None: the input is real.
+        sign: Sign of the exponent: -1 for the forward transform, 1 for the inverse.
+    """
     if not 0 < length <= MOST_POINTS:
         raise Refusal(f"transforms {length} points; known are 1 to {MOST_POINTS}")
     angles = sign * 2 * np.pi / length * (np.outer(np.arange(length), np.arange(outputs)) % length)

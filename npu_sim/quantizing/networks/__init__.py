@@ -1,1 +1,1 @@
-"""Convolutional networks in bytes: ranges of their tensors from images, and weights rounded for what the layers see."""
+"""Quantization of convolutional networks to 8 bits: ranges of activations from images, and compensated rounding."""

@@ -1,9 +1,9 @@
-"""Rounding the layers of a network one after the other, each for the inputs that the rounded layers before it make.
+"""Rounding of a network's layers one after the other, each for the inputs that the rounded layers before it produce.
 
-The rounding errors of a weight are compensated (`npu_sim.quantizing.compensation`, or `rounding_search` where a result
-has few weights). Half of what the inputs have lost in earlier layers is made up for. What is left of the error
-in the mean of each channel goes into the bias: "empirical bias correction" of Nagel et al., "Data-Free Quantization
-through Weight Equalization and Bias Correction" (2019), https://arxiv.org/abs/1906.04721.
+The rounding errors of a weight are compensated (`npu_sim.quantizing.compensation`, or `rounding_search` if an output
+element has few weights). Half of the error that earlier layers left in the inputs is compensated as well. The remaining
+error in the mean of each channel is subtracted through the bias: "empirical bias correction" of Nagel et al.,
+"Data-Free Quantization through Weight Equalization and Bias Correction" (2019), https://arxiv.org/abs/1906.04721.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def round_layers(
     integers: Mapping[str, IntegerWeight],
     images: Sequence[np.ndarray],
 ) -> tuple[IRGraph, dict[str, np.ndarray], dict[str, IntegerWeight]]:
-    """Compensate rounded weights and correct biases, in the graph's order.
+    """Round the layers' weights with compensation and correct their biases, in the graph's order.
 
     Args:
         graph: Graph of floats, with one input; each weight has a key of its own.
         state: Weights by key.
         layers: Layers to round.
-        ranges: Tensor → its range, for all tensors to round.
-        integers: Weight tensor → its integers where each element is rounded by itself.
+        ranges: Tensor → its range, for all activations to round.
+        integers: Weight tensor → its integers when each element is rounded by itself.
         images: float32 inputs of the graph.
 
     Returns:
@@ -88,7 +88,7 @@ def round_layers(
 
 
 def _run(node: OpNode, graph: IRGraph, state: Mapping[str, np.ndarray], images: Sequence[_Values]) -> None:
-    """Add a node's results to the values of each image."""
+    """Run a node by PyTorch on the values of each image, and add its results to them."""
     weights = {name: graph.weights[name] for name in node.inputs if name in graph.weights}
     constants = {name: graph.constants[name] for name in node.inputs if name in graph.constants}
     given = [name for name in dict.fromkeys(node.inputs) if name not in weights and name not in constants]
@@ -101,7 +101,10 @@ def _run(node: OpNode, graph: IRGraph, state: Mapping[str, np.ndarray], images: 
 def _compensated(
     weight: np.ndarray, node: OpNode, exact: Sequence[torch.Tensor], rounded: Sequence[torch.Tensor]
 ) -> IntegerWeight:
-    """A weight [o, ...] rounded for its inputs. Their mean does not count, as the bias makes up for its error."""
+    """Return a weight [o, ...] rounded with compensation for its inputs.
+
+    The mean of the inputs is left out, since the bias corrects its error.
+    """
     groups = node.attrs.get("groups", 1)
     rows = torch.from_numpy(np.asarray(weight, np.float32)).reshape(groups, len(weight) // groups, -1)
     hessian, shift, count = _moments(exact, rounded, node, weight.shape)
@@ -118,7 +121,7 @@ def _compensated(
 
 
 def _matched(weight: torch.Tensor, hessian: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Weights of each group whose results come nearer to those of the float network; see `compensation.matched`."""
+    """Return the weights of each group adjusted to the rounded inputs; see `compensation.matched`."""
     change = torch.cholesky_solve(shift.mT.double(), torch.linalg.cholesky(damped(hessian))).mT
     return weight + PROPAGATION * weight @ change.float()
 
@@ -126,7 +129,7 @@ def _matched(weight: torch.Tensor, hessian: torch.Tensor, shift: torch.Tensor) -
 def _moments(
     exact: Sequence[torch.Tensor], rounded: Sequence[torch.Tensor], node: OpNode, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Sums of x xᵀ and (y - x) xᵀ over a layer's rounded inputs x and exact ones y, without their means.
+    """Return sums of x xᵀ and (y - x) xᵀ over a layer's rounded inputs x and exact ones y, without their means.
 
     Returns:
         Both sums, [groups, k, k], and the number of positions that they are over.
@@ -143,7 +146,12 @@ def _moments(
 
 
 def _columns(value: torch.Tensor, node: OpNode, shape: tuple[int, ...]) -> torch.Tensor:
-    """Inputs that each output element of a linear or convolution multiplies with its weight: [groups, k, positions]."""
+    """Return the inputs that a weight's rows are multiplied with: [groups, k, positions].
+
+    Args:
+        node: A linear layer or a convolution.
+        shape: Shape of the weight.
+    """
     if len(shape) == 2:
         return value.reshape(1, -1, shape[1]).mT
     options = {
@@ -155,14 +163,14 @@ def _columns(value: torch.Tensor, node: OpNode, shape: tuple[int, ...]) -> torch
 
 
 def _mean_error(name: str, exact: Sequence[_Values], rounded: Sequence[_Values]) -> torch.Tensor:
-    """Mean error of each channel of a tensor: exact less rounded."""
+    """Return the mean over all images of each channel's error in a tensor: exact value minus rounded value."""
     axes = [dim for dim in range(exact[0][name].ndim) if dim != channel_dim(exact[0][name])]
     errors = [(wanted[name] - stored[name]).mean(axes) for wanted, stored in zip(exact, rounded, strict=True)]
     return torch.stack(errors).mean(0)
 
 
 def channel_dim(value: torch.Tensor) -> int:
-    """The axis of channels: the second one of images, the last one of all others."""
+    """Return the dimension of channels: the second one of 4-D tensors (images), the last one of all others."""
     return 1 if value.ndim == 4 else value.ndim - 1
 
 
@@ -171,7 +179,11 @@ def _along_channels(channels: torch.Tensor, value: torch.Tensor) -> torch.Tensor
 
 
 def _rounded(value: torch.Tensor, limits: ActivationRange | None) -> torch.Tensor:
-    """The numbers that the integers of a tensor stand for; the tensor itself where it has no range."""
+    """Return the tensor rounded to 8 bits and dequantized; unchanged if there is no range.
+
+    Args:
+        limits: The tensor's range. None: the tensor is not quantized.
+    """
     if limits is None:
         return value
     return ((value / limits.scale).round() + limits.zero_point).clamp(0, 255).sub(limits.zero_point).mul(limits.scale)

@@ -1,7 +1,8 @@
-"""Quantizing a network to 8 bits: weights per output channel, activations per tensor, ranges from calibration images.
+"""Quantization of a network to 8 bits, with weights per output channel and activations per tensor.
 
-The result is IR whose nodes quantize and dequantize, as PyTorch's PT2E makes it, and weights for it. The compiler makes
-integer kernels of it; any other reader of such IR computes the same in floats.
+Ranges of activations come from calibration images. The result is IR with nodes that quantize and dequantize, as
+PyTorch's PT2E produces it, and weights for it. The compiler turns it into integer kernels; any other reader of such IR
+computes the same values in floats.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _REPORTED_IMAGES = 4
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Cost of 8 bits in one layer.
+    """Effect of 8 bits on one layer.
 
     Attributes:
         layer: The weight's key.
-        signal_to_noise: Decibels of its output with quantized input and weight, against the float one.
-        saved_bytes: Bytes of its weight less than in 32-bit floats.
-        kept: Whether it stays in floats.
+        signal_to_noise: Signal-to-noise ratio in decibels of the layer's output with quantized input and weight.
+        saved_bytes: Bytes that the weight takes less than in 32-bit floats.
+        kept: Whether the layer stays in floats.
     """
 
     layer: str
@@ -59,12 +60,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class QuantizedNetwork:
-    """A network in 8 bits.
+    """A network quantized to 8 bits.
 
     Attributes:
         ir: The IR, for `npu_compiler.compile` and everything else that takes IR.
         weights: Weights by the keys that the IR names.
-        report: A line for each layer, the worst first.
+        report: An entry for each layer, the lowest signal-to-noise ratio first.
     """
 
     ir: dict[str, Any]
@@ -72,10 +73,10 @@ class QuantizedNetwork:
     report: tuple[LayerReport, ...]
 
     def save(self, folder: Path) -> None:
-        """Write the IR as `model.json` and `model.safetensors` into a folder, which is made if need be.
+        """Write `model.json` (the IR) and `model.safetensors` (the weights) to a folder, creating it if necessary.
 
         Raises:
-            InputError: they cannot be written.
+            InputError: the files cannot be written.
         """
         from safetensors.numpy import save
 
@@ -100,21 +101,21 @@ def quantize_network(
     keep: Collection[str] = (),
     keep_worst: int = 0,
 ) -> QuantizedNetwork:
-    """Quantize the convolutions and linears of a network with one input.
+    """Quantize the convolutions and linear layers of a network with one input.
 
     Args:
         ir: IR of the network in float32.
         weights: State dict of the network, of arrays or torch tensors.
         images: Calibration inputs, each of the shape of the network's input, already preprocessed.
-        ranges: Choice of an activation's range: the one with the least mean squared error, the percentile
-            `PERCENTILE` of magnitudes, or all that was seen.
+        ranges: Choice of an activation's range: `mse` has the least mean squared error, `percentile` excludes the most
+            extreme values beyond `PERCENTILE`, and `minmax` includes all values.
         keep: Keys of weights whose layers stay in floats.
-        keep_worst: The number of further layers that stay so: those with the lowest signal-to-noise ratio.
+        keep_worst: The number of further layers that stay in floats: those with the lowest signal-to-noise ratio.
 
     Raises:
         InputError: there are no images, or they do not fit the network or are not finite; an argument is unknown; or
             the network has no layer to quantize.
-        WeightError: weights are missing or misshapen.
+        WeightError: weights are missing or have a wrong shape.
     """
     require_torch("calibrating a network")
     if ranges not in RANGES:
@@ -152,12 +153,12 @@ def _rounded_network(
     images: Sequence[np.ndarray],
     report: Sequence[LayerReport],
 ) -> QuantizedNetwork:
-    """The network with all layers but the kept ones rounded for what they read.
+    """Return the network with all layers rounded for their inputs, except those that are kept in floats.
 
     Args:
         kept: Nodes of the layers that stay in floats.
         limits: Tensor → its range, for all tensors that may be rounded.
-        integers: Weight tensor → its integers where each element is rounded by itself.
+        integers: Weight tensor → its integers when each element is rounded by itself.
     """
     from npu_sim.quantizing.networks.layer_rounding import round_layers
 
@@ -175,7 +176,7 @@ def _rounded_network(
 
 
 def _plain_graph(graph: IRGraph, weights: Mapping[str, Any]) -> tuple[IRGraph, dict[str, np.ndarray]]:
-    """The graph with batch norms folded and each weight under a key of its own, and the weights by these keys."""
+    """Return the graph with batch norms folded into convolutions and each weight under its own key, and the weights."""
     shapes = {next(recipe.keys()): graph.tensors[name].shape for name, recipe in graph.weights.items()}
     problems = [f"missing: '{key}'" for key in shapes if key not in weights]
     given = {key: to_numpy(weights[key]) for key in shapes if key in weights}
@@ -200,7 +201,7 @@ def _plain_graph(graph: IRGraph, weights: Mapping[str, Any]) -> tuple[IRGraph, d
 
 
 def _check_images(graph: IRGraph, images: Sequence[np.ndarray]) -> TensorSpec:
-    """The network's input, which all images fit."""
+    """Return the network's only input. Raises `InputError` if there are several, or an image does not fit it."""
     if len(graph.inputs) != 1:
         raise InputError(f"{graph.name} has {len(graph.inputs)} inputs; calibration is for networks with one")
     spec = graph.tensors[graph.inputs[0]]
@@ -220,10 +221,10 @@ def _key(graph: IRGraph, layer: Layer) -> str:
 
 
 def quantize_weight(weight: np.ndarray) -> IntegerWeight:
-    """A weight [o, ...] as int8 in -127..127, with the scale of each output channel that has the least squared error.
+    """Return a weight [o, ...] as int8 in -127..127, with the least-squares scale of each output channel.
 
     Raises:
-        WeightError: it holds values that are not finite.
+        WeightError: the weight holds values that are not finite.
     """
     rows = np.asarray(weight, np.float32).reshape(len(weight), -1)
     if not np.isfinite(rows).all():
@@ -245,7 +246,7 @@ def _rounded(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class _Calibration:
-    """Ranges of a network's activations over the calibration images."""
+    """Ranges of a network's activations over the calibration images, with histograms."""
 
     def __init__(
         self, graph: IRGraph, state: Mapping[str, np.ndarray], points: Points, source: str, images: Sequence[np.ndarray]
@@ -266,7 +267,12 @@ class _Calibration:
                     self.counts[name] += values[name].histc(_BINS, self.low[name], self.high[name]).numpy()
 
     def range_of(self, name: str, how: str) -> ActivationRange:
-        """The range of a tensor, chosen by `how`: `minmax`, `percentile` or `mse`. It holds 0, which is then exact."""
+        """Return a tensor's range, which includes 0 so that 0 is represented exactly.
+
+        Args:
+            name: The tensor.
+            how: `minmax`, `percentile` or `mse`; see `quantize_network`.
+        """
         low, high = self.low[name], self.high[name]
         counts, width = self.counts[name], (high - low) / _BINS
         centres = low + width * (np.arange(_BINS) + 0.5)
@@ -292,7 +298,7 @@ def _squared_error(values: np.ndarray, limits: ActivationRange) -> np.ndarray:
 
 
 def _watched(graph: IRGraph, state: Mapping[str, np.ndarray], names: Sequence[str]) -> CPUPartition:
-    """The network as PyTorch runs it, which returns these tensors."""
+    """Return the network for PyTorch, with the named tensors as its outputs."""
     from npu_runtime.cpu_fallback import CPUPartition
 
     outputs = list(dict.fromkeys(names))
@@ -316,7 +322,7 @@ def _signal_to_noise(
     given: str,
     images: Sequence[np.ndarray],
 ) -> dict[str, float]:
-    """Node → signal-to-noise ratio, in decibels, of its output if its input and weight alone are rounded."""
+    """Return node → signal-to-noise ratio in decibels of its output if only its own input and weight are rounded."""
     nodes = {node.name: node for node in graph.nodes}
     watched = _watched(graph, state, [x for layer in layers for x in _ends(nodes[layer.node])])
     alone = {}
@@ -340,5 +346,5 @@ def _signal_to_noise(
 
 
 def _ends(node: OpNode) -> tuple[str, str]:
-    """Names of a layer's input, besides its weights, and of its output."""
+    """Return the names of a layer's input (not its weights) and of its output."""
     return node.inputs[0], node.outputs[0]

@@ -1,4 +1,4 @@
-"""Quantizing one of the vision models with a folder of photographs: from names and paths to files."""
+"""Quantization of a vision model, given by name, with a folder of photographs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quantize_model(
         name: One of `MODELS`.
         images: A folder of photographs, of which 128 are used at most, or one photograph.
         output: The folder to write.
-        weights: Weights, as for `model_weights`.
+        weights: Weights, as for `model_weights`. Default: the model's own.
         ranges, keep, keep_worst: As in `quantize_network`.
 
     Raises:
@@ -48,7 +48,7 @@ def quantize_model(
 
 
 def find_images(path: Path) -> list[Path]:
-    """The image files of a folder, in order, or the one that the path names; at most 128.
+    """Return the image files of a folder, in order and at most 128, or the one file that the path names.
 
     Raises:
         InputError: there are none.

@@ -1,8 +1,9 @@
-"""Rounding the weights of depthwise convolutions, and of others with few weights for each result.
+"""Rounding of the weights of depthwise convolutions, and of other layers with few weights for each output element.
 
-A channel has a scale of its own and 9 or 25 weights, so many scales can be tried: for each one, the weights are rounded
-with GPTQ's compensation. The scale is kept whose weights change the channel's output least. Then single codes move up
-or down by one as long as that helps, and at last the scale becomes the best one for the codes, by least squares.
+A channel has a scale of its own and, for example, 9 or 25 weights, so many scales can be tried: for each one, the
+weights are rounded with GPTQ's compensation, and the scale that changes the channel's output least is kept. Then single
+codes (the rounded integers) move up or down by one as long as that helps, and finally the scale is fitted to the codes
+by least squares.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _DAMPING = 1e-3  # of the mean of a Hessian's diagonal, which is added to it
 
 
 def searched(weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes in -127..127 and scales of weights.
+    """Search for the integer codes, in -127..127, and scales of weights that change the outputs least.
 
     Args:
         weight: float32 [groups, n, k]: each group has n channels, whose results are sums of k products.
@@ -40,7 +41,7 @@ def searched(weight: torch.Tensor, hessian: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def damped(hessian: torch.Tensor) -> torch.Tensor:
-    """The Hessians in float64, with a multiple of the mean added to each diagonal."""
+    """Return the Hessians in float64, with `_DAMPING` times the mean of each diagonal added to it."""
     result = hessian.double().clone()
     diagonal = result.diagonal(dim1=1, dim2=2)
     mean = diagonal.mean(1, keepdim=True)
@@ -49,7 +50,14 @@ def damped(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def best_scales(codes: torch.Tensor, wanted: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The scales [groups, n] with which the codes change the output least; those given where all codes are 0."""
+    """Return the scales [groups, n] that minimize the error in the output for given codes.
+
+    Args:
+        codes: Integer codes, [groups, n, k].
+        wanted: The original weights, [groups, n, k].
+        hessian: [groups, k, k].
+        scales: Scales to keep for channels in which all codes are 0.
+    """
     weighted = codes @ hessian
     length = (weighted * codes).sum(2)
     best = (weighted * wanted).sum(2) / length.where(length > 0, 1.0)
@@ -57,7 +65,7 @@ def best_scales(codes: torch.Tensor, wanted: torch.Tensor, hessian: torch.Tensor
 
 
 def _compensated(weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """GPTQ for small groups: the columns with the largest inputs are rounded first."""
+    """Round weights of small groups by GPTQ, the columns with the largest inputs first; return the codes."""
     order = hessian.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True)
     index = order[:, None].expand_as(weight)
     left = weight.gather(2, index)
@@ -78,7 +86,10 @@ def _error(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
 
 
 def _descended(codes: torch.Tensor, scales: torch.Tensor, wanted: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """Codes of which none can move by one to lower the error; each step moves the code of a row that helps most."""
+    """Improve codes until no change of a single code by one lowers the error.
+
+    Each step changes, in each row, the code whose change helps most.
+    """
     step, diagonal = scales[..., None], hessian.diagonal(dim1=1, dim2=2)[:, None]
     for _ in range(2 * codes.shape[2]):
         slope = 2 * step * ((codes * step - wanted) @ hessian)

@@ -1,4 +1,4 @@
-"""`quantized_from_shapes`: a network in int8 as its shapes alone tell it, to be timed before anything is calibrated."""
+"""`quantized_from_shapes`: a network in int8 without values, to simulate its time before it is calibrated."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _PLACEHOLDER = ActivationRange(1.0, 0)
 
 
 def quantized_from_shapes(graph: IRGraph) -> IRGraph:
-    """The graph that `quantize_network` makes, with 1 for every scale and no weights.
+    """Return the graph that `quantize_network` would make, with 1 for every scale and no weights.
 
-    Its name and the keys of its weights say `UNCALIBRATED`; no checkpoint has such keys, so that nothing can run it.
+    Its name and the keys of its weights contain `UNCALIBRATED`; no checkpoint has such keys, so nothing can run it by
+    mistake.
 
     Raises:
         InputError: the network has no layer to quantize.
@@ -36,7 +37,7 @@ def quantized_from_shapes(graph: IRGraph) -> IRGraph:
 
 
 def _zero_weight(shape: tuple[int, ...]) -> IntegerWeight:
-    """Zeros of a weight's shape that take no memory."""
+    """Return zeros of a weight's shape, as broadcast views that take no memory."""
     return IntegerWeight(np.broadcast_to(np.int8(0), shape), np.broadcast_to(np.float32(0), shape[:1]))
 
 
