@@ -2,9 +2,9 @@
 
     python -m release.programs build/programs
 
-They are its step programs for the CPU, its config and its tokenizer, as `npu-sim generate` makes them; it takes PyTorch
-and transformers. Each is found by a digest of the model's metadata and of the sources, so that a wheel of other sources
-passes over it.
+They are its step programs for the CPU, its tokenizer and the facts of its file and its module, as `npu-sim generate`
+makes them; it takes PyTorch and transformers. Each is found by a digest of the model's metadata and of the sources, so
+that a wheel of other sources passes over it.
 """
 
 from __future__ import annotations
