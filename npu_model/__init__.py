@@ -37,7 +37,7 @@ __getattr__ = deferred(
 
 @priced_target.register
 def _target_of_chip(chip: Chip) -> tuple[CodegenTarget, Prices]:
-    """The target and the prices of a chip, for `npu_compiler.partition`."""
+    """The target and the cost estimates of a chip, for `npu_compiler.partition`."""
     from npu_model.target import NPUTarget
 
     target = NPUTarget(chip)

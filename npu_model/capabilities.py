@@ -1,4 +1,4 @@
-"""Capabilities of a chip: the ops that the `[ops]` of its file leaves, and their limits."""
+"""Capabilities of a chip: the ops that its file's `[ops]` table allows, and their limits."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ _CONTAINS = {Family.ATTENTION: (Family.SOFTMAX,)}
 
 
 class Capabilities:
-    """The ops of one chip."""
+    """The ops that a chip supports, and their limits."""
 
     def __init__(self, chip: Chip, lone: LoneNodes) -> None:
         self.chip, self._lone = chip, lone
 
     @property
     def is_limited(self) -> bool:
-        """Whether the chip's file says anything of ops."""
+        """Whether the chip's file restricts the ops at all."""
         return self.chip.ops != Ops()
 
     def refusal(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> str | None:
-        """The reason why the chip does not take a node; None if it does, or if the node computes nothing."""
+        """The reason why the chip does not support a node.
+
+        None if it does, or if the node computes nothing (a view).
+        """
         op = find_op(node.op_type)
         if not self.is_limited or op is None or op.view is not None or node.base == "getitem":
             return None
@@ -43,7 +46,10 @@ class Capabilities:
         return tuple(dict.fromkeys(declaration(call).family for call in calls))
 
     def missing(self, name: str, families: tuple[Family, ...]) -> str | None:
-        """The reason why the chip has no op of that name, computed by kernels of these families; None if it has."""
+        """The reason why the chip lacks an op of that name, computed by kernels of these families.
+
+        None if it supports the op.
+        """
         ops = self.chip.ops
         if name in ops.also:
             return None
@@ -65,14 +71,14 @@ class Capabilities:
         return f"chip '{self.chip.name}' lacks {family} ([ops] without)" if lacks else None
 
     def has_fused(self, op_type: str) -> bool:
-        """Whether the chip has an op that the compiler makes of several, such as `npu.attention`."""
+        """Whether the chip supports an op that the compiler fuses from several, such as `npu.attention`."""
         name = short_name(op_type)
         kernels = (f"{stem}_kernel" for stem in (name, name.replace("_", "")))
         families = tuple({KERNELS[kernel].family for kernel in kernels if kernel in KERNELS})
         return not families or self.missing(name, families) is None
 
     def limits(self, name: str, families: tuple[Family, ...]) -> list[tuple[str, Limits]]:
-        """The limits of an op: those of all ops, of its families, and its own; each under the name that has it."""
+        """The limits that apply to an op, each with its key in the chip file: `all`, a family, or the op's name."""
         names = dict.fromkeys(("all", *(family.value for family in families), name))
         return [(each, self.chip.ops.limits[each]) for each in names if each in self.chip.ops.limits]
 
@@ -86,14 +92,14 @@ class Capabilities:
 
 
 def with_ops(chip: Chip, names: Iterable[str]) -> Chip:
-    """The chip if it had these ops too, without limits of their own; they go by their names in chip files."""
+    """The chip as if it also supported these ops (named as in chip files), without limits specific to them."""
     names, own = tuple(names), chip.ops
     limits = {name: limits for name, limits in own.limits.items() if name not in names}
     return replace(chip, ops=replace(own, also=(*own.also, *names), limits=limits))
 
 
 def short_name(op_type: str) -> str:
-    """The name of an op in a chip file: `softmax` of `aten._softmax.default`."""
+    """The name of an op in chip files: `softmax` for `aten._softmax.default`."""
     name = base_op(op_type).removeprefix("aten.").removeprefix("npu.").strip("_")
     return name.removeprefix("quantized_").removeprefix("integer_")
 
@@ -101,7 +107,7 @@ def short_name(op_type: str) -> str:
 def _problem(
     limits: Limits, node: OpNode, graph: IRGraph, compute_dtype: str, families: tuple[Family, ...]
 ) -> str | None:
-    """The limit that a node exceeds, as an ending of "chip X takes OP …"."""
+    """The limit that a node exceeds, as an ending of "chip X takes OP …"; None if it exceeds none."""
     dtype = _dtype(node, graph, compute_dtype)
     if limits.dtypes is not None and dtype not in limits.dtypes:
         return f"in {' or '.join(limits.dtypes) or 'no dtype'}, not in {dtype}"
@@ -126,7 +132,10 @@ def _problem(
 
 
 def _dtype(node: OpNode, graph: IRGraph, compute_dtype: str) -> str:
-    """The dtype of what a node reads first, as stored; behind a dequantization, that of the integers before it."""
+    """Storage dtype of a node's first input.
+
+    If that is a dequantization's result, the dtype of the integers before it.
+    """
     names = (*node.inputs[:1], *node.outputs[:1])
     producer = graph.producers().get(names[0])
     if producer is not None and "dequantize" in producer.op_type:
@@ -135,14 +144,14 @@ def _dtype(node: OpNode, graph: IRGraph, compute_dtype: str) -> str:
 
 
 def _window(node: OpNode, graph: IRGraph, families: tuple[Family, ...]) -> int | None:
-    """The most elements of a node's window along an axis; None where it has none."""
+    """The largest extent of a node's window along an axis; None if the op has no window."""
     if Family.CONV in families:
         return max(graph.tensors[node.inputs[1]].shape[2:], default=None)
     return _longest(node.attrs.get("kernel_size"))
 
 
 def _longest(value: object) -> int | None:
-    """The largest number of an attribute that is a number or a list of them."""
+    """The largest integer of an attribute that is a number or a list; None if it has no integer."""
     numbers = value if isinstance(value, (list, tuple)) else [value]
     return max((number for number in numbers if isinstance(number, int)), default=None)
 

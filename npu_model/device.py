@@ -1,4 +1,4 @@
-"""The device `npu:CHIP`: a simulated chip that runs tile programs, and whose clock is the simulated one."""
+"""The device `npu:CHIP`: runs tile programs on a simulated chip; its clock shows the simulated time."""
 
 from __future__ import annotations
 
@@ -28,12 +28,16 @@ from npu_runtime.cpu.backend import CPUBackend
 
 @dataclass(eq=False)
 class TileLaunch:
-    """A call on its memory. Weights are prepared on the host; a call of a program is a section of its tile program.
+    """A kernel call bound to memory, which runs on the host or, within a program, as a section of the tile program.
+
+    Calls that prepare weights run on the host.
 
     Attributes:
+        call: The call.
+        operands: Its views and their memory.
         on_host: Computes the call on the host.
-        section: Runs the call's section, once the launch belongs to a program.
-        seconds: The time that the section takes on the chip.
+        section: Runs the call's section on the simulated chip; None until the launch is part of a program.
+        seconds: Returns the time of the section on the chip; 0 before the launch is part of a program.
     """
 
     call: KernelCall
@@ -48,21 +52,22 @@ class TileLaunch:
 
 @dataclass(eq=False)
 class _Loaded:
-    """A program on the chip, without data: how long it takes does not depend on them."""
+    """A loaded program and its timing, which does not depend on data; the timing is None until it is known."""
 
     tiles: TileProgram
     timing: Run | None = field(default=None)
 
 
 class NPUBackend(Backend):
-    """A simulated chip.
+    """Backend of a simulated chip.
 
     Args:
         chip: The chip.
-        checked: Look for reads of what was never written, and for races. Default: if `NPU_SIM_CHECKED=1`.
+        checked: Whether to detect reads of bytes that were never written, and races. None: if `NPU_SIM_CHECKED=1` is
+            set.
 
     Attributes:
-        simulated_seconds: Time of all runs so far, on the chip.
+        simulated_seconds: Simulated time of all runs so far.
     """
 
     def __init__(self, chip: Chip, checked: bool | None = None) -> None:
@@ -120,7 +125,7 @@ class NPUBackend(Backend):
         return loaded
 
     def timing(self, program: CompiledProgram) -> Run:
-        """Cycles of a run of the program."""
+        """Simulated timing of a run of a program."""
         return self._timing(self._load(program.plan))
 
     def _timing(self, loaded: _Loaded) -> Run:
@@ -129,10 +134,10 @@ class NPUBackend(Backend):
         return loaded.timing
 
     def result(self, program: CompiledProgram, *, spans: bool = False) -> Result:
-        """The time, traffic and energy of a run of the program, as `simulate` gives them.
+        """The time, traffic and energy of a run of the program, equal to those of `simulate`.
 
         Args:
-            spans: Keep what each engine does when.
+            spans: Whether to record the time span of each instruction.
         """
         loaded = self._load(program.plan)
         run = Machine(self.chip, loaded.tiles).run(spans=True) if spans else self._timing(loaded)

@@ -1,4 +1,4 @@
-"""The instructions of plans in the cache folder: a plan is lowered for a chip once on a machine."""
+"""Cache of lowered plans on disk, so that a plan is lowered for a chip once on a machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ WORTH_KEEPING = 0.1  # seconds of lowering: small plans are lowered sooner than 
 
 
 def kept_code(plan: ExecutionPlan, chip: Chip, lower: Callable[[], ExecutionPlan]) -> ExecutionPlan:
-    """A plan with its machine code, from the cache folder if it holds this plan for this chip, else from `lower()`.
+    """A plan with its machine code, from the cache folder if it is cached for this chip, else from `lower()`.
 
-    An entry has what lowering changes of a plan: the places of intermediate values, and the code.
+    A cache entry has what lowering changes in a plan: the offsets of intermediate values, and the machine code. A
+    result is cached if lowering took at least `WORTH_KEEPING` seconds.
     """
     essence = (plan.calls, plan.buffers, plan.output_views, plan.donations, plan.arena_bytes, chip)
     key = hashlib.sha256(repr((source_digest("npu_compiler", "npu_model"), *essence)).encode()).hexdigest()[:20]

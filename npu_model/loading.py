@@ -1,4 +1,4 @@
-"""`load_tiles`: the tile program that a compiled program holds, checked for the chip that is to run it."""
+"""`load_tiles`: decodes the tile program of a compiled program, and checks it for the chip that is to run it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from npu_model.lowering.program import buffers_of, chip_digest
 
 
 def load_tiles(program: CompiledProgram | ExecutionPlan, chip: Chip) -> TileProgram:
-    """The tile program of a program for this chip.
+    """Decode and verify the tile program of a program for this chip.
 
     Raises:
-        DeviceError: it was compiled for another chip, or for one whose numbers have changed.
-        ProgramFormatError: its tile program is no correct one, or does not belong to its calls.
+        DeviceError: the program was compiled for another chip, or the chip's parameters have changed since.
+        ProgramFormatError: the tile program is invalid, or does not correspond to the program's kernel calls.
     """
     plan = program.plan if isinstance(program, CompiledProgram) else program
     tiles = decode(plan.machine_code)

@@ -1,4 +1,4 @@
-"""`ChipPrices`: what nodes take on a simulated chip and on the CPU beside it."""
+"""`ChipPrices`: estimated times of nodes on a simulated chip and on the CPU beside it, for partitioning."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from npu_model.lowering.mapper import Mapper
 
 
 class ChipPrices(Prices):
-    """The times of a chip as `simulate` gives them, and of its host as a roofline.
+    """Times of nodes on a chip by simulation, and on its host by a roofline.
 
     Args:
+        chip: The chip.
         mapper: Mapper of the chip.
-        lone: Plans of single nodes.
+        lone: Cached plans of single nodes.
 
     Raises:
         InputError: the chip's file has no host or no link.
@@ -56,7 +57,7 @@ class ChipPrices(Prices):
         return Estimate(self.chip.seconds(self._least_cycles(node, graph, compute_dtype)), True)
 
     def _least_cycles(self, node: OpNode, graph: IRGraph, compute_dtype: str) -> float:
-        """Cycles to move a node's tensors once, and to do an operation for each of their elements."""
+        """Lower bound of a node's cycles: each tensor is moved once, and a lane does one operation for each element."""
         vector, specs = self.chip.vector, [graph.tensors[name] for name in (*node.inputs, *node.outputs)]
         size = sum(spec.numel * itemsize(storage_dtype(spec.dtype, compute_dtype)) for spec in specs)
         rate = vector.rates.get(compute_dtype, min(vector.rates.values()))
@@ -80,7 +81,7 @@ class ChipPrices(Prices):
         return work + 1e-6 * host.overhead_us
 
     def _flops_of_parts(self, node: OpNode, graph: IRGraph) -> int:
-        """The operations of the nodes that compute an op on the device; 0 where nothing else computes it."""
+        """The operations of the decomposed nodes by which the device computes an op; 0 if the op was not decomposed."""
         parts = next((c.parts for c in graph.composites if c.node.name == node.name), None)
         if parts is None:
             return 0

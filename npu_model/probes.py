@@ -1,6 +1,7 @@
-"""Probes of ops: small nodes, tried in turn on every row of the op table until one can be lowered.
+"""Probes of ops: small sample nodes, of which those that fit an op show whether a chip can run it.
 
-No probe is for one op: a row says itself, by lowering a node or refusing it, which shapes and attributes it takes.
+Probes are not written for single ops: each is tried on every row of the op table until one can be lowered, so that the
+row itself decides which shapes and attributes it takes.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ _FLOAT, _INT, _BOOL = "float32", "int64", "bool"
 
 @dataclass(frozen=True)
 class Probe:
-    """Shapes, dtypes and attributes of a node.
+    """Shapes, dtypes and attributes of a sample node.
 
     Attributes:
-        inputs: Shape and dtype of each input, the last one also for those beyond.
-        output: Shape and dtype of the outputs.
+        inputs: Shape and dtype of each input; further inputs are like the last one.
+        output: Shape and dtype of the output.
+        attrs: The node's attributes.
     """
 
     inputs: Sequence[tuple[Shape, str]]
@@ -97,7 +99,7 @@ _PROBES = tuple(_probes())
 
 
 def probe(name: str, lone: LoneNodes) -> tuple[OpNode, IRGraph] | None:
-    """A node of a row of the op table that the compiler can lower by itself; None where no probe fits."""
+    """A sample node of an op, and its graph, that the compiler can lower by itself; None if no probe fits the op."""
     op = OPS[name]
     op_type = name if name.count(".") > 1 else f"{name}.default"
     for each in _PROBES:
@@ -114,7 +116,7 @@ def probe(name: str, lone: LoneNodes) -> tuple[OpNode, IRGraph] | None:
 
 
 def _counts(op: Op, each: Probe) -> Iterable[int]:
-    """Numbers of inputs to try: as many as the row names, or as the probe has where it tells them apart."""
+    """Numbers of inputs to try: those of the op's declaration and of the probe, the more specific one first."""
     own, given = len(op.tensors), len(each.inputs)
     return dict.fromkeys((own, given) if given == 1 else (given, own) if given else (0,))
 

@@ -1,4 +1,4 @@
-"""`NPUTarget`: compiles op-level programs to the tile programs of one chip, and refuses ops that it lacks."""
+"""`NPUTarget`: compiles op-level programs to tile programs for one chip, and refuses ops that the chip lacks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from npu_model.prices import ChipPrices
 
 
 class ChipOpsTarget(OpLevelTarget):
-    """The kernels of the op table, for the ops that a chip has; programs are for no chip yet.
+    """A target with the op table's kernels, restricted to the ops that a chip supports; it generates no instructions.
 
     Args:
-        chip: The chip whose ops there are.
+        chip: The chip whose ops are supported.
     """
 
     def __init__(self, chip: Chip) -> None:
@@ -47,10 +47,10 @@ class ChipOpsTarget(OpLevelTarget):
 
 
 class NPUTarget(ChipOpsTarget):
-    """The kernels of the op table, each with the instructions that compute it on a chip.
+    """A target that compiles for one chip: the op table's kernels, with tile programs.
 
     Args:
-        chip: The chip that programs are made for.
+        chip: The chip that programs are compiled for.
     """
 
     def __init__(self, chip: Chip) -> None:
@@ -64,11 +64,14 @@ class NPUTarget(ChipOpsTarget):
 
     @cached_property
     def prices(self) -> ChipPrices:
-        """The times of the chip, its host and their link. Raises `InputError` where its file says nothing of these."""
+        """Estimated times of the chip, its host and their link.
+
+        Raises `InputError` if the chip's file lacks host or link.
+        """
         return ChipPrices(self.chip, self._mapper, self.lone)
 
     def assemble(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """The plan with its tile program. Raises `ConstraintError`, with the nodes of all calls that the chip lacks."""
+        """Add the tile program to a plan. Raises `ConstraintError`, which names all calls that the chip cannot run."""
 
         def lower() -> ExecutionPlan:
             arranged, tiles = lower_arranged(plan, self.chip, self._mapper)
@@ -79,5 +82,5 @@ class NPUTarget(ChipOpsTarget):
 
 @prices_of.register
 def _prices_of_chip(target: NPUTarget) -> Prices | None:
-    """The prices of the target's chip; None where its file says nothing of a host or a link."""
+    """The cost estimates of the target's chip; None if the chip's file has no host or no link."""
     return None if target.chip.host is None or target.chip.link is None else target.prices

@@ -1,1 +1,1 @@
-"""Builds what is published, and tries it as a stranger would; see docs/releasing.md."""
+"""Scripts that build the wheels and check them in clean environments, as a new user would; see docs/releasing.md."""

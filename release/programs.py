@@ -1,10 +1,10 @@
-"""Makes the entries of the cache that a wheel brings: the first answer of `smollm2` then needs no tracing.
+"""Makes the cache entries that wheels contain, so that the first answer of `smollm2` needs no tracing.
 
     python -m release.programs build/programs
 
-They are its step programs for the CPU, its tokenizer and the facts of its file and its module, as `npu-sim generate`
-makes them; it takes PyTorch and transformers. Each is found by a digest of the model's metadata and of the sources, so
-that a wheel of other sources passes over it.
+The entries are the model's compiled step programs for the CPU, its tokenizer and the facts of its file and its module,
+as `npu-sim generate` caches them; making them takes PyTorch and transformers. An entry's name is a digest of the
+model's metadata and of the sources, so a wheel built from other sources ignores it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODEL = "smollm2"
 
 
 def make_entries(folder: Path) -> None:
-    """Fill a new folder with the entries. Raises `InputError` where the model is not installed."""
+    """Replace a folder by one with the cache entries. Raises `InputError` if the model is not installed."""
     from npu_sim.llm import LanguageModel, load_checkpoint
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -40,7 +40,7 @@ def make_entries(folder: Path) -> None:
 
 
 def bring(path: Path, folder: Path) -> None:
-    """Copy an entry to the folder, under the name by which a wheel brings it; facts have it in their seal."""
+    """Copy a cache entry under its name within a wheel; a JSON entry is sealed again, since its seal has its name."""
     content, name = path.read_bytes(), shipped_name(path.name)
     if path.suffix == ".json":
         facts = unseal(content, path.name)
@@ -50,7 +50,7 @@ def bring(path: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Make them in the folder of the command line."""
+    """Make the cache entries in the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     make_entries(parser.parse_args().folder)

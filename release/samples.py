@@ -1,6 +1,8 @@
-"""Writes what release/check.py runs where PyTorch is not installed: a saved module, a program, an input and the answer.
+"""Writes the samples for release/check.py: a saved module, a compiled program, an input and the expected output.
 
-python -m release.samples build/samples
+    python -m release.samples build/samples
+
+They are made here because the checks run where PyTorch is not installed.
 """
 
 import sys
@@ -16,7 +18,7 @@ from npu_sim.extract import extract_ir
 
 
 def write_samples(folder: Path) -> None:
-    """Write `model.npumod`, `model.npubin`, `x.npy` and `expected.npy`."""
+    """Write a small convolutional network (`model.npumod`, `model.npubin`), its input and its expected output."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)).eval()

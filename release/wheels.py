@@ -1,10 +1,10 @@
-"""Builds the source distribution and the wheels: one of Python alone, and one for each machine to compile for.
+"""Builds the source distribution and the wheels: one of pure Python, and one with compiled kernels for each machine.
 
     python -m release.wheels dist build/programs
 
-All wheels bring the programs and facts of `release.programs`.
-On Linux the machines are x86-64 and AArch64, each with a library for each of its CPU levels; auditwheel judges whether
-they run on the systems that the wheel's name promises. On a Mac it is that Mac's own machine.
+All wheels contain the cache entries of `release.programs`. On Linux the machines are x86-64 and AArch64, each with a
+library for each of its CPU levels (sets of instruction set extensions); auditwheel checks that they run on the systems
+that the wheel's platform tag promises. On a Mac, only that Mac's own architecture is built.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _MACOS = "11.0"  # the first macOS on AArch64
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of machine to build a wheel for.
+    """An architecture to build a wheel for.
 
     Attributes:
-        machine: The architecture, as levels name it.
+        machine: The architecture's name, as in `npu_runtime.cpu.levels`.
         tag: The wheel's platform tag.
-        compiler: Path of the compiler.
+        compiler: Path of the C++ compiler.
     """
 
     machine: str
@@ -51,7 +51,7 @@ class Target:
 
 
 def targets() -> list[Target]:
-    """The machines to build for. Raises `RuntimeError` if a compiler is missing."""
+    """The architectures to build for on this system. Raises `RuntimeError` if a compiler is missing."""
     own = this_cpu().machine
     if platform.system() == "Darwin":
         os.environ["MACOSX_DEPLOYMENT_TARGET"] = _MACOS
@@ -70,13 +70,14 @@ def _found(compiler: str | None, name: str) -> str:
 
 
 def build_all(folder: Path, programs: Path) -> list[Path]:
-    """Build the source distribution and all wheels into a folder; return the wheels, that of Python alone first.
+    """Build the source distribution and all wheels into a folder; return the wheels, the pure Python one first.
 
     Args:
-        programs: Folder of what `release.programs` has made.
+        folder: Emptied before.
+        programs: Folder with the cache entries of `release.programs`.
 
     Raises:
-        RuntimeError: a wheel cannot be built as it should be.
+        RuntimeError: a build command fails, a compiler is missing, or a wheel is too large or needs too new a system.
     """
     shutil.rmtree(folder, ignore_errors=True)
     _run(sys.executable, "-m", "build", "--outdir", folder, _ROOT)
@@ -88,7 +89,10 @@ def build_all(folder: Path, programs: Path) -> list[Path]:
 
 @contextmanager
 def _unpacked(wheel: Path) -> Iterator[Path]:
-    """The content of a wheel, in a folder that is packed again at the end, beside it, under the name of its tag."""
+    """Unpack a wheel and yield the folder.
+
+    On exit, pack it into a wheel beside the first, named by the tag it has by then.
+    """
     with tempfile.TemporaryDirectory() as work:
         _run(sys.executable, "-m", "wheel", "unpack", "--dest", work, wheel)
         (content,) = Path(work).iterdir()
@@ -97,10 +101,10 @@ def _unpacked(wheel: Path) -> Iterator[Path]:
 
 
 def with_kernels(pure: Path, target: Target) -> Path:
-    """Build a machine's wheel from the one of Python alone, beside it.
+    """Build a machine's wheel beside the pure Python wheel, from its content and compiled kernels; return its path.
 
     Raises:
-        RuntimeError: it is too large, or needs newer systems than its tag says.
+        RuntimeError: the wheel is too large, or needs newer systems than its platform tag says.
     """
     with _unpacked(pure) as content:
         _add_libraries(content / _KERNELS, target)
@@ -129,7 +133,7 @@ def _add_libraries(folder: Path, target: Target) -> None:
 
 
 def _audit(wheel: Path, tag: str) -> None:
-    """Raise `RuntimeError` unless auditwheel finds that the wheel runs wherever its tag says."""
+    """Raise `RuntimeError` if auditwheel finds that the wheel needs a newer system than its platform tag says."""
     options = ("--json", "--disable-isa-ext-check")
     verdict = json.loads(_run(sys.executable, "-m", "auditwheel", "show", *options, wheel))
     if not _is_older_or_same(verdict["overall_tag"], tag):
@@ -149,7 +153,7 @@ def _run(*command: str | Path) -> str:
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Build into the folder of the command line, and say what was built."""
+    """Build into the folder that the command line names, and print each wheel's name and size."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("programs", type=Path)

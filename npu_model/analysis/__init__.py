@@ -1,1 +1,1 @@
-"""Simulation of programs without data: results, sweeps over chips, traces and pictures."""
+"""Simulation of programs without data: results, sweeps over chips, traces and charts."""

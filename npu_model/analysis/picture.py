@@ -1,4 +1,4 @@
-"""Pictures of simulations, drawn by matplotlib: a run's utilization over time and its roofline; a sweep's chips."""
+"""Charts of simulations, drawn by matplotlib: utilization over time and roofline of a run, or the chips of a sweep."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _COLORS = {"matrix": "#2563eb", "vector": "#16a34a", "output": "#7c3aed", "dma":
 
 
 def check_picture(path: Path) -> None:
-    """Raise `InputError` unless matplotlib is installed and draws files with that ending."""
+    """Raise `InputError` if matplotlib is not installed or does not draw files with that suffix."""
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"cannot draw '{path}': choose a name that ends in {', '.join(SUFFIXES)}")
     _pyplot()
 
 
 def draw_run(result: Result, path: Path) -> None:
-    """Draw how busy the engines were over time, and the roofline with every call on it.
+    """Draw the utilization of the engines over time, and the roofline with a point for each kernel call.
 
     Args:
-        result: With its spans.
+        result: A result that was made with spans.
 
     Raises:
         InputError: matplotlib is not installed, or the file cannot be written.
@@ -44,10 +44,13 @@ def draw_run(result: Result, path: Path) -> None:
 
 
 def draw_sweep(points: Sequence[Point], name: str, path: Path) -> None:
-    """Draw the chips of a sweep by area and latency, coloured by energy, the Pareto front joined. Raises as `draw_run`.
+    """Draw the chips of a sweep by area, latency and energy, with the Pareto front as a line.
 
     Args:
-        name: Name of what was simulated.
+        name: Title: the program's name.
+
+    Raises:
+        InputError: matplotlib is not installed, or the file cannot be written.
     """
     plot = _pyplot()
     figure, axes = plot.subplots(figsize=(8, 5), layout="constrained")

@@ -1,4 +1,4 @@
-"""`simulate_plan`: a model that a chip and its host run in turns, on one timeline."""
+"""`simulate_plan`: simulates a model that is divided between a chip and its host, on one timeline."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from npu_model.chip import Chip
 from npu_model.target import NPUTarget
 
 Support: TypeAlias = Callable[[str, Mapping[str, Any]], bool]
-"""A function of an op's name and attributes, as `partition` takes it."""
+"""A function from an op's name and attributes to whether the device supports it, as `partition` takes it."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A partition of a plan, the transfers that it waits for, and how long each of these takes in seconds.
+    """A partition of a plan (consecutive nodes on one device) in a simulated run; times are in seconds.
 
     Attributes:
+        part: The partition.
         start: Time at which its transfers begin.
-        result: The run on the chip; None on the host, and where all nodes are views.
-        host: Seconds of each node on the host; empty on the chip.
+        transfers: The transfers that it waits for, and the duration of each.
+        launch: Duration of the launch on the chip; 0 on the host.
+        result: The run on the chip; None on the host, or if the partition has no kernels, only views.
+        host: Node → its duration on the host; empty on the chip.
     """
 
     part: Partition
@@ -43,21 +46,21 @@ class Stage:
 
     @property
     def work(self) -> float:
-        """Time of the partition itself."""
+        """Duration of the partition's computation, without transfers and launch."""
         return sum(self.host.values()) if self.result is None else self.result.seconds
 
     @property
     def end(self) -> float:
-        """The time at which its work has ended."""
+        """Time at which the partition's computation has ended."""
         return self.start + sum(seconds for _, seconds in self.transfers) + self.launch + self.work
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan's run: its stages follow each other, and its results are brought back.
+    """The simulated run of a partitioned plan: its stages run one after the other, then results are copied to the host.
 
     Attributes:
-        back: The transfers of results, with their seconds.
+        back: The transfers of results, and the duration of each in seconds.
     """
 
     plan: PartitionPlan
@@ -67,42 +70,42 @@ class PlanResult:
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """The runs on the chip."""
+        """The runs on the chip, one for each partition with kernels."""
         return tuple(stage.result for stage in self.stages if stage.result is not None)
 
     @property
     def device(self) -> float:
-        """Seconds on the chip."""
+        """Seconds of computation on the chip."""
         return sum(result.seconds for result in self.results)
 
     @property
     def host(self) -> float:
-        """Seconds on the host."""
+        """Seconds of computation on the host."""
         return sum(sum(stage.host.values()) for stage in self.stages)
 
     @property
     def transfers(self) -> float:
-        """Seconds of all transfers."""
+        """Seconds of all transfers between chip and host."""
         return sum(seconds for each in (*(stage.transfers for stage in self.stages), self.back) for _, seconds in each)
 
     @property
     def launches(self) -> float:
-        """Seconds to begin the runs of the chip."""
+        """Seconds of all launches on the chip."""
         return sum(stage.launch for stage in self.stages)
 
     @property
     def seconds(self) -> float:
-        """Time of the run."""
+        """Total time of the run, in seconds."""
         return self.device + self.host + self.transfers + self.launches
 
     @cached_property
     def price(self) -> PlanPrice:
-        """The prices by which the plan was made."""
+        """The cost estimates by which the plan was partitioned."""
         assert self.plan.price is not None
         return self.plan.price
 
     def summary(self) -> str:
-        """The time and its parts in a line."""
+        """Total time and its parts, in one line."""
         parts = {"chip": self.device, "host": self.host, "transfers": self.transfers, "launches": self.launches}
         listed = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
         return (
@@ -139,7 +142,7 @@ class PlanResult:
         }
 
     def timeline(self) -> Timeline:
-        """A track for the host, one for the link, and those of the chip's engines."""
+        """The run as a trace, with a track for the host, one for the link, and one for each engine of the chip."""
         trace = Timeline({"program": self.plan.graph.name, "chip": self.chip.name, "latency_us": 1e6 * self.seconds})
         host, link = trace.track("host", "ops"), trace.track("link", "transfers and launches")
         now = 0.0
@@ -160,7 +163,7 @@ class PlanResult:
 
 
 def _add_transfers(trace: Timeline, transfers: tuple[tuple[TransferOp, float], ...], now: float) -> float:
-    """Add transfers from that time on, in microseconds; returns when they have ended."""
+    """Add transfers to a trace from the time `now` on, in microseconds; return the time at which they have ended."""
     track = trace.track("link", "transfers and launches")
     for transfer, seconds in transfers:
         trace.slice(track, f"{transfer.tensor} → {transfer.target}", now, 1e6 * seconds, {"bytes": transfer.bytes})
@@ -169,13 +172,13 @@ def _add_transfers(trace: Timeline, transfers: tuple[tuple[TransferOp, float], .
 
 
 def simulate_plan(plan: PartitionPlan, chip: Chip, *, spans: bool = False) -> PlanResult:
-    """A run of a plan that `partition(ir, npu=chip)` made.
+    """Simulate a run of a plan that was made by `partition(ir, npu=chip)`.
 
     Args:
-        spans: Keep what each engine of the chip does when.
+        spans: Whether to record the time span of each instruction.
 
     Raises:
-        InputError: the plan has no prices, or the chip has no host or no link.
+        InputError: the plan has no cost estimates, or the chip's file has no host or no link.
     """
     if plan.price is None:
         raise InputError(f"the plan of '{plan.graph.name}' has no prices; make it with partition(ir, npu=chip)")
@@ -198,12 +201,12 @@ def simulate_plan(plan: PartitionPlan, chip: Chip, *, spans: bool = False) -> Pl
 def what_if(
     plan: PartitionPlan, chip: Chip, ops: Iterable[str], is_supported_fn: Support = is_op_supported
 ) -> PlanPrice:
-    """The price of a plan's graph if the chip had these ops too, by their names without overload.
+    """Estimated cost of a plan's graph if the chip also supported these ops, named without overload.
 
-    Those that no kernel computes, or that the chip's engines cannot run, are taken to cost an estimate.
+    Ops that no kernel computes, or that the chip's engines cannot run, are given an estimate of their time on the chip.
 
     Args:
-        plan: A plan that `partition(ir, is_supported_fn, npu=chip)` made.
+        plan: A plan that was made by `partition(ir, is_supported_fn, npu=chip)`.
     """
     names = list(ops)
     own = partition(
@@ -223,10 +226,10 @@ def find_gains(
     is_supported_fn: Support = is_op_supported,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Gain]:
-    """The ops that the chip lacks in a plan, the one whose support saves most time first.
+    """The ops of a plan that the chip lacks, and the time that each would save if it were supported, the largest first.
 
     Args:
-        plan: A plan that `partition(ir, is_supported_fn, npu=chip)` made.
+        plan: A plan that was made by `partition(ir, is_supported_fn, npu=chip)`.
         progress: Called with (ops done, total).
     """
     assert plan.price is not None

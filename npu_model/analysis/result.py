@@ -1,4 +1,4 @@
-"""`Result`: a run of a program on a chip as its counts say."""
+"""`Result`: the time, traffic, stalls and energy of a program's run on a chip."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from npu_model.machine.machine import Cause, Counts, Run, Span
 
 @dataclass(frozen=True)
 class Energy:
-    """Joules of a run by part."""
+    """Energy of a run in joules, by component."""
 
     macs: float
     vector: float
@@ -40,19 +40,21 @@ class Energy:
 
     @property
     def total(self) -> float:
-        """Joules of all parts."""
+        """Energy of all components."""
         return self.macs + self.vector + self.sram + self.dram + self.static + self.network + self.l2
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """A kernel call on the chip.
+    """Results of one kernel call in a run.
 
     Attributes:
-        counts: Its work, busy engines and stalls.
-        tiles, tile: How often its first instruction that computes is executed, and the sizes of that one's box.
-        sram_used: Bytes of the scratchpad that it touches.
-        energy: Static energy left out.
+        index: Number of the call.
+        counts: Its amounts of work, busy cycles of engines, and stalls.
+        tiles, tile: Number of executions of its first product (else vector program, else transfer), and the sizes of
+            its box.
+        sram_used: Bytes of the scratchpad that it accesses.
+        energy: Its energy without static energy.
     """
 
     index: int
@@ -67,22 +69,22 @@ class CallResult:
 
     @property
     def joules(self) -> float:
-        """Energy of all parts; static energy left out."""
+        """Energy of all components in joules, without static energy."""
         return self.energy.total
 
     @property
     def start(self) -> int:
-        """The cycle in which its first instruction starts; calls overlap."""
+        """Cycle in which its first instruction starts; consecutive calls may overlap."""
         return max(0, self.counts.start)
 
     @property
     def end(self) -> int:
-        """The cycle in which its last instruction ends."""
+        """Cycle in which its last instruction ends."""
         return self.counts.end
 
     @property
     def cycles(self) -> int:
-        """The part of the run's cycles that is this call's."""
+        """Cycles of the run attributed to this call; over all calls they add up to the run's cycles."""
         return self.counts.progress + sum(self.counts.stalls.values())
 
     @property
@@ -96,19 +98,20 @@ class CallResult:
         return self.counts.dram_read + self.counts.dram_written
 
     def busy(self, engine: str) -> int:
-        """Cycles in which an engine worked for it."""
+        """Cycles in which an engine was busy with this call."""
         return self.counts.busy.get(engine, 0)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run of a program on a chip.
+    """Results of one run of a program on a chip.
 
     Attributes:
         cycles: Cycles of the chip's clock.
-        compulsory_bytes: The DRAM traffic that no chip avoids: what calls touch of weights, inputs and outputs, once
-            each; weights that stay in the scratchpad or the L2 (`kept_weight_bytes`) left out.
-        spans: What each engine did when, if they were asked for.
+        compulsory_bytes: DRAM traffic that no schedule avoids: the parts of weights, inputs and outputs that calls
+            access, once each, without resident weights.
+        kept_weight_bytes: Bytes of weights that stay in the scratchpad or the L2 from run to run.
+        spans: Time span of each instruction; empty unless they were asked for.
     """
 
     program: str
@@ -122,7 +125,7 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Time of a run."""
+        """Time of the run in seconds."""
         return self.chip.seconds(self.cycles)
 
     @property
@@ -152,43 +155,47 @@ class Result:
 
     @property
     def sram_used(self) -> int:
-        """The most bytes of the scratchpad that a call touches."""
+        """Maximum number of scratchpad bytes that a call accesses."""
         return max((call.sram_used for call in self.calls), default=0)
 
     @property
     def stalls(self) -> dict[Cause, int]:
-        """Cycles in which no engine that computes got on, by cause."""
+        """Cause → cycles in which no engine computed."""
         causes = [cause for cause in Cause if cause is not Cause.L2 or self.chip.l2 is not None]
         return {cause: sum(call.counts.stalls.get(cause, 0) for call in self.calls) for cause in causes}
 
     @property
     def busy(self) -> dict[str, int]:
-        """Engine → cycles in which it worked."""
+        """Engine → cycles in which it was busy."""
         names = sorted({name for call in self.calls for name in call.counts.busy})
         return {name: sum(call.busy(name) for call in self.calls) for name in names}
 
     @property
     def compute_cycles(self) -> float:
-        """Cycles that the program's products take on the matrix engine at its peak."""
+        """Cycles that the program's multiply-accumulates would take at the matrix engine's peak."""
         return sum(least_cycles(call.counts, self.chip) for call in self.calls)
 
     @property
     def utilization(self) -> float:
-        """The share of the matrix engine's peak at which the program multiplies, 0 to 1."""
+        """Achieved share of the matrix engine's peak, from 0 to 1."""
         return self.compute_cycles / self.cycles if self.cycles else 0.0
 
     @property
     def bandwidth_utilization(self) -> float:
-        """The share of DRAM's bandwidth in use, 0 to 1."""
+        """Achieved share of the peak DRAM bandwidth, from 0 to 1."""
         return self.dram_bytes / self.chip.dram_bytes_per_cycle / self.cycles if self.cycles else 0.0
 
     @property
     def roofline_cycles(self) -> float:
-        """The least that the program can take: its compulsory traffic at full bandwidth, its products at the peak."""
+        """Lower bound of the cycles: the longer of compulsory traffic at peak bandwidth and products at peak rate."""
         return max(self.compulsory_bytes / self.chip.dram_bytes_per_cycle, self.compute_cycles)
 
     def to_dict(self, *, calls: bool = True) -> dict[str, Any]:
-        """The result as JSON data; times in microseconds, energy in microjoules."""
+        """The result as JSON data; times in microseconds, energy in microjoules.
+
+        Args:
+            calls: Whether to include the results of each kernel call.
+        """
         chip, way = self.chip, self.chip.outside_name.lower()
         data: dict[str, Any] = {
             "program": self.program,
@@ -246,11 +253,11 @@ def _call_dict(call: CallResult, chip: Chip) -> dict[str, Any]:
 
 
 def make_result(name: str, plan: ExecutionPlan, chip: Chip, tiles: TileProgram, run: Run, kept: int) -> Result:
-    """The result of a run.
+    """Build the result of a run.
 
     Args:
-        plan: Its calls stand for the tile program's sections, one for each.
-        kept: Bytes of weights that the preload sections brought into the scratchpad or the L2.
+        plan: The plan; each of its calls corresponds to a section of the tile program.
+        kept: Bytes of weights that the preload sections loaded into the scratchpad or the L2.
     """
     calls = tuple(
         _call_result(index, call, section, counts, chip)
@@ -290,16 +297,16 @@ def _energy(chip: Chip, every: Sequence[Counts], cycles: int) -> Energy:
 
 
 def least_cycles(counts: Counts, chip: Chip) -> float:
-    """Cycles of multiply-accumulates at the matrix engine's peak."""
+    """Cycles of these multiply-accumulates at the matrix engine's peak."""
     return sum(macs / chip.peak_macs(dtype) for dtype, macs in counts.macs.items())
 
 
 def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = (), ratio: float = 1.0) -> int:
-    """Bytes of buffers outside the arena, the most that one call touches of each, in each direction.
+    """Compulsory DRAM traffic of a plan: for each weight, input and output, the largest part that one call accesses.
 
     Args:
-        kept: Buffers that stay in the scratchpad.
-        ratio: Bytes that are stored for each byte of a weight.
+        kept: Buffers that stay on the chip, which are left out.
+        ratio: Stored bytes for each byte of a weight.
     """
     touched: dict[tuple[str, bool], int] = {}
     left_out = {*kept, *(name for name, buffer in plan.buffers.items() if buffer.kind == "arena")}
@@ -321,7 +328,7 @@ def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = (), ratio: float
 
 
 def _first_tile(section: Section) -> tuple[int, str]:
-    """Number of times that the first instruction that computes is executed, a product if there is one, and its box."""
+    """Number of executions and box of a section's first product, or vector program, or transfer if it has no other."""
     every = list(instructions(section.body))
     for kind in (Multiply, Compute, Transfer):
         for instruction, counts in every:
@@ -331,7 +338,7 @@ def _first_tile(section: Section) -> tuple[int, str]:
 
 
 def _scratchpad_used(section: Section) -> int:
-    """Bytes of the scratchpad that a section touches."""
+    """Number of distinct scratchpad bytes that a section accesses."""
     areas = sorted(
         area_of(tile, instruction, counts)
         for instruction, counts in instructions(section.body)
@@ -346,7 +353,7 @@ def _scratchpad_used(section: Section) -> int:
 
 
 def area_of(tile: Tile, instruction: Instruction, counts: tuple[int, ...]) -> tuple[int, int]:
-    """The first byte that a tile touches in all rounds, and the one behind the last."""
+    """The first byte that a tile covers over all iterations of its loops, and one past the last."""
     first, last = tile.address.bounds(counts)
     last += itemsize(tile.dtype) + tile.slot_bytes * (tile.slots - 1)
     for axis, stride in zip(instruction.axes, tile.strides, strict=False):

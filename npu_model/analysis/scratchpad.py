@@ -1,4 +1,4 @@
-"""The scratchpad over time: which engine works on which place and when, as text; and what lies where between calls."""
+"""Use of the scratchpad over time: accesses of engines as text, and the data that occupies it during a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from npu_model.machine.streams import Streams
 
 
 class Content(StrEnum):
-    """Reason for which a part of the scratchpad is taken."""
+    """Kinds of data in a part of the scratchpad."""
 
     LOADED = "loaded"  # from DRAM, for one call
     COMPUTED = "computed"  # by one call, for itself or for DRAM
@@ -27,12 +27,13 @@ class Content(StrEnum):
 
 @dataclass(frozen=True)
 class Resident:
-    """A part of the scratchpad that is taken for a time.
+    """A part of the scratchpad that is occupied for a time.
 
     Attributes:
-        first, last: Its first byte, and the one behind its last.
-        start, end: Its first cycle, and the one behind its last.
-        call: Number of the call that reads or writes it; of what is handed on, of the one that reads it.
+        first, last: Its first byte, and one past its last.
+        start, end: Its first cycle, and one past its last.
+        call: Number of the call that accesses it; of the reading call, if the data is handed from one call to another.
+        content: The kind of data.
     """
 
     first: int
@@ -47,9 +48,9 @@ _Use = tuple[int, int, str]  # first cycle, the one behind the last, and the let
 
 
 def scratchpad_over_time(program: TileProgram, chip: Chip, width: int = 72) -> str:
-    """A line for each place that the program's sections use, a letter for each of `width` parts of the time.
+    """A text chart: a line for each address that instructions access, and a letter for each of `width` time intervals.
 
-    A letter is the first of the engine's name: large where it writes to the place, small where it reads from it.
+    The letter is the initial of the engine's name: upper case if it writes there, lower case if it reads.
     """
     run = Machine(chip, program).run(spans=True)
     streams = Streams(program.sections, Costs(chip), token_totals(program.preload))
@@ -75,13 +76,14 @@ def scratchpad_over_time(program: TileProgram, chip: Chip, width: int = 72) -> s
 
 
 def residents(program: TileProgram, calls: Sequence[CallResult], cycles: int) -> list[Resident]:
-    """The parts of the scratchpad that are taken over a run.
+    """The parts of the scratchpad that are occupied during a run.
 
-    Tiles that a call uses are taken from its first instruction to its last. A call may read what it did not write: an
-    earlier call did, and the part is taken in between; or the preload did, and it is taken for the whole run.
+    Tiles of a call occupy it from the call's first instruction to its last. A value that a call reads without writing
+    it was written by an earlier call, and occupies its part from then on, or by the preload, and does so for the whole
+    run.
 
     Args:
-        calls: One for each section of the program.
+        calls: The result of each section of the program.
         cycles: Cycles of the run.
     """
     taken: list[Resident] = []
@@ -106,7 +108,7 @@ def residents(program: TileProgram, calls: Sequence[CallResult], cycles: int) ->
 
 
 def _areas(section: Section) -> list[tuple[int, int, Content | None]]:
-    """The parts of the scratchpad that a section touches; with None, those that it only reads."""
+    """The byte ranges of the scratchpad that a section accesses, and their kind of data; None if it only reads them."""
     areas: dict[tuple[int, int], Content | None] = {}
     for instruction, counts in instructions(section.body):
         for tiles, content in (

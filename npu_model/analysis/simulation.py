@@ -1,4 +1,4 @@
-"""`simulate`: the time, traffic and energy of a program on a chip, without computing anything."""
+"""`simulate`: the time, traffic and energy of a program on a chip, without computing any data."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ MONOTONE_WITHIN = 0.05
 
 
 def most_cycles(result: Result) -> float:
-    """The most cycles that the program of a result takes on a chip that has more of anything."""
+    """Upper bound of the program's cycles on a chip with more memory, bandwidth or arrays than the result's."""
     chip = result.chip
     access = chip.dram_latency_cycles + chip.outside.burst_bytes / chip.dram_bytes_per_cycle + chip.l2_latency_cycles
     return result.cycles * (1 + MONOTONE_WITHIN) + len(result.calls) * access
 
 
 def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Result:
-    """One run of a program on a chip; what runs once per set of weights is left out.
+    """Simulate one run of a program on a chip, without the preload of weights that happens once.
 
     Args:
-        program: Compiled for this chip; or for the op-level target, then it is lowered for the chip first.
-        spans: Keep what each engine does when, for traces and pictures.
+        program: A program compiled for this chip, or an op-level program, which is lowered for the chip first.
+        spans: Whether to record the time span of each instruction, for traces and charts.
 
     Raises:
-        InputError: the program is for another kind of target, or has no calls.
-        ConstraintError: the chip cannot run a call of an op-level program; lists all of them.
+        InputError: the program is for another kind of target, or has no kernel calls.
+        ConstraintError: the chip cannot run some calls of an op-level program; the message names all of them.
         DeviceError: the program was compiled for another chip.
     """
     tiles = lowered(program, chip)
@@ -43,7 +43,7 @@ def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Re
 
 
 def lowered(program: CompiledProgram, chip: Chip) -> TileProgram:
-    """The instructions of a program for a chip: those that it was compiled to or, of an op-level program, new ones.
+    """The tile program of a program for a chip: decoded if it was compiled for the chip, else lowered from op level.
 
     Raises as `simulate`.
     """
@@ -55,10 +55,10 @@ def lowered(program: CompiledProgram, chip: Chip) -> TileProgram:
 
 
 def simulate_for(program: CompiledProgram, chip: Chip, shared: Shared) -> Result:
-    """One run of a program on one of many chips, with the cycles, traffic and energy that `simulate` tells.
+    """Simulate a program on one of many chips; cycles, traffic and energy are those of `simulate`.
 
     Args:
-        shared: Results of lowering for the other chips.
+        shared: Cache of lowering results that the chips have in common.
     """
     if program.target.startswith("npu:"):
         return simulate(program, chip)
@@ -68,7 +68,10 @@ def simulate_for(program: CompiledProgram, chip: Chip, shared: Shared) -> Result
 
 
 def checked_plan(program: CompiledProgram) -> ExecutionPlan:
-    """The plan of a program that can be simulated. Raises `InputError` where it is for another target, or empty."""
+    """The plan of a program that can be simulated.
+
+    Raises `InputError` if the program is for another target or has no kernel calls.
+    """
     import npu_compiler.ops  # noqa: F401  (declares the kernels)
 
     if program.contains_code:
@@ -82,7 +85,7 @@ def checked_plan(program: CompiledProgram) -> ExecutionPlan:
 
 
 def result_of(program: CompiledProgram, chip: Chip, tiles: TileProgram, run: Run) -> Result:
-    """A run of a program as a result."""
+    """Build a `Result` from a run of a program's tile program."""
     kept = sum(counts.dram_read for counts in Machine(chip, tiles).preload().sections)
     return make_result(program.name, program.plan, chip, tiles, run, kept)
 

@@ -1,4 +1,4 @@
-"""The support page of a chip: for every op the dtypes in which the chip runs it and its limits, or why it does not."""
+"""The support page of a chip: for each op, the dtypes in which the chip runs it and its limits, or why it does not."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from npu_model.target import NPUTarget
 
 @dataclass(frozen=True)
 class Support:
-    """The support of an op by a chip.
+    """Support of an op by a chip.
 
     Attributes:
-        families: Families of the kernels that compute it; none for a view.
-        dtypes: Dtypes in which the chip computes it; empty where it does not.
+        op: Name of the op.
+        families: Families of the kernels that compute it; empty for a view.
+        dtypes: Dtypes in which the chip computes it; empty if it does not.
         limits: Its limits in words.
-        reason: Why the chip does not run it; empty where it does.
-        is_view: Whether the op only looks at memory in another way, which every chip can.
-        is_probed: Whether a small node of the op was lowered for the chip. Otherwise each node is asked about when a
-            model is compiled.
+        reason: Why the chip does not run it; empty if it does.
+        is_view: Whether the op only reinterprets memory, which every chip supports.
+        is_probed: Whether support was tested by lowering a small node of the op. Otherwise it is decided for each node
+            when a model is compiled.
     """
 
     op: str
@@ -41,12 +42,12 @@ class Support:
     is_probed: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON data."""
+        """The support as JSON data."""
         return {**vars(self), "families": list(self.families), "dtypes": list(self.dtypes)}
 
 
 def find_support(chip: Chip, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Support]:
-    """The support of each op of ATen that the op table has, by name.
+    """Determine the support of each ATen op of the compiler's op table, in the order of names.
 
     Args:
         progress: Called with (ops done, total).
@@ -79,7 +80,7 @@ def _support(name: str, target: NPUTarget, mapper: Mapper) -> Support:
 
 
 def _has_integers(name: str, families: tuple[Family, ...], limits: Sequence[tuple[str, Limits]], chip: Chip) -> bool:
-    """Whether a quantized network's op of that name runs on the chip in int8."""
+    """Whether the chip runs the op in int8, in quantized networks."""
     engine = chip.matrix if {Family.MATMUL, Family.CONV} & set(families) else chip.vector
     allowed = all("int8" in each.dtypes for _, each in limits if each.dtypes is not None)
     return f"npu.integer_{name}" in OPS and engine is not None and "int8" in engine.rates and allowed
@@ -118,7 +119,7 @@ def _in_words(limits: Sequence[tuple[str, Limits]]) -> str:
 
 
 def support_page(chip: Chip, rows: Sequence[Support]) -> str:
-    """The support of a chip as a page of Markdown."""
+    """The support of a chip as a Markdown page."""
     run = [row for row in rows if row.is_probed and not row.is_view and not row.reason]
     lacking = [row for row in rows if row.reason]
     asked = [row for row in rows if not row.is_probed and not row.reason]

@@ -1,6 +1,6 @@
-"""Many chips that differ in a few numbers: a program simulated on all of them, by as many processes as there are cores.
+"""Sweeps: a program simulated on many chips that differ in a few parameters, in parallel processes.
 
-A sweep is written `sram=256K..8M,arrays=1..8`: each range doubles from its first value up to its last.
+A sweep is written `sram=256K..8M,arrays=1..8`: each parameter doubles from its first value up to its last.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ _MM2_PER_ELEMENT, _MM2_PER_LANE, _MM2_PER_MIB = 0.0005, 0.003, 1.0
 
 @dataclass(frozen=True)
 class Point:
-    """One chip of a sweep.
+    """One chip of a sweep, with the results of the program on it.
 
     Attributes:
-        values: Settings by their names in `KNOBS`.
-        area: Square millimetres, roughly (see `area`).
-        problem: Reason why the program does not run on it; the numbers are 0 then.
-        is_best: Whether no other chip is as good in latency and area, and better in one of them.
+        values: Name of a swept parameter (`KNOBS`) → its value.
+        area: Estimated area in square millimetres (see `area`).
+        problem: Reason why the program does not run on the chip, whose results are 0 then; empty if it runs.
+        is_best: Whether the chip is on the Pareto front: no other one is at least as good in both latency and area, and
+            better in one of them.
     """
 
     values: Mapping[str, float]
@@ -71,7 +72,7 @@ class Point:
     is_best: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """The point as a row of a table."""
+        """The chip and its results as a row of a table."""
         return {
             **self.values,
             "latency_us": 1e6 * self.seconds,
@@ -85,7 +86,7 @@ class Point:
 
 
 def as_csv(points: Sequence[Point]) -> str:
-    """The points as a table of comma-separated values."""
+    """The chips and their results as comma-separated values, with a header."""
     text = io.StringIO()
     rows = [point.to_dict() for point in points]
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
@@ -96,14 +97,14 @@ def as_csv(points: Sequence[Point]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A value as the table has it: whole numbers with all digits, others with six."""
+    """A table cell: whole numbers with all digits, others with six significant ones."""
     if not isinstance(value, float):
         return value
     return int(value) if value.is_integer() else f"{value:.6g}"
 
 
 def write_csv(points: Sequence[Point], path: Path) -> None:
-    """Write `as_csv` to a file, whole or not at all. Raises `InputError` where it cannot be written."""
+    """Write `as_csv` to a file, atomically. Raises `InputError` if the file cannot be written."""
     try:
         write_atomically(path, as_csv(points).encode())
     except OSError as error:
@@ -111,7 +112,7 @@ def write_csv(points: Sequence[Point], path: Path) -> None:
 
 
 def area(chip: Chip) -> float:
-    """A chip's rough area in square millimetres, to compare chips by."""
+    """A rough estimate of a chip's area in square millimetres, for comparing chips."""
     matrix = chip.matrix
     elements = 0 if matrix is None else matrix.arrays * matrix.rows * matrix.columns
     mib = (chip.sram.size + (0 if chip.l2 is None else chip.l2.size)) / 1024**2
@@ -119,10 +120,10 @@ def area(chip: Chip) -> float:
 
 
 def parse_sweep(text: str, chip: Chip) -> list[tuple[dict[str, float], Chip]]:
-    """The chips of a sweep, each with what was set.
+    """The chips of a sweep, each with the values of its swept parameters.
 
     Raises:
-        InputError: the text is no sweep, or the chip lacks what it names.
+        InputError: the text is not a sweep, or the chip lacks a part that it names.
     """
     ranges: dict[str, list[float]] = {}
     for part in text.split(","):
@@ -184,11 +185,12 @@ def sweep(
     """Lower a program for each chip and simulate it there.
 
     Args:
+        chips: The chips, each with its swept parameters, as from `parse_sweep`.
         progress: Called with (chips done, total).
-        workers: Processes; by default, as many as this process may use cores.
+        workers: Number of processes. None: the number of cores available to this process.
 
     Raises:
-        InputError: the program is for no op-level target.
+        InputError: the program is not an op-level program.
     """
     count = min(workers or len(os.sched_getaffinity(0)), len(chips))
     points = []
@@ -220,13 +222,13 @@ def _begin(program: bytes) -> None:
 
 @cache
 def _program() -> CompiledProgram:
-    """The worker's program: read in its first task, whose errors reach the caller; those of `_begin` would not."""
+    """The worker's program, decoded in its first task, whose errors reach the caller (those of `_begin` would not)."""
     return CompiledProgram.from_bytes(_packed[0])
 
 
 @cache
 def _shared() -> Shared:
-    """The worker's results that chips share, filled as it goes."""
+    """The worker's cache of lowering results that chips have in common."""
     return Shared()
 
 

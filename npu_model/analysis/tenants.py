@@ -1,8 +1,8 @@
-"""`share`: two or more programs that begin at once on one chip, each against its run alone.
+"""`share`: simulates two or more programs that start at once on one chip, and compares each with its run alone.
 
-By cores, each program has some of the cores, with all that is theirs; DRAM and the network are shared. By time, the
-programs have all engines: they are called in turn, a call of each, and each has its part of the scratchpads and
-accumulators. Either way the programs become one tile program, which the machine runs.
+With sharing by cores, each program has some of the cores for itself; DRAM and the network are shared. With sharing by
+time, all programs use all engines: their kernel calls take turns, and each program has a part of the scratchpads and
+accumulators. Either way, the programs are joined into one tile program for the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from npu_model.machine.machine import Machine, Run, Span
 
 
 class Sharing(StrEnum):
-    """The way in which programs share a chip."""
+    """Ways in which programs share a chip."""
 
     TIME = "time"
     CORES = "cores"
@@ -38,12 +38,12 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True)
 class Tenant:
-    """A program on a chip that it shares.
+    """One of the programs that share a chip, with its results.
 
     Attributes:
-        share: The numbers of the chip that it has for itself.
-        alone: Its run with the whole chip for itself.
-        shared: Its run beside the others: cycles until it has ended, and its own work.
+        share: Description of its part of the chip.
+        alone: The result of a run with the whole chip for itself.
+        shared: The result of the run together with the others: cycles until it has ended, and its own work.
     """
 
     share: str
@@ -52,11 +52,11 @@ class Tenant:
 
     @property
     def slowdown(self) -> float:
-        """Latency beside the others, in latencies alone."""
+        """Latency in the shared run, divided by the latency alone."""
         return self.shared.cycles / self.alone.cycles
 
     def to_dict(self) -> dict[str, Any]:
-        """The tenant as JSON data."""
+        """The results as JSON data; times in microseconds."""
         return {
             "program": self.alone.program,
             "share": self.share,
@@ -71,11 +71,11 @@ class Tenant:
 
 @dataclass(frozen=True)
 class SharedRun:
-    """Several programs on one chip.
+    """Results of several programs that ran together on one chip.
 
     Attributes:
-        cycles: Cycles until all have ended.
-        spans: Number of the tenant and node of what each engine did when, if they were asked for.
+        cycles: Cycles until all programs have ended.
+        spans: Time spans of instructions, each with the tenant's number and the node; empty unless they were asked for.
     """
 
     chip: Chip
@@ -86,12 +86,12 @@ class SharedRun:
 
     @property
     def seconds(self) -> float:
-        """Time until all have ended."""
+        """Time until all programs have ended, in seconds."""
         return self.chip.seconds(self.cycles)
 
     @property
     def joules(self) -> float:
-        """Energy of all, static energy until the last one has ended."""
+        """Energy of all programs in joules, with static energy until the last one has ended."""
         moving = sum(tenant.shared.energy.total - tenant.shared.energy.static for tenant in self.tenants)
         return moving + self.chip.energy.static_watts * self.seconds
 
@@ -114,8 +114,8 @@ class Share:
 
     Attributes:
         chip: The part as a chip by itself.
-        place: Its place in the whole.
-        text: The part in words.
+        place: Relocation of that chip's instructions to the whole chip.
+        text: Description of the part.
     """
 
     chip: Chip
@@ -125,11 +125,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Joined:
-    """The tile program of all tenants.
+    """The joined tile program of all tenants.
 
     Attributes:
-        sections: The numbers of each tenant's sections in it.
-        tiles: Tile program of each tenant for its share as a chip by itself.
+        program: The joined program.
+        sections: For each tenant, the numbers of its sections in `program`.
+        tiles: For each tenant, its tile program for its part as a chip by itself.
+        shares: The tenants' parts of the chip.
     """
 
     program: TileProgram
@@ -139,15 +141,16 @@ class Joined:
 
 
 def share(programs: Sequence[CompiledProgram], chip: Chip, sharing: Sharing, *, spans: bool = False) -> SharedRun:
-    """Run programs that begin at once on one chip.
+    """Simulate programs that start at once on one chip.
 
     Args:
         programs: Op-level programs, two or more.
-        spans: Keep what each engine does when.
+        spans: Whether to record the time span of each instruction.
 
     Raises:
-        InputError: a program is for a chip already, or the chip has too few cores to share.
-        ConstraintError: the chip, or a program's share of it, cannot run a call.
+        InputError: a program is already compiled for a chip, or the chip has too little to share: cores, scratchpad, L2
+            or tokens.
+        ConstraintError: the chip, or a program's part of it, cannot run some call.
     """
     alone = [_alone(program, chip) for program in programs]
     joined = join(programs, chip, sharing)
@@ -167,7 +170,7 @@ def share(programs: Sequence[CompiledProgram], chip: Chip, sharing: Sharing, *, 
 
 
 def join(programs: Sequence[CompiledProgram], chip: Chip, sharing: Sharing) -> Joined:
-    """One tile program of several programs. Raises as `share`."""
+    """Lower several programs, each for its part of a chip, and join them into one tile program. Raises as `share`."""
     plans = [_plan_for_any_chip(program) for program in programs]
     shares = shares_of(chip, len(plans), sharing)
     tiles: list[TileProgram] = []
@@ -212,7 +215,7 @@ def _plan_for_any_chip(program: CompiledProgram) -> ExecutionPlan:
 
 
 def _tokens(tiles: TileProgram) -> int:
-    """The most tokens of an engine that a program uses."""
+    """Number of tokens that a program needs of an engine: the highest number it uses, plus one."""
     return 1 + max(
         (
             token.number
@@ -225,12 +228,12 @@ def _tokens(tiles: TileProgram) -> int:
 
 
 def shares_of(chip: Chip, count: int, sharing: Sharing) -> list[Share]:
-    """The parts of a chip for so many programs. Raises `InputError` where it has too little of what is shared."""
+    """Divide a chip among programs. Raises `InputError` if it has too few cores, or too little scratchpad or L2."""
     return _by_cores(chip, count) if sharing is Sharing.CORES else _by_time(chip, count)
 
 
 def _by_cores(chip: Chip, count: int) -> list[Share]:
-    """The cores in order, as many for each tenant as for any other; the first ones have what is over."""
+    """Divide the cores evenly among the programs, in order; the first programs get one more if there is a remainder."""
     if chip.core_count < count:
         cores = f"{chip.core_count} core{'s' * (chip.core_count > 1)}"
         raise InputError(
@@ -250,7 +253,7 @@ def _by_cores(chip: Chip, count: int) -> list[Share]:
 
 
 def _by_time(chip: Chip, count: int) -> list[Share]:
-    """A part of the scratchpads and accumulators for each tenant."""
+    """Divide the scratchpads and accumulators evenly among the programs."""
     step = chip.sram.alignment
     size = chip.sram.size // count // step * step
     sums = 0 if chip.matrix is None else chip.matrix.accumulator_bytes // count // step * step
@@ -270,7 +273,7 @@ def _by_time(chip: Chip, count: int) -> list[Share]:
 
 
 def _part_of_l2(chip: Chip, number: int, count: int) -> tuple[SharedL2 | None, dict[Space, int]]:
-    """A tenant's part of the L2, and where it lies; its bandwidth is shared."""
+    """A tenant's part of the L2, and the shift of its addresses; the bandwidth stays shared. None without an L2."""
     if chip.l2 is None:
         return None, {}
     size = chip.l2.size // count // chip.sram.alignment * chip.sram.alignment
@@ -280,7 +283,7 @@ def _part_of_l2(chip: Chip, number: int, count: int) -> tuple[SharedL2 | None, d
 
 
 def _in_turn(programs: Sequence[Sequence[Section]]) -> tuple[tuple[Section, ...], tuple[tuple[int, ...], ...]]:
-    """The sections of programs in turn, and the numbers of each program's."""
+    """Interleave the sections of programs; return them, and for each program the numbers of its sections."""
     sections: list[Section] = []
     numbers: list[list[int]] = [[] for _ in programs]
     for each in zip_longest(*programs):

@@ -1,4 +1,4 @@
-"""A simulation as a timeline: what each engine of the chip did when."""
+"""Simulated runs as timelines, which show the time span of each instruction on each engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MOST_SLICES = 50_000  # with more instructions than this, a call is one slice on
 
 
 def timeline(*results: Result) -> Timeline:
-    """A track for each engine, a slice for each instruction on it, and counters of DRAM's bandwidth and of SRAM in use.
+    """A trace with a track for each engine, a slice for each instruction, and counters of DRAM bandwidth and SRAM use.
 
     Args:
-        results: Runs on one chip, with their spans, which follow each other in time.
+        results: Consecutive runs on one chip, made with spans.
     """
     chip = results[0].chip
     title = ", ".join(dict.fromkeys(result.program for result in results))
@@ -31,7 +31,7 @@ def timeline(*results: Result) -> Timeline:
 
 
 def add_run(trace: Timeline, result: Result, begin: float) -> None:
-    """Add a run, with its spans, that begins at that time in microseconds."""
+    """Add a run, made with spans, to a trace; it begins at the time `begin`, in microseconds."""
     chip, process = result.chip, f"chip {result.chip.name}"
     tracks = {name: trace.track(process, name) for name in sorted({span.engine for span in result.spans})}
     for span in _slices(result.spans):
@@ -47,7 +47,7 @@ def add_run(trace: Timeline, result: Result, begin: float) -> None:
 
 
 def shared_timeline(run: SharedRun) -> Timeline:
-    """A track for each engine of a chip that programs share, a slice for each instruction, with its program."""
+    """A trace of programs that share a chip, with a track for each engine and a slice for each instruction."""
     chip, process = run.chip, f"chip {run.chip.name}"
     names = [tenant.alone.program for tenant in run.tenants]
     trace = Timeline({"program": ", ".join(names), "chip": chip.name, "latency_us": 1e6 * run.seconds})
@@ -60,7 +60,7 @@ def shared_timeline(run: SharedRun) -> Timeline:
 
 
 def _slices(spans: Sequence[Span]) -> Iterable[Span]:
-    """The spans; if there are very many, those of a call on an engine as one."""
+    """The spans; if there are more than `MOST_SLICES`, those of each call on an engine are merged into one."""
     if len(spans) <= MOST_SLICES:
         return spans
     ordered = sorted(spans, key=lambda span: (span.engine, span.section))

@@ -1,4 +1,4 @@
-"""A chip as numbers, and the cycles of its systolic arrays."""
+"""Descriptions of chips (`Chip`), and formulas for the cycles of systolic arrays."""
 
 from npu_model.chip.description import (
     Chip,

@@ -1,4 +1,4 @@
-"""`Chip`: hardware as numbers, read from a TOML file (docs/npu_model.md lists its keys)."""
+"""`Chip`: the parameters of a simulated chip, read from a TOML file (docs/npu_model.md lists the keys)."""
 
 from __future__ import annotations
 
@@ -30,40 +30,45 @@ VECTOR_FUNCTIONS = tuple(
 
 
 def _above(least: float = 0.0, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
-    """A field whose value, or each value of whose table, is above `least` and at most `most`."""
+    """A dataclass field of a number, or table of numbers, that must be above `least` and at most `most`."""
     return field(default=default, metadata={"above": least, "most": most})
 
 
 def _one_of(*values: str, default: Any = dataclasses.MISSING) -> Any:
-    """A field that is one of these words."""
+    """A dataclass field that must be one of these words."""
     return field(default=default, metadata={"values": values})
 
 
 def _names(*, default: Any = dataclasses.MISSING) -> Any:
-    """A field that is a list of names."""
+    """A dataclass field of a list of names."""
     return field(default=default, metadata={"names": True})
 
 
 def _from(least: float, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
-    """A field whose value, or each value of whose table, is at least `least` and at most `most`."""
+    """A dataclass field of a number, or table of numbers, that must be at least `least` and at most `most`."""
     return field(default=default, metadata={"from": least, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """The systolic arrays, all alike.
+    """The systolic arrays of a core, all of equal size.
+
+    A product larger than an array is computed in folds, each of which fills the array once
+    (`npu_model/chip/systolic.py`).
 
     Attributes:
         arrays: Number of arrays.
-        rows, columns: Processing elements of one of them.
+        rows, columns: Processing elements of an array in each direction.
+        dataflow: Operand that stays in the array while the others stream through it.
         rates: Dtype → multiply-accumulates of a processing element per cycle.
-        overlapped_folds: Whether what stays in the array is loaded while the fold before is computed, and a fold begins
-            to stream while the last one leaves. Without it every fold waits for the one before, as in SCALE-Sim.
-        accumulator_bytes: Memory for sums of 4 bytes, of all arrays together.
+        overlapped_folds: Whether a fold's stationary operand is loaded while the previous fold is computed, and a fold
+            begins to stream while the previous one's results leave. Otherwise each fold waits for the end of the
+            previous one, as in SCALE-Sim.
+        accumulator_bytes: Memory for the sums, of 4 bytes each, of all arrays together.
         windows: Way to compute a convolution: `taps`, one product for each position in the window; or `columns`, one
-            product over all positions, since the arrays are fed with whole windows.
-        load_rows: Rows of an array that are loaded in a cycle with what stays in it.
-        efficiency: Share of the peak that arrays reach while they stream; the rest is what the chip does not document.
+            product over all positions, as on arrays that are fed with whole windows (im2col).
+        load_rows: Rows of an array whose stationary operand is loaded in a cycle.
+        efficiency: Share of the peak rate that arrays reach while they stream; it stands for undocumented losses.
     """
 
     arrays: int = _from(1, 65536)
@@ -85,8 +90,8 @@ class Vector:
     Attributes:
         lanes: Operations per cycle of a dtype whose rate is 1.
         rates: Dtype → operations of a lane per cycle; a multiply-accumulate is one operation.
-        functions: The functions that it computes, each in one operation. Default: those of C's math library, without
-            functions that take loops, such as `hurwitz_zeta` (`npu_compiler/program/functions.py`).
+        functions: The functions that the unit computes, each in one operation. Default: those of C's math library,
+            without functions that need loops, such as `hurwitz_zeta` (`npu_compiler/program/functions.py`).
     """
 
     lanes: int = _from(1, 2**24)
@@ -96,7 +101,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Output:
-    """The output stage, which takes sums from the accumulators: scales, adds, activates and rounds them.
+    """The output stage, which reads sums from the accumulators and scales, adds to, activates and rounds them.
 
     Attributes:
         lanes: Results per cycle.
@@ -107,11 +112,15 @@ class Output:
 
 @dataclass(frozen=True)
 class Sram:
-    """The memory on the chip: `banks` × `ports` × `bytes_per_cycle` is the most that it moves in a cycle.
+    """The scratchpad of a core; its peak bandwidth is `banks` × `ports` × `bytes_per_cycle`.
 
     Attributes:
-        bank_bytes: Consecutive bytes that lie in one bank (`npu_model/machine/sram_banks.py`). Default: banks are in
-            nobody's way.
+        size: Bytes.
+        banks: Number of banks.
+        ports: Ports of a bank, each of which moves `bytes_per_cycle`.
+        alignment: Multiple of bytes at which the compiler places tiles.
+        bank_bytes: Consecutive bytes that lie in one bank (`npu_model/machine/sram_banks.py`). None, the default: bank
+            conflicts are not simulated.
     """
 
     size: int = _from(1024, 2**40)
@@ -123,7 +132,7 @@ class Sram:
 
     @property
     def bandwidth(self) -> int:
-        """Bytes per cycle."""
+        """Peak bandwidth in bytes per cycle, over all banks and ports."""
         return self.banks * self.ports * self.bytes_per_cycle
 
 
@@ -145,17 +154,17 @@ DRAM_KINDS: Mapping[str, Mapping[str, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DramBanks:
-    """The organisation and timings of DRAM (`npu_model/machine/dram.py` has what they mean).
+    """The organisation and timings of DRAM (`npu_model/machine/dram.py` explains how they are used).
 
     Attributes:
-        kind: Kind of DRAM that the keys which are not given are taken from.
-        channels: Channels, which share the bandwidth.
+        kind: DRAM standard that gives the keys that the file lacks, or `custom`.
+        channels: Number of channels, which share the bandwidth.
         ranks: Ranks of a channel.
         banks: Banks of a rank.
         row_bytes: Size of a row of a bank.
         interleave_bytes: Consecutive bytes that lie in one channel.
-        trcd_ns, trp_ns, tcl_ns: To open a row, to close it, and from a read to its first byte.
-        trfc_ns, trefi_ns: Time of a refresh, and from one to the next.
+        trcd_ns, trp_ns, tcl_ns: Time to open a row, to close it, and from a read to its first byte.
+        trfc_ns, trefi_ns: Duration of a refresh, and time from the begin of one to that of the next.
     """
 
     kind: str = _one_of("custom", *DRAM_KINDS, default="custom")
@@ -173,14 +182,15 @@ class DramBanks:
 
 @dataclass(frozen=True)
 class Dram:
-    """The memory beside the chip.
+    """The memory outside the chip.
 
     Attributes:
-        bandwidth_gb_s: 10^9 bytes per second.
+        bandwidth_gb_s: Peak bandwidth, in 10^9 bytes per second.
         latency_ns: Nanoseconds from a request to its first byte.
-        burst_bytes: A run of consecutive bytes takes as long as the next multiple of this many.
-        efficiency: Share of the bandwidth that transfers reach.
-        banks: Its banks and timings. Default: a transfer takes its bytes by the bandwidth.
+        burst_bytes: A run of consecutive bytes takes as long as if it were rounded up to a multiple of this.
+        efficiency: Share of the peak bandwidth that transfers reach.
+        banks: Organisation and timings of its banks. None, the default: a transfer's time is its bytes over the
+            bandwidth.
     """
 
     bandwidth_gb_s: float = _above(0, 1e9)
@@ -192,11 +202,11 @@ class Dram:
 
 @dataclass(frozen=True)
 class SharedL2:
-    """The memory between the cores' scratchpads and DRAM, which all cores share.
+    """A memory between DRAM and the cores' scratchpads that all cores share.
 
     Attributes:
         size: Bytes.
-        bytes_per_cycle: Bytes that it moves in a cycle, for all cores together.
+        bytes_per_cycle: Bandwidth, for all cores together.
         latency_ns: Nanoseconds from a request to its first byte.
     """
 
@@ -207,10 +217,10 @@ class SharedL2:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The form in which weights lie in DRAM, and the decoder that they pass on their way out.
+    """Compression of weights in DRAM, and the decoder that expands them when they are loaded.
 
     Attributes:
-        ratio: Bytes that are stored for each byte of a weight, with all that the format adds.
+        ratio: Stored bytes for each byte of a weight, with the metadata of the format.
         decoder_bytes_per_cycle: Decoded bytes that leave the decoder in a cycle.
     """
 
@@ -220,11 +230,13 @@ class PackedWeights:
 
 @dataclass(frozen=True)
 class Dma:
-    """The DMA engines: in-order queues of transfers. They share the bandwidth and hide each other's latency.
+    """The DMA engines of a core: in-order queues of transfers that share the bandwidth and hide each other's latency.
 
     Attributes:
-        staged_bytes: Scratchpad for operands of a product with a weight that are moved there whole before it begins,
-            the weight first, as compilers do that place tensors and not tiles. Default: all are streamed by tiles.
+        channels: Number of engines.
+        staged_bytes: Scratchpad bytes for operands of products with weights that are loaded whole before the product
+            begins, the weight first; models compilers that place whole tensors. Default, 0: operands are loaded by
+            tiles.
     """
 
     channels: int = _from(1, 1024)
@@ -239,9 +251,9 @@ class Network:
     """The network between cores.
 
     Attributes:
-        bandwidth_gb_s: 10^9 bytes per second of each core's link, out of the core and into it at once.
-        latency_ns: Nanoseconds of a hop, for data and for tokens.
-        topology: Way in which cores are joined: `crossbar`, one hop between any two; `ring`; or `mesh`, as square as
+        bandwidth_gb_s: Bandwidth of each core's link, in 10^9 bytes per second, in both directions at once.
+        latency_ns: Nanoseconds of a hop, for data and for tokens (the counters by which engines synchronise).
+        topology: Way in which cores are connected: `crossbar`, one hop between any two; `ring`; or `mesh`, as square as
             the number of cores allows.
     """
 
@@ -252,13 +264,13 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Cores:
-    """Several cores over one DRAM, each with engines, accumulators and a scratchpad of its own, as the chip has them.
+    """Several equal cores that share DRAM, each with its own engines, accumulators and scratchpad.
 
     Attributes:
         count: Number of cores.
-        network: Way between their scratchpads.
-        split: Division of a program among them: of each call's result by `rows`, `columns` or `heads`; calls by
-            `layers`; or `auto`, the fastest of these and of one core.
+        network: Connection between their scratchpads.
+        split: Division of a program among the cores: each kernel call's result by `rows`, `columns` or `heads`; whole
+            calls by `layers`; or `auto`, the fastest of these and of one core alone.
     """
 
     count: int = _from(2, 64)
@@ -266,7 +278,7 @@ class Cores:
     split: str = _one_of(*SPLITS, default="auto")
 
     def hops(self, first: int, second: int) -> int:
-        """Hops between two cores."""
+        """Number of network hops between two cores."""
         apart = abs(first - second)
         if self.network.topology == "ring":
             return min(apart, self.count - apart)
@@ -277,17 +289,17 @@ class Cores:
 
     @property
     def _width(self) -> int:
-        """Cores in a row of a mesh."""
+        """Number of cores in a row of a mesh."""
         rows = next(rows for rows in range(math.isqrt(self.count), 0, -1) if self.count % rows == 0)
         return self.count // rows
 
 
 @dataclass(frozen=True)
 class Control:
-    """Ordering of the engines.
+    """Synchronisation of the engines.
 
     Attributes:
-        tokens: Counters of each engine that others may wait for.
+        tokens: Number of tokens of each engine: counters that it raises and others wait for.
     """
 
     tokens: int = _from(1, 65536, default=64)
@@ -298,8 +310,9 @@ class Launch:
     """Cost of starting a kernel call.
 
     Attributes:
-        overlapped: Whether calls are prepared while others run. Otherwise a call is launched when the one before has
-            ended, and nothing of it begins before.
+        cost_us: Microseconds.
+        overlapped: Whether a call is prepared while others run. Otherwise its launch begins when the previous call has
+            ended, and none of its instructions starts before the launch is over.
     """
 
     cost_us: float = _from(0, 1e9, default=0.0)
@@ -308,12 +321,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class Energy:
-    """Picojoules, and watts that flow whatever the chip does.
+    """Energy of each kind of work, in picojoules, and the static power.
 
     Attributes:
         pj_per_mac: Dtype → energy of a multiply-accumulate.
-        pj_per_dram_byte: Energy of a byte of DRAM; on a chip without DRAM, of a byte that crosses the link.
-        pj_per_vector_operation: Energy of an operation of any dtype.
+        pj_per_dram_byte: Energy of moving a byte from or to DRAM; on a chip without DRAM, over the link to the host.
+        pj_per_vector_operation: Energy of an operation of a vector lane, of any dtype.
+        static_watts: Power that the chip draws all the time.
     """
 
     pj_per_mac: Mapping[str, float] = _from(0, 1e9)
@@ -330,15 +344,15 @@ _NO_ENERGY = Energy({}, 0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of an op; those that are None do not limit it.
+    """Limits within which an op is supported; None means no limit.
 
     Attributes:
-        dtypes: Dtypes of what it reads first: an activation, not a weight.
-        rank: The largest rank of its tensors.
-        size: The most elements along an axis of its tensors.
-        elements: The most elements of a tensor.
-        window: The most elements along an axis of its kernel window.
-        stride: The longest step of its window.
+        dtypes: Dtypes of its first operand, which is an activation, not a weight.
+        rank: Maximum rank of its tensors.
+        size: Maximum number of elements along an axis of its tensors.
+        elements: Maximum number of elements of a tensor.
+        window: Maximum number of elements along an axis of its kernel window.
+        stride: Maximum stride of its window.
     """
 
     dtypes: tuple[str, ...] | None = _names(default=None)
@@ -351,15 +365,15 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Ops:
-    """The ops that the chip's tool chain takes: what it lacks is refused, though the engines could compute it.
+    """The ops that the chip's tool chain supports: others are refused, even if the engines could compute them.
 
-    Ops go by their ATen names without `aten.`, or by the family of the kernels that compute them.
+    Ops are named as in ATen without `aten.`, or by the family of the kernels that compute them.
 
     Attributes:
-        only: The ops and families that there are. Default: all that the engines compute.
-        without: Ops and families that are missing.
-        also: Ops that there are whatever `only` and `without` say.
-        limits: Op or family, or `all`, → its limits.
+        only: The supported ops and families. None, the default: all that the engines compute.
+        without: Ops and families that are not supported.
+        also: Ops that are supported whatever `only` and `without` say.
+        limits: Op, family or `all` → its limits.
     """
 
     only: tuple[str, ...] | None = _names(default=None)
@@ -370,12 +384,12 @@ class Ops:
 
 @dataclass(frozen=True)
 class Host:
-    """The CPU beside the chip, as a roofline; it computes op by op.
+    """The CPU beside the chip, modelled as a roofline that executes op by op.
 
     Attributes:
         gflops: 10^9 operations per second.
-        bandwidth_gb_s: 10^9 bytes per second from and to its memory.
-        overhead_us: Microseconds of each op besides, such as a framework's.
+        bandwidth_gb_s: Bandwidth of its memory, in 10^9 bytes per second.
+        overhead_us: Microseconds added to each op, such as a framework's overhead.
     """
 
     gflops: float = _above(0, 1e9)
@@ -385,12 +399,12 @@ class Host:
 
 @dataclass(frozen=True)
 class HostLink:
-    """The way between the chip's memory and the host's.
+    """The connection between the chip's memory and the host's.
 
     Attributes:
-        bandwidth_gb_s: 10^9 bytes per second, in either direction.
-        latency_us: Microseconds of a transfer besides.
-        launch_us: Microseconds to begin a run of the chip and to learn that it has ended.
+        bandwidth_gb_s: 10^9 bytes per second, in each direction.
+        latency_us: Microseconds added to each transfer.
+        launch_us: Microseconds to start a run of the chip and to learn that it has ended.
     """
 
     bandwidth_gb_s: float = _above(0, 1e9)
@@ -400,17 +414,18 @@ class HostLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A chip.
+    """The description of a chip.
 
     Attributes:
         clock_ghz: The clock of all its parts.
-        dram: None for a chip that has none: what it computes with comes over the link, and stays on the chip.
-        l2: None for a chip whose scratchpads lie right on DRAM.
-        weights: None for a chip whose weights lie in DRAM as they are.
+        dram: None for a chip without DRAM: its inputs come over the link, and everything else stays on the chip.
+        l2: None for a chip without a memory between its scratchpads and DRAM.
+        weights: None for a chip whose weights are stored uncompressed.
+        matrix: None for a chip without systolic arrays.
+        output: None for a chip without an output stage.
         cores: None for a chip of one core.
-        matrix: None for a chip that has a vector unit only.
-        energy: All zeros where the file says nothing of it.
-        host, link: None where the file says nothing of them; then a model is not divided by prices.
+        energy: All zeros if the file has no such table.
+        host, link: None if the file has no such table; then models are not divided between chip and host by cost.
     """
 
     name: str
@@ -433,7 +448,7 @@ class Chip:
 
     @property
     def outside(self) -> Dram:
-        """The memory beside the chip: DRAM or, where there is none, the host's at the other end of the link."""
+        """The memory outside the chip: DRAM or, on a chip without DRAM, the host's memory behind the link."""
         if self.dram is not None:
             return self.dram
         assert self.link is not None  # `parse_chip` sees to it
@@ -441,24 +456,24 @@ class Chip:
 
     @property
     def outside_name(self) -> str:
-        """The name of the way to the memory beside the chip."""
+        """Name of the connection to the memory outside the chip: `DRAM`, or `link` on a chip without DRAM."""
         return "link" if self.dram is None else "DRAM"
 
     @property
     def dram_bytes_per_cycle(self) -> float:
-        """Bytes that DRAM moves in a cycle; on a chip without DRAM, the link."""
+        """Peak bytes per cycle from and to DRAM; on a chip without DRAM, over the link."""
         return self.outside.bandwidth_gb_s / self.clock_ghz
 
     @property
     def dram_latency_cycles(self) -> float:
-        """Cycles from a request to its first byte, where another row than the one it needs is open."""
+        """Cycles from a request to its first byte, if its bank has another row open (the worst case)."""
         banks = self.outside.banks
         opening = 0.0 if banks is None else banks.trp_ns + banks.trcd_ns + banks.tcl_ns
         return (self.outside.latency_ns + opening) * self.clock_ghz
 
     @property
     def l2_latency_cycles(self) -> float:
-        """Cycles from a request to the first byte of the shared L2; 0 where there is none."""
+        """Cycles from a request to the first byte of the shared L2; 0 on a chip without one."""
         return 0.0 if self.l2 is None else self.l2.latency_ns * self.clock_ghz
 
     def seconds(self, cycles: float) -> float:
@@ -471,14 +486,14 @@ class Chip:
         return 1 if self.cores is None else self.cores.count
 
     def peak_macs(self, dtype: str) -> float:
-        """The most multiply-accumulates of all cores per cycle; 0 where they do not multiply that dtype."""
+        """Maximum multiply-accumulates of all cores per cycle; 0 if the chip does not multiply that dtype."""
         matrix = self.matrix
         if matrix is None:
             return 0.0
         return matrix.rates.get(dtype, 0.0) * matrix.arrays * matrix.rows * matrix.columns * self.core_count
 
     def mac_energy(self, dtype: str) -> float:
-        """Picojoules of a multiply-accumulate; of a dtype that the file lacks, those of the costliest."""
+        """Picojoules of a multiply-accumulate; for a dtype that the file lacks, the highest of those it lists."""
         known = self.energy.pj_per_mac
         return known.get(dtype, max(known.values(), default=0.0))
 
@@ -490,7 +505,7 @@ def shipped_chips() -> list[str]:
 
 
 def load_chip(source: str | Path) -> Chip:
-    """Read a chip from a TOML file, or the one of that name that comes with this package.
+    """Read a chip from a TOML file, or by the name of a chip that comes with this package.
 
     Raises:
         InputError: there is no such chip, or its file is malformed; the message names the file and the key.
@@ -514,7 +529,7 @@ def load_chip(source: str | Path) -> Chip:
 
 
 def parse_chip(text: str, origin: str) -> Chip:
-    """A chip from TOML text; `origin` is named in errors. Raises `InputError` where it is malformed."""
+    """Parse a chip from TOML text. Raises `InputError`, which names `origin`, if the text is malformed."""
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # the latter of brackets, the former also of thousands of digits
@@ -531,7 +546,7 @@ def parse_chip(text: str, origin: str) -> Chip:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message; its type where Python refuses to write it: an integer may have thousands of digits."""
+    """A value for a message, or its type if Python refuses to print it: an integer may have thousands of digits."""
     try:
         return f"{value!r:.80}"
     except ValueError:
@@ -547,7 +562,10 @@ def _table(value: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def _fields(kind: type, given: Mapping[str, Any], path: str, where: str) -> Any:
-    """A dataclass from a table of a chip file, each value checked."""
+    """Build a dataclass from a table of a chip file.
+
+    Raises `InputError` if a key is unknown or missing or a value is wrong.
+    """
     hints = typing.get_type_hints(kind)
     known = {item.name: item for item in dataclasses.fields(kind)}
     if unknown := sorted(given.keys() - known.keys()):
@@ -598,7 +616,7 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
 
 
 def _part(kind: type, table: Mapping[str, Any], path: str, where: str) -> Any:
-    """A part of a chip from its table; DRAM with banks gets what its kind has and the table does not give."""
+    """Build a part of a chip from its table; keys of `banks` that the table lacks are taken from its kind of DRAM."""
     if kind is not DramBanks:
         part = _fields(kind, table, f"{path}.", where)
         if isinstance(part, Dram) and part.banks is not None and part.banks.interleave_bytes % part.burst_bytes:
@@ -636,7 +654,7 @@ def _word(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> st
 
 
 def _limits(value: Any, path: str, where: str) -> Mapping[str, Limits]:
-    """Op or family → its limits."""
+    """Parse a table of op or family → limits."""
     table = _table(value, path, where)
     _listed(list(table), ("all", *op_names()), path, where)
     return {
@@ -654,7 +672,7 @@ def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:
 
 
 def op_names() -> tuple[str, ...]:
-    """The names that a chip file may give to ops: families of kernels, and ops of ATen."""
+    """The names of ops that a chip file may use: kernel families, and ATen ops."""
     from npu_compiler import ops
     from npu_compiler.graph.model import base_op
     from npu_compiler.ops.registry import OPS
@@ -666,7 +684,7 @@ def op_names() -> tuple[str, ...]:
 
 
 def _listed(value: Any, allowed: tuple[str, ...], path: str, where: str) -> tuple[str, ...]:
-    """A list of names out of some."""
+    """Check that a value is a list of names from `allowed`. Raises `InputError` otherwise."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise InputError(f"{where}: '{path}' is {_shown(value)}; write a list of names in quotes")
     if unknown := sorted(set(value) - set(allowed)):
@@ -677,7 +695,10 @@ def _listed(value: Any, allowed: tuple[str, ...], path: str, where: str) -> tupl
 
 
 def check_number(owner: Any, name: str, value: Any, where: str) -> Any:
-    """A number for a field of a part of a chip, as that takes it. Raises `InputError` if it does not."""
+    """Check a number against the limits of a field of `owner`, a part of a chip.
+
+    Raises `InputError` if it is out of range.
+    """
     item = next(item for item in dataclasses.fields(owner) if item.name == name)
     whole = typing.get_type_hints(type(owner))[name] is int
     return _number(whole, item, value, name, where)

@@ -27,7 +27,7 @@ from npu_compiler.program.products import Product
 
 
 class Dataflow(StrEnum):
-    """The operand that stays in the array."""
+    """The operand that stays in the array while the others stream through it."""
 
     WEIGHT = "weight"
     OUTPUT = "output"
@@ -36,7 +36,7 @@ class Dataflow(StrEnum):
 
 @dataclass(frozen=True)
 class ArrayCycles:
-    """Cycles of an array without waiting for memory, and the share of it that works meanwhile (0 to 1)."""
+    """Cycles of an array that never waits for memory, and its utilization (share of busy multipliers, 0 to 1)."""
 
     cycles: int
     utilization: float
@@ -44,9 +44,9 @@ class ArrayCycles:
 
 @dataclass(frozen=True)
 class SramAccesses:
-    """Elements that the array reads from SRAM and writes to it.
+    """Numbers of elements that the array reads from SRAM and writes to it.
 
-    `partial_reads` are sums that come back to be added to, where k takes several folds; SCALE-Sim counts only their
+    `partial_reads` are partial sums read back to be added to, where k takes several folds; SCALE-Sim counts only their
     writes.
     """
 
@@ -62,7 +62,7 @@ class SramAccesses:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A product laid on an array: sizes along rows, columns and time, and the folds along rows and columns."""
+    """A product laid out on an array: its sizes along rows, columns and time, and its folds in each direction."""
 
     along_rows: int
     along_columns: int
@@ -72,7 +72,7 @@ class Mapping:
 
 
 def mapping(product: Product, rows: int, columns: int, dataflow: Dataflow) -> Mapping:
-    """Lay one product of the batch on an array of `rows` × `columns`; an `InputError` where that is no array."""
+    """Lay out one product of the batch on an array. Raises `InputError` if the array has no rows or no columns."""
     if rows < 1 or columns < 1:
         raise InputError(f"an array needs at least one row and one column, not {rows}×{columns}")
     m, n, k = product.m, product.n, product.k
@@ -87,11 +87,11 @@ def mapping(product: Product, rows: int, columns: int, dataflow: Dataflow) -> Ma
 def array_cycles(product: Product, rows: int, columns: int, dataflow: Dataflow) -> ArrayCycles:
     """Cycles without memory stalls: folds × the cycles of one fold.
 
-    Weight and input stationary, a fold takes `rows` cycles to load what stays, `time` to stream, and `rows + columns
-    − 2` for the last streamed element to cross the array. Output stationary, nothing is loaded beforehand: `time +
-    rows + columns − 2`. A fold that fills the array partly takes as long as a full one. (The ISPASS paper's equation
-    adds `rows` cycles of draining to output-stationary folds too; the simulator lets results leave while the last
-    ones are computed, and so do we.)
+    Weight and input stationary, a fold takes `rows` cycles to load the stationary operand, `time` to stream, and `rows
+    + columns − 2` for the last streamed element to cross the array. Output stationary, nothing is loaded beforehand:
+    `time + rows + columns − 2`. A fold that fills the array partly takes as long as a full one. (The ISPASS paper's
+    equation adds `rows` cycles of draining to output-stationary folds too; the simulator lets results leave while the
+    last ones are computed, and so do we.)
     """
     laid = mapping(product, rows, columns, dataflow)
     fold = laid.time + rows + columns - 2
@@ -102,7 +102,7 @@ def array_cycles(product: Product, rows: int, columns: int, dataflow: Dataflow) 
 
 
 def sram_accesses(product: Product, rows: int, columns: int, dataflow: Dataflow) -> SramAccesses:
-    """Elements read and written by the array: what stays is read once, what streams once per fold that needs it."""
+    """Elements read and written by the array: a stationary operand once, a streamed one once in each fold."""
     laid = mapping(product, rows, columns, dataflow)
     batch = product.batch
     inputs, weights, outputs = product.m * product.k, product.k * product.n, product.m * product.n

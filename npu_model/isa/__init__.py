@@ -1,1 +1,1 @@
-"""The NPU's instruction set (docs/npu_isa.md): what a tile program is made of, its binary form and its text."""
+"""The NPU's instruction set (docs/npu_isa.md): data types of tile programs, their binary form and their text."""

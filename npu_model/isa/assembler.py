@@ -1,4 +1,4 @@
-"""`assemble`: the tile program of a text as `disassemble` writes it (docs/npu_isa.md)."""
+"""`assemble`: parses the text form of a tile program, as `disassemble` writes it (docs/npu_isa.md)."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _TOKENS = re.compile(
 
 
 def assemble(text: str) -> TileProgram:
-    """The program of a text.
+    """Parse the text of a tile program.
 
     Raises:
-        InputError: it is no such text; names the line, and what was expected there.
+        InputError: the text is malformed; the message names the line and what was expected there.
     """
     lines = [line for number, words in enumerate(text.splitlines(), 1) if (line := _Line(number, words)).words]
     if not lines:
@@ -64,7 +64,7 @@ class _Word:
 
 
 class _Line:
-    """A line as words, of which each method takes the next ones."""
+    """A line of the text, split into words; each method parses and consumes the next ones."""
 
     def __init__(self, number: int, text: str) -> None:
         self.number = number
@@ -82,7 +82,7 @@ class _Line:
         raise InputError(f"line {self.number}: expected {expected}, not {self.next[:40] or 'the end of the line'!r}")
 
     def accepts(self, text: str) -> bool:
-        """Take the next word if it is this one; returns whether it is."""
+        """Consume the next word if it equals `text`; return whether it does."""
         accepted = self.next == text and self.words[self.at].kind != "string"
         self.at += accepted
         return accepted
@@ -131,7 +131,7 @@ class _Line:
         return sign * self._digits("a number")
 
     def numbered(self, letter: str, expected: str) -> int:
-        """The number behind a letter, as in `t0`."""
+        """Parse a letter with a number behind it, as in `t0`, and return the number."""
         match = re.fullmatch(rf"{letter}(\d{{1,6}})", self.next, re.ASCII)
         if match is None:
             self.fail(expected)
@@ -139,7 +139,10 @@ class _Line:
         return int(match.group(1))
 
     def affine(self, depth: int) -> tuple[Affine, bool]:
-        """A sum of integers and counters of `depth` loops, and whether it ends with '+' before the turn of a tile."""
+        """Parse a sum of integers and loop counters, with `depth` loops around.
+
+        Returns the sum, and whether a `SIZE*(TURN % SLOTS)` term follows, which makes a tile rotate among slots.
+        """
         value = ZERO
         sign = -1 if self.accepts("-") else 1
         while True:
@@ -172,7 +175,7 @@ class _Line:
         return value
 
     def listed(self, close: str) -> Iterator[None]:
-        """Iterate once for each item of a list with commas that ends with `close`."""
+        """Iterate once for each item of a comma-separated list that ends with `close`; the caller parses the item."""
         if self.accepts(close):
             return
         while True:
@@ -183,7 +186,7 @@ class _Line:
                 self.fail(f"',' or {close!r}")
 
     def tile(self, depth: int) -> _Operand:
-        """An operand, which is complete when the sizes of the box are known."""
+        """Parse an operand; the result is a function from the sizes of the instruction's box to the complete `Tile`."""
         is_name = self.at < len(self.words) and self.words[self.at].kind == "name"
         name = self.word()
         is_packed = is_name and name == Space.PACKED and not self.accepts("[")
@@ -255,7 +258,7 @@ class _Line:
         return Token(engine, int(number))
 
     def margin(self, depth: int) -> tuple[tuple[Wait, ...], tuple[Token, ...]]:
-        """The waits and signals at the end of a line."""
+        """Parse the waits and signals at the end of a line."""
         waits: list[Wait] = []
         signals: list[Token] = []
         if self.accepts("wait"):
@@ -271,7 +274,7 @@ class _Line:
 
 
 class _Reader:
-    """Lines as a program."""
+    """A parser of tile programs in text form, line by line."""
 
     def __init__(self, lines: Sequence[_Line]) -> None:
         self.lines = lines
@@ -305,7 +308,7 @@ class _Reader:
         return TileProgram(chip, digest, tuple(buffers), tuple(sections["preload"]), tuple(sections["section"]))
 
     def _body(self, outside: int, depth: int) -> tuple[Node, ...]:
-        """The instructions and loops that are indented by more than `outside`."""
+        """Parse the instructions and loops that are indented by more than `outside`."""
         nodes: list[Node] = []
         indent: int | None = None
         while (line := self._next()) is not None and line.indent > outside:
@@ -353,7 +356,7 @@ class _Reader:
         return replace(instruction, waits=waits, signals=signals)
 
     def _steps(self, compute: Compute, outside: int, depth: int) -> Compute:
-        """The vector program, from the lines below its own."""
+        """Parse the vector program in the lines below a `compute` instruction."""
         inputs: list[Tile] = []
         steps: list[Step] = []
         stores: list[tuple[int, Tile]] = []

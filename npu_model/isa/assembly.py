@@ -1,8 +1,9 @@
-"""`disassemble`: the text of tile programs, which `assemble` reads back to equal ones (docs/npu_isa.md).
+"""`disassemble`: writes tile programs as text, which `assemble` reads back to equal programs (docs/npu_isa.md).
 
-An instruction is a line: engine, what it does, operands, box, and in the margin, or in a line of its own, what it waits
-for and raises. The steps of a vector program are lines below. `t0`, `t1`, … are the counters of the loops around, the
-outermost first. An operand whose elements lie densely, in the order of the box, has no strides.
+An instruction is a line: its engine, operation, operands and box (the index space it iterates over), then, in the
+margin or in a line of its own, the tokens that it waits for and raises. The steps of a vector program follow, a line
+each. `t0`, `t1`, … are the counters of the enclosing loops, the outermost first. Strides are left out where an operand
+is contiguous in the order of the box.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ IN_A_CORE = re.compile(
 
 
 def disassemble(program: TileProgram) -> str:
-    """The text of a program that the verifier takes; comments say what each section moves from and to DRAM."""
+    """The text of a program that has passed the verifier.
+
+    Comments give the DRAM traffic of each section (kernel call).
+    """
     lines = [f"chip {_word(program.chip)} {_word(program.digest)}"]
     lines += [f"buffer {_word(buffer.name)} {buffer.size}" for buffer in program.buffers]
     for keyword, sections in (("preload", program.preload), ("section", program.sections)):
@@ -52,7 +56,7 @@ def disassemble(program: TileProgram) -> str:
 
 
 def section_lines(section: Section, keyword: str = "section") -> Iterator[str]:
-    """The lines of a section."""
+    """The lines of a section, which has the instructions of one kernel call; `keyword` is `section` or `preload`."""
     yield f"{keyword} {_word(section.node)} {_word(section.kernel)} {json.dumps(section.comment)}"
     yield from _node_lines(section.body, 0)
     read, written = traffic(section.body, Space.DRAM)
@@ -142,7 +146,7 @@ def _begin(depths: Sequence[int]) -> str:
 
 
 def dense_strides(sizes: Sequence[int], dtype: str) -> tuple[int, ...]:
-    """Strides in bytes of elements that lie one after the other, the last dimension innermost."""
+    """Strides in bytes of a contiguous array, row-major."""
     return tuple(stride * itemsize(dtype) for stride in contiguous_strides(sizes))
 
 
@@ -182,7 +186,7 @@ def _number(value: Value) -> str:
 
 
 def _word(text: str) -> str:
-    """A name as it is, or any other text in quotes."""
+    """A name unchanged, or any other text in quotes."""
     return text if re.fullmatch(NAME, text, re.ASCII) else json.dumps(text)
 
 

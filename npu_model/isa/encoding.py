@@ -1,7 +1,7 @@
-"""The binary form of tile programs: a version, then msgpack of plain lists (docs/npu_isa.md).
+"""The binary form of tile programs: msgpack of a version, a table of strings and a body (docs/npu_isa.md).
 
-A record is a list of its fields in the order of the dataclass; where a field may be one of several kinds, the kind's
-name comes first. Texts that repeat, such as buffers and dtypes, stand in a table once. Reading checks every value.
+A dataclass is a list of its fields in order; where a field may hold one of several classes, the class's name comes
+first. Strings, such as buffer names and dtypes, are indices into the table. Reading checks every value.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _NESTING = MAX_LOOPS + 1
 
 
 def encode(program: TileProgram) -> bytes:
-    """The bytes of a tile program."""
+    """Serialize a tile program."""
     texts: dict[str, int] = {}
     body = _packed(program, texts)
     return bytes(msgpack.packb([VERSION, list(texts), body]))
 
 
 def decode(data: bytes) -> TileProgram:
-    """The tile program of these bytes.
+    """Deserialize a tile program.
 
     Raises:
-        ProgramFormatError: they are no tile program of this version; says what is wrong.
+        ProgramFormatError: the bytes are not a tile program of this version; the message says what is wrong.
     """
     try:
         content = msgpack.unpackb(data)

@@ -1,12 +1,13 @@
 """The instructions of a tile program, as data.
 
 A tile program is a list of sections, one for each kernel call. A section is a list of instructions and hardware loops.
-Each instruction belongs to an engine; an engine executes its instructions in their order, and engines run side by side.
-Only tokens order engines: an instruction starts when every count that it waits for has been reached, and raises its own
-tokens by one each when it has ended.
+Each instruction belongs to an engine; an engine executes its instructions in order, and engines run concurrently.
+Engines are synchronised by tokens alone, which are counters: an instruction starts when every token that it waits for
+has reached the count it needs, and raises its own tokens by one each when it has ended.
 
-An instruction works on a box of elements: its `axes`. Each operand is a `Tile`, which says where the element at (i, j,
-…) of the box lies. All numbers that change from round to round of a loop are `Affine` in the loops' counters.
+An instruction iterates over a box, an index space with the instruction's `axes`. Each operand is a `Tile`, which says
+where the element at (i, j, …) of the box lies. All numbers that change from one iteration of a loop to the next are
+`Affine` functions of the loops' counters.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_LOOPS = 8  # loops within each other
 
 
 class Engine(StrEnum):
-    """Engine that executes instructions; a core has several DMA engines, numbered from 0, and one of each other."""
+    """Kinds of engine; each core has one or more DMA engines, numbered from 0, and at most one of each other kind."""
 
     MATRIX = "matrix"
     OUTPUT = "output"
@@ -30,7 +31,7 @@ class Engine(StrEnum):
 
 
 def core_of(engine: str) -> str:
-    """The core of an engine, such as `core1` of `core1.dma0`; empty on a chip of one core."""
+    """The core's part of an engine's name, such as `core1` of `core1.dma0`; empty on a chip of one core."""
     return engine.rpartition(".")[0]
 
 
@@ -40,22 +41,22 @@ def kind_of(engine: str) -> str:
 
 
 def core_name(number: int) -> str:
-    """The name of a core."""
+    """The name of a core by its number, such as `core1`."""
     return f"core{number}"
 
 
 def core_number(name: str) -> int:
-    """The number of a core."""
+    """The number of a core by its name, the inverse of `core_name`."""
     return int(name.removeprefix("core"))
 
 
 def is_transfer(engine: str) -> bool:
-    """Whether an engine is one of DMA."""
+    """Whether an engine is a DMA engine."""
     return kind_of(engine).startswith(Engine.DMA)
 
 
 class Space(StrEnum):
-    """A memory of the chip."""
+    """A memory that operands lie in."""
 
     DRAM = "dram"
     PACKED = "packed"  # DRAM, of weights that are stored in another form and decoded on their way
@@ -65,18 +66,18 @@ class Space(StrEnum):
 
     @property
     def is_shared(self) -> bool:
-        """Whether all cores reach it; only DMA engines do."""
+        """Whether the memory is shared by all cores; only DMA engines access such memories."""
         return self in (Space.DRAM, Space.PACKED, Space.L2)
 
     @property
     def has_buffers(self) -> bool:
-        """Whether places in it are those of named buffers."""
+        """Whether addresses in the memory are relative to named buffers."""
         return self in (Space.DRAM, Space.PACKED)
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """`base` + Σ `steps[d]` × the counter of the loop at depth `d`, the outermost first; no step of 0 comes last."""
+    """`base` + Σ `steps[d]` × the counter of the loop at depth `d`, the outermost first; the last step is never 0."""
 
     base: int = 0
     steps: tuple[int, ...] = ()
@@ -87,7 +88,10 @@ class Affine:
             object.__setattr__(self, "steps", self.steps[:length])
 
     def at(self, counters: Sequence[int]) -> int:
-        """The value in a round of the loops; counters of inner loops that do not matter may be absent."""
+        """The value for given loop counters, outermost first.
+
+        Counters of inner loops without a step may be left out.
+        """
         return self.base + sum(map(mul, self.steps, counters)) if self.steps else self.base
 
     def __add__(self, other: Affine | int) -> Affine:
@@ -103,7 +107,7 @@ class Affine:
     __radd__, __rmul__ = __add__, __mul__
 
     def bounds(self, counts: Sequence[int]) -> tuple[int, int]:
-        """The least and the greatest value over all rounds of loops of these counts."""
+        """The minimum and the maximum over all iterations of loops of these counts."""
         ends = [step * (count - 1) for step, count in zip(self.steps, counts, strict=False)]
         return self.base + sum(min(end, 0) for end in ends), self.base + sum(max(end, 0) for end in ends)
 
@@ -113,12 +117,13 @@ ZERO = Affine()
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of the box that an instruction works on.
+    """An axis of the box that an instruction iterates over.
 
     Attributes:
-        size: Elements along it.
-        start: The coordinate of its first element in the tensor that is tiled.
-        total: The tensor's size; elements whose coordinate is not in 0 … total − 1 do not exist and are left out.
+        size: Number of elements along it.
+        start: The coordinate of its first element in the tiled tensor.
+        total: The tensor's size along the axis; elements whose coordinate is not in 0 … total − 1 lie outside of the
+            tensor and are skipped. 0: `size`.
     """
 
     size: int
@@ -130,29 +135,30 @@ class Axis:
             object.__setattr__(self, "total", self.size)
 
     def is_clipped(self, counts: Sequence[int]) -> bool:
-        """Whether some element does not exist in some round of loops of these counts."""
+        """Whether, in some iteration of loops of these counts, some element lies outside of the tensor."""
         if not self.start.steps:
             return self.start.base < 0 or self.start.base + self.size > self.total
         low, high = self.start.bounds(counts)
         return low < 0 or high + self.size > self.total
 
     def inside(self, counters: Sequence[int]) -> tuple[int, int]:
-        """The first existing element and the one behind the last."""
+        """The range of the axis that lies inside the tensor: its first element, and one past its last."""
         start = self.start.at(counters)
         return max(0, -start), min(self.size, self.total - start)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Place of an operand: element (i, j, …) of the instruction's box at `address` + i·strides[0] + j·strides[1] + ….
+    """Location of an operand: element (i, j, …) of the box is at `address` + i·strides[0] + j·strides[1] + ….
 
     Attributes:
         space: The memory.
         address: Bytes from the beginning of the memory or, in DRAM, of the buffer.
         strides: Bytes, one for each axis of the instruction; 0 where the operand does not have the axis.
-        buffer: Name of the buffer in DRAM; in a core's own memory that core, empty on a chip of one core; empty in L2.
-        slots, slot_bytes, turn: A tile that changes places from round to round lies `slot_bytes` × (`turn` mod `slots`)
-            behind `address`.
+        buffer: Name of the buffer in DRAM; in the scratchpad and accumulators, name of the core, which is empty on a
+            chip of one core; empty in L2.
+        slots, slot_bytes, turn: Multiple buffering: `slot_bytes` × (`turn` mod `slots`) is added to `address`, where
+            `turn` changes from iteration to iteration.
     """
 
     space: Space
@@ -165,18 +171,19 @@ class Tile:
     turn: Affine = ZERO
 
     def place(self, counters: Sequence[int]) -> int:
-        """The byte address in a round of the loops."""
+        """The byte address for given loop counters."""
         address = self.address.at(counters)
         return address if self.slots == 1 else address + self.slot_bytes * (self.turn.at(counters) % self.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A counter that one engine raises and others wait for.
+    """A counter that one engine raises and others wait for, which orders their instructions.
 
     Attributes:
         engine: Name of the engine that raises it: `matrix`, `output`, `vector`, `dma0`, …; on a chip of several cores
-            behind the core's, as in `core1.matrix`.
+            after the core's name, as in `core1.matrix`.
+        number: Number of the token among those of the engine.
     """
 
     engine: str
@@ -188,7 +195,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A condition: the token has been raised at least `count` times since the program's begin."""
+    """A condition: the token has been raised at least `count` times since the program's start."""
 
     token: Token
     count: Affine
@@ -200,7 +207,7 @@ class Instruction:
 
     Attributes:
         engine: Name of the engine that executes it.
-        waits: Conditions that hold before it starts.
+        waits: Conditions that must hold before it starts.
         signals: Tokens that it raises when it has ended.
     """
 
@@ -223,19 +230,19 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence(Instruction):
-    """Waits and raises tokens, and does nothing else."""
+    """An instruction that only waits for tokens and raises tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer(Instruction):
-    """Moves a box between two memories, element by element and unchanged.
+    """Copies a box of elements between two memories, unchanged.
 
     Attributes:
         box: The axes, up to five.
-        fill: Value written in place of elements that do not exist; without it, nothing is written there.
-        index: A tile of int32: the element at (i, j, …) is taken from (index[i, j, …], j, …) of the source instead. An
-            index outside 0 … `index_limit` − 1 is an error.
-        scatters: The index chooses places of the target, not of the source.
+        fill: Value written in place of elements outside of the tensor (`Axis.total`); None: nothing is written there.
+        index: A tile of int32, for a gather: the element at (i, j, …) is read from (index[i, j, …], j, …) of the
+            source. An index outside 0 … `index_limit` − 1 is an error. None: no gather.
+        scatters: The index applies to the target instead of the source.
     """
 
     box: tuple[Axis, ...]
@@ -252,14 +259,14 @@ class Transfer(Instruction):
 
     @property
     def path(self) -> tuple[str, str] | None:
-        """The cores between whose scratchpads it moves; None where it crosses no network."""
+        """The sending and the receiving core of a transfer over the network; None if it crosses no network."""
         source, target = self.source, self.target
         crosses = not (source.space.is_shared or target.space.is_shared) and source.buffer != target.buffer
         return (source.buffer, target.buffer) if crosses else None
 
     @property
     def chosen(self) -> Tile | None:
-        """The operand that the index chooses places of; None without an index."""
+        """The operand that the index applies to (the target of a scatter, else the source); None without an index."""
         return None if self.index is None else self.target if self.scatters else self.source
 
     @property
@@ -272,7 +279,7 @@ class Transfer(Instruction):
 
 
 class Role(StrEnum):
-    """Role of an axis of a product."""
+    """Role of an axis of a matrix product."""
 
     BATCH = "b"  # of all three operands
     ROW = "m"  # of the left operand and the sums
@@ -288,12 +295,13 @@ class Multiply(Instruction):
     Integers are multiplied exactly and summed in int32, floats in float32.
 
     Attributes:
-        box, roles: The axes and what each is. A convolution is a product whose left operand has overlapping strides.
+        box, roles: The axes and the role of each. A convolution is a product whose left operand has overlapping
+            strides.
         sums: A tile in the accumulators.
-        begins: Depths of loops in whose first round, all at once, the sums start at zero; elsewhere, and never without
-            a depth, they go on. None: they always start at zero.
-        left_zero: An integer that is subtracted from each element of the left operand.
-        right_zeros: Integers that are subtracted from the right operand's elements, by column.
+        begins: Depths of loops. The sums start at zero in iterations in which the counters of all these loops are 0,
+            and are added to in the others; an empty tuple always adds. None: the sums always start at zero.
+        left_zero: Zero point: an integer that is subtracted from each element of the left operand.
+        right_zeros: Zero points of the right operand, one for each column. None: all are 0.
     """
 
     box: tuple[Axis, ...]
@@ -318,12 +326,12 @@ class Multiply(Instruction):
         return (self.sums,)
 
     def starts(self, counters: Sequence[int]) -> bool:
-        """Whether the sums start at zero in this round."""
+        """Whether the sums start at zero in the iteration with these loop counters."""
         return self.begins is None or (bool(self.begins) and not any(counters[depth] for depth in self.begins))
 
 
 Value: TypeAlias = int | float
-"""The number of a register (an int), or a constant (a float)."""
+"""Operand of a vector program: the number of a register (an int), or a constant (a float)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +339,7 @@ class Step:
     """One operation of a vector program; its result is the next register.
 
     Attributes:
-        op: The name of an element-wise op of the op table, or one of `npu_model.machine.arithmetic.OPERATIONS`.
+        op: The name of an element-wise op of the compiler's op table, or of `npu_model.machine.arithmetic.OPERATIONS`.
         operands: Registers, by number, and constants.
         attrs: The op's attributes, in the order of its declaration; for a reduction, a running sum or a coordinate, the
             axes.
@@ -344,15 +352,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute(Instruction):
-    """A vector program over a box, on the vector engine or the output stage.
+    """A vector program: element-wise operations and reductions over a box, on the vector engine or the output stage.
 
-    Registers 0, 1, … hold the inputs, as float32 or int32; each step adds one. `results` are stored, rounded once.
+    Registers 0, 1, … hold the inputs, as float32 or int32; each step defines the next register. Stored registers are
+    rounded once, to the dtype of their tile.
 
     Attributes:
         stores: (register, tile) pairs.
-        begins: As in `Multiply`: in other rounds the inputs are what they hold; in the first, those of `carried` are
-            replaced by a constant.
-        carried: (input, value) pairs: inputs that hold `value` where the sums of a loop begin.
+        begins, carried: Accumulation over loops. `carried` are (input, value) pairs: in iterations in which the
+            counters of all loops at the depths `begins` are 0, such an input is `value` instead of what its tile holds.
     """
 
     box: tuple[Axis, ...]
@@ -375,13 +383,13 @@ class Compute(Instruction):
         return tuple(tile for _, tile in self.stores)
 
     def begin(self, counters: Sequence[int]) -> bool:
-        """Whether carried inputs hold their first values in this round."""
+        """Whether the carried inputs have their initial values in the iteration with these loop counters."""
         return not any(counters[depth] for depth in self.begins)
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Hardware loop: executes its body `count` times."""
+    """A hardware loop, which executes its body `count` times."""
 
     count: int
     body: tuple[Node, ...]
@@ -395,7 +403,7 @@ class Section:
     """The instructions of one kernel call.
 
     Attributes:
-        node, kernel: Where they come from, for reports.
+        node, kernel: Names of the graph node and of the kernel that the instructions implement, for reports.
         comment: Shapes, for reports.
     """
 
@@ -407,7 +415,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory in DRAM that a program names."""
+    """A named buffer in DRAM and its size in bytes."""
 
     name: str
     size: int
@@ -421,8 +429,9 @@ class TileProgram:
         chip: The chip's name.
         digest: Hash of the chip's numbers: a program runs on no other chip.
         buffers: DRAM that it reads and writes.
-        preload: Sections that run once per set of weights: they bring weights that stay into the scratchpad or the L2.
-        sections: Sections that run each time.
+        preload: Sections that run once per set of weights: they load weights that stay resident in the scratchpad or
+            L2.
+        sections: Sections that run in each run of the program.
     """
 
     chip: str
@@ -433,7 +442,7 @@ class TileProgram:
 
 
 def instructions(nodes: Sequence[Node], counts: tuple[int, ...] = ()) -> Iterator[tuple[Instruction, tuple[int, ...]]]:
-    """Each instruction of nested loops once, with the counts of the loops around it."""
+    """Each instruction of nested loops once, with the iteration counts of the loops around it, the outermost first."""
     for node in nodes:
         if isinstance(node, Loop):
             yield from instructions(node.body, (*counts, node.count))

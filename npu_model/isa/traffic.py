@@ -1,4 +1,4 @@
-"""Bytes that sections move from and to memories that cores share, counted from their descriptors."""
+"""DRAM and L2 traffic of instructions in bytes, computed from their operands without running them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npu_model.isa.instructions import Axis, Node, Space, Transfer, instructions
 
 
 def traffic(nodes: Sequence[Node], space: Space) -> tuple[int, int]:
-    """Bytes that nested loops read from DRAM or the L2 and write to it, as the machine counts them."""
+    """Bytes that instructions in loops read from DRAM or the L2 and write to it, as the machine counts them."""
     read = written = 0
     for instruction, counts in instructions(nodes):
         if isinstance(instruction, Transfer):
@@ -23,10 +23,10 @@ def traffic(nodes: Sequence[Node], space: Space) -> tuple[int, int]:
 
 
 def elements(box: Sequence[Axis], counts: Sequence[int]) -> int:
-    """Existing elements of a box, over all rounds of loops of these counts.
+    """Number of elements of a box that lie inside the tensor, summed over all iterations of loops of these counts.
 
-    Axes that no loop moves together are independent, so only the rounds of loops that an axis depends on are gone
-    through.
+    Axes whose starts depend on different loops are independent, so only the iterations of loops that a clipped axis
+    depends on are enumerated.
     """
     total = 1
     used: set[int] = set()
@@ -37,7 +37,7 @@ def elements(box: Sequence[Axis], counts: Sequence[int]) -> int:
 
 
 def _groups(box: Sequence[Axis], counts: Sequence[int]) -> list[tuple[set[int], list[Axis]]]:
-    """The axes with the loops that their extents depend on; axes with a loop in common together."""
+    """Group the axes that depend on a common loop; return for each group its loops and its axes."""
     groups: list[tuple[set[int], list[Axis]]] = []
     for axis in box:
         low, high = axis.start.bounds(counts)
@@ -55,7 +55,7 @@ def _groups(box: Sequence[Axis], counts: Sequence[int]) -> list[tuple[set[int], 
 
 
 def _extents(axes: Sequence[Axis], loops: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """The product of the axes' extents in each round of these loops."""
+    """The number of existing elements (the product of the axes' clipped sizes) in each iteration of these loops."""
     grid = np.meshgrid(*(np.arange(counts[depth]) for depth in loops), indexing="ij", sparse=True)
     product = np.ones([counts[depth] for depth in loops], np.int64)
     for axis in axes:

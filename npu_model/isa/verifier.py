@@ -1,8 +1,8 @@
-"""`verify`: refuses tile programs that no chip of these numbers could run, before anything of them runs.
+"""`verify`: refuses tile programs that the chip could not run, before any instruction runs.
 
-What it takes stays within the chip's memories and the program's buffers in every round of every loop, uses engines,
-dtypes and operations that are there, and waits for no more than is raised. Whether engines wait for each other in a
-circle, or touch the same bytes without a token between them, is for the machine to find.
+An accepted program stays within the chip's memories and the program's buffers in every iteration of every loop, uses
+engines, dtypes and operations that exist, and waits for no more signals than are raised. Deadlocks, and conflicting
+accesses to the same bytes without a token between them, are detected by the machine at run time.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _COMPUTED = ("float32", "float16", "bfloat16", "int64", "int32", "int16", "int8"
 
 
 def verify(program: TileProgram, chip: Chip) -> None:
-    """Check a program for a chip.
+    """Check that a chip can run a program.
 
     Raises:
-        ProgramFormatError: the chip cannot run it; says which section and instruction, and what is wrong.
+        ProgramFormatError: it cannot; the message says which section and instruction, and what is wrong.
     """
     _Verifier(program, chip).run()
 
@@ -212,7 +212,7 @@ class _Verifier:
             self.need(reaches, f"an engine of {own} computes with the memory of {tile.buffer}")
 
     def _room(self, tile: Tile) -> tuple[int, str]:
-        """Bytes of the memory that an operand is in, and its name."""
+        """Size in bytes of the memory or buffer that an operand is in, and its name for messages."""
         if tile.space.has_buffers:
             return self.buffers[tile.buffer], f"buffer '{tile.buffer:.60}'"
         if tile.space is Space.L2:
@@ -222,7 +222,7 @@ class _Verifier:
         return self.chip.matrix.accumulator_bytes if self.chip.matrix else 0, "the accumulators"
 
     def _inside(self, tile: Tile, box: Sequence[Axis], counts: Sequence[int]) -> None:
-        """Check that the existing elements of a box lie in the operand's memory, in all rounds."""
+        """Check that a box, without elements outside of the tensor, is within its memory in all iterations."""
         room, name = self._room(tile)
         low, high = _reach(tile, box, counts)
         if low < 0 or high > room:
@@ -230,7 +230,7 @@ class _Verifier:
         self.need(low >= 0 and high <= room, f"bytes {low} to {high} are outside of {name} of {room} bytes")
 
     def _written(self, tile: Tile, box: Sequence[Axis]) -> None:
-        """Check that an operand has no more elements than room, so that no work on it is out of proportion."""
+        """Check that an operand has no more elements than its memory, which bounds the work of simulating it."""
         room, name = self._room(tile)
         size = math.prod(min(axis.size, axis.total) for axis, stride in zip(box, tile.strides, strict=True) if stride)
         self.need(size * itemsize(tile.dtype) <= room, f"{size} elements are more than {name} of {room} bytes")
@@ -352,7 +352,7 @@ class _Verifier:
         return {position for position, (axis, stride) in pairs if stride and axis.size > 1}
 
     def _step(self, step: Step, has_axes: Sequence[set[int]], rank: int) -> set[int]:
-        """Check a step; returns along which axes its result varies."""
+        """Check a step of a vector program; return the axes along which its result varies."""
         name, registers = f"'{step.op:.40}'", [operand for operand in step.operands if isinstance(operand, int)]
         for register in registers:
             self.need(0 <= register < len(has_axes), f"{name} has register {register}, which is not defined")
@@ -379,11 +379,12 @@ class _Verifier:
 
 
 def _reach(tile: Tile, box: Sequence[Axis], counts: Sequence[int]) -> tuple[int, int]:
-    """The first byte of an operand and the one behind its last, over all rounds, or wider than that.
+    """The first byte of an operand and one past its last, over all iterations; the range may be too wide.
 
-    An element is at the operand's address + Σ its place in the box × stride; or, since that place is its coordinate
-    less the start of the axis, at (address − Σ start × stride) + Σ coordinate × stride. Each axis may be seen in either
-    way: operands in DRAM move with the axis, those in the scratchpad do not. Of all ways, the narrowest.
+    An element is at the operand's address + Σ its position in the box × stride; or, since that position is its
+    coordinate less the start of the axis, at (address − Σ start × stride) + Σ coordinate × stride. Both forms are tried
+    for each axis (operands in DRAM move with the axis, those in the scratchpad do not), and the narrowest range is
+    returned.
     """
     strides = [(axis, stride) for axis, stride in zip(box, tile.strides, strict=True) if stride]
     moving = [position for position, (axis, _) in enumerate(strides) if axis.start != ZERO]
@@ -408,7 +409,10 @@ def _reach(tile: Tile, box: Sequence[Axis], counts: Sequence[int]) -> tuple[int,
 
 
 def _exact_reach(tile: Tile, box: Sequence[Axis], counts: Sequence[int]) -> tuple[int, int] | None:
-    """Return the exact reach, round by round (see `_reach`); None for too many rounds, (0, 0) without any element."""
+    """Return the exact range of bytes over all iterations (see `_reach`), or None if there are too many to enumerate.
+
+    The range is (0, 0) if no element exists.
+    """
     extents = [axis.size * stride for axis, stride in zip(box, tile.strides, strict=True)]
     if math.prod(counts) > _ENUMERATED or max(map(abs, extents), default=0) > _MOST:
         return None

@@ -1,4 +1,4 @@
-"""Lowering of an op-level program to the tile program of one chip: a file for each family of kernels."""
+"""Lowering of kernel calls to the tile program of one chip: a file for each family of kernels."""
 
 from npu_model.lowering import (
     attention,

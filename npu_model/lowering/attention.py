@@ -1,8 +1,8 @@
-"""Attention in tiles of queries and keys, with running maxima and sums.
+"""Attention kernels in tiles of queries and keys, with a running softmax.
 
 T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", arXiv:2205.14135: the
-scores of a tile of keys are turned into weights by the largest score so far; what was summed before is scaled when a
-later tile has a larger one.
+scores of a tile of keys are exponentiated relative to the largest score so far; earlier sums are rescaled when a later
+tile has a larger one.
 """
 
 from __future__ import annotations
@@ -49,17 +49,20 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
 
 
 Own: TypeAlias = tuple[Axis, Axis, Axis]
-"""The axes of a tile: heads of keys and values, query heads of each of them, queries."""
+"""The axes of a tile of queries: key/value heads, query heads for each of them, queries."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a tile: while its softmax is computed, the matrix engine works on the other part.
+    """A half of a query tile, or all of one that cannot be halved.
+
+    While the softmax of one half is computed, the matrix engine works on the other half.
 
     Attributes:
-        at: Number of its first element along each axis of the tile.
-        members: Query heads of the tile for each head of keys and values.
-        state: The largest score, the sum of weights and the sum of values so far.
+        own: Its axes: key/value heads, query heads for each of them, queries.
+        at: Offset in the tile of its first element along each of these axes.
+        members: Query heads of the tile for each key/value head.
+        state: The running maximum of the scores, the sum of the weights and the weighted sum of the values.
     """
 
     own: Own
@@ -68,18 +71,18 @@ class _Part:
     state: list[Piece]
 
     def by_heads(self, piece: Piece) -> Tile:
-        """The part of a piece [1, heads, queries, …], along the part's axes and the piece's last dimension."""
+        """This half of an on-chip operand of shape [1, heads, queries, …]: along the axes of `own` and the last one."""
         _, head, query, last = piece.strides
         strides = (head * self.members, head, query)
         return piece.with_strides((*strides, last), sum(at * step for at, step in zip(self.at, strides, strict=True)))
 
     def by_groups(self, piece: Piece, *dims: int | None) -> Tile:
-        """The part of a piece [1, heads of keys and values, …], along these dimensions."""
+        """This half of an on-chip operand of shape [1, key/value heads, …], along these dimensions."""
         return piece.tile(*dims, offset=self.at[0] * piece.strides[1])
 
 
 def _parts(own: Own) -> list[tuple[Own, tuple[int, int, int]]]:
-    """The two halves of a tile along the first axis that can be halved, and where they begin; or all of it."""
+    """Split a tile into halves along the first axis of even size, with the offset of each; no split if all are odd."""
     groups, heads, queries = own
     if groups.size % 2 == 0:
         return [((part, heads, queries), (at, 0, 0)) for part, at in _halves(groups)]
@@ -97,9 +100,9 @@ def _halves(axis: Axis) -> list[tuple[Axis, int]]:
 
 @lowering("attention_kernel", "quantized_attention_kernel", tilings=_tilings)
 def attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share heads of keys and values.
+    """out = softmax(scale · q·kᵀ + mask) · v; consecutive query heads share a key/value head (grouped-query attention).
 
-    Keys and values that are stored as codes, with a scale for each row, become numbers tile by tile.
+    Quantized keys and values, with a scale for each row, are dequantized tile by tile.
     """
     batch, heads, queries, width = o.q.shape
     shared, keys, value_width = o.k.shape[1], o.k.shape[2], o.v.shape[3]
@@ -145,10 +148,10 @@ def _paged_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
 
 @lowering("paged_attention_kernel", tilings=_paged_tilings)
 def paged_attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """Attention of each token to its sequence's rows of a pool, in the blocks that the sequence's table names.
+    """Paged attention: each token attends to its sequence's rows of a pool, in the blocks of a block table.
 
-    DMA engines gather the table of the token's sequence, then the rows of keys and values; the vector engine makes the
-    list of rows, and the mask of those up to the token's position. What is out of range counts as the nearest.
+    DMA engines gather the block table of the token's sequence, then the rows of keys and values; the vector engine
+    computes the row numbers and a mask of the keys up to the token's position. Out-of-range numbers are clamped.
     """
     tokens, heads, width = o.q.shape
     rows, shared, value_width = o.v.shape
@@ -178,7 +181,7 @@ def paged_attention(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _within(e: Emitter, view: View, at: Affine, count: int) -> Piece:
-    """An element of a list of numbers, as the nearest of 0 … count − 1."""
+    """Load one element of an index vector, clamped to 0 … count − 1."""
     axes = (Axis(1, at, view.shape[0]),)
     piece, nearest = e.load(view, [(at, 1)], queue=3), e.room(axes, "int32")
     program = VectorProgram(axes)
@@ -191,7 +194,7 @@ def _clamped(program: VectorProgram, value: int, count: int) -> int:
 
 
 def _block_rows(e: Emitter, o: Operands, table: Piece, blocks: Axis, keys: Axis) -> Piece:
-    """The numbers of the pool's rows in a tile of a table's blocks."""
+    """The numbers of the pool's rows in some blocks of a block table."""
     block = o.block_size
     places = e.room((blocks, Axis(block)), "int32")
     program = VectorProgram((blocks, Axis(block)))
@@ -201,7 +204,7 @@ def _block_rows(e: Emitter, o: Operands, table: Piece, blocks: Axis, keys: Axis)
 
 
 def _up_to(e: Emitter, position: Piece, keys: Axis) -> Piece:
-    """Whether a tile's keys are at most as far as a position."""
+    """A mask of the keys whose position is at most that of the token."""
     mask = e.room((keys,), "bool")
     program = VectorProgram((keys,))
     last = program.input(position, None)
@@ -210,19 +213,19 @@ def _up_to(e: Emitter, position: Piece, keys: Axis) -> Piece:
 
 
 def _with_queries(piece: Piece) -> Piece:
-    """A piece [1, heads, width] of one token as [1, heads, 1, width]."""
+    """Reshape a tile [1, heads, width] of one token to [1, heads, 1, width]."""
     (token, heads, width), (first, second, last) = piece.axes, piece.strides
     return piece.reshaped((token, heads, Axis(1), width), (first, second, 0, last))
 
 
 def _by_group(piece: Piece) -> Piece:
-    """A piece [keys, heads, width] as [1, heads, keys, width]."""
+    """Transpose a tile [keys, heads, width] to [1, heads, keys, width]."""
     (keys, heads, width), (first, second, last) = piece.axes, piece.strides
     return piece.reshaped((Axis(1), heads, keys, width), (0, second, first, last))
 
 
 def _tiles(e: Emitter, own: Own, members: int, width: int) -> list[_Part]:
-    """The parts of a tile, with room for what they have seen."""
+    """The halves of a query tile (see `_Part`), with memory for their running softmax."""
     return [
         _Part(axes, at, members, [e.room((*axes, last), "float32") for last in (1, 1, width)])
         for axes, at in _parts(own)
@@ -237,7 +240,7 @@ def _attend(
     keys: Axis,
     begins: tuple[int, ...],
 ) -> None:
-    """Add a tile of keys and values to what the parts have seen."""
+    """Process a tile of keys and values: update the running softmax of all halves of the query tile."""
     q, k, v, mask = operands
     scores = [_scores(e, tile, q, k, keys) for tile in tiles]
     weights = [_softmax(e, o, tile, each, mask, keys, begins) for tile, each in zip(tiles, scores, strict=True)]
@@ -247,7 +250,7 @@ def _attend(
 
 
 def _divide(e: Emitter, tiles: Sequence[_Part], out: Piece) -> None:
-    """Store the sums of values by the sums of their weights."""
+    """Store the result: sums of values divided by sums of weights, or 0 for a query without any key."""
     for tile in tiles:
         program = VectorProgram([*tile.own, out.axes[3]])
         value, sums = program.input(tile.state[2], 0, 1, 2, 3), program.input(tile.state[1], 0, 1, 2, None)
@@ -257,7 +260,7 @@ def _divide(e: Emitter, tiles: Sequence[_Part], out: Piece) -> None:
 
 
 def _rows(e: Emitter, o: Operands, name: str, box: list[tuple[Affine, int]]) -> Piece:
-    """Rows of the keys or values as they are multiplied."""
+    """Load rows of the keys or values, dequantized if they are stored as codes with scales."""
     piece = e.load(getattr(o, name), box, queue=1)
     scales = getattr(o.names, f"{name}_scales", None)
     if scales is None:
@@ -275,7 +278,7 @@ def _rows(e: Emitter, o: Operands, name: str, box: list[tuple[Affine, int]]) -> 
 
 
 def _scores(e: Emitter, part: _Part, q: Piece, k: Piece, keys: Axis) -> Piece:
-    """The products of queries and keys."""
+    """Scores of a half of the query tile: q·kᵀ for a tile of keys, in the accumulators."""
     scores = e.room((*part.own, keys), "float32", Space.ACCUMULATORS)
     query = part.by_heads(q)
     e.multiply(
@@ -288,7 +291,7 @@ def _scores(e: Emitter, part: _Part, q: Piece, k: Piece, keys: Axis) -> Piece:
 
 
 def _values(e: Emitter, part: _Part, weights: Piece, v: Piece, keys: Axis) -> Piece:
-    """The sums of values by their weights."""
+    """Values weighted by the softmax of a tile of keys: weights·v, in the accumulators."""
     wide = Axis(v.shape[3])
     products = e.room((*part.own, wide), "float32", Space.ACCUMULATORS)
     e.multiply(
@@ -305,7 +308,7 @@ def _roles(part: _Part) -> list[tuple[Role, Axis]]:
 
 
 def _add(e: Emitter, part: _Part, scaling: Piece, products: Piece, begins: tuple[int, ...]) -> None:
-    """Add a tile's sums to those so far."""
+    """Rescale the running sums of values and add those of a tile."""
     sums = part.state[2]
     program = VectorProgram([*part.own, Axis(sums.shape[3])])
     added, factor = program.input(products, 0, 1, 2, 3), program.input(scaling, 0, 1, 2, None)
@@ -316,7 +319,10 @@ def _add(e: Emitter, part: _Part, scaling: Piece, products: Piece, begins: tuple
 def _softmax(
     e: Emitter, o: Operands, part: _Part, scores: Piece, mask: Piece | None, keys: Axis, begins: tuple[int, ...]
 ) -> tuple[Piece, Piece]:
-    """Exponentials of a tile's scores less the largest so far, and the factor for the sums before."""
+    """Update the running maximum and sum of weights with a tile's scores.
+
+    Returns the tile's weights (exponentials relative to the maximum), and the factor that rescales earlier sums.
+    """
     largest, total, _ = part.state
     weights = e.room((*part.own, keys), o.q.dtype)
     scaling = e.room((*part.own, 1), "float32")

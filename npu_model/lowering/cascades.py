@@ -1,16 +1,17 @@
-"""Cascades: chains of calls that are computed in stripes of rows, so that what lies between stays on the chip.
+"""Cascades: chains of kernel calls computed in stripes of rows, so that intermediate values stay on the chip.
 
 Given: c = conv(x); p = pool(c), where c does not fit the scratchpad
-Result: for each stripe of p's rows: the rows of c that it needs, into a buffer of their own; then the stripe of p
+Result: for each stripe of p's rows: the rows of c that it needs, into a small buffer; then the stripe of p
 
-A stripe is a call like any other, on parts of its operands' views, so that tilings and residency know nothing of
-cascades. In the tile program, the section of the chain's last call has the instructions of all stripes, and those of
-the others are empty. The rows of c that two stripes need, the halo, are computed again or, where that is cheaper,
-copied from the stripe before. Weights may be brought into a buffer once for all stripes.
+A stripe's call is an ordinary kernel call on slices of the operands, so that tilings and residency (which values stay
+in the scratchpad) know nothing of cascades. In the tile program, the section of the chain's last call has the
+instructions of all stripes, and those of the other calls are empty. The rows of c that two stripes need, the halo, are
+computed again or, where that is cheaper, copied from the previous stripe. Weights may be copied into a buffer once for
+all stripes.
 
-A cascade is taken if its price is less: first by the estimates of the stripes' tilings, which choose among numbers of
-stripes; then the whole program is simulated, which must take fewer cycles and move no more bytes of DRAM than the calls
-by themselves, between which values are stored and loaded.
+Cascades are chosen in two steps: first by estimates from the tilings of the stripes, which choose the numbers of
+stripes; then the whole program is simulated, and must take fewer cycles and move no more bytes of DRAM than the calls
+one by one, where intermediate values are stored and loaded.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ _SIMULATED = 2  # numbers of stripes that are simulated
 _STAGED = 1024  # bytes of a weight that is worth a buffer
 
 Rows: TypeAlias = tuple[int, int]
-"""First row, and the one behind the last."""
+"""A range of rows: the first, and one past the last."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A call for some rows of its result.
+    """A kernel call restricted to some rows of its result.
 
     Attributes:
-        reads: For each input the rows that it reads of it; None for all of it.
+        call: The call, on slices of its operands.
+        reads: For each input, the range of rows that it reads; None for the whole input.
     """
 
     call: KernelCall
@@ -62,8 +64,9 @@ class Part:
 
 
 Rule: TypeAlias = Callable[[KernelCall, Rows], tuple[Sequence[Rows | None], Mapping[str, object]] | None]
-"""The rows of each input that rows of a call's result need, and the parameters that change; None where there is no such
-call."""
+"""A rule of a kernel: from a call and rows of its result to the rows that it needs of each input (None: all), and the
+parameters that change; None where no such call exists.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ _RULES: dict[str, _Striped] = {}
 
 
 def _striped(dim: int, *kernels: str) -> Callable[[Rule], Rule]:
-    """Decorator: the function is the rule of kernels whose result has its rows along a dimension."""
+    """Decorator that registers the rule of kernels, whose results are divided along dimension `dim`."""
 
     def add(rule: Rule) -> Rule:
         _RULES.update(dict.fromkeys(kernels, _Striped(dim, rule)))
@@ -86,7 +89,10 @@ def _striped(dim: int, *kernels: str) -> Callable[[Rule], Rule]:
 
 
 def _under(rows: Rows, height: int, window: int, stride: int, dilation: int, top: int) -> tuple[Rows, Rows] | None:
-    """The rows of an image under the windows of rows of a result, and the rows of padding above and below."""
+    """Input rows under the windows of some result rows, and the rows of padding above and below.
+
+    None if all is padding.
+    """
     first, stop = rows[0] * stride - top, (rows[1] - 1) * stride - top + (window - 1) * dilation + 1
     inside = max(0, first), min(height, stop)
     return (inside, (inside[0] - first, stop - inside[1])) if inside[0] < inside[1] else None
@@ -126,7 +132,7 @@ _striped(2, *ELEMENTWISE_KERNELS, "integer_add_kernel")(_elementwise)
 
 
 def part_of(call: KernelCall, dim: int, rows: Rows) -> Part | None:
-    """The call for some rows of its result, or None where there is none."""
+    """Restrict a call to some rows of its result; None if its kernel has no rule for this or could not compute them."""
     striped = _RULES.get(call.kernel)
     if striped is None or striped.dim != dim or call.outputs[0].rank <= dim:
         return None
@@ -148,7 +154,7 @@ def part_of(call: KernelCall, dim: int, rows: Rows) -> Part | None:
 def with_views(
     call: KernelCall, inputs: Sequence[View], outputs: Sequence[View], changed: Mapping[str, object]
 ) -> KernelCall:
-    """A call with other views, and the work that is theirs."""
+    """Copy a call with other operands, and scale its operations and bytes to them."""
     share = math.prod(outputs[0].shape) / math.prod(call.outputs[0].shape)
     moved = sum(map(distinct_bytes, (*inputs, *outputs)))
     return replace(
@@ -163,13 +169,13 @@ def with_views(
 
 @dataclass(frozen=True)
 class Cascade:
-    """A way to compute a chain of a plan's calls.
+    """A way to compute a chain of a plan's kernel calls in stripes.
 
     Attributes:
-        first, stop: The chain: the number of its first call, and of the one behind its last.
+        first, stop: Numbers of the chain's first call and of the one after its last.
         stripes: Number of stripes.
         keeps_halo: Whether rows that two stripes need are copied, instead of computed again.
-        stages_weights: Whether weights are brought into buffers for all stripes.
+        stages_weights: Whether weights are copied into buffers once for all stripes.
     """
 
     first: int
@@ -184,10 +190,11 @@ class Stripes:
     """The calls and buffers of a cascade.
 
     Attributes:
-        staging: Calls before the first stripe.
-        stripes: The calls of each stripe, in their order.
+        staging: Calls that copy weights into buffers, before the first stripe.
+        stripes: The calls of each stripe, in order.
+        buffers: New buffers, for rows between the calls and for weights.
         passing: Bytes between the calls of the largest stripe.
-        staged: Bytes of weights in buffers.
+        staged: Bytes of the weights in buffers.
     """
 
     staging: tuple[KernelCall, ...]
@@ -198,7 +205,7 @@ class Stripes:
 
     @property
     def calls(self) -> tuple[KernelCall, ...]:
-        """All calls in their order."""
+        """All calls in the order of execution."""
         return (*self.staging, *chain(*self.stripes))
 
 
@@ -208,7 +215,7 @@ def copy_call(source: View, target: View, node: str) -> KernelCall:
 
 
 def compact(view: View, name: str) -> tuple[View, BufferAllocation]:
-    """A buffer of its own for a view's elements, with its dimensions in the same order in memory."""
+    """A new buffer with the shape of a view, dense, with dimensions in the same memory order; and the view of it."""
     order = sorted(range(view.rank), key=lambda d: -abs(view.strides[d]))
     strides = dict(zip(order, contiguous_strides([view.shape[d] for d in order]), strict=True))
     own = View(name, view.shape, tuple(strides[d] for d in range(view.rank)), 0, view.dtype)
@@ -216,7 +223,7 @@ def compact(view: View, name: str) -> tuple[View, BufferAllocation]:
 
 
 def stripes_of(plan: ExecutionPlan, cascade: Cascade, most: int | None = None) -> Stripes | None:
-    """The first stripes of a cascade, at most so many, or all; None where some rule has no call for some of them."""
+    """Calls of a cascade's first `most` stripes, or of all (None); None if a rule cannot compute some rows."""
     last = plan.calls[cascade.stop - 1]
     total = last.outputs[0].shape[_RULES[last.kernel].dim]
     each = -(-total // cascade.stripes)
@@ -228,7 +235,7 @@ def stripes_of(plan: ExecutionPlan, cascade: Cascade, most: int | None = None) -
 
 
 def _stripes(plan: ExecutionPlan, cascade: Cascade, shared: Shared, most: int | None = None) -> Stripes | None:
-    """The result of `stripes_of`, which chips share."""
+    """The result of `stripes_of`, cached for all chips."""
     return shared.stripes.get(plan, (cascade, most), lambda: stripes_of(plan, cascade, most))
 
 
@@ -236,8 +243,8 @@ class _Writer:
     """Writes the calls of a cascade, stripe by stripe.
 
     Invariants:
-        1. `_passed[n]` are the rows that the last stripe has of the value behind the chain's call n, and their view.
-        2. A stripe's calls are made from the last one to the first: each tells the rows of the value before it.
+        1. `_passed[n]` are the rows of the result of the chain's call n that the last stripe has, and their view.
+        2. A stripe's calls are made from the last to the first: each determines the rows that the call before computes.
     """
 
     def __init__(self, plan: ExecutionPlan, cascade: Cascade) -> None:
@@ -252,7 +259,10 @@ class _Writer:
         self._passing = 0
 
     def add(self, rows: Rows) -> bool:
-        """Write the calls for rows of the chain's result; False where some rule has no call."""
+        """Write the calls for these rows of the chain's result.
+
+        Return False if some kernel's rule cannot compute its rows.
+        """
         stripe: list[KernelCall] = []
         before = dict(self._passed)
         passing = 0
@@ -282,7 +292,7 @@ class _Writer:
         return True
 
     def _buffer(self, position: int, rows: Rows) -> View:
-        """A buffer for rows of the value behind a call."""
+        """Create a buffer for rows of the result of the chain's call number `position`."""
         value = self._chain[position].outputs[0]
         view, buffer = compact(value.slice(self._dim, *rows), f"{value.buffer}.{len(self._stripes)}")
         self._buffers.append(buffer)
@@ -290,7 +300,7 @@ class _Writer:
         return view
 
     def _missing(self, position: int, rows: Rows, before: tuple[Rows, View] | None) -> tuple[Rows, list[KernelCall]]:
-        """The rows of a value that have to be computed, and the copy of those that the stripe before has."""
+        """The rows of a result that have to be computed, and copies of those that the previous stripe has."""
         if before is None or not self._cascade.keeps_halo or before[0][1] <= rows[0]:
             return rows, []
         (first, stop), source = before
@@ -299,7 +309,7 @@ class _Writer:
         return (stop, rows[1]), [copy_call(halo, target, self._chain[position].node)]
 
     def _stage(self, part: Part, inputs: list[View]) -> None:
-        """Make a call read its weights from buffers, to which they are copied before the first stripe."""
+        """Make a call read its weights from on-chip buffers, to which they are copied before the first stripe."""
         for at, read in enumerate(part.reads if self._cascade.stages_weights else ()):
             view = inputs[at]
             is_weight = read is None and self._plan.buffers[view.buffer].is_constant
@@ -312,19 +322,19 @@ class _Writer:
             inputs[at] = self._staged[view]
 
     def stripes(self) -> Stripes:
-        """All that was written."""
+        """All calls and buffers written so far."""
         staged = sum(distinct_bytes(view) for view in self._staged)
         return Stripes(tuple(self._staging), tuple(self._stripes), tuple(self._buffers), self._passing, staged)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A plan with its cascades.
+    """A plan with its cascades and its tile program.
 
     Attributes:
-        plan: The plan, with memory for what its steps touch.
-        program: Its tile program as it is linked, with a section for each of its calls.
-        run: Its simulation, where cascades were compared.
+        plan: The execution plan, with memory for the cascades' buffers.
+        program: Its tile program before redundant waits are removed, with a section for each of the plan's calls.
+        run: The simulation of the program; None if no alternatives were compared.
     """
 
     plan: ExecutionPlan
@@ -334,12 +344,12 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class _Way:
-    """A plan whose chains are done in steps, before its instructions are written.
+    """A plan with some chains in stripes, before its instructions are generated.
 
     Attributes:
-        plan: The plan, with memory for what its steps touch.
-        steps: The plan with the calls of all steps.
-        counts: Numbers of steps of the plan's calls.
+        plan: The original plan, with memory for the steps' buffers.
+        steps: A plan in which the chains are replaced by the calls of their stripes.
+        counts: For each call of the plan, its number of calls in `steps`.
         residency: The values that stay in the scratchpad.
     """
 
@@ -349,7 +359,7 @@ class _Way:
     residency: Residency
 
     def linked(self, chip: Chip, mapper: Mapper) -> Arrangement:
-        """The way with its instructions. Raises `ConstraintError` where some step does not fit."""
+        """Generate the instructions. Raises `ConstraintError` if some step does not fit the chip's memory."""
         program = link_program(self.steps, chip, mapper, self.residency)
         sections = iter(program.sections)
         own = [tuple(islice(sections, count)) for count in self.counts]
@@ -365,10 +375,10 @@ def _section(call: KernelCall, steps: Sequence[Section]) -> Section:
 
 
 def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
-    """A plan with those cascades that make it faster on a chip.
+    """Lower a plan with those cascades that make it faster on a chip.
 
     Raises:
-        ConstraintError: the chip cannot run calls; all of them are named with the reason.
+        ConstraintError: the chip cannot run some calls; the message names all of them with the reason.
     """
     check_calls(plan.calls, chip, mapper)
     residency = choose_residency(plan, chip, mapper)
@@ -396,7 +406,7 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
 def _ways_to_stripe(
     plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper, most: float
 ) -> list[_Way]:
-    """The numbers of stripes with the least estimates, all of which are below `most` cycles; the best first."""
+    """Plans with the few numbers of stripes whose estimates are best and below `most` cycles, fastest first."""
     striped = {tuple(_with_stripes(plan, cascade, factor) for cascade in cascades) for factor in (0.5, 1, 4, 16)}
     ways = [way for each in striped if (way := _way(plan, each, chip, mapper)) is not None]
     ways = sorted(ways, key=lambda way: (way.residency.cycles, len(way.steps.calls)))
@@ -405,13 +415,13 @@ def _ways_to_stripe(
 
 
 def _kept_between(plan: ExecutionPlan, cascades: Sequence[Cascade], residency: Residency) -> int:
-    """Bytes that the parts of cascades by themselves move besides: of what lies between and stays without a cascade."""
+    """DRAM bytes by which cascades may exceed the plain program: its resident intermediate values, twice."""
     passing = (call.outputs[0].buffer for each in cascades for call in plan.calls[each.first : each.stop - 1])
     return sum(2 * plan.buffers[name].size_bytes for name in passing if name in residency.addresses)
 
 
 def _with_stripes(plan: ExecutionPlan, cascade: Cascade, factor: float) -> Cascade:
-    """A cascade with so many times the stripes, as far as its result has rows."""
+    """Scale the number of stripes of a cascade, up to the number of rows of its result."""
     last = plan.calls[cascade.stop - 1]
     rows = last.outputs[0].shape[_RULES[last.kernel].dim]
     each = -(-rows // max(2, round(cascade.stripes * factor)))
@@ -419,12 +429,15 @@ def _with_stripes(plan: ExecutionPlan, cascade: Cascade, factor: float) -> Casca
 
 
 def _moved(run: Run) -> int:
-    """Bytes of DRAM that a run moves."""
+    """Bytes that a run moves from and to DRAM."""
     return sum(counts.dram_read + counts.dram_written for counts in run.sections)
 
 
 def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> Arrangement | None:
-    """The plan with cascades that have no call in common; None where some stripe has no call or does not fit."""
+    """Lower a plan with the given cascades, which do not overlap.
+
+    None if some stripe cannot be computed or does not fit.
+    """
     way = _way(plan, cascades, chip, mapper)
     try:
         return None if way is None else way.linked(chip, mapper)
@@ -433,9 +446,9 @@ def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, 
 
 
 def _way(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> _Way | None:
-    """The steps of a plan with cascades; None where some stripe has no call or does not fit.
+    """Plan the stripes of the given cascades; None if some stripe cannot be computed or does not fit.
 
-    Its memory is planned anew: what a chain reads lives until its last stripe.
+    Memory is planned anew, since the inputs of a chain are live until its last stripe.
     """
     calls, buffers = list(plan.calls), dict(plan.buffers)
     counts = [1] * len(calls)
@@ -464,7 +477,7 @@ def _way(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: M
 
 
 def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> list[Cascade]:
-    """Cascades that overlap in no call and are estimated to save the most cycles together; the best first."""
+    """The non-overlapping cascades that are estimated to save the most cycles in total, the best first."""
     own = [positions(call, residency.addresses) for call in plan.calls]
     parts = [
         mapper.choices(call).estimate(names, room)
@@ -494,7 +507,7 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
 
 
 def _passing(plan: ExecutionPlan) -> list[bool]:
-    """Whether the result of each call but the last is an intermediate value that the following call alone reads."""
+    """Whether, for each call but the last, only the next call reads its result, and both have striping rules."""
     touching: dict[str, list[View]] = {}
     for call in plan.calls:
         for view in (*call.outputs, *call.inputs):
@@ -515,9 +528,9 @@ def _passing(plan: ExecutionPlan) -> list[bool]:
 
 
 def _room(plan: ExecutionPlan, addresses: Mapping[str, int], first: int, stop: int, chip: Chip) -> int:
-    """Bytes below the values that stay in the scratchpad from before a chain until after it.
+    """Scratchpad bytes below the lowest value that stays resident throughout a chain.
 
-    Weights and what the chain itself reads and writes make room: which of them stay is chosen anew.
+    Weights and the chain's own inputs and outputs do not count: their residency is chosen anew.
     """
     lowest = chip.sram.size
     for name, address in addresses.items():
@@ -528,10 +541,10 @@ def _room(plan: ExecutionPlan, addresses: Mapping[str, int], first: int, stop: i
 
 
 def _ways(plan: ExecutionPlan, first: int, stop: int, room: int, passing: int) -> Iterator[Cascade]:
-    """Cascades of a chain in as few stripes as leave room for the stripes' own pieces, and in twice as many.
+    """Cascades of a chain with the fewest stripes that leave `room` for their calls' own tiles, and with twice as many.
 
     Args:
-        passing: Bytes between its calls in all.
+        passing: Bytes of all intermediate values between the chain's calls.
     """
     last = plan.calls[stop - 1]
     most = last.outputs[0].shape[_RULES[last.kernel].dim]
@@ -543,9 +556,9 @@ def _ways(plan: ExecutionPlan, first: int, stop: int, room: int, passing: int) -
 
 
 def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper: Mapper) -> float:
-    """Cycles of a cascade with all of its buffers in the scratchpad, where all stripes take those of the second one.
+    """Estimated cycles of a cascade whose buffers all lie in the scratchpad, if all stripes take as long as the second.
 
-    A stripe's loads go on while the one before computes, more so than those of calls that are estimated by themselves.
+    Infinite if the cascade is not possible. Loads of a stripe overlap with the computation of the previous one.
     """
     stripes = _stripes(plan, cascade, mapper.shared, 2)
     if stripes is None or len(stripes.stripes) < 2 or (cascade.stages_weights and not stripes.staging):

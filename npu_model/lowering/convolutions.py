@@ -1,4 +1,4 @@
-"""Convolutions: tiles of rows with halos, on the matrix engine or, depthwise, on the lanes of the vector engine."""
+"""Convolutions: tiles with halos, on the matrix engine or, if depthwise, also on the lanes of the vector engine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ _MOST_TAPS_ON_LANES = 49
 
 @dataclass(frozen=True)
 class _Window:
-    """The sizes of a convolution.
+    """The parameters of a convolution.
 
     Attributes:
-        channels, outputs: Of a group.
-        kernel, stride, dilation: Rows and columns.
-        top, left: Padding before the first row and column; negative where the input is cut.
+        groups: Number of groups.
+        channels, outputs: Input and output channels of a group.
+        kernel, stride, dilation: Along rows and columns.
+        top, left: Padding before the first row and column; negative where the input is cropped.
     """
 
     groups: int
@@ -48,7 +49,7 @@ class _Window:
     left: int
 
     def reach(self, axis: int, size: int) -> int:
-        """Rows or columns of the input that `size` of the output need: the halo included."""
+        """Number of input rows (axis 0) or columns (axis 1) that `size` output ones need, including the halo."""
         return (size - 1) * self.stride[axis] + (self.kernel[axis] - 1) * self.dilation[axis] + 1
 
 
@@ -110,7 +111,7 @@ def _on_arrays(window: _Window, rows: int, columns: int, chip: Chip, divisor: in
 
 
 def _whole_groups(window: _Window, rows: int, columns: int, sums: int, divisor: int) -> Iterator[Tiling]:
-    """Tilings of several groups at a time, and of some outputs of one, with all channels that these read."""
+    """Tilings of several groups, or of some outputs of one group, with all input channels of these groups."""
     sizes = [(groups, window.outputs) for groups in divided(halvings(window.groups, 1)[:6], divisor)]
     sizes += [(1, outputs) for outputs in divisors(window.outputs)[1:5]]  # of one group at a time
     for groups, outputs in sizes:
@@ -124,12 +125,12 @@ def _whole_groups(window: _Window, rows: int, columns: int, sums: int, divisor: 
 
 
 def _within_a_group(window: _Window, rows: int, columns: int, chip: Chip, divisor: int) -> Iterator[Tiling]:
-    """Tilings of one group at a time, whose channels are summed in parts."""
+    """Tilings of one group, whose input channels may be summed in parts."""
     assert chip.matrix is not None
     sums, row_sizes, column_sizes = chip.matrix.accumulator_bytes // 4, halvings(rows, 1), halvings(columns, 4)
 
     def sizes(total: int, least: int) -> list[int]:
-        """Parts of a group's channels; of several groups those without a rest, which would be the next one's."""
+        """Sizes of parts of a group's channels; if there are several groups, only sizes that divide `total`."""
         parts = divided(halvings(total, 1, least)[:5], divisor, least)
         if window.groups == 1:
             return parts
@@ -149,7 +150,7 @@ def _within_a_group(window: _Window, rows: int, columns: int, chip: Chip, diviso
 
 @dataclass(frozen=True)
 class _Outer:
-    """The box of a tile of the output: groups, outputs in a group, rows and columns."""
+    """The box of an output tile: groups, outputs of a group, rows and columns."""
 
     image: Affine
     group: Affine
@@ -167,7 +168,7 @@ def conv2d(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 @lowering("integer_conv2d_kernel", tilings=_tilings)
 def integer_conv2d(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """The convolution of codes: sums in int32, then scales, bias, residual, activation and rounding to codes."""
+    """The convolution of integers: sums in int32, then scales, bias, residual, activation and requantization."""
     (_lanes if tiling["lanes"] else _arrays)(e, o, tiling, o.zero_point)
 
 
@@ -207,7 +208,7 @@ def _arrays(e: Emitter, o: Operands, tiling: Tiling, zero: int) -> None:
 
 
 def _input(e: Emitter, o: Operands, window: _Window, box: _Outer, part: Affine, tiling: Tiling, zero: int) -> Piece:
-    """The rows of the input that a tile of the output needs, its halo and padding included."""
+    """Load the input rows and columns that an output tile needs, including its halo and padding."""
     channels = tiling["groups"] * tiling["c"]
     first = box.group * window.channels + part * tiling["c"]
     return e.load(
@@ -278,7 +279,7 @@ def _multiply(
 
 
 def _outputs(box: _Outer, o: Operands) -> tuple[Affine, int]:
-    """The channels of the output that a tile has: first one and number."""
+    """The output channels of a tile: the first and their number."""
     per_group = box.output.total
     return box.group * per_group + box.output.start, box.groups.size * box.output.size
 
@@ -308,14 +309,17 @@ def _finish(e: Emitter, o: Operands, box: _Outer, sums: Piece) -> None:
 
 
 def _grouped(piece: Piece, dim: int, box: _Outer) -> Piece:
-    """A piece with its channels as groups and outputs of a group; an image's axis before them is left out."""
+    """Split an on-chip tile's channel dimension `dim` into groups and outputs of a group.
+
+    Earlier dimensions are dropped.
+    """
     per_channel = piece.strides[dim]
     axes = (box.groups, box.output, *piece.axes[dim + 1 :])
     return piece.reshaped(axes, (per_channel * box.output.size, per_channel, *piece.strides[dim + 1 :]))
 
 
 def _lanes(e: Emitter, o: Operands, tiling: Tiling, zero: int) -> None:
-    """A depthwise convolution, tap by tap, in one vector program for a tile."""
+    """Emit a depthwise convolution on the vector engine: one vector program for each tile."""
     window, (images, _, rows, columns) = _window(o), o.out.shape
     tg, tp = tiling["groups"], tiling["p"]
     is_integer = o.x.dtype in ("int8", "uint8")

@@ -1,11 +1,11 @@
-"""Programs for a chip of several cores: each call's result divided among them, or calls by layers.
+"""Programs for a chip of several cores: each call's result is divided among them, or whole calls by layers.
 
-A part of a call is a call like any other, on parts of its operands' views (`division.py`). Each core has tilings and
-values that stay in its scratchpad as if it were a chip by itself; `spreading.py` says what is its own. In the tile
-program, the section of a call has the instructions of all cores.
+A part of a call is an ordinary kernel call on slices of the operands (`division.py`). Tilings and the values that stay
+in a scratchpad are chosen for each core as if it were a chip by itself; `spreading.py` says which values are its own.
+In the tile program, the section of a call has the instructions of all cores.
 
-A value between calls that several cores touch lies in DRAM. Or each of them has a copy in its scratchpad, to which the
-others send over the network what they compute; only values stay so whose copies all fit.
+An intermediate value that several cores use lies in DRAM, or each of them has a copy in its scratchpad, to which the
+others send over the network the parts that they compute. A value is copied only if all its copies fit.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from npu_model.machine.machine import Machine, token_totals
 
 
 def arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
-    """A plan and its tile program on a chip, of several cores in the way that `cores.split` says.
+    """Lower a plan for a chip, on several cores as `cores.split` says.
 
     Raises:
-        ConstraintError: the chip cannot run calls; all of them are named with the reason.
+        ConstraintError: the chip cannot run some calls; the message names all of them with the reason.
     """
     if chip.cores is None:
         return arrange(plan, chip, mapper)
@@ -56,7 +56,7 @@ def arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
 
 
 def _on_one_core(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement | ConstraintError:
-    """The plan on the first core, or the reason why it does not fit there."""
+    """Lower a plan for the first core alone, or return the error if it does not fit there."""
     try:
         alone = arrange(plan, replace(chip, cores=None), mapper)
     except ConstraintError as error:
@@ -66,13 +66,19 @@ def _on_one_core(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement
 
 
 def lower_arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> tuple[ExecutionPlan, TileProgram]:
-    """A plan with memory for its cascades and its cores, and its tile program. Raises as `arranged`."""
+    """Lower a plan; return it with memory for its cascades and cores, and its tile program without redundant waits.
+
+    Raises `ConstraintError` as `arranged` does.
+    """
     arrangement = arranged(plan, chip, mapper)
     return arrangement.plan, trimmed(arrangement.program, chip)
 
 
 def _fastest(ways: Iterable[Arrangement | ConstraintError], chip: Chip) -> Arrangement:
-    """The first of those that take the fewest cycles, with its simulation. Raises the error of one if none fits."""
+    """The alternative with the fewest simulated cycles, the first if equal.
+
+    Raises the first error if all are errors.
+    """
     tried = list(ways)
     fitting = [way for way in tried if isinstance(way, Arrangement)]
     if not fitting:
@@ -85,9 +91,9 @@ def _fastest(ways: Iterable[Arrangement | ConstraintError], chip: Chip) -> Arran
 def _ways(
     plan: ExecutionPlan, chip: Chip, mapper: Mapper, splits: Sequence[str]
 ) -> Iterator[Arrangement | ConstraintError]:
-    """The plan divided in these ways, each with values between cores in DRAM, and in copies as far as they fit.
+    """Lower a plan divided in each of these ways: with shared values in DRAM, and with copies of them if these fit.
 
-    Of a way that a chip without DRAM has no room for, the reason.
+    On a chip without DRAM, a way that does not fit yields its error instead.
     """
     for split in splits:
         steps = _layers(plan, chip, mapper) if split == "layers" else _divided(plan, Way(split), chip, mapper)
@@ -99,7 +105,7 @@ def _ways(
 
 
 def _divided(plan: ExecutionPlan, way: Way, chip: Chip, mapper: Mapper) -> list[list[Step]]:
-    """The parts of each call, on the cores."""
+    """Divide each call among the cores; calls that cannot be divided run on the first core."""
 
     def parts(call: KernelCall) -> list[KernelCall]:
         if any(view.buffer in plan.donations for view in call.outputs):
@@ -116,7 +122,7 @@ def _divided(plan: ExecutionPlan, way: Way, chip: Chip, mapper: Mapper) -> list[
 
 
 def _layers(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[list[Step]]:
-    """Whole calls: the first ones on the first core, and so on, of about equal estimates."""
+    """Assign whole calls to cores: consecutive calls to each core, with about equal estimated cycles."""
     estimates = [mapper.choices(call).estimate(frozenset(), chip.sram.size) for call in plan.calls]
     total, done, steps = sum(estimates), 0.0, []
     for call, cycles in zip(plan.calls, estimates, strict=True):
@@ -129,7 +135,10 @@ def _layers(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> list[list[Step]]
 def _with_copies(
     plan: ExecutionPlan, steps: Sequence[Sequence[Step]], shared: Sequence[str], chip: Chip, mapper: Mapper
 ) -> Arrangement | ConstraintError | None:
-    """The plan with copies of those of the shared values whose copies all stay; None without any."""
+    """Lower a plan with copies of shared values on all cores, for those values whose copies all fit.
+
+    None if none do.
+    """
     copied = list(shared)
     while copied:
         own = spread(plan, steps, copied)
@@ -156,7 +165,10 @@ def _residencies(own: Spread, chip: Chip, mapper: Mapper) -> list[Residency]:
 def _linked(
     own: Spread, chip: Chip, mapper: Mapper, residencies: Sequence[Residency] | None = None
 ) -> Arrangement | ConstraintError:
-    """The tile program of a plan on several cores, or the reason why it does not fit a chip without DRAM."""
+    """Generate the tile program of a plan on several cores, or return the error if it does not fit a chip without DRAM.
+
+    On a chip with DRAM, nothing stays in the scratchpads if some part would not fit otherwise.
+    """
     try:
         return _Linking(own, chip, mapper, residencies or _residencies(own, chip, mapper)).arrangement()
     except ConstraintError as error:  # values that stay leave too little room for some part
@@ -167,7 +179,7 @@ def _linked(
 
 
 class _Linking:
-    """Writes the tile program of a plan on several cores, whose scratchpads keep some values."""
+    """Generates the tile program of a plan on several cores, given the values that stay in each scratchpad."""
 
     def __init__(self, own: Spread, chip: Chip, mapper: Mapper, residencies: Sequence[Residency]) -> None:
         self._own, self._chip, self._mapper, self._residencies = own, chip, mapper, residencies
@@ -182,7 +194,10 @@ class _Linking:
             check_places(kept, {name: own.buffers[name] for name in touched}, own.plan, chip)
 
     def arrangement(self) -> Arrangement:
-        """The plan and its program. Raises `ConstraintError` where a part does not fit beside the values that stay."""
+        """Generate the program.
+
+        Raises `ConstraintError` if a part does not fit beside the values that stay in the scratchpad.
+        """
         own, chip = self._own, self._chip
         outside = self._outside()
         preload = [
@@ -214,7 +229,7 @@ class _Linking:
         return Arrangement(own.plan, program)
 
     def _outside(self) -> dict[str, Place]:
-        """Buffer → its place in DRAM."""
+        """Buffer → its location in DRAM."""
         own = self._own
         places = dram_places(replace(own.plan, buffers=dict(own.buffers)), self._chip)
         for name, (weight, first) in own.parts.items():
@@ -222,7 +237,7 @@ class _Linking:
         return places
 
     def _inside(self, outside: dict[str, Place]) -> dict[str, dict[str, Place]]:
-        """Core → buffer → place in a scratchpad: in the core's own, or in that of a value's owner."""
+        """Core → buffer → its location in a scratchpad: the core's own, or that of the core that owns the value."""
         values: dict[str, Place] = {}
         weights: dict[str, dict[str, Place]] = {}
         for name, residency in zip(self._names, self._residencies, strict=True):
@@ -235,7 +250,7 @@ class _Linking:
         return {name: {**values, **weights[name]} for name in self._names}
 
     def _parts(self, core: int) -> list[Part]:
-        """The parts of calls on a core, in their tilings."""
+        """The parts of calls on a core, each with its best tiling."""
         calls = [use.with_l2(self._l2) for use in self._uses[core]]
         copies = {id(send.copy) for group in self._own.groups for send in group.sends}
         return [
@@ -245,7 +260,7 @@ class _Linking:
         ]
 
     def _uses_of(self, core: int) -> list[Use]:
-        """The calls of a core, with the operands that its scratchpad keeps."""
+        """The calls of a core, with the operands that stay in its scratchpad."""
         residency = self._residencies[core]
         times = [time for time, group in enumerate(self._own.groups) for _ in group.of_core(core)]
         return [
@@ -255,7 +270,7 @@ class _Linking:
         ]
 
     def _owned_elsewhere(self) -> set[str]:
-        """Values that lie in some core's scratchpad."""
+        """Names of the values, other than weights, that lie in some core's scratchpad."""
         return {name for each in self._residencies for name in each.addresses if name not in each.weights}
 
 

@@ -1,8 +1,8 @@
-"""`divided`: a call as parts that compute some of its result each, for several cores.
+"""`divided`: splits a kernel call into calls that each compute a part of its result, for several cores.
 
-The part of each operand that a part of the result needs follows from the kernel's declaration: `x[m,k] weight[n,k] ->
-out[m,n]` is divided along `n` by dividing the weight. Only sizes are divided along which elements of the result do not
-depend on each other. Rows of images, whose windows overlap, have the rules of cascades.
+The part of each operand that is needed follows from the kernel's declaration: `x[m,k] weight[n,k] -> out[m,n]` is
+divided along `n` by dividing the weight. Only dimensions along which elements of the result are independent are
+divided. Rows of images, whose windows overlap, are divided by the rules of cascades.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IMAGE = 4  # dimensions of a batch of images: image, channel, row, column
 
 
 class Way(StrEnum):
-    """A way to divide the results of calls."""
+    """Dimension along which the results of calls are divided."""
 
     ROWS = "rows"
     COLUMNS = "columns"
@@ -29,7 +29,7 @@ class Way(StrEnum):
 
 
 Ranges: TypeAlias = Mapping[str, tuple[int, int]]
-"""Size of a declaration, or group of sizes with the place in it (`s.1`) → the first of the part and the one behind."""
+"""A declared size, or group of sizes with an index (`s.1`) → a part of it: the first element and one past the last."""
 
 _OTHERS = {
     Way.ROWS: (Way.ROWS, Way.COLUMNS, Way.HEADS),
@@ -51,9 +51,9 @@ _SIZES: Mapping[Family, Mapping[Way, Sequence[str]]] = {
 
 
 def divided(call: KernelCall, way: Way, count: int) -> list[KernelCall]:
-    """Parts of a call, `count` or fewer, in the order of its result; the call itself where it cannot be divided.
+    """Split a call into at most `count` parts, in the order of its result; the call itself if it cannot be divided.
 
-    A call that cannot be divided this way is divided in another one.
+    If it cannot be divided in the way asked for, the other ways are tried.
     """
     for each in _OTHERS[way]:
         cuts = sorted(_cuts(call, each), key=lambda cut: -min(cut.size, count))
@@ -65,7 +65,10 @@ def divided(call: KernelCall, way: Way, count: int) -> list[KernelCall]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A way to cut a call: the size of what is cut, and the part for a range of it, None where there is none."""
+    """A way to divide a call: the size of the divided dimension, and a function from a range to the call for that part.
+
+    The function returns None for a range that the kernel cannot compute.
+    """
 
     size: int
     part: Callable[[int, int], KernelCall | None]
@@ -100,7 +103,7 @@ def _rows(call: KernelCall, rows: tuple[int, int]) -> KernelCall | None:
 
 
 def _names(call: KernelCall, kernel: KernelDecl, way: Way) -> Sequence[str]:
-    """The sizes to divide along."""
+    """The declared sizes of a kernel along which its result can be divided in this way."""
     if kernel.family is not Family.ELEMENTWISE:
         return _SIZES.get(kernel.family, {}).get(way, ())
     rank = call.outputs[0].rank
@@ -112,7 +115,7 @@ def _names(call: KernelCall, kernel: KernelDecl, way: Way) -> Sequence[str]:
 
 
 def _dims(sizes: Sequence[str] | None, name: str, rank: int) -> list[int]:
-    """The dimensions of an operand that have a size, given by its name or by its group and place."""
+    """The dimensions of an operand that have a size, given by its name, or by its group and an index (`s.1`)."""
     if sizes is None:
         return []
     group, _, place = name.partition(".")
@@ -123,19 +126,19 @@ def _dims(sizes: Sequence[str] | None, name: str, rank: int) -> list[int]:
 
 
 def _unit(call: KernelCall, kernel: KernelDecl, size: int) -> int:
-    """Elements that are not divided: the outputs of a group of a convolution."""
+    """Granularity of the division: the outputs of a group of a grouped convolution are kept together, otherwise 1."""
     groups = _groups(call, kernel)
     return 1 if groups == 1 else size // groups
 
 
 def _groups(call: KernelCall, kernel: KernelDecl) -> int:
-    """Groups of a convolution, each of which reads channels of its own."""
+    """Number of groups of a convolution; 1 for other kernels."""
     return int(call.params.get("groups", 1)) if kernel.family is Family.CONV else 1
 
 
 @dataclass(frozen=True)
 class _NamedCut:
-    """Parts of a call along one of its sizes, in units of some elements."""
+    """Parts of a call along one of its declared sizes, in multiples of `unit` elements."""
 
     call: KernelCall
     kernel: KernelDecl
@@ -164,7 +167,7 @@ class _NamedCut:
 
     @property
     def _is_gated(self) -> bool:
-        """Whether it is cut along the results of a gated product, each of which reads two rows of the weight."""
+        """Whether the call is a gated product divided along its results, each of which reads two rows of the weight."""
         return self.name == "n" and any(_GATED_ROWS in (operand.sizes or ()) for operand in self.kernel.inputs)
 
     def _params(self, first: int, stop: int) -> dict[str, object]:
@@ -176,7 +179,10 @@ class _NamedCut:
         return {"groups": (stop - first) // self.unit} if _groups(self.call, self.kernel) > 1 else {}
 
     def _others(self, first: int, stop: int) -> Ranges | None:
-        """Ranges of other sizes that belong to a range of this one; None where there is no such part."""
+        """The ranges of other sizes that follow from a range of this one.
+
+        None if the kernel cannot compute such a part.
+        """
         views = dict(zip((operand.name for operand in self.kernel.inputs), self.kernel.bind(self.call), strict=False))
         group, _, place = self.name.partition(".")
         if self._is_gated:

@@ -1,4 +1,4 @@
-"""Element-wise kernels: the op table's expressions as single steps of the vector engine, over tiles of any shape."""
+"""Element-wise kernels: each op is one step of a vector program, over tiles of any shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CALL = re.compile(r"([a-z_]\w*)\(")
 
 
 def need_functions(chip: Chip, op: Elementwise, over_floats: bool) -> None:
-    """Raise `CannotLower` where an op calls a function that a chip's vector engine does not compute."""
+    """Raise `CannotLower` if an op calls a function that the chip's vector engine does not compute."""
     expression = op.expr if over_floats else op.integer or op.expr
     missing = sorted(set(_CALL.findall(expression)) - {"int", *chip.vector.functions})
     if missing:
@@ -41,7 +41,7 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @lowering(*ELEMENTWISE_KERNELS, tilings=_tilings)
 def elementwise(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = op(operands…), which are tensors or scalars: in float32, or in int32 where no operand is a float."""
+    """out = op(operands…), on tensors and scalars: in float32, or in int32 if no operand is a float."""
     op = ELEMENTWISE_KERNELS[o.call.kernel].op
     out: View = o.out
     if not out.numel:
@@ -60,7 +60,10 @@ def elementwise(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _values(program: VectorProgram, op: Elementwise, o: Operands, registers: list[int]) -> list[Value]:
-    """The operands: registers of tensors and constants; one of them decides whether the op is over floats."""
+    """The operands of the op: registers of tensors, and constants.
+
+    If the op is over floats but all tensors are integers, the first is converted.
+    """
     scalars = o.call.params["scalars"]
     over_floats = _over_floats(o) or op.name == "copy"
     remaining = iter(registers)
@@ -74,7 +77,7 @@ def _values(program: VectorProgram, op: Elementwise, o: Operands, registers: lis
 
 
 def copy(e: Emitter, source: View, target: View, elements: int) -> None:
-    """target = source, of one shape. Where no element changes its dtype, DMA engines do it by themselves."""
+    """target = source, of equal shapes. If their dtypes are equal, DMA engines copy without the vector engine."""
     if not target.numel:
         return
     target, source = merged(target, source)

@@ -1,18 +1,19 @@
-"""`Emitter`: writes the section of one kernel call, as if its instructions ran one after the other.
+"""`Emitter`: writes the section (instructions) of one kernel call, as if they ran one after the other.
 
-A lowering opens loops, asks for pieces of operands, computes with them and stores results; it never mentions tokens.
-Each piece is a place in a memory of the chip. A piece that is asked for within a loop has several places in turn
-(double buffering), so that an engine may fill one while another engine reads the one before.
+A lowering opens loops, allocates pieces (operand tiles in a memory of the chip), computes with them and stores results;
+it does not deal with tokens. A piece that is allocated within a loop has several slots, used in turn (double
+buffering), so that an engine may fill one while another engine reads the previous one.
 
-When the section is finished, the emitter adds the tokens that make engines, which run side by side, do what the
-sequence says. For an instruction I that touches a piece which another engine E touches too, one of the two writing:
+When the section is finished, the emitter adds the tokens that make the concurrent engines produce the results of the
+sequential order. For an instruction I that touches a piece which another engine E touches too, one of the two writing:
 
-1. Every instruction of E that touches the piece raises a token. In the sequence, that token has been raised `before(I)`
-   times when I comes. That number is affine in the loops' counters. One token does for all pieces that the same
-   instructions of E touch.
+1. Every instruction of E that touches the piece raises a token. In sequential order, that token has been raised
+   `before(I)` times when I comes; this number is affine in the loops' counters. Pieces that the same instructions of E
+   touch share a token.
 2. If I reads what E writes, I waits for `before(I)`.
-3. If I only writes, and E has not touched the piece in this round yet, I replaces what lay in this place `slots` rounds
-   ago: it waits for `before(I)` less what E does in `slots` − 1 rounds. Otherwise it waits for `before(I)` too.
+3. If I only writes, and E has not touched the piece in this iteration yet, I overwrites what lay in this slot `slots`
+   iterations ago: it waits for `before(I)` less what E does in `slots` − 1 iterations. Otherwise it waits for
+   `before(I)` too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ DOUBLE = 2  # places of a piece within a loop
 
 
 class DoesNotFit(Exception):
-    """A section needs more than it may use of a memory: at least `size` bytes."""
+    """A section needs more of a memory than it may use: at least `size` bytes in all."""
 
     def __init__(self, space: Space, size: int) -> None:
         super().__init__()
@@ -56,11 +57,11 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Place of an operand's buffer: in DRAM, or in the scratchpad for as long as it lives.
+    """Location of an operand's buffer: in DRAM or L2, or in the scratchpad for as long as it is live.
 
     Attributes:
-        name: The buffer in DRAM that holds it; empty in the scratchpad.
-        offset: Bytes from the beginning of that buffer, or of the scratchpad.
+        name: The buffer in DRAM that contains it; in a scratchpad, the core, empty on a chip of one core.
+        offset: Bytes from the beginning of that buffer, or of the memory.
     """
 
     space: Space
@@ -71,12 +72,13 @@ class Place:
 
 @dataclass(eq=False)
 class Memory:
-    """Room of a section for a piece, in the scratchpad or the accumulators.
+    """Memory that a section allocates for a piece (operand tile), in the scratchpad or the accumulators.
 
     Attributes:
-        depth: The number of loops around the request; the rounds of these loops take turns.
-        address, size: Bytes of one place.
-        slots: Number of places.
+        depth: Number of loops around the allocation, whose iterations use the slots in turn.
+        address, size: Address of the first slot, and bytes of each.
+        slots: Number of slots.
+        turn: Index of the iteration; it uses slot `turn` mod `slots`.
     """
 
     space: Space
@@ -89,13 +91,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, where the engines find it.
+    """A box (tile) of a tensor in a memory of the chip, where engines can access it.
 
     Attributes:
-        axes: Its axes, of which some elements may not exist at the tensor's end.
+        axes: Its axes, of which some elements may lie outside of the tensor.
         strides: Bytes.
-        memory: The section's own room for it; None for a part of an operand that lies in the scratchpad.
-        place: That operand's place.
+        memory: The section's own allocation; None for a part of an operand that stays in the scratchpad.
+        place: Location of that operand; None for an allocation.
     """
 
     axes: tuple[Axis, ...]
@@ -111,12 +113,12 @@ class Piece:
         return tuple(axis.size for axis in self.axes)
 
     def tile(self, *dims: int | None, offset: int = 0) -> Tile:
-        """The piece as an operand of an instruction whose axes are these dimensions of it; None where it has none."""
+        """The piece as an operand: for each axis of the instruction, a dimension of the piece, or None to broadcast."""
         strides = tuple(0 if dim is None else self.strides[dim] for dim in dims)
         return self.with_strides(strides, offset)
 
     def with_strides(self, strides: tuple[int, ...], offset: int = 0) -> Tile:
-        """The piece as an operand that is walked with these strides, from `offset` bytes on."""
+        """The piece as an operand that is accessed with these strides, beginning `offset` bytes into it."""
         memory = self.memory
         address = self.address + offset
         if memory is None or memory.slots == 1:
@@ -124,7 +126,7 @@ class Piece:
         return Tile(self.space, self.dtype, address, strides, "", memory.slots, memory.size, memory.turn)
 
     def reshaped(self, axes: Sequence[Axis], strides: Sequence[int], offset: int | Affine = 0) -> Piece:
-        """A part of the same memory under other axes."""
+        """View the memory under other axes and strides, beginning `offset` bytes into the piece."""
         return replace(self, axes=tuple(axes), strides=tuple(strides), address=self.address + offset)
 
 
@@ -137,7 +139,7 @@ class _Item:
     outside: list[tuple[Place, int, int, bool]]  # bytes of operands' places, with whether they are written
 
     def executions(self, depth: int = 0) -> int:
-        """Number of times that it is executed in a round of the loops outside of `depth`."""
+        """Number of times that the instruction runs in one iteration of the outermost `depth` loops around it."""
         return math.prod(loop.count for loop in self.path[depth:])
 
 
@@ -149,7 +151,7 @@ class _LoopItem:
 
 @dataclass(frozen=True)
 class Touch:
-    """Bytes of a memory that an engine of a section reads or writes."""
+    """A range of bytes of a memory that an engine of a section reads or writes."""
 
     engine: str
     space: Space
@@ -161,12 +163,12 @@ class Touch:
 
 @dataclass(frozen=True)
 class Draft:
-    """A section without tokens for what happens outside of it.
+    """A generated section (instructions of a kernel call) without synchronisation with other sections.
 
     Attributes:
-        touches: Memory that its engines touch, as far as other sections might too.
-        raised: Token → how often the section raises it.
-        scratchpad, accumulators: Bytes of its own that it uses.
+        touches: Byte ranges that its engines access and other sections might access too.
+        raised: Token → number of times that the section raises it.
+        scratchpad, accumulators: Bytes that it allocates for its tiles.
     """
 
     touches: tuple[Touch, ...]
@@ -178,20 +180,24 @@ class Draft:
     _signals: Mapping[_Item, Sequence[Token]]
 
     def body(self, raised: Mapping[Token, int] | None = None) -> tuple[Node, ...]:
-        """The section's instructions behind others that have raised tokens so often."""
+        """The section's instructions.
+
+        Args:
+            raised: Token → number of times that earlier sections have raised it, which is added to the counts of waits.
+        """
         return tuple(_built(item, self._waits, self._signals, raised or {}) for item in self._items)
 
 
 class Emitter:
-    """Writes one section.
+    """Generates the section (instructions) of one kernel call.
 
     Args:
-        places: Buffer → where it lies.
+        places: Buffer → its location.
         queues: Number of DMA engines.
-        scratchpad: First byte and number of bytes that the section may use for pieces.
-        accumulators: Allocator of the accumulators, like `scratchpad`.
-        alignment: Every piece begins at a multiple of so many bytes.
-        has_output: Whether the chip has an output stage; otherwise the vector engine does its work.
+        scratchpad: First byte and number of bytes of the scratchpad that the section may allocate.
+        accumulators: First byte and number of bytes of the accumulators that it may allocate.
+        alignment: Every allocated tile begins at a multiple of this number of bytes.
+        has_output: Whether the chip has an output stage; otherwise the vector engine executes epilogues.
     """
 
     def __init__(
@@ -217,7 +223,10 @@ class Emitter:
 
     @contextmanager
     def loop(self, count: int) -> Iterator[Affine]:
-        """A hardware loop of `count` rounds around what is emitted meanwhile; gives its counter."""
+        """Context that emits a hardware loop of `count` iterations around the instructions emitted within.
+
+        Yields its counter.
+        """
         if count == 1:
             yield ZERO
             return
@@ -229,12 +238,12 @@ class Emitter:
 
     @property
     def depth(self) -> int:
-        """The number of loops that are open."""
+        """Number of loops that are open."""
         return len(self._path)
 
     @property
     def rounds(self) -> list[int]:
-        """The counts of the loops that are open, the outermost first."""
+        """Iteration counts of the open loops, the outermost first."""
         return [loop.count for loop in self._path]
 
     @property
@@ -250,10 +259,10 @@ class Emitter:
     def room(
         self, shape: Sequence[int | Axis], dtype: str, space: Space = Space.SCRATCHPAD, slots: int = DOUBLE
     ) -> Piece:
-        """Room for a dense piece, which each round of the open loops uses in turn.
+        """Allocate a dense tile on the chip, with up to `slots` slots that iterations of the open loops use in turn.
 
         Raises:
-            DoesNotFit: there is not enough.
+            DoesNotFit: the memory has too little room.
         """
         axes = tuple(axis if isinstance(axis, Axis) else Axis(axis) for axis in shape)
         sizes = [axis.size for axis in axes]
@@ -274,13 +283,13 @@ class Emitter:
     def load(
         self, view: View, box: Sequence[tuple[Affine, int]], fill: float | int | None = None, queue: int = 0
     ) -> Piece:
-        """A box of a tensor in the scratchpad; it is moved there unless it lies there already.
+        """Load a box of a tensor into the scratchpad; without a transfer if the tensor lies there already.
 
         Args:
-            box: Coordinate of the first element and number of elements, by dimension. Coordinates outside the tensor
-                are where elements do not exist.
-            fill: A value for elements that do not exist.
-            queue: Number of the DMA engine that moves it.
+            box: For each dimension, the coordinate of the first element and the number of elements. Coordinates outside
+                of the tensor stand for elements that do not exist.
+            fill: Value of elements that do not exist. None: they are skipped.
+            queue: Number of the DMA engine, modulo the number of engines.
         """
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
         source = self.whole(view, axes)
@@ -296,21 +305,21 @@ class Emitter:
 
     @staticmethod
     def part(whole: Piece, view: View, box: Sequence[tuple[Affine, int]]) -> Piece:
-        """A box of a tensor that lies in the scratchpad whole."""
+        """A box of a tensor whose whole content has been loaded into the scratchpad."""
         axes = [Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True)]
         offset = sum((start * stride for (start, _), stride in zip(box, whole.strides, strict=True)), ZERO)
         return whole.reshaped(axes, whole.strides, offset)
 
     def store(self, piece: Piece, view: View, box: Sequence[tuple[Affine, int]], queue: int = 2) -> None:
-        """Move a piece to a box of a tensor."""
+        """Transfer an on-chip tile to a box of a tensor."""
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
         self.transfer(axes, piece, self.whole(view, axes), queue=queue)
 
     def result(self, view: View, box: Sequence[tuple[Affine, int]]) -> tuple[Piece, bool]:
-        """A piece for a box of a result: the result itself where it lies in the scratchpad, else room.
+        """A tile to compute a box of a result in: the result itself if it lies in the scratchpad, else an allocation.
 
         Returns:
-            The piece, and whether it has to be stored.
+            The tile, and whether it has to be stored afterwards.
         """
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
         target = self.whole(view, axes)
@@ -319,7 +328,7 @@ class Emitter:
         return self.room(axes, view.dtype), True
 
     def whole(self, view: View, axes: tuple[Axis, ...]) -> Piece:
-        """A box of a tensor where the tensor lies."""
+        """A box of a tensor in the memory in which the tensor lies; nothing is moved."""
         place = self.places[view.buffer]
         size = itemsize(view.dtype)
         strides = tuple(stride * size for stride in view.strides)
@@ -329,7 +338,7 @@ class Emitter:
         return Piece(axes, view.dtype, place.space, address, strides, None, place)
 
     def _leaves(self, axes: Sequence[Axis]) -> bool:
-        """Whether elements of a box do not exist in some round."""
+        """Whether some element of a box lies outside of the tensor in some iteration of the open loops."""
         counts = [loop.count for loop in self._path]
         return any(axis.is_clipped(counts) for axis in axes)
 
@@ -345,9 +354,9 @@ class Emitter:
         index_limit: int = 0,
         scatters: bool = False,
     ) -> None:
-        """Move a box between two pieces of these axes; `index`, of the first of these axes or all, as in `Transfer`.
+        """Emit a transfer of a box with these axes; `index` is a list of rows to gather or scatter (see `Transfer`).
 
-        Axes of one element that always exists are left out.
+        Axes of size 1 that always lie inside the tensor are left out.
         """
         dims = [
             d for d, axis in enumerate(axes) if axis.size > 1 or self._leaves([axis]) or (d == 0 and index is not None)
@@ -384,7 +393,7 @@ class Emitter:
         left_zero: int = 0,
         right_zeros: tuple[Piece, Tile] | None = None,
     ) -> None:
-        """A product; see `Multiply`."""
+        """Emit a matrix product; see `Multiply`."""
         zeros = None if right_zeros is None else self._located(*right_zeros)
         self._add(
             Multiply(
@@ -418,7 +427,7 @@ class Emitter:
         begins: tuple[int, ...] = (),
         carried: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """A vector program; see `Compute`."""
+        """Emit a vector program; see `Compute`."""
         self._add(
             Compute(
                 engine=engine,
@@ -450,24 +459,24 @@ class Emitter:
 
     @property
     def used(self) -> int:
-        """Bytes of the scratchpad for pieces."""
+        """Bytes of the scratchpad allocated for tiles."""
         return self._used[Space.SCRATCHPAD]
 
     @property
     def used_accumulators(self) -> int:
-        """Bytes of the accumulators."""
+        """Bytes of the accumulators allocated for tiles."""
         return self._used[Space.ACCUMULATORS]
 
     def executions(self) -> Iterator[tuple[Instruction, int, str]]:
-        """Each instruction, how often it is executed, and the buffer in DRAM that it moves from or to."""
+        """Each instruction, its number of executions, and the DRAM buffer that it transfers from or to ('' if none)."""
         for item in self._items:
             names = [place.name for place, *_ in item.outside if place.space is Space.DRAM]
             yield item.instruction, item.executions(), names[0] if names else ""
 
     def rooms(self) -> dict[str, int]:
-        """Buffer in DRAM → bytes of the scratchpad for pieces of it, which need none where it lies in the scratchpad.
+        """DRAM buffer → scratchpad bytes of its tiles, which would not be needed if the buffer lay in the scratchpad.
 
-        A piece with filled surroundings is not among them, which is a copy in any case.
+        Tiles with fill values are left out: they are copied in any case.
         """
         touching: dict[Memory, list[_Item]] = {}
         for item in self._items:
@@ -482,7 +491,7 @@ class Emitter:
     # Tokens
 
     def finish(self) -> Draft:  # noqa: C901, PLR0912
-        """The section, with tokens among its own instructions."""
+        """End the section: add tokens that synchronise its engines with each other, and return it."""
         sharing: dict[Memory, dict[str, list[_Item]]] = {}
         for item in self._items:
             for memory in item.touches:
@@ -535,7 +544,7 @@ class Emitter:
 
 
 def _owners(memory: Memory, items: Sequence[_Item]) -> set[str]:
-    """The buffers in DRAM that a piece is moved from or to, and stands for: either of them, where it is only moved."""
+    """The DRAM buffers that an on-chip tile is a copy of, or is stored to; empty if it holds anything else."""
     moving = [item for item in items if isinstance(item.instruction, Transfer)]
     plain = all(item.instruction.fill is None and item.instruction.index is None for item in moving)  # type: ignore[attr-defined]
     names = {place.name for item in moving for place, *_ in item.outside if place.name}
@@ -546,9 +555,10 @@ def _owners(memory: Memory, items: Sequence[_Item]) -> set[str]:
 
 
 def _add_token(tokens: list[dict[_Item, Affine]], counts: Mapping[_Item, Affine]) -> None:
-    """Enter the counts that instructions wait for, in one of the tokens of the same instructions if one will do.
+    """Add the counts that instructions wait for to an existing token of the raising instructions, or to a new one.
 
-    One does where each instruction that waits for it waits for the larger count in all rounds.
+    An existing token is used if, for each waiting instruction, one of the two counts is the larger one in all
+    iterations.
     """
     for token in tokens:
         larger = {item: _larger(token.get(item, count), count, item) for item, count in counts.items()}
@@ -559,26 +569,26 @@ def _add_token(tokens: list[dict[_Item, Affine]], counts: Mapping[_Item, Affine]
 
 
 def _larger(first: Affine, second: Affine, item: _Item) -> Affine | None:
-    """The one of two counts that is the larger one in all rounds; None if neither is."""
+    """The count that is the larger one in all iterations of the loops around `item`; None if neither is."""
     low, high = (first + second * -1).bounds([loop.count for loop in item.path])
     return first if low >= 0 else second if high <= 0 else None
 
 
 def _common(first: _Item, second: _Item) -> int:
-    """Number of loops around both."""
+    """Number of loops that enclose both instructions."""
     pairs = zip(first.path, second.path, strict=False)
     return next((depth for depth, (a, b) in enumerate(pairs) if a is not b), min(len(first.path), len(second.path)))
 
 
 def _same_round(others: Sequence[_Item], item: _Item, depth: int) -> bool:
-    """Whether some of the others come before `item` in a round of the loops outside of `depth`."""
+    """Whether, in sequential order, another one precedes `item` within an iteration of the outer `depth` loops."""
     return any(
         (common := _common(other, item)) > depth or (common == depth and other.order < item.order) for other in others
     )
 
 
 def _before(others: Sequence[_Item], item: _Item) -> Affine:
-    """Number of times that the others have been executed when `item` comes, in the sequence."""
+    """Number of times that the others have been executed before `item`, in sequential order."""
     base, steps = 0, [0] * len(item.path)
     for other in others:
         common = _common(other, item)

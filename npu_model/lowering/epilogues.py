@@ -1,4 +1,4 @@
-"""Epilogues of a product: scales, bias, activation, residual, requantization."""
+"""Epilogues of matrix products: scales, bias, activation, residual, requantization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_model.lowering.vector_program import VectorProgram
 
 Box = Sequence[tuple[Affine, int]]
 Factors: TypeAlias = Sequence[tuple[Piece, Sequence[int | None]]]
-"""Pieces, and the dimension of each that lies along each axis of a tile of results."""
+"""On-chip tiles of operands, each with its dimension along each axis of the result, or None to broadcast."""
 
 
 def float_epilogue(
@@ -29,10 +29,10 @@ def float_epilogue(
     residual_first: bool,
     factors: Factors = (),
 ) -> None:
-    """out = act(sums + bias) + residual; or act(sums + bias + residual) where the residual comes first.
+    """out = act(sums + bias) + residual; or act(sums + bias + residual) with `residual_first`.
 
     Args:
-        factors: Scales by which sums of integers are multiplied first, one after the other.
+        factors: Scales that the sums are multiplied by first; given only for sums of integers.
     """
     program = VectorProgram(axes)
     value = program.input(sums[0], *sums[1])
@@ -51,7 +51,10 @@ def float_epilogue(
 
 
 def scaled(program: VectorProgram, value: int, scales: Sequence[int]) -> int:
-    """Sums of integers times their scales, in float32; floats, which have none, as they are."""
+    """Convert integer sums to float32 and multiply them by their scales.
+
+    Without scales, the sums are returned unchanged.
+    """
     value = program.op("to_float", value) if scales else value
     for scale in scales:
         value = program.op("mul", value, program.op("to_float", scale))
@@ -68,9 +71,9 @@ def integer_epilogue(
     residual: tuple[Piece, Sequence[int | None]] | None,
     out: tuple[Piece, Sequence[int | None]],
 ) -> None:
-    """out = act(sums · (scales · x_scale) + bias + residual), rounded to codes where the result is stored in bytes.
+    """out = act(sums · (scales · x_scale) + bias + residual), requantized if the result is int8 or uint8.
 
-    The order of operations is that of the CPU device, so that results are equal bit for bit.
+    The order of operations is that of the CPU device, so that results are bit-identical.
     """
     program = VectorProgram(axes)
     total = program.input(sums[0], *sums[1])
@@ -89,7 +92,7 @@ def integer_epilogue(
 
 
 def dequantized_residual(program: VectorProgram, register: int, dtype: str, o: Operands) -> int:
-    """The residual as a float: its codes count from their zero point in steps of their scale."""
+    """The residual as a float, dequantized by its scale and zero point if it is int8 or uint8."""
     if dtype not in ("int8", "uint8"):
         return register
     return dequantized(program, register, o.residual_scale, o.residual_zero_point)
@@ -104,12 +107,12 @@ def dequantized(program: VectorProgram, register: int, scale: float, zero_point:
 
 
 def finished(program: VectorProgram, value: int, dtype: str, o: Operands) -> int:
-    """A float as it is stored: rounded to codes where the dtype is one of bytes."""
+    """Quantize a float if the dtype of the result is int8 or uint8; otherwise return it unchanged."""
     return quantized(program, value, o) if dtype in ("int8", "uint8") else value
 
 
 def quantized(program: VectorProgram, value: int, o: Operands) -> int:
-    """Codes of a float: round(value · (1 / scale)) + zero point, within the format's limits."""
+    """Quantize a float: round(value · (1 / scale)) + zero point, clamped to the format's limits."""
     inverse = float(np.float32(1) / np.float32(o.out_scale))
     codes = program.op("round", program.op("mul", value, inverse))
     if o.out_zero_point:
@@ -118,9 +121,9 @@ def quantized(program: VectorProgram, value: int, o: Operands) -> int:
 
 
 def first_rows(o: Operands) -> tuple[int, int]:
-    """The first row of the gate, and of what it multiplies, in the weight of a gated product.
+    """The first rows of the gate and of the factor that it multiplies (up), in the weight of a gated product.
 
-    Both lie `n` rows apart; a part of the product has the rows between its two halves as well, and skips them.
+    In a whole weight they are 0 and `n`; in a part of a divided product, the rows between its two halves are skipped.
     """
     return 0, o.call.inputs[1].shape[0] - o.n
 
@@ -128,7 +131,7 @@ def first_rows(o: Operands) -> tuple[int, int]:
 def gated_epilogue(
     e: Emitter, o: Operands, columns: Axis, halves: list[Piece], factors: Sequence[Factors] = ((), ())
 ) -> None:
-    """out = act(gate + bias) · (up + bias), of the sums of both halves, each times its factors first."""
+    """out = act(gate + bias) · (up + bias); each half of the sums is multiplied by its factors first."""
     biases = []
     if o.bias is not None:
         biases = [e.load(o.bias, [(columns.start + first, columns.size)], queue=1) for first in first_rows(o)]

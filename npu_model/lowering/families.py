@@ -1,4 +1,4 @@
-"""`Lowering`: how the calls of a kernel become instructions; and the table of them."""
+"""`Lowering`: a rule by which the calls of a kernel become instructions; and the table of all rules."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from npu_model.chip import Chip
 from npu_model.lowering.emitter import Emitter
 
 Tiling: TypeAlias = Mapping[str, int]
-"""The sizes that a lowering leaves open, by name: tiles, loop orders."""
+"""Parameters of a lowering by name: tile sizes and loop orders."""
 
 
 class CannotLower(Exception):
-    """A chip cannot run a call; the message is why, as an ending of "… cannot run on chip X: "."""
+    """A chip cannot run a call. The message is the reason, which completes "… cannot run on chip X: "."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """A call with its views and sizes by their declared names, as in `KernelDecl`."""
+    """A call with its views and parameters as attributes, by the names in the kernel's declaration."""
 
     call: KernelCall
     names: SimpleNamespace
@@ -33,12 +33,12 @@ class Operands:
 
 @dataclass(frozen=True)
 class Lowering:
-    """Lowering of calls of some kernels to instructions.
+    """The rule that lowers the calls of some kernels to instructions.
 
     Attributes:
-        tilings: The tilings to try for a call on a chip, likely ones first; those behind a None only if none before
-            fits. Raises `CannotLower` where the chip cannot run it.
-        emit: Writes the section of a call in one of these tilings.
+        tilings: Yields the tilings to try for a call on a chip, promising ones first. After a None, further ones follow
+            that are tried only if no earlier one fits. Raises `CannotLower` if the chip cannot run the call.
+        emit: Generates the section of a call in one of these tilings.
     """
 
     tilings: Callable[[Operands, Chip], Iterable[Tiling | None]]
@@ -51,7 +51,7 @@ LOWERINGS: dict[str, Lowering] = {}
 def lowering(
     *kernels: str, tilings: Callable[[Operands, Chip], Iterable[Tiling | None]]
 ) -> Callable[[Callable[[Emitter, Operands, Tiling], None]], Callable[[Emitter, Operands, Tiling], None]]:
-    """Decorator: the function writes the sections of these kernels' calls."""
+    """Decorator that registers a function as the `emit` of these kernels' lowering."""
 
     def add(emit: Callable[[Emitter, Operands, Tiling], None]) -> Callable[[Emitter, Operands, Tiling], None]:
         LOWERINGS.update(dict.fromkeys(kernels, Lowering(tilings, emit)))
@@ -61,7 +61,7 @@ def lowering(
 
 
 def operands_of(call: KernelCall) -> Operands:
-    """A call's views, sizes and parameters by name; optional operands that are absent are None."""
+    """Bind a call's views, sizes and parameters to their names; absent optional operands are None."""
     kernel = declaration(call)
     views = kernel.bind(call)
     names = [operand.name for operand in (*kernel.inputs, *kernel.outputs)]
@@ -70,12 +70,12 @@ def operands_of(call: KernelCall) -> Operands:
 
 
 def parts(size: int, tile: int) -> int:
-    """Number of tiles along an axis."""
+    """Number of tiles along an axis, the last of which may be partial."""
     return -(-size // tile)
 
 
 def halvings(size: int, least: int, multiple: int = 1) -> list[int]:
-    """Tile sizes to try along an axis: the whole, and halves of it, rounded up to a multiple, down to `least`."""
+    """Tile sizes to try along an axis: the whole and repeated halves down to `least`, rounded up to a multiple."""
     sizes = [size]
     part = size
     while part > least:
@@ -89,10 +89,10 @@ def halvings(size: int, least: int, multiple: int = 1) -> list[int]:
 
 
 def in_tiers(tilings: Callable[[int], Iterable[Tiling]]) -> Iterator[Tiling | None]:
-    """Tilings of usual sizes; then, each behind a None, those of ever smaller ones, for chips on which none fits.
+    """Tilings of usual sizes; then, each group after a None, of ever smaller sizes, for chips on which none fits.
 
     Args:
-        tilings: Tilings whose sizes are divided by its argument.
+        tilings: Yields tilings whose sizes are divided by its argument.
     """
     yield from tilings(1)
     for divisor in (8, 64, 512, 4096):
@@ -101,7 +101,7 @@ def in_tiers(tilings: Callable[[int], Iterable[Tiling]]) -> Iterator[Tiling | No
 
 
 def divided(sizes: Iterable[int], divisor: int, multiple: int = 1) -> list[int]:
-    """Tile sizes divided by a number, and rounded up to a multiple where they are above it; each once."""
+    """Divide tile sizes, round results above `multiple` up to a multiple of it, and remove duplicates."""
     shares = [(size, parts(size, divisor)) for size in sizes]
     return list(
         dict.fromkeys(min(size, parts(part, multiple) * multiple) if part > multiple else part for size, part in shares)
@@ -109,7 +109,7 @@ def divided(sizes: Iterable[int], divisor: int, multiple: int = 1) -> list[int]:
 
 
 def divisors(size: int) -> list[int]:
-    """The numbers that divide a size evenly, the largest first."""
+    """All divisors of a size, in descending order."""
     return [part for part in range(size, 0, -1) if size % part == 0]
 
 

@@ -1,9 +1,9 @@
-"""`without_implied_waits`: leaves out waits for what other waits, and the order of each engine, make certain.
+"""`without_implied_waits`: removes waits that are implied by other waits and the order within each engine.
 
-What has to have ended before an execution starts is a graph: from each execution to the next one of its engine, and
-from one that raises a token to those that wait for that count. A wait is implied if another way leads from the one to
-the other. Since the graph has no circle, all of these can go at once. A loop's instruction keeps a wait that is needed
-in any of its rounds.
+The order in which instructions have to run is a graph: edges lead from each execution to the next one of its engine,
+and from one that raises a token to those that wait for that count. A wait is redundant if another path connects its
+ends. The graph is acyclic, so all redundant waits can be removed at once. An instruction in a loop keeps a wait that is
+needed in any iteration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_EXECUTIONS = 20_000  # of a program, a tenth of a second; longer ones keep
 
 
 def without_implied_waits(program: TileProgram, chip: Chip) -> TileProgram:
-    """The program with the waits of its sections that nothing else implies."""
+    """Remove redundant waits from the program's sections; a program with too many executions is returned unchanged."""
     streams = Streams(program.sections, Costs(chip), token_totals(program.preload))
     if streams.executions > _MOST_EXECUTIONS:
         return program
@@ -30,7 +30,7 @@ def without_implied_waits(program: TileProgram, chip: Chip) -> TileProgram:
 
 
 class _Order:
-    """A walk through the executions of a program, in an order that its tokens allow, with a vector clock per engine."""
+    """A traversal of a program's executions, in an order that its tokens allow, with a vector clock for each engine."""
 
     def __init__(self, streams: Streams, sections: int) -> None:
         names = sorted(set().union(*(streams.engines(number) for number in range(sections))))
@@ -41,7 +41,7 @@ class _Order:
         self._needed: dict[int, set[int]] = {}
 
     def needed(self) -> Mapping[int, set[int]]:
-        """Id of an instruction → numbers of its waits that are not implied in some round."""
+        """Id of an instruction → positions of those of its waits that are not redundant in some iteration."""
         current = [next(stream, None) for stream in self._streams]
         progress = True
         while progress:

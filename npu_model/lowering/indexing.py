@@ -1,4 +1,4 @@
-"""Kernels that pick or replace elements by index tensors: transfers with an index list, which check its values."""
+"""Kernels that read or write elements by index tensors: gathers and scatters of the DMA engines."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 
 def along(view: View, dim: int) -> View:
-    """A view with one dimension in front of the others."""
+    """A view with dimension `dim` moved to the front."""
     return view.permute([dim, *(d for d in range(view.rank) if d != dim)])
 
 
 def merged_behind_first(*views: View) -> list[View]:
-    """Views of one shape with their first dimension as it is, and the others merged as far as possible."""
+    """Views of equal shape, with their dimensions other than the first merged where strides allow it."""
     order = sorted(range(1, views[0].rank), key=lambda d: -abs(views[0].strides[d]))
     merged, _ = grouped([order], *views)
     return [
@@ -51,8 +51,8 @@ def pick(e: Emitter, source: View, index: View, out: View, elements: int) -> Non
     """out[i, j, …] = source[index[i, j, …], j, …].
 
     Args:
-        source: Its first dimension is as long as it is; the others are those of `out`.
-        index: A view of `out`'s shape, which may repeat.
+        source: Any size along its first dimension; the other sizes are those of `out`.
+        index: A view of `out`'s shape, possibly broadcast (with strides of 0).
     """
     if not out.numel:
         return
@@ -68,7 +68,7 @@ def pick(e: Emitter, source: View, index: View, out: View, elements: int) -> Non
 
 
 def pick_box(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, limit: int) -> Piece:
-    """A tile of the elements that an index chooses along the first axis, in the scratchpad."""
+    """Gather a tile into the scratchpad: elements at the indices `places` along the first axis."""
     target = e.room(axes, chosen.dtype)
     source = e.whole(chosen, (Axis(axes[0].size), *axes[1:]))
     e.transfer(axes, source, target, index=places, index_limit=limit)
@@ -76,13 +76,13 @@ def pick_box(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, li
 
 
 def picked_rows(e: Emitter, table: View, rows: Axis, places: Piece) -> Piece:
-    """The rows of a matrix at a tile of places: `rows` is the tile's part of the places."""
+    """Gather the rows of a matrix at the indices `places`, of which `rows` is the tile's part."""
     chosen = replace(table, shape=(rows.total, table.shape[1]))
     return pick_box(e, chosen, (rows, Axis(table.shape[1])), places, table.shape[0])
 
 
 def _store_as(e: Emitter, turn: Round, piece: Piece, out: View) -> None:
-    """Store a piece of all dimensions, in the result's dtype."""
+    """Store a tile with all dimensions of the result, converted to the result's dtype."""
     if piece.dtype == out.dtype:
         e.store(piece, out, turn.box)
         return
@@ -92,7 +92,7 @@ def _store_as(e: Emitter, turn: Round, piece: Piece, out: View) -> None:
 
 @lowering("embedding_kernel", tilings=_tilings)
 def embedding(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, :] = table[ids[…], :]; ids of several dimensions that do not lie as one take turns."""
+    """out[…, :] = table[ids[…], :]; dimensions of `ids` that cannot be merged into one are looped over."""
     if not o.out.numel:
         return
     last = o.ids.rank
@@ -102,7 +102,7 @@ def embedding(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _rows_of(e: Emitter, table: View, ids: View, out: View, count: int, elements: int) -> None:
-    """out[i…, j…] = table[ids[i…], j…] with `count` dimensions of ids, of which all but the last are looped over."""
+    """out[i…, j…] = table[ids[i…], j…] with `count` dimensions i, of which all but the last are looped over."""
     for_rows = tile_shape(out.shape[count - 1 :], elements, MOST_PICKED + 1)
     tile = (*[1] * (count - 1), *for_rows)
     with tiled(e, out.shape, tile, [ids]) as turn:
@@ -116,7 +116,7 @@ def _rows_of(e: Emitter, table: View, ids: View, out: View, count: int, elements
 
 
 def _last_axes(piece: Piece, first: int) -> Piece:
-    """A piece without its first axes, which have one element."""
+    """Drop the first axes of an on-chip tile, which have size 1."""
     return piece.reshaped(piece.axes[first:], piece.strides[first:])
 
 
@@ -129,17 +129,17 @@ def index_select(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 @lowering("gather_kernel", tilings=_tilings)
 def gather(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, i, …] = x[…, index[…, i, …], …] along a dimension; of others the index may have fewer elements than x."""
+    """out[…, i, …] = x[…, index[…, i, …], …] along `dim`; in other dimensions the index may be smaller than x."""
     out, index, x = (along(view, o.dim) for view in (o.out, o.index, o.x))
     pick(e, x, index, out, tiling["elements"])
 
 
 @lowering("index_kernel", tilings=_tilings)
 def index(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """Advanced indexing of adjacent dimensions, where negative indices count from the back.
+    """Advanced indexing of adjacent dimensions by several index tensors; negative indices count from the end.
 
-    The vector engine makes one index of all: the distance of the element from the first, or -1 where one is out of
-    range, which the transfer then refuses.
+    The vector engine combines the indices into one linear offset, or -1 if one is out of range, which the transfer then
+    reports as an error.
     """
     if not o.out.numel:
         return
@@ -176,7 +176,10 @@ def index(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _flat_index(e: Emitter, turn: Round, d: int, sizes: Sequence[int], strides: Sequence[int]) -> Piece:
-    """One index of the index tensors' pieces, along dimension `d`: the place itself if there is one tensor."""
+    """The linear offset of loaded tiles of the index tensors along dimension `d`.
+
+    With one tensor, its index without strides.
+    """
     own = Round([turn.box[d]], (turn.sizes[d],))
     program = own.program()
     registers = [program.input(piece, d) for piece in turn.pieces]
@@ -212,7 +215,7 @@ def _rounding_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @lowering("quantized_index_copy_kernel", tilings=_rounding_tilings)
 def quantized_index_copy(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """codes[…, index[i], :], scales[…, index[i]] = source[…, i, :], rounded by row, in place."""
+    """Quantize rows of `source` and write them in place: codes[…, index[i], :] and scales[…, index[i]]."""
     if not o.source.numel:
         return
     source, codes, scales = (along(view, 2) for view in (o.source, o.codes, o.scales))
@@ -237,7 +240,10 @@ def quantized_index_copy(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _rounded(program: VectorProgram, value: int, codes: str, axes: Sequence[int]) -> tuple[int, int]:
-    """The codes of rows along the fourth dimension as bytes, and their scales, as `quantize_rows` makes them."""
+    """Quantize rows along the fourth dimension to bytes, as `quantize_rows` does.
+
+    Return the registers of codes and scales.
+    """
     kind = CODE_FORMATS[codes]
     largest = program.op("abs", value)
     if 3 in axes:
@@ -269,7 +275,7 @@ def replace_rows(e: Emitter, places: View, source: View, out: View, elements: in
 
 
 def _converted(e: Emitter, turn: Round, piece: Piece, dtype: str) -> Piece:
-    """A piece in another dtype."""
+    """Convert an on-chip tile to another dtype; unchanged if it has it already."""
     if piece.dtype == dtype:
         return piece
     program = turn.program()

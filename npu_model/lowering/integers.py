@@ -1,4 +1,4 @@
-"""Kernels between floats and integers with a scale and a zero point: the same float32 steps as on every device."""
+"""Quantize, dequantize and integer kernels (scale and zero point), with the same float32 steps as on every device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from npu_model.lowering.vector_program import VectorProgram
 
 
 def dequantized(program: VectorProgram, register: int, scale: float, zero_point: int) -> int:
-    """(x − zero_point) · scale of integers."""
+    """(x − zero_point) · scale, in float32."""
     shifted = program.op("sub", program.op("to_float", register), float(zero_point))
     return program.op("mul", shifted, float(scale))
 
 
 def finished(program: VectorProgram, register: int, out: View, o: Operands) -> int:
-    """A float as the result has it: rounded to integers of its scale and zero point, or as it is."""
+    """Quantize a float with the result's scale and zero point; unchanged if the result is a float."""
     if "float" in out.dtype:
         return register
     inverse = float(np.float32(1) / np.float32(o.out_scale))
@@ -36,7 +36,7 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @lowering("quantize_activation_kernel", "dequantize_activation_kernel", "integer_add_kernel", tilings=_tilings)
 def integer_elements(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = integers of x, the floats that integers x stand for, or those of the sum of two integer tensors."""
+    """out = quantize(x), dequantize(x), or quantize(act(dequantize(x) + dequantize(residual)))."""
     if not o.out.numel:
         return
     out, *sources = merged(o.out, *o.call.inputs)
@@ -65,7 +65,7 @@ def _mean_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @lowering("integer_mean_kernel", tilings=_mean_tilings)
 def integer_mean(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = the mean of each plane's integers, whose sum is exact."""
+    """out = mean of each plane of integers, with an exact sum, requantized unless the result is a float."""
     if not o.out.numel:
         return
     x, out, kept = _mean_rows(o)

@@ -1,13 +1,13 @@
-"""Placement in the shared L2: the values that lie there instead of in DRAM.
+"""Placement in the shared L2: the choice of values that lie there instead of in DRAM.
 
-The L2 is no cache: the compiler says what lies in it. A weight that lies there is brought once per set of weights; an
-intermediate value is stored there by the call that makes it, and never reaches DRAM. What stays in a scratchpad is
-chosen first, as if there were no L2. The rest is a knapsack: values in the order of the cycles that the estimates of
-calls save for their bytes, then of the time of DRAM that they save, each at the lowest place that is free while it
-lives. A value that saves no traffic of DRAM, or makes estimates worse, stays in DRAM. Several parts of the L2 are tried
-as its size, and the one with the least estimate is taken, so that twice the L2 never has a worse estimate.
+The L2 is software-managed, not a cache. A weight in it is loaded once per set of weights; an intermediate value is
+written there by the call that produces it, and never reaches DRAM. The values that stay in a scratchpad are chosen
+first, as if there were no L2. The rest is a knapsack problem, solved greedily: values are ordered by estimated cycles
+saved per byte, then by DRAM time saved, and each is put at the lowest address that is free while it is live. A value
+that saves no DRAM traffic, or makes estimates worse, stays in DRAM. Several fractions of the L2 are tried as its size,
+and the best estimate is taken, so that twice the L2 never has a worse estimate.
 
-On a chip without DRAM all values have to lie in a scratchpad or here, so those that are hard to place come first.
+On a chip without DRAM all values have to lie in a scratchpad or the L2, so large or long-lived ones are placed first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _SHARES = 8  # parts of the L2 that are tried as its size
 
 @dataclass(frozen=True)
 class Use:
-    """A call, or a core's part of one, with the places of its operands.
+    """A call, or a core's part of one, with the locations of its operands.
 
     Attributes:
-        time: Number of the call in the plan; parts of a call have the same.
-        kept: Names of its operands' buffers that lie in a scratchpad.
+        time: Number of the call in the plan; equal for all parts of a call.
+        placed: The call with its tilings and the operands that stay in the scratchpad.
+        kept: Names of the operands' buffers that lie in a scratchpad.
     """
 
     call: KernelCall
@@ -43,13 +44,13 @@ class Use:
     kept: Collection[str]
 
     def with_l2(self, names: Collection[str]) -> Placed:
-        """The call with its operands of these names in the L2."""
+        """The call with its operands of these names in the L2, unless they are in the scratchpad."""
         return replace(self.placed, in_l2=positions(self.call, names) - self.placed.resident)
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A value that may lie in the L2: its bytes, the calls between which it lives, and those that touch it."""
+    """A value that may lie in the L2: its bytes, the first and last call of its lifetime, and its uses."""
 
     name: str
     size: int
@@ -61,11 +62,11 @@ class _Value:
 def choose_l2(
     uses: Sequence[Use], buffers: Mapping[str, BufferAllocation], plan: ExecutionPlan, chip: Chip
 ) -> dict[str, int]:
-    """Buffer → its address in the L2, for those that lie there.
+    """Choose the buffers that lie in the L2; return buffer → its address there.
 
     Args:
-        buffers: All buffers that the calls touch.
-        plan: Its outputs lie in DRAM.
+        buffers: All buffers that the calls access.
+        plan: The plan, whose outputs are left in DRAM.
     """
     if chip.l2 is None:
         return {}
@@ -85,18 +86,18 @@ def choose_l2(
 
 
 def l2_place(address: int, size: int) -> Place:
-    """The place of a value in the L2."""
+    """The location of a value at an address of the L2."""
     return Place(Space.L2, "", address, size)
 
 
 def check_places(
     names: Collection[str], buffers: Mapping[str, BufferAllocation], plan: ExecutionPlan, chip: Chip
 ) -> None:
-    """Raise a `ConstraintError` where a chip without DRAM has no place for some value of a plan.
+    """Raise `ConstraintError` if a chip without DRAM has no room for some value of a plan.
 
     Args:
-        names: The buffers that have a place on the chip.
-        buffers: All buffers that the calls touch.
+        names: The buffers that have a location on the chip.
+        buffers: All buffers that the calls access.
     """
     if chip.dram is not None:
         return
@@ -119,7 +120,7 @@ def check_places(
 def _values(
     uses: Sequence[Use], buffers: Mapping[str, BufferAllocation], plan: ExecutionPlan, alignment: int
 ) -> list[_Value]:
-    """The weights and intermediate values that some call finds in no scratchpad."""
+    """The weights and intermediate values that some call accesses outside of the scratchpads."""
     users: dict[str, list[int]] = {}
     for number, use in enumerate(uses):
         for name in {view.buffer for view in (*use.call.inputs, *use.call.outputs)} - set(use.kept):
@@ -147,7 +148,7 @@ def _by_life(value: _Value) -> tuple[int, int]:
 
 
 def _by_gain(values: Sequence[_Value], uses: Sequence[Use]) -> list[_Value]:
-    """The values that save traffic of DRAM, those first that save the most for their size."""
+    """The values that save DRAM traffic, in descending order of estimated cycles saved per byte."""
     gains: dict[str, tuple[float, float]] = {}
     for value in values:
         cycles = traffic = 0.0
@@ -163,7 +164,7 @@ def _by_gain(values: Sequence[_Value], uses: Sequence[Use]) -> list[_Value]:
 
 
 def _improving(values: Sequence[_Value], uses: Sequence[Use], size: int) -> dict[str, int]:
-    """The addresses of values that fit into so many bytes and, beside those before, make no estimate worse."""
+    """Place values in `size` bytes of L2, in order, skipping those that do not fit or make the estimates worse."""
     addresses: dict[str, int] = {}
     placed: list[tuple[_Value, int]] = []
     estimates = [use.placed.estimate for use in uses]
@@ -183,7 +184,7 @@ def _improving(values: Sequence[_Value], uses: Sequence[Use], size: int) -> dict
 
 
 def _placed(values: Sequence[_Value], size: int) -> dict[str, int]:
-    """The addresses of the values that fit into so many bytes, in their order."""
+    """Place values in `size` bytes of L2, in order, skipping those that do not fit; return name → address."""
     placed: list[tuple[_Value, int]] = []
     for value in values:
         address = _lowest_free(value, placed, size)
@@ -193,7 +194,7 @@ def _placed(values: Sequence[_Value], size: int) -> dict[str, int]:
 
 
 def _lowest_free(value: _Value, placed: Sequence[tuple[_Value, int]], size: int) -> int | None:
-    """The lowest address where a value overlaps none that lives at the same time; None where there is none."""
+    """The lowest address at which a value overlaps none that is live at the same time; None if it does not fit."""
     address = 0
     for other, first in sorted(placed, key=lambda each: each[1]):
         if other.first > value.last or value.first > other.last:

@@ -1,10 +1,10 @@
-"""`Mapper`: the tilings of calls, by a bounded search over their lowering.
+"""`Mapper`: a bounded search for the best tilings of kernel calls.
 
-A tiling is emitted once, as a *sketch*: the work of its instructions, which is the same on every chip. A chip's costs
-of that work are added up: cycles of each engine, and of DRAM by operand. The estimate of a call is the time of its
-busiest engine, or of DRAM, and what comes before and behind: the first loads and the last stores. An operand that stays
-in the scratchpad takes no DRAM and no room for its pieces, so that one search tells the estimates for any choice of
-such operands. Equal calls are searched once, and chips that share their sketches emit a tiling once.
+Each tiling is emitted once, as a *sketch*: the amounts of work of its instructions, which are equal on all chips. From
+a chip's costs of this work follow the cycles of each engine, and of DRAM for each operand. The estimate of a call is
+the time of its busiest engine or of DRAM, plus the first loads and the last stores. An operand that stays in the
+scratchpad takes no DRAM time and no room for its tiles, so that one search gives the estimates for any choice of
+resident operands. Equal calls are searched once, and chips that share their sketches emit a tiling once.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ _ISSUE = 16.0  # cycles that an instruction is taken to cost besides, so that of
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tiling of a call, as it was emitted.
+    """A tiling of a call with its costs on a chip. A position is that of an operand among the call's views.
 
     Attributes:
-        busy: Cycles of the engines that compute: of the slowest, what the others do once before and behind included.
-        dram: Cycles of DRAM, by position of the operand among the call's views.
-        l2: Cycles of the shared L2 if the operand lies there; by position. Empty on a chip without.
-        room: Bytes of the scratchpad for pieces, by position of the operand that they are moved from or to.
-        scratchpad: Bytes of the scratchpad in all.
-        fill: Cycles of the first transfers and the last ones, latencies included; by position.
-        once: Cycles of one round of the engines that compute.
-        flow: Cycles that the transfers of an operand take one after the other, latencies included, where each piece has
-            two places; by position.
-        l2_fill, l2_flow: The same of an operand in the shared L2.
-        executions: Number of instructions that are executed.
+        busy: Cycles of the slowest computing engine, plus one iteration of each of the others.
+        dram: Position → cycles of DRAM.
+        room: Position → scratchpad bytes for the operand's tiles.
+        scratchpad: Scratchpad bytes in all.
+        fill: Position → cycles of the first and last transfers, including latencies.
+        once: Cycles of one iteration of all computing engines.
+        flow: Position → cycles of all transfers of the operand, including latencies, overlapped by double buffering.
+        executions: Number of executed instructions.
+        l2: Position → cycles of the shared L2 if the operand lies there; empty on a chip without.
+        l2_fill, l2_flow: `fill` and `flow` of operands that lie in the shared L2.
     """
 
     tiling: Tiling
@@ -67,21 +66,21 @@ class Candidate:
     l2_flow: Mapping[int, float]
 
     def needs(self, resident: Collection[int]) -> int:
-        """Bytes of the scratchpad, with these operands in it already."""
+        """Bytes of the scratchpad that the call allocates, if these operands are resident there."""
         return max(0, self.scratchpad - sum(self.room.get(position, 0) for position in resident))
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A tiling of a call as it is emitted with all operands in DRAM: what any chip has to do.
+    """The work of a tiling of a call with all operands in DRAM, independent of the chip's speeds.
 
     Attributes:
-        moves: The operand's position among the call's views (-1 for none), the work of a transfer, and how often it is
-            done.
-        computes: Engine, work, and how often it is done.
-        room: Bytes of the scratchpad for pieces, by position of the operand that they are moved from or to.
-        scratchpad, accumulators: Bytes in all.
-        executions: Number of instructions that are executed.
+        moves: For each transfer, the operand's position among the call's views (-1 for none), its work, and its
+            executions.
+        computes: For each other instruction, its engine, its work, and its executions.
+        room: Position of an operand → scratchpad bytes for its tiles.
+        scratchpad, accumulators: Allocated bytes in all.
+        executions: Number of executed instructions.
     """
 
     tiling: Tiling
@@ -94,12 +93,12 @@ class Sketch:
 
 
 class _Estimates(NamedTuple):
-    """The estimates of a call's candidates, an element each.
+    """Estimates of a call's candidates, as arrays with an element for each.
 
     Attributes:
         needs: Bytes of the scratchpad.
-        fill: Cycles of the first transfers and the last ones.
-        apart, beside: Cycles where the calls around leave no room for its pieces, and where they do.
+        fill: Cycles of the first and last transfers.
+        apart, beside: Cycles if neighbouring calls leave no room in the scratchpad for its first loads, and if they do.
     """
 
     needs: NDArray[Any]
@@ -109,11 +108,12 @@ class _Estimates(NamedTuple):
 
 
 class Choices:
-    """The tilings of a call on a chip.
+    """The tilings of a call on a chip, with estimates.
 
     Args:
+        candidates: Its tilings that fit the chip.
         operands: Number of the call's views.
-        serial: Whether loads wait for the stores before them, which share their queue where there are fewer than three.
+        serial: Whether loads wait for earlier stores; so if there are fewer than three DMA engines.
     """
 
     def __init__(self, candidates: Sequence[Candidate], operands: int, serial: bool) -> None:
@@ -132,11 +132,11 @@ class Choices:
         self._likely: dict[tuple[frozenset[int], int, frozenset[int]], list[_Option]] = {}
 
     def _by_operand(self, rows: Sequence[Mapping[int, float]]) -> NDArray[Any]:
-        """Numbers by candidate and position; those of no operand, at -1, come last."""
+        """Numbers by candidate and position as a matrix; its last column is position -1 (transfers of no operand)."""
         return np.array([[row.get(position, 0) for position in (*range(self._operands), -1)] for row in rows])
 
     def _estimates(self, resident: frozenset[int], in_l2: frozenset[int]) -> _Estimates:
-        """The estimates of each candidate with these operands in the scratchpad, and those in the shared L2."""
+        """Estimates of each candidate with these operands in the scratchpad, and those in the shared L2."""
         key = resident, in_l2
         if key not in self._estimated:
             positions = (*range(self._operands), -1)
@@ -171,19 +171,23 @@ class Choices:
         return [self.candidates[number] for number in order if needs[number] <= room]
 
     def estimate(self, resident: frozenset[int], room: int, in_l2: frozenset[int] = frozenset()) -> float:
-        """Cycles of the best candidate that fits, with these operands in the shared L2; infinite where none does."""
+        """Cycles of the best candidate that fits into `room` bytes; infinite if none does.
+
+        Args:
+            resident, in_l2: Positions of the operands in the scratchpad, and in the shared L2.
+        """
         rooms, estimates = self._by_room(resident, in_l2)
         number = bisect_right(rooms, room)
         return estimates[number - 1] if number else math.inf
 
     def least_room(self, resident: frozenset[int], room: int) -> int:
-        """The fewest bytes with which the estimate is as good as with `room` bytes."""
+        """Minimum number of bytes with which the estimate is as good as with `room` bytes."""
         rooms, _ = self._by_room(resident, frozenset())
         number = bisect_right(rooms, room)
         return rooms[number - 1] if number else room
 
     def _by_room(self, resident: frozenset[int], in_l2: frozenset[int]) -> tuple[list[int], list[float]]:
-        """The bytes from which on the estimate gets better, and the estimates."""
+        """The amounts of room at which the estimate improves, in ascending order, and the estimates."""
         if (resident, in_l2) not in self._steps:
             needs, _, apart, beside = (each.tolist() for each in self._estimates(resident, in_l2))
             points = [*zip(needs, apart, strict=True), *((2 * n, e) for n, e in zip(needs, beside, strict=True))]
@@ -197,7 +201,7 @@ class Choices:
         return self._steps[resident, in_l2]
 
     def likely(self, resident: frozenset[int], room: int, in_l2: frozenset[int] = frozenset()) -> list[_Option]:
-        """Some of the best candidates that fit into `room` bytes, with room for the calls around and without."""
+        """The few best candidates that fit into `room` bytes, by either estimate (see `_Option`)."""
         key = resident, room, in_l2
         if key not in self._likely:
             needs, fill, apart, beside = self._estimates(resident, in_l2)
@@ -212,12 +216,12 @@ class Choices:
 
 @dataclass(frozen=True)
 class _Option:
-    """A candidate for one of a program's calls: bytes that it needs, and its estimates.
+    """A candidate for one of a program's calls, with the scratchpad bytes that it needs and its estimates.
 
     Attributes:
-        fill: Cycles of its first transfers and last ones.
-        apart: Cycles where the calls that could hide its first loads leave no room for them.
-        beside: Cycles where they do.
+        fill: Cycles of its first and last transfers.
+        apart: Cycles if the calls before leave no scratchpad room, so that its first loads cannot overlap with them.
+        beside: Cycles if they do.
     """
 
     candidate: Candidate
@@ -229,14 +233,20 @@ class _Option:
 
 @dataclass(frozen=True)
 class _Path:
-    """Options for the first calls of a sequence: cycles so far, and the last options with theirs, latest first."""
+    """A choice of candidates for the first calls of a sequence, in a search by dynamic programming.
+
+    Attributes:
+        cycles: Total cycles of these calls.
+        last: The last few options and the cycles of each, the latest first.
+        before: The path without its last call; None for the empty path.
+    """
 
     cycles: float
     last: tuple[tuple[_Option, float], ...]
     before: _Path | None
 
     def then(self, option: _Option, room: int) -> _Path:
-        """The path with an option for the next call, which may use `room` bytes."""
+        """Extend the path by an option for the next call, which may use `room` bytes of the scratchpad."""
         own, wanted, taken = option.beside, option.fill * _HIDDEN, option.needs
         for other, cycles in self.last:
             taken += other.needs
@@ -251,11 +261,12 @@ class _Path:
 
 @dataclass(frozen=True)
 class Placed:
-    """A call whose operands have their places.
+    """A call with the locations of its operands.
 
     Attributes:
+        choices: Its tilings.
         resident, in_l2: Positions of its operands in the scratchpad, and in the shared L2.
-        room: Bytes of the scratchpad for its pieces.
+        room: Bytes of the scratchpad for its tiles.
     """
 
     choices: Choices
@@ -265,14 +276,14 @@ class Placed:
 
     @property
     def estimate(self) -> float:
-        """Cycles of the best candidate that fits; infinite where none does."""
+        """Cycles of the best candidate that fits; infinite if none does."""
         return self.choices.estimate(self.resident, self.room, self.in_l2)
 
 
 def in_sequence(calls: Sequence[Placed]) -> list[Candidate]:
-    """The tilings of calls that follow each other, where the first loads of one go on while those before compute.
+    """The best tilings of consecutive calls, where a call's first loads may overlap with the computation before.
 
-    Some candidate of each fits.
+    For each call, at least one candidate has to fit.
     """
     paths = [_Path(0.0, (), None)]
     for call in calls:
@@ -292,8 +303,8 @@ class Mapper:
     """Searches tilings for the calls of programs on one chip.
 
     Args:
-        shared: Results for other chips.
-        most: Tilings of a call that are compared.
+        shared: Cache of results that several chips share. None: a new one.
+        most: Maximum number of tilings of a call that are compared.
     """
 
     def __init__(self, chip: Chip, shared: Shared | None = None, most: int = MOST_CANDIDATES) -> None:
@@ -303,7 +314,7 @@ class Mapper:
         self._searched: dict[object, Choices | CannotLower] = {}
 
     def choices(self, call: KernelCall) -> Choices:
-        """Tilings of a call.
+        """The tilings of a call that fit the chip, with estimates.
 
         Raises:
             CannotLower: the chip cannot run the call, or no tiling fits.
@@ -322,11 +333,11 @@ class Mapper:
         return found
 
     def ranked(self, call: KernelCall, resident: Collection[int], room: int) -> list[Candidate]:
-        """The tilings that fit into `room` bytes with these operands in the scratchpad, the best first."""
+        """The tilings of a call that fit into `room` bytes with these operands in the scratchpad, the best first."""
         return self.choices(call).ranked(resident, room)
 
     def draft(self, call: KernelCall, tiling: Tiling, places: Mapping[str, Place], room: tuple[int, int]) -> Draft:
-        """A call's section in a tiling, with pieces in `room` (first byte, size) of the scratchpad.
+        """Generate a call's section in a tiling, with its tiles in `room` (first byte, size) of the scratchpad.
 
         Raises:
             DoesNotFit: the room or the accumulators are too small.
@@ -371,7 +382,7 @@ class Mapper:
         return found
 
     def _sketch(self, operands: Operands, tiling: Tiling, signature: object) -> Sketch | None:
-        """A tiling as it is emitted, or None where it does not fit the chip."""
+        """The sketch (amounts of work) of a tiling, or None if it does not fit the chip."""
         chip = self.chip
         key = signature, chip.sram.alignment, chip.output is not None, tuple(tiling.items())
         sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
@@ -452,13 +463,13 @@ def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
 
 
 def new_emitter(chip: Chip, places: Mapping[str, Place], room: tuple[int, int]) -> Emitter:
-    """An emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad."""
+    """Create an emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad."""
     sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
     return Emitter(places, chip.dma.channels, room, (0, sums), chip.sram.alignment, chip.output is not None)
 
 
 def _signature(call: KernelCall) -> object:
-    """Return a key that is equal for calls that are mapped alike."""
+    """Return a key that is equal for calls with the same kernel, parameters, shapes, strides and aliasing."""
     names: dict[str, int] = {}
     views = tuple(
         (view.shape, view.strides, view.dtype, names.setdefault(view.buffer, len(names)))

@@ -1,4 +1,4 @@
-"""Kernels that make and rearrange elements: filling, counting, padding, flipping, triangles, repeated pixels."""
+"""Kernels that create and rearrange elements: fill, arange, pad, flip, triu and tril, nearest upsampling."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @lowering("fill_kernel", tilings=_tilings)
 def fill(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = value: one tile of it, stored again and again."""
+    """out = value: one tile is computed, and stored repeatedly."""
     if not o.out.numel:
         return
     (out,) = merged(o.out)
@@ -53,7 +53,7 @@ def arange(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 @lowering("triangle_kernel", tilings=_tilings)
 def triangle(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = x above or below a diagonal, and 0 elsewhere."""
+    """out = x on and above (or below) a diagonal, and 0 elsewhere."""
     if not o.out.numel:
         return
     rank = o.out.rank
@@ -77,7 +77,7 @@ def _coordinate(program: VectorProgram, turn: Round, d: int) -> int:
 
 @lowering("flip_kernel", tilings=_tilings)
 def flip(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = x, from behind along some dimensions."""
+    """out = x, reversed along some dimensions."""
     x = o.x
     for d, is_flipped in enumerate(o.dims[: x.rank]):
         x = _from_behind(x, d) if is_flipped else x
@@ -94,7 +94,7 @@ def _from_behind(view: View, d: int) -> View:
 
 @lowering("pad_kernel", tilings=_tilings)
 def pad(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = x with more elements before and behind it; `pads` has the last dimension first."""
+    """out = x padded before and after; `pads` lists the last dimension first."""
     if not o.out.numel:
         return
     pairs = [(o.pads[2 * i], o.pads[2 * i + 1]) for i in reversed(range(o.x.rank))]
@@ -110,7 +110,7 @@ def pad(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements of a padded dimension, from `start` on, that are those of the source from `first` on, `step` apart."""
+    """A range of a padded dimension, from `start` on, that copies source elements from `first` on with step `step`."""
 
     start: int
     size: int
@@ -118,7 +118,7 @@ class _Part:
     step: int
 
     def of(self, view: View, d: int) -> View:
-        """The source of these elements."""
+        """The source elements of this range, as a view."""
         shape = (*view.shape[:d], self.size, *view.shape[d + 1 :])
         strides = (*view.strides[:d], view.strides[d] * self.step, *view.strides[d + 1 :])
         return replace(view, shape=shape, strides=strides, offset=view.offset + self.first * view.strides[d])
@@ -140,7 +140,7 @@ def _parts(size: int, pads: tuple[int, int], mode: str) -> Iterator[_Part]:
 
 
 def _pad_with(e: Emitter, o: Operands, pairs: Sequence[tuple[int, int]], elements: int) -> None:
-    """Padding with a value, which the transfers write where x has no element."""
+    """Pad with a constant, which is the fill value of the loads."""
     out, x, before = _merged_padding(o.out, o.x, [first for first, _ in pairs])
     value = float(o.value) if is_float(x.dtype) else int(o.int_value)
     tile = tile_shape(out.shape, elements)
@@ -155,7 +155,7 @@ def _pad_with(e: Emitter, o: Operands, pairs: Sequence[tuple[int, int]], element
 
 
 def _merged_padding(out: View, x: View, before: Sequence[int]) -> tuple[View, View, list[int]]:
-    """The views with each dimension that is not padded merged into the one outside of it, where strides allow it."""
+    """Merge each dimension without padding into the one outside of it, where strides allow it."""
     dims: list[tuple[int, int, int, int, int]] = []  # sizes and strides of out and x, elements before
     for d in range(out.rank):
         own = (out.shape[d], x.shape[d], out.strides[d], x.strides[d], before[d])
@@ -180,7 +180,7 @@ def _merged_padding(out: View, x: View, before: Sequence[int]) -> tuple[View, Vi
 
 @lowering("upsample_nearest_kernel", tilings=_tilings)
 def upsample_nearest(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, i, j] = x[…, floor(i · scale), floor(j · scale)]: a transfer for each run of rows and of columns."""
+    """out[…, i, j] = x[…, floor(i · scale), floor(j · scale)]: one strided copy for each run of rows and columns."""
     if not o.out.numel:
         return
     rows, columns = (
@@ -194,7 +194,7 @@ def upsample_nearest(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def nearest_places(count: int, size: int, scale: float, exact: bool) -> list[int]:
-    """The place in an axis of `size` that each of `count` places reads, in float32 as the CPU device has it."""
+    """Index of the nearest input element for each of `count` output positions, in float32 as on the CPU device."""
     shift = np.float32(0.5 if exact else 0.0)
     places = ((np.arange(count, dtype=np.float32) + shift) * np.float32(scale)).astype(np.int64)
     return [int(place) for place in np.minimum(places, size - 1)]
@@ -202,7 +202,7 @@ def nearest_places(count: int, size: int, scale: float, exact: bool) -> list[int
 
 @dataclass(frozen=True)
 class _Run:
-    """`count` places from `first` on, `step` apart, each of which `repeats` consecutive places from `start` on read."""
+    """`count` source positions from `first` on, `step` apart; `repeats` outputs read each, from `start` on."""
 
     start: int
     count: int
@@ -212,7 +212,7 @@ class _Run:
 
 
 def _runs(places: Sequence[int]) -> Iterator[_Run]:
-    """The fewest runs, taken from the front, that read these places."""
+    """Greedily split source positions into runs."""
     groups = [(place, len(list(group))) for place, group in itertools.groupby(places)]
     start = index = 0
     while index < len(groups):

@@ -1,4 +1,4 @@
-"""Pooling and interpolation of images: windows are overlapping strides of a tile with its surroundings."""
+"""Pooling and interpolation of images: windows are read by overlapping strides from a tile loaded with its halo."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @dataclass(frozen=True)
 class _Image:
-    """An image and the result of a kernel on it, with the dimensions in the order in which the image lies in memory.
+    """An image and the result of a kernel on it, with dimensions in the order in which the image lies in memory.
 
     Attributes:
-        height, width: Which dimensions these are.
+        height, width: Numbers of these dimensions.
     """
 
     x: View
@@ -55,16 +55,19 @@ def _image(o: Operands) -> _Image:
 
 
 def _same_pixels(x: View, out: View) -> tuple[View, View]:
-    """The views with one pixel: of the same shape, so that their planes may be merged."""
+    """The views reduced to one pixel: equal shapes, so that their image and channel dimensions can be merged."""
     return replace(x, shape=(*x.shape[:2], 1, 1)), replace(out, shape=(*x.shape[:2], 1, 1))
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """A tile of a pooling's result, with a vector program whose last two axes go over the window.
+    """A tile of a pooling's result, with a vector program whose last two axes iterate over the window.
 
     Attributes:
-        value: The register of what windows hold.
+        image: The image and the result.
+        turn: The tile.
+        program: The vector program.
+        value: Register that holds the elements of the windows.
     """
 
     image: _Image
@@ -74,7 +77,7 @@ class _Windows:
 
     @property
     def axes(self) -> tuple[int, int]:
-        """The window's axes."""
+        """Numbers of the window's two axes."""
         rank = len(self.turn.box)
         return rank, rank + 1
 
@@ -88,7 +91,7 @@ class _Windows:
         return self.program.op("coordinate", attrs=(axis,))
 
     def store(self, e: Emitter, register: int) -> None:
-        """Emit the program, which stores a register without the window's axes."""
+        """Emit the program and store a register, which has been reduced over the window."""
         out, is_stored = e.result(self.image.out, self.turn.box)
         self.program.emit(e, [(register, out, (*range(len(self.turn.box)), None, None))])
         if is_stored:
@@ -106,7 +109,7 @@ def _windows(
     padding: Sequence[int] = (0, 0),
     dilation: Sequence[int] = (1, 1),
 ) -> Iterator[_Windows]:
-    """Loops over tiles of a pooling's result; what windows touch outside of the image is `fill`."""
+    """Context that loops over tiles of a pooling's result; elements of windows outside of the image are `fill`."""
     image = _image(o)
     tile = tile_shape(image.out.shape, elements)
     spatial = {d: i for i, d in enumerate((image.height, image.width))}
@@ -129,7 +132,7 @@ def _least(dtype: str) -> float | int:
 
 @lowering("max_pool2d_kernel", "integer_max_pool2d_kernel", tilings=_tilings)
 def max_pool(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = the greatest element of each window."""
+    """out = maximum of each window."""
     if not o.out.numel:
         return
     elements = tiling["elements"]
@@ -139,7 +142,7 @@ def max_pool(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 @lowering("max_pool2d_index_kernel", tilings=_tilings)
 def max_pool_index(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = the place in the plane of each window's first greatest element, or of its last NaN."""
+    """out = index within the plane of each window's first maximum, or of its last NaN."""
     if not o.out.numel:
         return
     height, width = o.x.shape[2:]
@@ -168,7 +171,7 @@ def max_pool_index(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 @lowering("avg_pool2d_kernel", tilings=_tilings)
 def avg_pool(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = the sum of each window, divided by `divisor` or by how many elements it holds."""
+    """out = sum of each window, divided by `divisor` or by the number of its elements."""
     if not o.out.numel:
         return
     with _windows(e, o, tiling["elements"], 0.0, o.window, o.stride, o.padding) as w:
@@ -177,7 +180,7 @@ def avg_pool(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _held(o: Operands, w: _Windows) -> int | float:
-    """Number of elements that each window holds, padding included if it counts."""
+    """Number of elements of each window, as a constant or a register; padding counts if `count_include_pad` is set."""
     counts: list[int | float] = []
     for i, d in enumerate((w.image.height, w.image.width)):
         size, pad, taps, step = o.x.shape[2 + i], o.padding[i], o.window[i], o.stride[i]
@@ -199,7 +202,7 @@ def _held(o: Operands, w: _Windows) -> int | float:
 
 @lowering("adaptive_avg_pool2d_kernel", tilings=_tilings)
 def adaptive_avg_pool(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = the mean of each of p × q bins: windows where these divide the image, else an instruction for each bin."""
+    """out = mean of each of p × q bins: windows if the image divides evenly, else an instruction for each bin."""
     if not o.out.numel:
         return
     (height, width), (rows, columns) = o.x.shape[2:], o.out.shape[2:]
@@ -245,10 +248,10 @@ def _bins(size: int, count: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """The two places, for each place along an axis of a result, of the image that it lies between.
+    """The two input positions to interpolate between, for each output position along an axis.
 
     Attributes:
-        first, second: int32.
+        first, second: Indices of the two, int32.
         share: Weight of the second, float32.
     """
 
@@ -283,7 +286,7 @@ def _between(program: VectorProgram, values: Sequence[int], share: int) -> int:
 
 @lowering("upsample_bilinear_kernel", tilings=_tilings)
 def upsample_bilinear(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = rows between two rows of x, then columns between two columns of those; transfers pick them by indices."""
+    """out = x interpolated between rows, then between columns; transfers gather the neighbours by indices."""
     if not o.out.numel:
         return
     image = _image(o)

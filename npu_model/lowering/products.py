@@ -1,4 +1,4 @@
-"""Matrix products, with a weight or of batches: tiles of rows, columns and k, and an epilogue on the output stage."""
+"""Matrix products, of activations with a weight or batched: tiles of rows, columns and k, with an epilogue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_TRIED = 6  # sizes along an axis
 
 
 def need_matrix(chip: Chip, dtype: str) -> None:
-    """Raise `CannotLower` where a chip multiplies no matrices of a dtype."""
+    """Raise `CannotLower` if a chip has no matrix engine, or its matrix engine does not multiply a dtype."""
     if chip.matrix is None:
         raise CannotLower("it has no matrix engine")
     if dtype not in chip.matrix.rates:
@@ -39,11 +39,11 @@ def need_matrix(chip: Chip, dtype: str) -> None:
 def product_tilings(
     m: int, n: int, k: int, chip: Chip, sizes: tuple[int, int] = (1, 1), staged: int = 0
 ) -> Iterable[Tiling | None]:
-    """Tile sizes of a product and what stays while the other side is loaded again (`rows_outer`), likely ones first.
+    """Tilings of a product, promising ones first. `rows_outer` is 1 if rows are the outer loop, 0 if columns are.
 
     Args:
-        sizes: Bytes of an element of the left side, and of the weight.
-        staged: The sides that are in the scratchpad before: 1 for the weight, 2 for the rows.
+        sizes: Bytes of an element of the left operand, and of the weight.
+        staged: Bit mask of the operands that are loaded whole beforehand: 1 for the weight, 2 for the left operand.
     """
     return in_tiers(partial(_tiles, m, n, k, chip, sizes, staged, 1))
 
@@ -51,9 +51,9 @@ def product_tilings(
 def _tiles(
     m: int, n: int, k: int, chip: Chip, sizes: tuple[int, int], staged: int, products: int, divisor: int
 ) -> list[Tiling]:
-    """Tilings of `products` products side by side, those that load the least first.
+    """Tilings of `products` products computed together, those that load the fewest bytes first.
 
-    For each number of rows only the most columns are tried whose sums fit.
+    For each number of rows, only the largest numbers of columns whose sums fit the accumulators are tried.
     """
     assert chip.matrix is not None
     sums, room = chip.matrix.accumulator_bytes // 4 // products, chip.sram.size // products
@@ -79,7 +79,7 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
 
 
 def _linear_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
-    """Tilings of a product with a weight; a weight streams past a single row, and is not staged."""
+    """Tilings of a product with a weight; with more than one row, operands that fit `staged_bytes` are loaded whole."""
     m, k = o.x.shape
     room, staged = chip.dma.staged_bytes, 0
     for bit, view in ((1, o.weight), (2, o.x)) if m > 1 else ():
@@ -101,7 +101,7 @@ def _integer_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
 
 @lowering("integer_linear_kernel", tilings=_integer_tilings)
 def integer_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """The product of codes: sums in int32, then scales, bias, residual, activation and rounding to codes."""
+    """The product of integers: sums in int32, then scales, bias, residual, activation and requantization."""
     _tiled(e, o, tiling)
 
 
@@ -177,7 +177,7 @@ def gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _zeros(e: Emitter, o: Operands, first: Affine, count: int) -> tuple[Piece, Tile] | None:
-    """The zero points of a weight's columns, where it has them."""
+    """Load the zero points of a weight's columns; None if the weight has none."""
     view = getattr(o.names, "weight_zeros", None)
     if view is None:
         return None
@@ -186,7 +186,7 @@ def _zeros(e: Emitter, o: Operands, first: Affine, count: int) -> tuple[Piece, T
 
 
 def _epilogue(e: Emitter, o: Operands, sums: Piece, rows: Axis, columns: Axis) -> None:
-    """Emit the epilogue of a tile: bias, activation and residual, or those of an integer product."""
+    """Emit the epilogue of a tile of results, for float or for integer sums, and store the tile."""
     box = [(rows.start, rows.size), (columns.start, columns.size)]
 
     def by_column(view: View | None) -> tuple[Piece, tuple[int | None, ...]] | None:
@@ -221,7 +221,10 @@ def _batched_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
 
 @lowering("batched_matmul_kernel", tilings=_batched_tilings)
 def batched_matmul(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, m, n] = scale · a[…, m, k] · b[…, k, n]; products of the last of the leading dimensions side by side."""
+    """out[…, m, n] = scale · a[…, m, k] · b[…, k, n].
+
+    Several products along the last batch dimension are computed together.
+    """
     with ExitStack() as loops:
         lead = [(loops.enter_context(e.loop(size)), 1) for size in o.out.shape[:-3]]
         if len(o.out.shape) > 2:

@@ -1,4 +1,4 @@
-"""`link_program`: the tile program of an op-level program for one chip, each call in a tiling of its own."""
+"""`link_program`: generates the tile program of an op-level program for one chip, with a tiling for each call."""
 
 from __future__ import annotations
 
@@ -45,24 +45,27 @@ ARENA = "arena"  # the buffer in DRAM that holds intermediate values
 
 
 def chip_digest(chip: Chip) -> str:
-    """Hash of all that a chip's programs depend on: not of its host and, beside DRAM, not of the link to it."""
+    """Hash of everything that a chip's programs depend on.
+
+    The host is left out, and so is the link to it if the chip has DRAM.
+    """
     link = "" if chip.dram is not None else repr(chip.link)
     return hashlib.sha256(f"{chip!r}{link}".encode()).hexdigest()[:16]
 
 
 def trimmed(program: TileProgram, chip: Chip) -> TileProgram:
-    """A linked program without waits that others imply and tokens that nobody waits for."""
+    """Remove redundant waits from a linked program, and tokens that no instruction waits for."""
     return without_idle_tokens(without_implied_waits(program, chip))
 
 
 def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency | None = None) -> TileProgram:
-    """The tile program of a plan whose memory has been planned; `trimmed` makes it shorter at the same cycles.
+    """Generate the tile program of a plan with planned memory; `trimmed` shortens it without changing its cycles.
 
     Args:
-        residency: The values that stay in the scratchpad. Default: those that pay.
+        residency: The values that stay in the scratchpad. None: chosen by estimates.
 
     Raises:
-        ConstraintError: the chip cannot run calls; all of them are named with the reason.
+        ConstraintError: the chip cannot run some calls; the message names all of them with the reason.
     """
     check_calls(plan.calls, chip, mapper)
     try:
@@ -97,7 +100,7 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
 
 
 def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:
-    """Raise a `ConstraintError` that names all calls which a chip cannot run, if there are any."""
+    """Raise `ConstraintError` if a chip cannot run some calls; the message names all of them."""
     refused: dict[str, str] = {}
     problems = []
     for call in calls:
@@ -112,7 +115,7 @@ def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None
 
 
 def preloaded(name: str, place: Place, address: int, chip: Chip, space: Space = Space.SCRATCHPAD) -> Section:
-    """The section that brings a weight into the scratchpad or the shared L2, where it stays."""
+    """The section that loads a weight into the scratchpad or the shared L2, where it stays for all runs."""
     axes = (Axis(place.size),)
     engine = f"{Engine.DMA}{1 % chip.dma.channels}"
     move = Transfer(
@@ -125,7 +128,7 @@ def preloaded(name: str, place: Place, address: int, chip: Chip, space: Space = 
 
 
 def dram_places(plan: ExecutionPlan, chip: Chip) -> dict[str, Place]:
-    """Buffer → its place in DRAM; intermediate values lie in the arena, and weights in the form that the chip has."""
+    """Buffer → its location in DRAM: intermediate values in the arena, weights compressed if the chip has a decoder."""
     places = {}
     for name, buffer in plan.buffers.items():
         if buffer.kind == "arena":
@@ -137,13 +140,13 @@ def dram_places(plan: ExecutionPlan, chip: Chip) -> dict[str, Place]:
 
 
 def touched_buffers(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
-    """The buffers that the plan's calls touch, by name."""
+    """The buffers that the plan's calls access, by name."""
     names = {view.buffer for call in plan.calls for view in (*call.inputs, *call.outputs)}
     return {name: plan.buffers[name] for name in sorted(names)}
 
 
 def buffers_of(plan: ExecutionPlan) -> tuple[Buffer, ...]:
-    """The memory in DRAM that the plan's calls touch."""
+    """The DRAM buffers of a tile program: those that the plan's calls access, and the arena for intermediate values."""
     own = [Buffer(name, b.size_bytes) for name, b in touched_buffers(plan).items() if b.kind != "arena"]
     return (*own, *([Buffer(ARENA, plan.arena_bytes)] if plan.arena_bytes else []))
 
@@ -156,11 +159,11 @@ class _Access:
 
 @dataclass(frozen=True)
 class Part:
-    """A call, or a part of it, in a tiling.
+    """A call, or a core's part of one, in a tiling.
 
     Attributes:
-        room: Bytes from 0 on of the scratchpad for its pieces.
-        size: Bytes that they take.
+        room: Scratchpad bytes, from address 0 on, that its tiles may use.
+        size: Bytes that its tiles take.
         core: Name of the core that computes it; empty on a chip of one core.
     """
 
@@ -173,11 +176,18 @@ class Part:
 
 @dataclass
 class Linker:
-    """Puts sections one behind the other: places their pieces, and orders what they share by fences and marks.
+    """Appends sections to a program: allocates their tiles, and orders accesses to shared bytes by fences and marks.
 
-    Every engine of a section ends it by raising its token 0, its mark. A later section's engine that touches the same
-    bytes waits for that mark first. Parts that are added together do not wait for each other: they share only what
+    Every engine of a section ends it by raising its token 0, its mark. If an engine of a later section touches the same
+    bytes, it waits for that mark first. Parts that are added together do not wait for each other: they share only what
     they read, and write different elements.
+
+    Attributes:
+        mapper: Generates the sections.
+        places: Buffer → its location.
+        raised: Token → number of times that it is raised by the sections so far, including the preload.
+        sections: The sections so far.
+        own_places: Core → locations of buffers that are different for that core.
     """
 
     mapper: Mapper
@@ -190,15 +200,15 @@ class Linker:
     _recent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # core → where its last pieces lie
 
     def add(self, *parts: Part) -> None:
-        """Append the sections of parts that are computed side by side.
+        """Append the sections of parts that run concurrently.
 
-        Pieces lie where those of the core's sections before do not, as far as that goes, so that loads of one may go on
-        while the other computes.
+        If possible, tiles get other addresses than those of the core's recent sections, so that the loads of a section
+        may overlap with the computation of the previous one.
         """
         self._enter([touch for part in parts for touch in self._append(part.call, self._drafted(part), part.core)])
 
     def send(self, *copies: tuple[KernelCall, str]) -> None:
-        """Append copies between cores that are done side by side, each by the core that sends."""
+        """Append copies between cores that run concurrently, each executed by the sending core."""
         touches: list[Touch] = []
         for copy, core in copies:
             (source,), (target,) = copy.inputs, copy.outputs
@@ -229,14 +239,14 @@ class Linker:
         return ChainMap(dict(own), dict(self.places)) if own else self.places
 
     def _raised_in(self, core: str) -> Mapping[Token, int]:
-        """A core's tokens, by their names within it → how often they have been raised."""
+        """Number of times that a core's tokens have been raised, by their names within the core."""
         if not core:
             return self.raised
         own = ((token, times) for token, times in self.raised.items() if core_of(token.engine) == core)
         return {Token(kind_of(token.engine), token.number): times for token, times in own}
 
     def _start(self, recent: Sequence[tuple[int, int]], room: int, size: int) -> int:
-        """The first byte of pieces: of places at an end of the room or beside other pieces, the longest free one."""
+        """Choose the address of a part's tiles: among several, the one unused by recent sections for longest."""
         alignment = self.mapper.chip.sram.alignment
         top = (room - size) // alignment * alignment
         beside = [start for first, end in recent for start in (end, first - size)]
@@ -249,7 +259,10 @@ class Linker:
         return max(starts, key=sections_before, default=0)
 
     def _append(self, call: KernelCall, draft: Draft, core: str) -> Sequence[Touch]:
-        """Append a section as a core computes it; return what it touches."""
+        """Append a section for a core, with fences that wait for earlier accesses.
+
+        Return the byte ranges that it accesses.
+        """
         body, touches, raised = draft.body(self._raised_in(core)), draft.touches, draft.raised
         if core:
             own = to_core(core)
@@ -280,7 +293,7 @@ class Linker:
         return touches
 
     def _enter(self, touches: Sequence[Touch]) -> None:
-        """Make later sections wait for these accesses."""
+        """Record accesses, so that later sections that conflict with them wait."""
         for touch in touches:
             if touch.writes:  # whoever waits for this one waits for those before it
                 known = self._accesses.get((touch.space, touch.name), [])

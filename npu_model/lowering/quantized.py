@@ -1,8 +1,8 @@
-"""Products with weights in few bits.
+"""Matrix products with quantized weights.
 
-Where rows are rounded to bytes too, and the weight has a scale for each of its rows, codes are multiplied with codes:
-the sums of integers are exact, and scaled behind the product. Otherwise the vector engine makes numbers of each tile of
-codes, which are multiplied.
+If activations are quantized to int8 as well, and the weight has a scale for each of its rows, integers are multiplied:
+the sums are exact, and scaled after the product. Otherwise the vector engine dequantizes each tile of the weight, and
+floats are multiplied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TINY = 1.1754943508222875e-38  # the least normal float32
 
 
 def _multiplies_codes(o: Operands, chip: Chip) -> bool:
-    """Whether a product is one of integers: of bytes, on a chip that multiplies them."""
+    """Whether the product is computed on int8 codes, which needs a chip that multiplies int8."""
     codes = CODE_FORMATS[o.codes]
     is_byte = not codes.is_float and (o.offsets == "none" or (o.offsets == "zero_point" and codes.bits < 8))
     has_bytes = chip.matrix is not None and "int8" in chip.matrix.rates
@@ -50,13 +50,13 @@ def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
 
 
 def _need_whole_bytes(o: Operands) -> None:
-    """Refuse groups that share a byte: the vector engine takes the bytes of a group with the group's scale."""
+    """Raise `CannotLower` if quantization groups share a byte: each byte is unpacked with one group's scale."""
     if o.groups > 1 and o.k // o.groups % CODE_FORMATS[o.codes].per_byte:
         raise CannotLower(f"groups of {o.k // o.groups} codes in {o.codes} are not a whole number of bytes")
 
 
 def _depths(o: Operands, divisor: int) -> list[int]:
-    """Numbers of elements of k to try: whole groups, or, where all are one group, whole bytes."""
+    """Tile sizes along k to try: multiples of a quantization group, or of a byte if there is one group."""
     if o.groups > 1:
         return [count * (o.k // o.groups) for count in divided(halvings(o.groups, 1)[:8], divisor)]
     whole = [o.k] if divisor == 1 else divided(halvings(o.k, 64, 64), divisor, 64)
@@ -69,7 +69,7 @@ _GATED = ("quantized_gated_matmul_vec_kernel", "dynamic_quantized_gated_matmul_v
 
 @lowering(*_KERNELS, tilings=_tilings)
 def quantized_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = act(x · weightᵀ + bias) + residual, with a weight of codes."""
+    """out = act(x · weightᵀ + bias) + residual, with a quantized weight."""
     tm, tn, tk = tiling["m"], tiling["n"], tiling["k"]
     with e.loop(parts(o.m, tm)) as i:
         x, scales = _multiplied(e, o, i * tm, tm, tiling)
@@ -91,7 +91,7 @@ def quantized_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 @lowering(*_GATED, tilings=_tilings)
 def quantized_gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[1, n] = act(gate) · up, where [gate, up] = x · weightᵀ + bias, with a weight of codes."""
+    """out[1, n] = act(gate) · up, where [gate, up] = x · weightᵀ + bias, with a quantized weight."""
     tn, tk = tiling["n"], tiling["k"]
     x, scales = _multiplied(e, o, ZERO, 1, tiling)
     with e.loop(parts(o.n, tn)) as j:
@@ -103,7 +103,7 @@ def quantized_gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _multiplied(e: Emitter, o: Operands, first: Affine, count: int, tiling: Tiling) -> tuple[Piece, Piece | None]:
-    """Rows of x as they are multiplied, and their scales where these are codes."""
+    """Load rows of x for the product: quantized, with their scales, if codes are multiplied; else scales are None."""
     if not tiling["codes"]:
         return rows_of(e, o, first, count), None
     x = e.load(o.x, [(first, count), (ZERO, o.k)], queue=0)
@@ -116,7 +116,7 @@ def _multiplied(e: Emitter, o: Operands, first: Affine, count: int, tiling: Tili
 
 
 def _factors(e: Emitter, o: Operands, first: Affine, count: int, scales: Piece | None) -> Factors:
-    """The scales of a tile of sums of integers: of the weight's rows, which are its columns, and of its rows."""
+    """The scales of a tile of integer sums: of the weight's rows (tile columns) and x's rows; empty for float sums."""
     if scales is None:
         return ()
     columns = e.load(o.scales, [(first, count), (ZERO, 1)], queue=1)
@@ -124,7 +124,10 @@ def _factors(e: Emitter, o: Operands, first: Affine, count: int, scales: Piece |
 
 
 def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
-    """Rows of x as they are multiplied: as they are stored, or rounded to codes of 8 bits and back, in their place."""
+    """Load rows of x for a product in floats.
+
+    If the call quantizes activations, they are rounded to 8 bits and back.
+    """
     x = e.load(o.x, [(first, count), (ZERO, o.k)], queue=0)
     kind = getattr(o.names, "activations", "none")
     if kind == "none":
@@ -138,7 +141,10 @@ def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
 
 
 def _rounded(program: VectorProgram, x: Piece, kind: str) -> tuple[int, int]:
-    """The codes of 8 bits of rows, and the scale of each row, as on every device."""
+    """Quantize rows to 8 bits with a scale for each row, as on every device.
+
+    Return the registers of codes and scales.
+    """
     value = program.input(x, 0, 1)
     most = float(CODE_FORMATS[kind].largest)
     scale = program.op("true_divide", program.op("max", program.op("abs", value), attrs=(1,)), most)
@@ -149,7 +155,7 @@ def _rounded(program: VectorProgram, x: Piece, kind: str) -> tuple[int, int]:
 
 
 def _sums(e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: Affine, tk: int) -> Piece:
-    """The sums of a tile of results; `first` is the first of the weight's rows that it needs."""
+    """Compute the sums of a tile of results; `first` is the first of the weight's rows that it needs."""
     on_codes = x.dtype == "int8"
     sums = e.room((rows, columns), "int32" if on_codes else "float32", Space.ACCUMULATORS)
     with e.loop(parts(o.k, tk)) as part:
@@ -169,7 +175,7 @@ def _sums(e: Emitter, o: Operands, x: Piece, rows: Axis, columns: Axis, first: A
 
 
 def byte_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affine, tk: int) -> Piece:
-    """A tile [columns, tk] of the weight's codes as int8, counted from their zero points."""
+    """Load a tile [columns, tk] of the weight's codes as int8, with zero points subtracted."""
     count, per_byte = columns.size, CODE_FORMATS[o.codes].per_byte
     box = [(first, count), (part * (tk // per_byte), tk // per_byte)]
     if per_byte == 1:
@@ -183,7 +189,10 @@ def byte_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affin
 
 
 def dequantized_tile(e: Emitter, o: Operands, first: Affine, columns: Axis, part: Affine, tk: int) -> Piece:
-    """A tile [columns, tk] of the weight in x's dtype: scale · (code − zero point), or scale · code + minimum."""
+    """Load a tile [columns, tk] of the weight and dequantize it to x's dtype.
+
+    The number of a code is scale · (code − zero point), or scale · code + minimum.
+    """
     per_byte = CODE_FORMATS[o.codes].per_byte
     group = o.k // o.groups
     groups = max(1, tk // group)
@@ -206,9 +215,9 @@ def _store_numbers(
     axes: tuple[Axis, Axis, Axis],
     weight: Piece,
 ) -> None:
-    """Turn a tile of codes, scales and offsets (rows, groups, bytes of a group) into numbers [rows, elements].
+    """Dequantize a tile of codes, scales and offsets [rows, groups, bytes of a group] into `weight` [rows, elements].
 
-    Without scales, a number is the code's distance from its zero point.
+    Without scales, the result is code − zero point.
     """
     codes, scales, offset = parts
     per_byte = CODE_FORMATS[o.codes].per_byte
@@ -242,7 +251,7 @@ def _embedding_tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
 
 @lowering("quantized_embedding_kernel", tilings=_embedding_tilings)
 def quantized_embedding(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, :] = the rows ids[…] of a table of codes, as numbers."""
+    """out[…, :] = rows ids[…] of a quantized table, dequantized."""
     rows, count = o.ids.numel, tiling["rows"]
     if not rows:
         return
@@ -262,7 +271,7 @@ def quantized_embedding(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _number(program: VectorProgram, o: Operands, code: int, place: int, zero: int | None) -> int:
-    """A code as a float, counted from its zero point."""
+    """Unpack code number `place` of each byte, and return it as a float with its zero point subtracted."""
     kind = CODE_FORMATS[o.codes]
     if kind.is_float:
         return program.op("from_float8", code)

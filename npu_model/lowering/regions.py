@@ -1,4 +1,4 @@
-"""`Region`: the elements of a buffer that a view shows, whatever the order of its dimensions."""
+"""`Region`: the set of elements of a buffer that a view accesses, whatever the order of its dimensions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from npu_compiler.program.views import View, contiguous_strides
 
 @dataclass(frozen=True)
 class Region:
-    """Elements of a buffer.
+    """A strided set of elements of a buffer.
 
     Attributes:
-        walk: (stride, size) of what is walked, ascending, those that are one walk joined.
+        offset: Number of the first element.
+        walk: (stride, size) of each dimension in ascending order, with contiguous dimensions merged.
     """
 
     offset: int
@@ -25,24 +26,27 @@ class Region:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the region."""
         return math.prod(size for _, size in self.walk)
 
     @property
     def bytes(self) -> tuple[int, int] | None:
-        """The first of its bytes and the one behind the last; None where others lie between."""
+        """The region's first byte and one past its last; None if it is not contiguous."""
         if not (len(self.walk) == 1 and self.walk[0][0] == 1):
             return None
         each = itemsize(self.dtype)
         return self.offset * each, (self.offset + self.size) * each
 
     def view(self, buffer: str) -> View:
-        """The region as a view."""
+        """The region as a view of a buffer, with the largest stride first."""
         strides, sizes = zip(*reversed(self.walk), strict=True) if self.walk else ((1,), (1,))
         return View(buffer, sizes, strides, self.offset, self.dtype)
 
     def packed(self, view: View, name: str) -> View | None:
-        """A view of this region in a buffer that has nothing else; None where it is walked in no such way."""
+        """A view of this region as it would be if a buffer held the region alone, packed.
+
+        None if its strides do not allow it.
+        """
         own = tuple(reversed(contiguous_strides([size for _, size in reversed(self.walk)])))
         strides = []
         for stride, size in zip(view.strides, view.shape, strict=True):
@@ -61,7 +65,7 @@ class Region:
 
 
 def region_of(view: View) -> Region:
-    """The region that a view shows."""
+    """The region of elements that a view accesses."""
     walk: list[tuple[int, int]] = []
     for stride, size in sorted(zip(view.strides, view.shape, strict=True)):
         if size == 1 or stride == 0:
@@ -74,7 +78,10 @@ def region_of(view: View) -> Region:
 
 
 def common(first: View, second: View) -> View | None:
-    """The smallest part of a view with all elements that another view of its buffer shows too; None without any."""
+    """The smallest slice of a view that contains all elements which another view of the same buffer accesses too.
+
+    None if they have no element in common; the whole view if their dtypes are different.
+    """
     if first.dtype != second.dtype:
         return first
     flags = np.zeros(max(map(_end, (first, second))), np.bool_)
@@ -90,12 +97,12 @@ def common(first: View, second: View) -> View | None:
 
 
 def _end(view: View) -> int:
-    """The number of elements of a buffer up to the last one of a view."""
+    """One past the number of the last element that a view accesses in its buffer."""
     return view.offset + sum(stride * (size - 1) for stride, size in zip(view.strides, view.shape, strict=True)) + 1
 
 
 def _shown(flags: np.ndarray, view: View) -> np.ndarray:
-    """The flags of a view's elements."""
+    """The flags, one for each element of the buffer, of the elements of a view."""
     return np.ndarray(view.shape, np.bool_, flags.data, view.offset, view.strides)
 
 

@@ -1,4 +1,4 @@
-"""`Relocation`: instructions as they were written for a chip by themselves, at another place of a larger one."""
+"""`Relocation`: moves instructions written for one chip to a core, or to other addresses, of a larger chip."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from npu_model.lowering.emitter import Touch
 
 @dataclass(frozen=True)
 class Relocation:
-    """Another place for instructions.
+    """A mapping of cores, addresses, tokens and buffer names.
 
     Attributes:
-        cores: Core → core. Those that are not there stay.
-        shifts: Memory of the chip → bytes that are added to addresses.
+        cores: Core → new core; cores that are not listed stay.
+        shifts: Memory → bytes that are added to addresses in it.
         tokens: Number that is added to the numbers of tokens.
-        buffers: Text that names of buffers in DRAM get in front.
+        buffers: Prefix of the names of DRAM buffers.
     """
 
     cores: Mapping[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Relocation:
     buffers: str = ""
 
     def touches(self, touches: Sequence[Touch]) -> tuple[Touch, ...]:
-        """The touches of a section whose parts of the scratchpad have addresses of the whole already."""
+        """Relocate the byte ranges that a section accesses; only engines and cores change, not addresses."""
         return tuple(
             replace(
                 touch,
@@ -53,11 +53,11 @@ class Relocation:
         )
 
     def raised(self, raised: Mapping[Token, int]) -> dict[Token, int]:
-        """The numbers of times that a section raises tokens."""
+        """Relocate the tokens that a section raises."""
         return {self._token(token): count for token, count in raised.items()}
 
     def program(self, program: TileProgram) -> TileProgram:
-        """A whole program."""
+        """Relocate a whole program."""
         return replace(
             program,
             buffers=tuple(Buffer(self.buffers + buffer.name, buffer.size) for buffer in program.buffers),
@@ -66,11 +66,11 @@ class Relocation:
         )
 
     def section(self, section: Section) -> Section:
-        """A section."""
+        """Relocate a section."""
         return replace(section, body=self.nodes(section.body))
 
     def nodes(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Instructions and loops."""
+        """Relocate instructions and loops."""
         return tuple(
             Loop(node.count, self.nodes(node.body)) if isinstance(node, Loop) else self._instruction(node)
             for node in nodes
@@ -113,7 +113,7 @@ class Relocation:
 
 
 def to_core(core: str) -> Relocation:
-    """The relocation of what was written for a chip of one core to a core."""
+    """The relocation of instructions written for a chip of one core to a core of a larger chip."""
     return Relocation({"": core})
 
 

@@ -1,13 +1,13 @@
-"""Residency: the values that stay in the scratchpad, within a run or from run to run.
+"""Residency: the choice of values that stay in the scratchpad, within a run or from run to run.
 
-An intermediate value stays from the call that makes it to the last one that reads it, a weight from run to run. Values
-that stay are placed from the scratchpad's end downwards; a call's pieces have what is below the lowest of those that
-live then. A value stays if the calls' estimates say that the program becomes faster: calls that touch it move fewer
-bytes, and all calls that it outlives have less room.
+An intermediate value stays from the call that produces it to the last one that reads it, a weight from run to run.
+Resident values are placed from the scratchpad's end downwards; a call's pieces (tiles) use the bytes below the lowest
+value that is live during the call. A value stays if the calls' estimates say that the program becomes faster: calls
+that use it move fewer bytes, but all calls while it is live have less room.
 
-Weights and intermediate values compete for the same bytes. Several shares of the scratchpad are tried for weights:
-those that save the most cycles for their size fill the share, intermediate values have the rest, and further weights
-take what no call uses. The share with the least estimate is taken.
+Weights and intermediate values compete for the same bytes. Several fractions of the scratchpad are tried for weights:
+those that save the most cycles per byte fill the fraction, intermediate values get the rest, and further weights take
+what no call uses. The fraction with the best estimate is taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Residency:
 
     Attributes:
         addresses: Buffer → address in the scratchpad.
-        rooms: Bytes from 0 on that the pieces of each call may use.
+        rooms: For each call, the bytes from address 0 on that its tiles may use.
         weights: The buffers that stay from run to run.
         cycles: The sum of all calls' estimates.
     """
@@ -44,7 +44,7 @@ class Residency:
 
 @dataclass
 class _Value:
-    """A value that may stay: its bytes, its first and last call, and the calls that touch it."""
+    """A value that may stay: its bytes, its first and last call, and the calls that access it."""
 
     name: str
     size: int
@@ -54,10 +54,10 @@ class _Value:
 
 
 def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: Collection[str] = ()) -> Residency:
-    """The values of a plan that stay in the scratchpad of a chip.
+    """Choose the values of a plan that stay in a chip's scratchpad.
 
     Args:
-        passing: Intermediate values that stay wherever they fit.
+        passing: Intermediate values that stay whenever they fit, whatever the estimates say.
     """
     alignment = chip.sram.alignment
     size = chip.sram.size // alignment * alignment
@@ -90,7 +90,7 @@ def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: C
 def _all_stay(
     values: Sequence[_Value], weights: Sequence[_Value], calls: Sequence[tuple[KernelCall, Choices]], size: int
 ) -> Residency:
-    """The most of all values and weights that fit, in one of some orders: on a chip that has no other memory."""
+    """Keep as many values and weights as fit, in the best of some orders; for a chip that has no other memory."""
     orders = [values, sorted(values, key=lambda v: -v.size), sorted(values, key=lambda v: (v.first - v.last, -v.size))]
     tried = []
     for order in orders:
@@ -104,7 +104,7 @@ def _all_stay(
 
 
 class _Stay:
-    """A choice of values that stay, as it grows: the room, operands in the scratchpad and estimate of each call."""
+    """A growing set of resident values, with the room, the resident operands and the estimate of each call."""
 
     def __init__(self, calls: Sequence[tuple[KernelCall, Choices]], size: int) -> None:
         self._calls, self._size = calls, size
@@ -117,11 +117,11 @@ class _Stay:
 
     @property
     def cycles(self) -> float:
-        """The sum of all calls' estimates."""
+        """The sum of all calls' estimates, in cycles."""
         return sum(self._estimates)
 
     def spare(self) -> int:
-        """Bytes below all values that stay, which no call gains from."""
+        """Bytes below all resident values without which no call's estimate gets worse."""
         least = (
             choices.least_room(resident, room)
             for (_, choices), resident, room in zip(self._calls, self._resident, self.rooms, strict=True)
@@ -129,7 +129,7 @@ class _Stay:
         return min(self.rooms, default=0) - max(least, default=0)
 
     def pin(self, weights: Sequence[_Value]) -> None:
-        """Keep weights from run to run, below all values that stay."""
+        """Keep weights from run to run, at addresses below all values that are resident so far."""
         if not weights:
             return
         end = min(self.rooms)
@@ -150,7 +150,7 @@ class _Stay:
         insort(self._placed, (address, address + value.size, value), key=lambda each: (-each[0], -each[1]))
 
     def keep(self, value: _Value, least: float) -> None:
-        """Keep an intermediate value where it lives, if there is a place and the estimates gain more than the least."""
+        """Keep an intermediate value for its lifetime, if it fits and saves more than `least` estimated cycles."""
         address = self._highest_free(value)
         if address is None:
             return
@@ -172,7 +172,7 @@ class _Stay:
             self.rooms[index], self._resident[index], self._estimates[index] = room, resident, estimate
 
     def _highest_free(self, value: _Value) -> int | None:
-        """The highest address where a value overlaps none that lives at the same time."""
+        """The highest address at which a value overlaps none that is live at the same time; None if it does not fit."""
         end = self._size
         for first, behind, other in self._placed:
             if other.first > value.last or value.first > other.last:
@@ -184,12 +184,12 @@ class _Stay:
 
 
 def positions(call: KernelCall, names: Collection[str]) -> frozenset[int]:
-    """The positions of a call's operands that lie in these buffers."""
+    """The positions, among a call's inputs and outputs, of operands that lie in these buffers."""
     return frozenset(i for i, view in enumerate((*call.inputs, *call.outputs)) if view.buffer in names)
 
 
 def _values(plan: ExecutionPlan, alignment: int) -> tuple[list[_Value], list[_Value]]:
-    """The intermediate values of a plan, those first that are touched most often for their size; and its weights."""
+    """The intermediate values of a plan, ordered by accesses per byte in descending order, and its weights."""
     users: dict[str, list[int]] = {}
     for index, call in enumerate(plan.calls):
         for name in {view.buffer for view in (*call.inputs, *call.outputs)}:
@@ -207,7 +207,7 @@ def _values(plan: ExecutionPlan, alignment: int) -> tuple[list[_Value], list[_Va
 
 
 def _by_gain(weights: list[_Value], calls: Sequence[tuple[KernelCall, Choices]], size: int) -> list[_Value]:
-    """The weights that save something, those first that save the most cycles, or time of DRAM, for their size."""
+    """The weights that save DRAM traffic, ordered by cycles, then by DRAM time, saved per byte, the best first."""
     gains: dict[str, tuple[float, float]] = {}
     for weight in weights:
         cycles = traffic = 0.0
@@ -221,7 +221,10 @@ def _by_gain(weights: list[_Value], calls: Sequence[tuple[KernelCall, Choices]],
 
 
 def _first_that_fit(weights: Sequence[_Value], room: int) -> list[_Value]:
-    """The first weights that fit into `room` bytes together, those left out that do not fit beside the ones before."""
+    """Weights that fit into `room` bytes together, taken in order.
+
+    Those that do not fit beside earlier ones are skipped.
+    """
     chosen = []
     for weight in weights:
         if weight.size <= room:

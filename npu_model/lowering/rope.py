@@ -1,4 +1,4 @@
-"""Rotary position embeddings: both halves of rows in one vector program."""
+"""Rotary position embeddings: both halves of each row in one vector program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @lowering("rope_kernel", tilings=_tilings)
 def rope(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = x · cos + rotated · sin, where `rotated` has x's second half, negated, before its first."""
+    """out = x · cos + rotated · sin, where `rotated` is x's second half, negated, followed by its first half."""
     if not o.out.numel:
         return
     half = o.rotary_dim // 2

@@ -1,9 +1,9 @@
-"""Reductions, softmax and norms: rows whole in the scratchpad, or in parts, once for each thing that is known of a row.
+"""Reductions, softmax and norms: kernels over rows, which are processed whole or in parts.
 
-A kernel over rows is its folds and its result. A fold is a reduction of an expression over the row, which may use the
-folds before it; the result is an expression over the row or over the folds. Where rows fit, all of that is one vector
-program. Where they do not, each fold is a loop over parts of the row that carries what it has so far, and the result is
-another one.
+Such a kernel consists of folds and a result. A fold is a reduction of an expression over the row, which may use earlier
+folds; the result is an expression over the row or over the folds alone. If rows fit the scratchpad, everything is one
+vector program. Otherwise each fold is a loop over parts of the row that carries its running value, and the result is
+another loop.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _MOST_INT, _LEAST_INT = float(2**31 - 1), float(-(2**31))
 
 @dataclass
 class Row:
-    """Builder of expressions over rows.
+    """A builder of expressions over rows in a vector program.
 
     Attributes:
-        inputs: The registers of the operands, by their number.
+        program: The vector program.
+        inputs: Number of an operand → its register.
         folds: The registers of the folds so far.
-        reduced: The program's axes that are part of a row, with the number of places that a step along each is.
+        reduced: The program's axes within a row, each with its stride in elements of the row.
     """
 
     program: VectorProgram
@@ -50,7 +51,7 @@ class Row:
         return self.program.op(name, register, attrs=axes) if axes else register
 
     def place(self) -> int:
-        """The places of elements in their row."""
+        """The register with the index of each element in its row."""
         place: int | None = None
         for axis, step in self.reduced:
             along = self.program.op("coordinate", attrs=(axis,))
@@ -64,12 +65,14 @@ Expression: TypeAlias = Callable[[Row], int]
 
 @dataclass(frozen=True)
 class Fold:
-    """A reduction of an expression: `sum`, `max`, `min` or `product`.
+    """A reduction of an expression over a row.
 
     Attributes:
-        inputs: The operands that the expression reads.
-        first: The result of no elements.
-        dtype: Dtype of the values carried from part to part.
+        name: `sum`, `max`, `min` or `product`.
+        of: The expression.
+        inputs: Numbers of the operands that the expression reads.
+        first: The identity of the reduction, which is the result for no elements.
+        dtype: Dtype of the running value.
     """
 
     name: str
@@ -80,21 +83,21 @@ class Fold:
 
     @property
     def states(self) -> list[tuple[str, float]]:
-        """Dtype and first value of what is carried."""
+        """Dtype and initial value of each running value."""
         return [(self.dtype, self.first)]
 
     def reduced(self, row: Row) -> tuple[int, ...]:
-        """Registers of the fold of a part."""
+        """Registers of the reduction of one part of the row."""
         return (row.reduce(self.name, self.of(row)),)
 
     def joined(self, row: Row, old: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
-        """Registers of the fold of all parts so far."""
+        """Registers of the running values `old` combined with those of a further part, `new`."""
         return (row.op(_JOINS[self.name], old[0], new[0]),)
 
 
 @dataclass(frozen=True)
 class Place(Fold):
-    """The first place of the greatest or least element (`name`), or of a NaN, as `argmax` has it; with the element."""
+    """Index and value of the first maximum or minimum (`name`), or of the first NaN, as in `argmax`."""
 
     @property
     def states(self) -> list[tuple[str, float]]:
@@ -118,10 +121,12 @@ class RowKernel:
     """A kernel over rows.
 
     Attributes:
-        views: The operands, all with the same dimensions: first those of rows, then those within a row.
-        target: Result, like the operands; without the dimensions within a row if it is of the folds only.
-        kept: Number of dimensions of rows.
-        inputs: The operands that the result reads.
+        views: The operands, all with the same dimensions: first those that number rows, then those within a row.
+        target: The result, with the same dimensions; without those within a row if it is computed from the folds alone.
+        kept: Number of dimensions that number rows.
+        folds: The reductions, in order.
+        result: The expression of the result.
+        inputs: Numbers of the operands that the result reads; empty if it is computed from the folds alone.
     """
 
     views: Sequence[View]
@@ -132,7 +137,7 @@ class RowKernel:
     inputs: Sequence[int] = ()
 
     def emit(self, e: Emitter, tiling: Tiling) -> None:
-        """Write the section."""
+        """Emit the kernel, with whole rows if the tiling has them, else in parts of rows."""
         sizes = self.views[0].shape
         part = tile_shape(sizes[self.kept :], tiling["columns"], MOST_AXES - 1)
         free = MOST_AXES - sum(size > 1 for size in part)
@@ -195,7 +200,7 @@ class RowKernel:
 
 
 def row_tilings(rows: int, columns: int) -> list[Tiling]:
-    """Tilings of `rows` and `columns` per tile: whole rows first."""
+    """Tilings by numbers of rows and columns of a tile, whole rows first. Raises `CannotLower` if rows are empty."""
     if not rows:
         return [{"rows": 1, "columns": 1}]
     if not columns:
@@ -212,7 +217,7 @@ def _need(chip: Chip, ops: Iterable[str]) -> None:
 
 
 def _reading(i: int, view: View) -> Expression:
-    """An operand as float32."""
+    """The expression of an operand, converted to float32."""
     return lambda row: as_float(row.program, row.inputs[i], view.dtype)
 
 
@@ -220,7 +225,7 @@ def _reading(i: int, view: View) -> Expression:
 
 
 def _reduced_rows(o: Operands) -> tuple[View, View, int, int]:
-    """The operand of a reduction and its result with few dimensions; those of rows, and the row's elements."""
+    """Operand and result of a reduction with merged dimensions, number of leading dimensions, and row length."""
     kept = o.out.rank
     whole = spread(o.out, o.x.shape, range(kept))
     in_order = o.call.kernel in ("argmax_kernel", "argmin_kernel")
@@ -243,7 +248,7 @@ def _reduction_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
     tilings=_reduction_tilings,
 )
 def reduction(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = a reduction of x over its last dimensions."""
+    """out = reduction of x over its last dimensions."""
     if not o.out.numel:
         return
     x, out, kept, size = _reduced_rows(o)
@@ -328,7 +333,7 @@ def _log_sum_exp(real: Expression) -> tuple[list[Fold], Expression]:
 
 
 def _last_dim(o: Operands, *others: View) -> tuple[list[View], int]:
-    """out, x and other operands as rows of the last dimension; with the number of dimensions of rows."""
+    """The result, x and other operands as rows along the last dimension, and the number of leading dimensions."""
     last = o.out.rank - 1
     order = sorted(range(last), key=lambda d: -abs(o.out.strides[d]))
     views, (count, _) = grouped([order, [last]], o.out, o.x, *others)
@@ -342,7 +347,7 @@ def _softmax_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @lowering("softmax_kernel", "log_softmax_kernel", "masked_softmax_kernel", tilings=_softmax_tilings)
 def softmax(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """Softmax of scale · x + mask, or its logarithm without a mask, over the last dimension."""
+    """Softmax of scale · x + mask over the last dimension; or the logarithm of softmax, which takes no mask."""
     if not o.out.numel:
         return
     masks = [o.mask] if o.call.kernel == "masked_softmax_kernel" else []
@@ -375,7 +380,7 @@ def _cumsum_tilings(o: Operands, chip: Chip) -> Iterable[Tiling]:
 
 @lowering("cumsum_kernel", tilings=_cumsum_tilings)
 def cumsum(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = the running sum of x along the last dimension; a sum is carried from part to part."""
+    """out = cumulative sum of x along the last dimension; the sum is carried between parts of a row."""
     if not o.out.numel:
         return
     (out, x), kept = _last_dim(o)
@@ -428,13 +433,13 @@ def rms_norm(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _with_rows(out: View, operands: Sequence[View], affine: Sequence[View | None]) -> list[View]:
-    """Views of [rows, width]: the result, operands of that shape, and those of the affine ones that there are."""
+    """The result, operands of its shape [rows, width], and the present affine parameters broadcast to that shape."""
     return [out, *operands, *(spread(view, out.shape, [1]) for view in affine if view is not None)]
 
 
 @lowering("layernorm_kernel", tilings=_norm_tilings)
 def layer_norm(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out = (x − mean) / sqrt(variance + eps) · weight + bias over rows."""
+    """out = (x − mean) / sqrt(variance + eps) · weight + bias, for each row."""
     if o.out.numel:
         out, *operands = _with_rows(o.out, [o.x], [o.weight, o.bias])
         _normalized(o, out, operands, 1).emit(e, tiling)
@@ -442,7 +447,7 @@ def layer_norm(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 @lowering("groupnorm_kernel", tilings=_norm_tilings)
 def group_norm(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """Emit a norm over groups of channels, like `layer_norm`; weight and bias are of channels."""
+    """Emit a norm over groups of channels, like `layer_norm`; weight and bias have an element for each channel."""
     if not o.out.numel:
         return
     batch, channels, *rest = o.out.shape

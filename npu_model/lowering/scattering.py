@@ -1,7 +1,7 @@
-"""Scatters: elements are put in their places by transfers, or joined there by the vector engine.
+"""Scatters: elements are written to their places by transfers, or combined there by the vector engine.
 
-No transfer joins what it brings with what is there. So for each place of the result, the vector engine looks through
-all indices and joins the elements that name it.
+Transfers cannot combine data with the contents of their target. So with a reduction, the vector engine compares each
+place of the result with all indices, and combines the elements whose index is equal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def _joining_tilings(o: Operands) -> Iterator[Tiling]:
 
 @lowering("scatter_kernel", tilings=_tilings)
 def scatter(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[…, index[…, k]] = source[…, k], the last of several or all joined; what no index names is as in `base`."""
+    """out[…, index[…, k]] = source[…, k], the last of several, or all of them combined.
+
+    Other elements are those of `base`.
+    """
     if not o.source.numel or o.reduce == "last":
         copy(e, o.base, o.out, tiling["elements"])
     if o.source.numel:
@@ -83,7 +86,7 @@ def _join(
     result: Piece,
     begins: tuple[int, ...],
 ) -> None:
-    """Join a tile's elements with what earlier ones have made of each place, and store the result so far."""
+    """Combine a tile of elements with the running values of each place, and store the result so far."""
     reduction, join = _JOINS[o.reduce]
     identity = _IDENTITIES[o.reduce]
     dims = [0, *(d for d in range(1, len(turn.box)) if turn.box[d][1] > 1)]

@@ -1,4 +1,4 @@
-"""`Shared`: results of lowering that many chips have in common, so that a sweep works them out once."""
+"""`Shared`: a cache of lowering results that many chips have in common, for sweeps over chips."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _Result = TypeVar("_Result")
 
 
 class Derived(Generic[_Source, _Result]):
-    """Results that depend on an object and a key; all are forgotten when there are too many.
+    """A cache of results that depend on an object and a key; it is emptied when it holds too many.
 
-    Objects are told apart by their identity, since comparing calls and plans takes longer than what is saved.
+    Objects are compared by identity, since comparing calls and plans by value takes longer than the cache saves.
     """
 
     def __init__(self, most: int) -> None:
@@ -31,7 +31,7 @@ class Derived(Generic[_Source, _Result]):
         self._results: dict[tuple[int, Hashable], tuple[_Source, _Result]] = {}
 
     def get(self, source: _Source, key: Hashable, make: Callable[[], _Result]) -> _Result:
-        """The result for an object and a key, from `make` the first time."""
+        """The cached result for an object and a key; computed by `make` if absent."""
         entry = self._results.get((id(source), key))
         if entry is None:
             if len(self._results) >= self._most:
@@ -42,12 +42,12 @@ class Derived(Generic[_Source, _Result]):
 
 @dataclass
 class Shared:
-    """Results of lowering for any number of chips.
+    """A cache of lowering results for any number of chips.
 
     Attributes:
-        sketches: Tilings of calls as they are emitted, by what they depend on.
-        drafts: Sections of calls, by tiling and places.
-        stripes: Calls and buffers of a plan's cascades.
+        sketches: Amounts of work of tilings (`Sketch`), or the error that a tiling does not fit.
+        drafts: Sections of calls (`Draft`), by tiling and locations of operands.
+        stripes: Calls and buffers of a plan's cascades; None for impossible ones.
     """
 
     sketches: dict[object, Sketch | DoesNotFit] = field(default_factory=dict)

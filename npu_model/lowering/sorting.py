@@ -1,4 +1,4 @@
-"""Sorting: an element's place is the number of elements before it, which the vector engine counts over all pairs."""
+"""Sorting by ranks: an element's position is the number of elements before it, counted by the vector engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling]:
 
 @lowering("argsort_kernel", tilings=_tilings)
 def argsort(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """order[…, p] = the number of the element that has p elements before it; equal ones keep their order."""
+    """order[…, p] = index of the element that has p elements before it; the sort is stable."""
     if not o.x.numel:
         return
     x, order = merged_behind_first(*(along(view, view.rank - 1) for view in (o.x, o.order)))
@@ -49,7 +49,7 @@ def _count(
     begins: tuple[int, ...],
     dtype: str,
 ) -> None:
-    """Add the number of `others` that stand before each element, and store it so far with the elements' numbers."""
+    """Add the number of `others` that precede each element, and store the running counts and the elements' indices."""
     before, places, numbers = targets
     dims = [0, *(d for d in range(1, len(turn.box)) if turn.box[d][1] > 1)]
     last = len(dims)

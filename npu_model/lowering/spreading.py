@@ -1,12 +1,12 @@
-"""`Spread`: the values of a program whose calls are divided among cores, as far as they are a core's own.
+"""`Spread`: a program whose calls are divided among cores, with values that belong to one core made separate buffers.
 
 Given: y = linear(x, w); z = relu(y), both by columns on two cores
 Result: core0: y0 = linear(x, w[:n/2]); z[:n/2] = relu(y0); core1: y1 = linear(x, w[n/2:]); z[n/2:] = relu(y1)
 
-1. A part of a weight that lies in one piece is a weight by itself.
-2. A value of which each core reads just what it has written itself is one value for each core.
-3. Of any other value between calls, each core that touches it may have a copy, to which the others send their parts
-   when they have computed them. Otherwise it lies in DRAM.
+1. A part of a weight that is contiguous becomes a weight by itself.
+2. A value of which each core reads exactly what it has written itself becomes a separate value for each core.
+3. Any other intermediate value may have a copy on each core that uses it, to which the other cores send the parts that
+   they have computed. Otherwise it lies in DRAM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from npu_model.lowering.regions import common, region_of
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a call on a core."""
+    """A part of a call, assigned to a core."""
 
     call: KernelCall
     core: int
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Send:
-    """A copy of a part of a value to another core, by the one that has computed it."""
+    """A transfer of a part of a value to another core's copy: the copy call, the sending and the receiving core."""
 
     copy: KernelCall
     core: int
@@ -45,18 +45,18 @@ class Send:
 
 @dataclass(frozen=True)
 class Group:
-    """The work for a call of the plan: its parts, side by side, and then what is sent."""
+    """The work for a call of the plan: its parts, which run concurrently, and then the transfers between cores."""
 
     steps: tuple[Step, ...]
     sends: tuple[Send, ...] = ()
 
     @property
     def calls(self) -> list[KernelCall]:
-        """The parts and copies."""
+        """All parts and transfers."""
         return [*(step.call for step in self.steps), *(send.copy for send in self.sends)]
 
     def of_core(self, core: int) -> list[KernelCall]:
-        """The parts and copies that a core takes part in."""
+        """The parts that a core computes, and the transfers that it sends or receives."""
         steps = [step.call for step in self.steps if step.core == core]
         return [*steps, *(send.copy for send in self.sends if core in (send.core, send.target))]
 
@@ -66,19 +66,19 @@ Renaming: TypeAlias = Callable[[View, int], View]
 
 @dataclass
 class _Accesses:
-    """The views of a buffer that each core writes and reads."""
+    """The views of a buffer that each core writes, and those that it reads."""
 
     written: dict[int, set[View]] = field(default_factory=dict)
     read: dict[int, set[View]] = field(default_factory=dict)
 
     @property
     def cores(self) -> set[int]:
-        """The cores that touch it."""
+        """The cores that access the buffer."""
         return self.written.keys() | self.read.keys()
 
     @property
     def are_apart(self) -> bool:
-        """Whether each core touches a part of its own, which it reads just as it has written it."""
+        """Whether every core accesses a part of its own, and reads exactly the part that it writes."""
         if self.written.keys() < self.cores:
             return False
         regions = set()
@@ -93,14 +93,14 @@ class _Accesses:
 
 @dataclass(frozen=True)
 class Spread:
-    """A plan on several cores.
+    """A plan divided among several cores.
 
     Attributes:
-        plan: The plan with memory for what the groups touch.
-        groups: One for each of its calls.
-        buffers: All buffers that groups touch.
-        parts: Name of a part of a weight → the weight, and the first byte of the part.
-        owners: Value of one core → that core.
+        plan: The original plan, with memory for the buffers of the groups.
+        groups: The work for each of its calls.
+        buffers: All buffers that the groups access.
+        parts: Name of a part of a weight → name of the weight, and the first byte of the part.
+        owners: Name of a value that belongs to one core → that core.
     """
 
     plan: ExecutionPlan
@@ -110,7 +110,10 @@ class Spread:
     owners: Mapping[str, int]
 
     def of_core(self, core: int) -> ExecutionPlan:
-        """The calls of a core, as if nothing else ran: values of others are outputs, which never stay with it."""
+        """The calls of a core as a plan by itself.
+
+        Values that are not its own are outputs, which are never resident.
+        """
         calls = [call for group in self.groups for call in group.of_core(core)]
         buffers = {
             name: replace(buffer, kind="output") if buffer.kind == "arena" and self.owners.get(name) != core else buffer
@@ -120,17 +123,17 @@ class Spread:
 
 
 def spread(plan: ExecutionPlan, steps: Sequence[Sequence[Step]], copied: Collection[str] = ()) -> Spread:
-    """A plan on several cores.
+    """Divide a plan among cores.
 
     Args:
         steps: For each call of the plan, its parts.
-        copied: Values of which each core that touches them has a copy.
+        copied: Names of values that get a copy on each core that uses them.
     """
     return _Spreading(plan, steps).spread(copied)
 
 
 def shared_values(plan: ExecutionPlan, steps: Sequence[Sequence[Step]]) -> list[str]:
-    """The values between calls that several cores touch, and that are not their own."""
+    """Names of the intermediate values that several cores access and that cannot be made separate for each core."""
     return _Spreading(plan, steps).shared()
 
 
@@ -152,7 +155,7 @@ class _Spreading:
         return self._plan.buffers[name].kind == "arena" and name not in self._outputs
 
     def shared(self) -> list[str]:
-        """The values that lie in DRAM unless they are copied."""
+        """Names of the intermediate values that lie in DRAM unless they are copied."""
         return [
             name
             for name, accesses in self._accesses.items()
@@ -160,7 +163,7 @@ class _Spreading:
         ]
 
     def spread(self, copied: Collection[str]) -> Spread:
-        """The plan with these values copied."""
+        """Divide the plan, with copies of these values on the cores."""
         renamed = [
             Group(tuple(self._renamed(step, copied) for step in own), tuple(self._sends(own, copied)))
             for own in self._steps
@@ -193,7 +196,7 @@ class _Spreading:
         return Step(replace(step.call, inputs=inputs, outputs=outputs), step.core)
 
     def _view(self, view: View, core: int, copied: Collection[str]) -> View:
-        """A view of a core, of the buffer that is the core's own if there is one."""
+        """Replace a view by one of the core's own buffer (part of a weight, separate value or copy) if there is one."""
         name, accesses = view.buffer, self._accesses[view.buffer]
         if self._plan.buffers[name].is_constant:
             return self._part(view)
@@ -208,7 +211,7 @@ class _Spreading:
         return view
 
     def _part(self, view: View) -> View:
-        """A view of a part of a weight as a weight by itself, if it lies in one piece."""
+        """A view of a contiguous part of a weight as a weight by itself; other views are returned unchanged."""
         whole, region = self._plan.buffers[view.buffer], region_of(view)
         size = region.size * itemsize(view.dtype)
         if region.bytes is None or size == whole.size_bytes or view.dtype != whole.dtype:
@@ -221,7 +224,7 @@ class _Spreading:
         return packed
 
     def _own(self, view: View, core: int) -> View:
-        """A view of what a core alone touches of a value, in a buffer of its own."""
+        """A view of the part of a value that only this core accesses, in a separate buffer."""
         name, region = f"{view.buffer} of {core_name(core)}", region_of(view)
         packed = region.packed(view, name)
         assert packed is not None
@@ -236,7 +239,7 @@ class _Spreading:
         return own
 
     def _sends(self, steps: Sequence[Step], copied: Collection[str]) -> list[Send]:
-        """The copies of what steps have written to all other cores that read it."""
+        """The transfers of what these steps have written to all other cores that read it."""
         sends = []
         for step in steps:
             for view in step.call.outputs:

@@ -1,4 +1,4 @@
-"""Boxes of tensors that are walked element by element: the dimensions that operands share, and tiles of them."""
+"""Tiles of tensors for element-wise work: merging the dimensions that operands share, and loops over tiles."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from npu_model.lowering.vector_program import VectorProgram
 MOST_AXES = 5  # of a transfer
 
 Box = list[tuple[Affine, int]]
-"""Coordinate of the first element and number of elements, by dimension."""
+"""First coordinate and number of elements, by dimension."""
 
 
 def element_tilings(count: int, least: int = 32) -> list[Tiling]:
-    """Tilings of `elements` per tile, for a call that works on `count` of them."""
+    """Tilings by the number of elements of a tile, for a call with `count` elements; at least `least` each."""
     return [{"elements": size} for size in halvings(max(1, count), least)]
 
 
 def merged(target: View, *others: View) -> list[View]:
-    """Views of one shape over as few dimensions as show all of them, those with the target's largest strides first."""
+    """Views of equal shape with dimensions merged where all strides allow it, ordered by the target's strides."""
     order = sorted(range(target.rank), key=lambda d: -abs(target.strides[d]))
     views = [view.permute(order) for view in (target, *others)]
     return grouped([range(target.rank)], *views)[0]
 
 
 def grouped(groups: Sequence[Sequence[int]], *views: View) -> tuple[list[View], list[int]]:
-    """Views of one shape with the dimensions of each group merged as far as all of them allow, at least one a group.
+    """Views of equal shape with each group's dimensions merged where all strides allow it, to at least one.
 
     Returns:
-        The views, and how many dimensions each group has left.
+        The views, and the number of dimensions that each group has left.
     """
     sizes: list[int] = []
     counts = []
@@ -52,13 +52,16 @@ def grouped(groups: Sequence[Sequence[int]], *views: View) -> tuple[list[View], 
 
 
 def spread(view: View, shape: Sequence[int], dims: Sequence[int]) -> View:
-    """A view of a larger shape, of which the view has these dimensions and repeats in the others."""
+    """Broadcast a view to a larger shape, whose dimensions `dims` are those of the view."""
     strides = dict(zip(dims, view.strides, strict=True))
     return replace(view, shape=tuple(shape), strides=tuple(strides.get(d, 0) for d in range(len(shape))))
 
 
 def tile_shape(sizes: Sequence[int], elements: int, most: int = MOST_AXES) -> tuple[int, ...]:
-    """A tile of about so many elements: inner dimensions whole, then a part of one, in at most `most` dimensions."""
+    """The shape of a tile of about `elements` elements: inner dimensions whole, then a part of one.
+
+    At most `most` dimensions of the tile are larger than 1.
+    """
     tile = []
     room = max(1, elements)
     axes = 0
@@ -73,11 +76,14 @@ def tile_shape(sizes: Sequence[int], elements: int, most: int = MOST_AXES) -> tu
 
 @dataclass(frozen=True)
 class Round:
-    """A round of the loops over tiles: the box, and the operands' pieces of it, with all dimensions.
+    """An iteration of the loops over tiles: the box of its tile, and the loaded tiles (`Piece`) of the operands.
 
     Attributes:
+        box: For each dimension, the first coordinate and the number of elements of the tile.
         sizes: Sizes of the whole tensors.
-        counted: The first of the dimensions whose coordinates matter, also where the box has one element.
+        pieces: The loaded operands.
+        counted: From this dimension on, dimensions are axes of the vector program even if the tile has one element
+            there, since the program uses their coordinates.
     """
 
     box: Box
@@ -87,25 +93,25 @@ class Round:
 
     @property
     def axes(self) -> list[int]:
-        """The dimensions of more than one element, along which a vector program works; at least one."""
+        """The dimensions that are axes of the vector program: those larger than 1 in the box, but at least one."""
         axes = [d for d, (_, size) in enumerate(self.box) if size > 1 or (d >= self.counted and self.sizes[d] > 1)]
         return axes or [len(self.box) - 1]
 
     def axis(self, d: int) -> Axis:
-        """A dimension's part in the box."""
+        """A dimension of the box as an axis."""
         start, size = self.box[d]
         return Axis(size, start, self.sizes[d])
 
     def program(self) -> VectorProgram:
-        """An empty vector program over the box."""
+        """Create a vector program over the tile's box, without instructions yet."""
         return VectorProgram([self.axis(d) for d in self.axes])
 
     def inputs(self, program: VectorProgram) -> list[int]:
-        """The registers of the pieces."""
+        """Add the loaded tiles as inputs of a program; return their registers."""
         return [program.input(piece, *self.axes) for piece in self.pieces]
 
     def store(self, e: Emitter, program: VectorProgram, register: int, target: View, dims: int | None = None) -> None:
-        """Emit the program, and put a register's value into the target, which has the first `dims` dimensions."""
+        """Emit the program and store a register to the target, which has the first `dims` dimensions (None: all)."""
         count = len(self.box) if dims is None else dims
         own = replace(target, shape=target.shape[:count], strides=target.strides[:count])
         out, is_stored = e.result(own, self.box[:count])
@@ -123,11 +129,13 @@ def tiled(
     box: Box | None = None,
     dims: Sequence[int] | None = None,
 ) -> Iterator[Round]:
-    """Loops over tiles of a box; a view is loaded as soon as the loops are open along which it changes.
+    """Context that loops over tiles of a box and loads views, each in the outermost loop possible; yields the `Round`.
 
     Args:
-        box: Ranges that open loops have chosen.
-        dims: The dimensions that are still to be looped over. Default: all.
+        sizes, tile: Sizes of the tensors and of a tile.
+        views: The operands to load.
+        box: Ranges that enclosing loops have chosen. None: the loops begin at 0.
+        dims: The dimensions to loop over. None: all.
     """
     box = [(ZERO, size) for size in tile] if box is None else list(box)
     looped = [d for d in (range(len(tile)) if dims is None else dims) if tile[d] < sizes[d]]
@@ -148,7 +156,10 @@ def tiled(
 
 
 def load_distinct(e: Emitter, view: View, box: Box, queue: int = 0, fill: float | int | None = None) -> Piece:
-    """A box of a view in the scratchpad; along dimensions that the view repeats, only one element is there."""
+    """Load a box of a view into the scratchpad.
+
+    Along broadcast dimensions (strides of 0), only one element is loaded.
+    """
     dims = [d for d, stride in enumerate(view.strides) if stride]
     own = replace(view, shape=tuple(view.shape[d] for d in dims), strides=tuple(view.strides[d] for d in dims))
     piece = e.load(own, [box[d] for d in dims], fill, queue=queue)
@@ -159,5 +170,5 @@ def load_distinct(e: Emitter, view: View, box: Box, queue: int = 0, fill: float 
 
 
 def as_float(program: VectorProgram, register: int, dtype: str) -> int:
-    """A register's value as a float, where it was read from integers."""
+    """Convert a register to float if it was read from integers; otherwise return it unchanged."""
     return register if "float" in dtype else program.op("to_float", register)

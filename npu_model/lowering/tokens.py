@@ -1,4 +1,4 @@
-"""`without_idle_tokens`: leaves out the tokens of a program that nothing waits for, and fences that then do nothing."""
+"""`without_idle_tokens`: removes tokens that no instruction waits for, and fences that do nothing without them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from npu_model.isa.instructions import Fence, Loop, Node, Section, TileProgram, 
 
 
 def without_idle_tokens(program: TileProgram) -> TileProgram:
-    """The program without the tokens that sections raise after all that is waited for has been raised.
+    """Remove tokens from sections that raise them only after the last count that some instruction waits for.
 
-    Counts are of all times that a token was raised since the program's begin, so that only the last ones can go.
+    Counts include all times that a token was raised since the program's start, so only the last ones can be removed.
     """
     needed: dict[Token, int] = {}
     for section in (*program.preload, *program.sections):

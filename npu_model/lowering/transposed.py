@@ -1,4 +1,4 @@
-"""Transposed convolutions: a convolution over the input with zeros between its rows and columns."""
+"""Transposed convolutions: computed as a convolution over the input with zeros inserted between rows and columns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _tilings(o: Operands, chip: Chip) -> Iterator[Tiling | None]:
 
 @lowering("conv_transpose2d_kernel", tilings=_tilings)
 def conv_transpose2d(e: Emitter, o: Operands, tiling: Tiling) -> None:
-    """out[p] = Σ over taps k of x[i] · weight[k], where i · stride = p + padding − k · dilation; and the bias."""
+    """out[p] = Σ over taps k of x[i] · weight[k] + bias, where i · stride = p + padding − k · dilation."""
     images, _, rows, columns = o.out.shape
     channels, outputs = o.x.shape[1] // o.groups, o.weight.shape[1]
     tc, to, tp = tiling["c"], tiling["o"], tiling["p"]
@@ -87,7 +87,7 @@ def conv_transpose2d(e: Emitter, o: Operands, tiling: Tiling) -> None:
 def _spread(
     e: Emitter, o: Operands, image: Affine, channel: Affine, count: int, tile: Affine, tp: int, columns: int
 ) -> Piece:
-    """The part of the input that a tile of rows needs, with zeros between its elements: [channels, rows, columns]."""
+    """Load the part of the input that a tile of output rows needs, with zeros inserted: [channels, rows, columns]."""
     starts, sizes, firsts, reaches = [], [], [], []
     for axis, size in enumerate((tp, columns)):
         stride, dilation, taps = o.stride[axis], o.dilation[axis], o.weight.shape[2 + axis]

@@ -1,4 +1,4 @@
-"""`VectorProgram`: collects the inputs, steps and stores of a `Compute` instruction."""
+"""`VectorProgram`: a builder of `Compute` instructions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from npu_model.lowering.emitter import Emitter, Piece
 
 
 class VectorProgram:
-    """A vector program over a box; registers are numbers, constants are floats.
+    """A builder of a vector program over a box; operands are registers (ints) or constants (floats).
 
     Args:
-        axes: The box.
+        axes: The axes of the box.
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
@@ -26,24 +26,39 @@ class VectorProgram:
         self._begins: tuple[int, ...] = ()
 
     def input(self, piece: Piece, *dims: int | None) -> int:
-        """The register that holds a piece, whose dimensions lie along the box's axes as `Piece.tile` has them."""
+        """Add an on-chip tile as input, and return its register.
+
+        Args:
+            dims: For each axis of the box, a dimension of the tile, or None to broadcast.
+        """
         return self.input_tile(piece, piece.tile(*dims))
 
     def input_tile(self, piece: Piece, tile: Tile) -> int:
-        """The register that holds an operand."""
+        """Add an operand as input; returns its register."""
         assert not self._steps, "inputs come before steps"
         self._inputs.append((piece, tile))
         return len(self._inputs) - 1
 
     def carried(self, piece: Piece, first: float, begins: tuple[int, ...], *dims: int | None) -> int:
-        """The register of a piece that is kept from round to round of loops, `first` where these begin."""
+        """Add an on-chip tile that loops accumulate into as input, and return its register.
+
+        Args:
+            first: Initial value, which the register has in iterations in which the counters of all loops `begins` are
+                0.
+            begins: Depths of the loops.
+            dims: For each axis of the box, a dimension of the tile, or None to broadcast.
+        """
         register = self.input(piece, *dims)
         self._carried.append((register, first))
         self._begins = begins
         return register
 
     def op(self, name: str, *operands: Value, attrs: Sequence[Value] = ()) -> int:
-        """The register of an operation's result, which is computed once; attributes not given have their defaults."""
+        """Add an operation and return its result's register, that of an equal earlier operation if there is one.
+
+        Args:
+            attrs: Attributes; empty: the op's defaults.
+        """
         op = ELEMENTWISE.get(name)
         if op is not None and not attrs:
             attrs = tuple(float(value) for value in op.attrs.values())
@@ -54,7 +69,7 @@ class VectorProgram:
         return self._registers[repr(step)]
 
     def activation(self, register: int, name: str) -> int:
-        """The register of a value under one of the activations that products apply."""
+        """Apply an activation by its name; `none` returns the register unchanged."""
         return register if name == "none" else self.op(ACTIVATIONS[name], register)
 
     def emit(
@@ -63,7 +78,13 @@ class VectorProgram:
         stores: Sequence[tuple[int, Piece, Sequence[int | None]]],
         engine: Engine = Engine.VECTOR,
     ) -> None:
-        """Emit the instruction, which stores registers in pieces."""
+        """Emit the instruction.
+
+        Args:
+            stores: The registers to store, each with its target tile, and the tile's dimension along each axis of the
+                box.
+            engine: The vector engine or the output stage.
+        """
         self.emit_tiles(emitter, [(register, piece, piece.tile(*dims)) for register, piece, dims in stores], engine)
 
     def emit_tiles(
@@ -81,5 +102,5 @@ class VectorProgram:
 
 
 def attributes(op: str, params: Mapping[str, Any]) -> tuple[float, ...]:
-    """The values of an element-wise op's attributes in a call, in the order of its declaration."""
+    """The values of an element-wise op's attributes, from a call's parameters, in the order of the op's declaration."""
     return tuple(float(params[name]) for name in ELEMENTWISE[op].attrs)

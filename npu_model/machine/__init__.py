@@ -1,1 +1,1 @@
-"""The machine that runs tile programs: what they compute, and when."""
+"""The simulated machine: executes tile programs, and computes their results and their timing."""

@@ -1,4 +1,4 @@
-"""Meaning of vector programs in NumPy: each step a function of registers, worked out once for a program."""
+"""Evaluation of vector programs in NumPy: each step becomes a function of the registers, built once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npu_compiler.program.expression import parse
 from npu_model.isa.instructions import Axis, Step, Value
 
 _Function: TypeAlias = Callable[[Sequence[Any], Sequence[int]], Any]
-"""The result of a step, from the registers and the loops' counters."""
+"""A step as a function of the registers and the loop counters."""
 
 
 def _to_dtype(dtype: str) -> Callable[..., Any]:
@@ -77,13 +77,13 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 
 
 class VectorProgram:
-    """The steps of a vector program on the part of its box that exists.
+    """The steps of a vector program, evaluated on the elements of its box that exist (`Axis.total`).
 
     Whether a step computes with floats or integers depends on the dtypes of its operands, which are the same in all
-    rounds: it is found in the first one.
+    iterations, so it is decided in the first one.
 
     Args:
-        ranges: The elements of the box that exist.
+        ranges: For each axis, the first existing element and one past the last.
     """
 
     def __init__(self, steps: Sequence[Step], box: Sequence[Axis], ranges: Sequence[tuple[int, int]]) -> None:
@@ -91,7 +91,7 @@ class VectorProgram:
         self._functions: list[_Function] = []
 
     def run(self, registers: list[Any], counters: Sequence[int]) -> list[Any]:
-        """The inputs and, behind them, the results of all steps."""
+        """Append the results of all steps to `registers`, which hold the inputs, and return them."""
         functions = self._functions
         for number, step in enumerate(self._steps):
             if number == len(functions):
@@ -133,7 +133,7 @@ class VectorProgram:
 
 
 def register(array: np.ndarray) -> np.ndarray:
-    """A register that holds the elements of an array: float32 or int32."""
+    """The elements of an array as a register holds them: float32 or int32."""
     if array.dtype.kind in "iub":
         return array.astype(np.int32)
     if array.dtype == _BFLOAT16:
@@ -145,7 +145,7 @@ _BFLOAT16 = numpy_dtype("bfloat16")
 
 
 def _operand(value: Value) -> Callable[[Sequence[Any]], Any]:
-    """The value of a register, or a constant as a float."""
+    """A function that returns a register's value, or a constant as float32."""
     if isinstance(value, int):
         return lambda registers: registers[value]
     constant = np.float32(value)
@@ -153,7 +153,7 @@ def _operand(value: Value) -> Callable[[Sequence[Any]], Any]:
 
 
 def _elementwise(step: Step, registers: Sequence[Any]) -> _Function:
-    """A step of the op table on operands of the dtypes of these."""
+    """Build the function of an element-wise step, for registers of the dtypes of `registers`."""
     op = ELEMENTWISE[step.op]
     if op.name == "copy":
         operand = _operand(step.operands[0])

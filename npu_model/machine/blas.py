@@ -1,7 +1,7 @@
-"""`one_thread`: BLAS computes with one thread while machines run.
+"""`one_thread`: limits BLAS to one thread while machines run.
 
-For products of tiles, more threads take longer than one, much longer where cores are shared; and results do not depend
-on the number of cores.
+On products as small as tiles, several threads are slower than one, much slower where cores are shared; and with one,
+results do not depend on the number of cores.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from threadpoolctl import ThreadpoolController
 
 @dataclass
 class _Limit:
-    """The process's limit: the first user sets it, the last one takes it back.
+    """The process-wide limit of BLAS threads: the first user sets it, the last one restores the previous number.
 
     Attributes:
-        previous: Puts back the number of threads from before.
+        previous: Handle that restores the number of threads from before; None while no limit has been set.
     """
 
     lock: Lock = field(default_factory=Lock)
@@ -50,9 +50,9 @@ _LIMIT = _Limit()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let all NumPy products of the process be computed by one thread each.
+    """Limit NumPy's products in the whole process to one thread each, while in the context.
 
-    Machines on several threads of Python may do so at once.
+    Machines on several Python threads may use this at once.
     """
     _LIMIT.enter()
     try:

@@ -1,4 +1,4 @@
-"""Cycles, bytes and operations of single instructions on a chip, without any waiting."""
+"""Cost of single instructions on a chip (cycles, bytes and operations), without waits for other instructions."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from npu_model.machine.dram import Banks
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The work of one execution of an instruction.
+    """The cost of one execution of an instruction.
 
     Attributes:
         cycles: Cycles that its engine is busy with it.
-        latency: Cycles until it has ended after that, while its engine begins the next one.
-        port_cycles: Cycles of these in which it waits for the scratchpad's ports.
+        latency: Further cycles until its results are complete, in which its engine may begin the next instruction.
+        port_cycles: Part of `cycles` that is spent waiting for the scratchpad's ports.
         dram_read, dram_written: Bytes moved from and to DRAM.
         sram_bytes: Bytes read from and written to the scratchpad.
         l2_read, l2_written: Bytes moved from and to the shared L2.
         network: Bytes moved between cores.
         macs, operations: Multiply-accumulates; operations of vector lanes or of the output stage.
-        dtype: Dtype that is multiplied.
+        dtype: Dtype that is multiplied; empty for other instructions.
     """
 
     cycles: int = 0
@@ -65,17 +65,18 @@ _NOTHING = Cost()
 
 
 class Moves(NamedTuple):
-    """The work of a transfer, on any chip.
+    """The amount of work of a transfer, independent of the chip.
 
     Attributes:
-        filled: Bytes that are written, filled ones included.
+        filled: Bytes written, including fill values.
         read, written: Bytes moved from and to DRAM.
         inside: Bytes read from and written to the scratchpad.
-        run, runs: Bytes of a run of consecutive bytes of DRAM, and number of runs.
-        strides, extents, item: The walk of DRAM: byte strides, number of elements along each, and bytes of an element.
-        path: The cores between which it moves, over the network.
+        run, runs: Length in bytes of each contiguous run in DRAM, and number of runs.
+        strides, extents, item: Access pattern in DRAM: byte strides, number of elements along each, and bytes of an
+            element.
+        path: The cores between which data moves over the network; None if both ends are in one core or shared memory.
         l2_read, l2_written: Bytes moved from and to the shared L2.
-        is_packed: Whether what is read of DRAM is stored in a form of its own and decoded.
+        is_packed: Whether the source in DRAM is compressed and has to be decoded.
     """
 
     filled: int
@@ -94,12 +95,12 @@ class Moves(NamedTuple):
 
     @property
     def in_l2(self) -> Moves:
-        """The work where what lies in DRAM lies in the shared L2."""
+        """The work if the tensor in DRAM lay in the shared L2 instead."""
         return Moves(self.filled, 0, 0, self.inside, 0, 0, (), (), self.item, None, self.read, self.written)
 
 
 class Multiplies(NamedTuple):
-    """The work of a product, on any chip: its sizes, its dtype, and bytes of an element of each side."""
+    """The amount of work of a product, independent of the chip; `left` and `right` are bytes of an element."""
 
     batch: int
     rows: int
@@ -112,13 +113,14 @@ class Multiplies(NamedTuple):
 
 
 class Computes(NamedTuple):
-    """The work of a vector program, on any chip.
+    """The amount of work of a vector program, independent of the chip.
 
     Attributes:
-        operations: Operations of lanes.
+        elements: Elements of its box.
+        operations: Operations of vector lanes.
         moved: Bytes read from and written to the scratchpad.
-        dtypes: Dtypes of what it reads and writes.
-        on_output: Whether the output stage does it.
+        dtypes: Dtypes of its operands.
+        on_output: Whether the output stage executes it, instead of the vector unit.
     """
 
     elements: int
@@ -132,7 +134,7 @@ Work: TypeAlias = Moves | Multiplies | Computes
 
 
 class Costs:
-    """The cost of instructions on one chip.
+    """The costs of instructions on one chip.
 
     Costs of equal products are computed once.
     """
@@ -143,21 +145,21 @@ class Costs:
 
     @cached_property
     def bytes_per_cycle(self) -> float:
-        """Bytes per cycle that transfers from and to DRAM reach."""
+        """DRAM bandwidth that transfers reach, in bytes per cycle: peak × `efficiency`, shared by reads and writes."""
         return self.chip.dram_bytes_per_cycle * self.chip.outside.efficiency
 
     @cached_property
     def burst_bytes(self) -> int:
-        """Bytes of a burst of DRAM."""
+        """Bytes of a DRAM burst, the granularity of its transfers."""
         return self.chip.outside.burst_bytes
 
     @cached_property
     def banks(self) -> Banks | None:
-        """The banks of DRAM; None where the chip's file has none."""
+        """Timing model of DRAM's banks; None if the chip's file does not describe banks."""
         return None if self.chip.outside.banks is None else Banks(self.chip)
 
     def delay(self, core: str, other: str) -> int:
-        """Cycles until one core sees what another one has raised or sent."""
+        """Network latency in cycles until one core sees a token or data that another one sent."""
         cores = self.chip.cores
         if core == other or cores is None:
             return 0
@@ -165,15 +167,15 @@ class Costs:
         return math.ceil(hops * cores.network.latency_ns * self.chip.clock_ghz)
 
     def cost(self, instruction: Instruction, extents: Sequence[int], address: int = 0) -> Cost:
-        """The cost of an execution in which `extents` elements exist along each axis.
+        """The cost of an execution in which `extents` elements exist along each axis of the box.
 
         Args:
-            address: Byte in DRAM that a transfer begins at; only its place among channels and rows matters.
+            address: DRAM address at which a transfer begins; matters only for its position among channels and rows.
         """
         return self.of(work_of(instruction, extents), address)
 
     def of(self, work: Work | None, address: int = 0) -> Cost:
-        """The cost of an execution's work."""
+        """The cost of a given amount of work; zero for None."""
         if work is None:
             return _NOTHING
         if isinstance(work, Moves):
@@ -239,13 +241,13 @@ class Costs:
         return Cost(cycles, sram_bytes=work.moved, operations=work.operations, port_cycles=cycles - least)
 
     def _vector_rate(self, dtypes: Collection[str]) -> float:
-        """Operations of a lane per cycle: of the slowest dtype among what the program reads and writes."""
+        """Operations of a lane per cycle: the lowest rate among the dtypes that the program reads and writes."""
         rates = self.chip.vector.rates
         return min((rates[name] for name in dtypes if name in rates), default=min(rates.values()))
 
 
 def work_of(instruction: Instruction, extents: Sequence[int]) -> Work | None:
-    """The work of an execution in which `extents` elements exist along each axis; None where there is none."""
+    """The work of an execution in which `extents` elements exist along each axis; None for a fence or if none exist."""
     if isinstance(instruction, Fence) or 0 in extents:
         return None
     if isinstance(instruction, Transfer):
@@ -276,9 +278,10 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
 
 
 def _walk(tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> tuple[int, int]:
-    """Bytes of a run of consecutive bytes of DRAM, and number of runs.
+    """Length in bytes of each contiguous run of DRAM that a transfer accesses, and number of runs.
 
-    The scratchpad is reached in any order, so DRAM is walked in its own. An index chooses each run by itself.
+    DRAM is accessed in order of its addresses, whatever the order in the scratchpad. With an index, each indexed row is
+    a run of its own.
     """
     run, runs = size, 1
     chosen = [False] * len(extents) if index is None else [True, *map(bool, index.strides[1:])]
@@ -313,15 +316,15 @@ def _computes(instruction: Compute, extents: Sequence[int]) -> Computes:
 
 
 def step_operations(op: str) -> int:
-    """Operations of a vector lane for one element of a step: the operators and calls of the op's expression."""
+    """Operations of a lane for one element of a step: the number of operators and calls in its expression."""
     known = ELEMENTWISE.get(op)
     return 1 if known is None else known.operations
 
 
 def _lane_operations(instruction: Compute, extents: Sequence[int]) -> int:
-    """Operations of lanes for all steps: each works on the elements that its operands have, not on their repetitions.
+    """Operations of lanes for all steps; a step is counted once per distinct element, without broadcast repetitions.
 
-    A running sum takes as many rounds of additions as the axis has binary digits.
+    A running sum takes ⌈log2(axis size)⌉ passes of additions.
     """
     axes = [frozenset(axis for axis, stride in enumerate(tile.strides) if stride) for tile in instruction.inputs]
     total = 0
@@ -341,10 +344,10 @@ def _distinct(tile: Tile, extents: Sequence[int]) -> int:
 
 
 def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int) -> tuple[int, int, int]:
-    """(cycles, bytes of the scratchpad, cycles that wait for its ports) of a product that the arrays share.
+    """Time of a product on all arrays: (cycles, bytes read from the scratchpad, cycles spent waiting for its ports).
 
-    They share it in the way that is fastest. Arrays read the scratchpad side by side: where its ports would hold all of
-    them up, fewer may be faster.
+    The fastest division among the arrays is taken. Arrays read the scratchpad at once, so that fewer of them may be
+    faster where its ports are the bottleneck.
     """
     matrix = chip.matrix
     assert matrix is not None
@@ -367,15 +370,15 @@ _MANY_ARRAYS = 16
 
 
 def _counts(arrays: int) -> list[int]:
-    """Numbers of arrays to try, the largest first: all of a few, and powers of two beyond."""
+    """Numbers of arrays to try, in descending order: each number up to 16, powers of two, and all."""
     powers = (1 << power for power in range(arrays.bit_length()))
     return sorted({arrays, *range(1, min(arrays, _MANY_ARRAYS) + 1), *powers}, reverse=True)
 
 
 def _shares(product: Product, arrays: int) -> Iterator[tuple[Product, int]]:
-    """Ways to share a product among arrays: (what each computes, at most; products of a batch that are computed).
+    """Ways to divide a product among arrays: (the largest part of one array, number of parts that are computed in all).
 
-    Arrays that share the elements which are summed add to the same sums in the accumulators.
+    Arrays that divide the summed dimension add to the same sums in the accumulators.
     """
     if product.batch >= arrays:
         yield Product(product.m, product.n, product.k, -(-product.batch // arrays)), product.batch
@@ -388,18 +391,18 @@ def _shares(product: Product, arrays: int) -> Iterator[tuple[Product, int]]:
 
 @cache
 def _splits(arrays: int) -> list[tuple[int, int, int]]:
-    """The ways to divide a number of arrays along rows, columns and what is summed; without a rest, or along one."""
+    """The exact divisions of a number of arrays along rows, columns and the summed dimension."""
     factors = [part for part in range(1, arrays + 1) if arrays % part == 0]
     ways = [(a, b, arrays // a // b) for a in factors for b in factors if arrays // a % b == 0]
     return ways or [(arrays, 1, 1)]
 
 
 def fold_cycles(product: Product, chip: Chip) -> int:
-    """Cycles of one array for a product without waiting for memory, in folds as `chip.systolic` has them.
+    """Cycles of one array for a product, without waiting for memory; folds are those of `npu_model.chip.systolic`.
 
-    With overlapped folds, what stays in the array is replaced while the fold before streams, and a fold begins to
-    stream while the last results of the one before leave; also from one product to the next. The first load and the
-    last results are the depth of the array, not counted here.
+    With overlapped folds, the stationary operand is replaced while the previous fold streams, and a fold begins to
+    stream while the previous one's last results leave, also from one product to the next. The first load and the last
+    results (the array's depth) are not counted here.
     """
     matrix = chip.matrix
     assert matrix is not None
@@ -411,12 +414,12 @@ def fold_cycles(product: Product, chip: Chip) -> int:
 
 
 def _load(matrix: Matrix, rows: int) -> int:
-    """Cycles in which what stays in rows of the array is loaded."""
+    """Cycles to load the stationary operand into that many rows of the array; 0 if it is output stationary."""
     return 0 if matrix.dataflow is Dataflow.OUTPUT else -(-rows // matrix.load_rows)
 
 
 def _depth(matrix: Matrix) -> int:
-    """Cycles of a fold besides those in which it streams: to load it, and for its last element to cross the array."""
+    """Cycles of a fold besides streaming: to load the stationary operand, and to drain the last results."""
     return _load(matrix, matrix.rows) + matrix.rows + matrix.columns - 2
 
 

@@ -1,16 +1,16 @@
 """`Banks`: the time in which DRAM is busy with a transfer, from its channels, banks and rows.
 
-Addresses go round the channels, `interleave_bytes` at a time. What a channel holds fills a row of a bank, then a row of
-the next bank; ranks count as further banks. A channel serves a transfer in the order of its addresses:
+Addresses are interleaved over the channels, `interleave_bytes` at a time. Within a channel they fill a row of a bank,
+then a row of the next bank; ranks count as further banks. A channel serves a transfer in the order of its addresses:
 
 1. A run of consecutive bytes takes whole bursts, at the channel's share of the bandwidth.
-2. A row that is open is read on. Another row of a bank is opened when the bank's last access has ended, which takes
-   `trp_ns` + `trcd_ns`; meanwhile other banks are served. The controller looks ahead as far as the transfer goes.
-3. The rows that a transfer opens first are opened while the one before is served: that belongs to the latency.
-4. In `trfc_ns` of each `trefi_ns` the channel refreshes and serves nothing, which is spread over all transfers.
+2. Accesses to an open row follow without delay. Another row of a bank is opened when the bank's last access has ended,
+   which takes `trp_ns` + `trcd_ns`; meanwhile other banks are served. The controller looks ahead over the transfer.
+3. A transfer's first row in each bank is opened while the previous transfer is served: it counts as latency.
+4. In `trfc_ns` of each `trefi_ns` the channel refreshes and serves nothing; the loss is spread over all transfers.
 
-A transfer ends when its last channel has. So one that reaches few channels, or many rows of one bank, is slow, and none
-is faster than the flat bandwidth.
+A transfer ends when its last channel has. So transfers that use few channels, or many rows of one bank, are slow, and
+none is faster than the flat bandwidth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_VISIT = -1
 
 
 class Banks:
-    """The channels of a chip's DRAM, which has banks."""
+    """Timing model of a chip's DRAM, for a chip whose file describes banks."""
 
     def __init__(self, chip: Chip) -> None:
         banks = chip.outside.banks
@@ -39,11 +39,11 @@ class Banks:
 
     @cached_property
     def period(self) -> int:
-        """Addresses that differ by a multiple of this many bytes take transfers of equal time."""
+        """Transfers whose addresses differ by a multiple of this many bytes take equal time."""
         return self._banks.channels * self._banks.row_bytes
 
     def cycles(self, address: int, strides: Sequence[int], extents: Sequence[int], size: int) -> float:
-        """Cycles in which DRAM is busy with a box of elements of `size` bytes; strides are bytes."""
+        """Cycles in which DRAM is busy with a box of elements of `size` bytes; strides are in bytes."""
         walked = sorted(zip(map(abs, strides), extents, strict=True))
         key = (address % self.period, size, *walked)
         if key not in self._known:
@@ -51,7 +51,7 @@ class Banks:
         return self._known[key]
 
     def _busy_ns(self, starts: np.ndarray, length: int) -> float:
-        """Nanoseconds of the channel that is busy for longest."""
+        """Nanoseconds until the last of the channels has served runs of `length` bytes at these addresses."""
         if len(starts) == 1 and self._turns_without_waiting:
             first, end = self._held(starts), self._held(starts + length)
             return float((_up(end, self._burst) - first // self._burst * self._burst)[end > first].max() / self._rate)
@@ -68,19 +68,19 @@ class Banks:
 
     @cached_property
     def _turns_without_waiting(self) -> bool:
-        """Whether a bank's next row is open when all other banks have been read."""
+        """Whether sequential reads never wait: while the other banks are read, a bank can open its next row."""
         others = self._banks.banks * self._banks.ranks - 1
         return others * self._banks.row_bytes / self._rate >= self._opening
 
     def _held(self, address: np.ndarray) -> np.ndarray:
-        """Bytes that each channel holds of all before an address; by channel, then address."""
+        """Number of bytes below an address that lie in each channel; shape [channel, address]."""
         count, each = self._banks.channels, self._banks.interleave_bytes
         channels = np.arange(count)[:, None]
         held: np.ndarray = address // (each * count) * each + (address % (each * count) - channels * each).clip(0, each)
         return held
 
     def _visits(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Channel, row of the channel, and bytes of each stay in a row; by channel, in the order of the transfer."""
+        """Channel, row and bytes of each visit to a row, sorted by channel and then in the order of the transfer."""
         row_bytes = self._banks.row_bytes
         owner, first, end = self._pieces(starts, length)
         first, end = first // self._burst * self._burst, _up(end, self._burst)
@@ -94,7 +94,7 @@ class Banks:
         return owner[begins], row[begins], np.add.reduceat(stay, begins)
 
     def _pieces(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Channel and range of its bytes, for each run and each channel that the run touches; by channel, then run."""
+        """Split runs by channel: for each part its channel and its byte range there, sorted by channel."""
         count, each = self._banks.channels, self._banks.interleave_bytes
         blocks = (length + each - 2) // each + 1  # the most that a run touches
         if blocks > count:
@@ -112,7 +112,7 @@ class Banks:
         return (block % count)[order], base + first[order], base + end[order]
 
     def _channel_ns(self, row: np.ndarray, durations: np.ndarray) -> float:
-        """Nanoseconds of a channel for its stays in rows."""
+        """Nanoseconds in which a channel serves visits to these rows, of these durations, in order."""
         bank = row % (self._banks.banks * self._banks.ranks)
         behind = np.cumsum(durations)
         order = np.argsort(bank, kind="stable")
@@ -133,12 +133,12 @@ class Banks:
 
 
 def _up(number: np.ndarray, multiple: int) -> np.ndarray:
-    """Numbers rounded up to a multiple."""
+    """Round numbers up to a multiple."""
     return -(-number // multiple) * multiple
 
 
 def runs(address: int, strides: Sequence[int], extents: Sequence[int], size: int) -> tuple[np.ndarray, int]:
-    """Addresses of the runs of consecutive bytes of a box, in their order, and the length of each."""
+    """Start addresses of the contiguous runs of bytes in a box of elements of `size` bytes, and their length."""
     return _runs(address, sorted(zip(map(abs, strides), extents, strict=True)), size)
 
 

@@ -1,7 +1,7 @@
-"""Instructions bound to a machine's memories.
+"""Instructions bound to a machine's memories, ready to be executed.
 
-What does not change from round to round is worked out once for an instruction and the part of its box that exists:
-where operands lie, the order of axes, the functions of a vector program. Executing a round is then a few NumPy calls.
+Everything that is equal in all iterations is computed once for an instruction and the part of its box that lies inside
+the tensor: addresses, the order of axes, the functions of a vector program. An iteration is then a few NumPy calls.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from npu_model.machine.streams import Counters
 
 
 class Execution:
-    """Executes an instruction on memories, in any round of its loops.
+    """An instruction bound to memories; calling it executes one iteration of its loops.
 
     Args:
-        varying: Axes of which some elements do not exist in some rounds.
+        varying: Axes of which, in some iterations, some elements lie outside of the tensor.
     """
 
     def __init__(self, instruction: Instruction, varying: Sequence[int], memories: Memories) -> None:
@@ -32,11 +32,11 @@ class Execution:
         self._by_ranges: dict[Ranges, Work] = {}
 
     def __call__(self, counters: Sequence[int]) -> None:
-        """Do what the instruction says in one round.
+        """Execute the instruction in the iteration with these loop counters.
 
         Raises:
-            MachineError: it reads or writes outside of a memory, reads what was never written, or an index is out of
-                range.
+            MachineError: it accesses bytes outside of a memory, reads bytes that were never written, or an index is out
+                of range.
         """
         key = tuple([axis.inside(counters) for axis in self._varying]) if self._varying else ()
         work = self._by_ranges.get(key)
@@ -47,11 +47,11 @@ class Execution:
 
 
 Executed: TypeAlias = tuple[str, Execution, Counters]
-"""An instruction that was executed: its node, what executes it, and its round."""
+"""An instruction that was executed: its node, its `Execution`, and the loop counters."""
 
 
 def execute(node: str, execution: Execution, counters: Counters) -> None:
-    """Execute an instruction of a node in a round of its loops. Raises `MachineError`, which names all three."""
+    """Execute an instruction in one iteration. Raises `MachineError`, which names node, instruction and iteration."""
     try:
         execution(counters)
     except (ArithmeticError, TypeError, ValueError, MachineError) as error:
@@ -59,7 +59,7 @@ def execute(node: str, execution: Execution, counters: Counters) -> None:
 
 
 def located(error: Exception, node: str, instruction: Instruction, counters: Counters) -> MachineError:
-    """An error with the instruction, its round and the node in its message."""
+    """Wrap an error in a `MachineError` whose message names the instruction, its iteration and the node."""
     rounds = f" in round {', '.join(map(str, counters))}" if counters else ""
     where = f"{type(instruction).__name__.lower()} on {instruction.engine}{rounds} of node '{node}'"
     return MachineError(f"{where}{'' if isinstance(error, MachineError) else ' cannot be executed'}: {error}")
@@ -84,7 +84,7 @@ def _nothing(counters: Sequence[int]) -> None:
 
 
 def _filled(instruction: Transfer, ranges: Ranges, memories: Memories, move: Work) -> Work:
-    """A transfer with the value in place of what does not exist."""
+    """A transfer that first writes the fill value to the whole target, if some elements lie outside of the tensor."""
     everywhere = [(0, axis.size) for axis in instruction.box]
     if instruction.fill is None or ranges == everywhere:
         return move
@@ -138,7 +138,7 @@ def _scatter(instruction: Transfer, index: Tile, ranges: Ranges, memories: Memor
 
 
 def _places(index: Part, limit: int, counters: Sequence[int]) -> np.ndarray:
-    """The rows that an index chooses. Raises `IndexError` where one is out of range."""
+    """Read an index tile: row numbers. Raises `IndexError` if one is out of range."""
     places = index.read(counters).astype(np.int64)
     least, most = places.min(), places.max()
     if least < 0 or most >= limit:

@@ -1,25 +1,25 @@
-"""`Machine`: runs a tile program on a chip: in time, on data, or both, with the same cycles.
+"""`Machine`: simulates a tile program on a chip: its timing, its results, or both, with the same cycles.
 
-Engines work side by side, each on one instruction at a time and in the order of its queue:
+Engines run concurrently, each on one instruction at a time and in program order:
 
-1. An instruction is ready when its engine has begun all before it and is free, and all counts that it waits for have
+1. An instruction is ready when its engine has begun all earlier ones and is free, and all counts that it waits for have
    been reached. Instructions start in the order in which they become ready.
-2. A transfer from or to DRAM begins when DRAM is free, occupies it for its bytes, and ends a latency later; its engine
-   is free for the next transfer meanwhile. All engines share DRAM.
-   The shared L2 serves transfers in the same way, beside DRAM; one between the two occupies both.
-3. A transfer from one core's scratchpad to another's begins when the one's link out and the other's link in are free,
-   occupies both for its bytes, and ends some hops later.
-4. Any other instruction keeps its engine for its cycles. A product ends the depth of the array later where folds
-   overlap; the engine begins the next one meanwhile.
-5. Where the chip's file says how the scratchpad's banks lie, what touches it also waits for them (`sram_banks.py`).
-6. At its end an instruction raises its tokens, which other cores see some hops later; an engine's instructions end in
-   their order.
-7. A section's instructions start after its launch. Launches take their time one after the other, beside all else where
-   the chip overlaps them; otherwise a launch begins when the section before has ended.
+2. A transfer from or to DRAM begins when DRAM is free, occupies it for the time of its bytes, and ends a latency later;
+   its engine is free for the next transfer meanwhile. All engines share DRAM. The shared L2 serves transfers in the
+   same way, independently of DRAM; a transfer between the two occupies both.
+3. A transfer between two cores' scratchpads begins when the sender's outgoing and the receiver's incoming link are
+   free, occupies both for the time of its bytes, and ends after the latency of its hops.
+4. Any other instruction occupies its engine for its cycles. With overlapped folds, a product's results are complete
+   later by the depth of the array, while the engine begins the next product.
+5. If the chip's file describes the scratchpad's banks, accesses also wait for busy banks (`sram_banks.py`).
+6. At its end an instruction raises its tokens, which other cores see after the network's latency; an engine's
+   instructions end in order.
+7. A section's instructions start after its launch. Launches happen one after the other, in the background if the chip
+   overlaps them; otherwise a launch begins when the previous section has ended.
 
-Times are whole cycles. If data are computed, an instruction does all its work when it starts; since what it needs has
-ended by then, the order of starts is one that a chip might have taken. Neither times nor the order depend on data, so a
-program that has run is computed again in the order of its first run.
+Times are whole cycles. If data are computed, an instruction does all its work when it starts; everything it depends on
+has ended by then, so this order is one that a chip could have taken. Neither times nor the order depend on data, so
+later runs of a program recompute its results in the order of the first run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MOST_KEPT = 2**18  # executions whose order is kept for the next run
 
 
 class Cause(StrEnum):
-    """Cause of a stall of all engines."""
+    """Causes of stalls, in which no computing engine makes progress."""
 
     DRAM_BANDWIDTH = "dram bandwidth"
     DRAM_LATENCY = "dram latency"
@@ -69,15 +69,16 @@ class Cause(StrEnum):
 
 @dataclass
 class Counts:
-    """The work of a section, as it was done.
+    """Statistics of a section (kernel call) in a run.
 
     Attributes:
-        busy: Engine → cycles.
-        progress: Cycles by which it moved on the end of all computing; with `stalls`, over all sections, they add up to
-            the cycles of the run. In a section that only moves data, moving is what counts as computing.
-        stalls: Cause → cycles that all engines which compute waited for an instruction of this section.
+        busy: Engine → cycles in which it was occupied.
+        progress: Cycles by which the section advanced the time up to which computing is complete; `progress` and
+            `stalls` of all sections add up to the cycles of the run. In a section that only moves data, moves count as
+            computing.
+        stalls: Cause → cycles in which no engine computed because of a wait of this section's instructions.
         macs: Dtype → multiply-accumulates.
-        start, end: When its first instruction started and its last one ended, in cycles.
+        start, end: Cycle in which its first instruction started (-1 if none did), and in which its last one ended.
     """
 
     start: int = -1
@@ -96,7 +97,7 @@ class Counts:
     stalls: dict[Cause, int] = field(default_factory=dict)
 
     def add(self, cost: Cost, engine: str, times: int) -> None:
-        """Enter the work of an instruction that was executed so many times."""
+        """Add the cost of `times` executions of an instruction."""
         self.instructions += times
         self.dram_read += times * cost.dram_read
         self.dram_written += times * cost.dram_written
@@ -116,7 +117,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An instruction's execution, for traces."""
+    """The execution of an instruction on an engine, from cycle `start` to cycle `end`, for traces."""
 
     section: int
     engine: str
@@ -127,7 +128,7 @@ class Span:
 
 @dataclass
 class Run:
-    """Result of a run: cycles in all, and by section."""
+    """Result of a run: its total cycles, statistics by section, and spans for a trace if they were asked for."""
 
     cycles: int
     sections: list[Counts]
@@ -135,11 +136,11 @@ class Run:
 
 
 class Machine:
-    """A chip with a tile program.
+    """A simulated chip that runs one tile program.
 
     Args:
-        memory: Buffer name → its bytes in DRAM (uint8); without it, a run takes its time but computes nothing.
-        checked: Look for reads of what was never written, and for accesses that no token orders.
+        memory: Buffer name → its bytes in DRAM (uint8). None: runs are timed, but no data are computed.
+        checked: Whether to raise an error at reads of bytes that were never written, and at races between engines.
     """
 
     def __init__(
@@ -162,18 +163,19 @@ class Machine:
                 self._own[Space.ACCUMULATORS, core] = Memory(f"the accumulators{of_core}", sums, checked)
 
     def preload(self) -> Run:
-        """Bring weights that stay into the scratchpad; once, and again when weights change."""
+        """Load the weights that stay on the chip; call it before the first run and after weights have changed."""
         return self._run(self.program.preload, {})
 
     def run(self, *, spans: bool = False, lanes: Sequence[Sequence[int]] | None = None) -> Run:
         """Run the program once.
 
         Args:
-            lanes: Numbers of sections that are launched one after the other, beside those of other lanes, which use
-                other engines. Default: all in one lane.
+            spans: Whether to record the span of each instruction for a trace.
+            lanes: Numbers of the sections of each lane. A lane's sections are launched in order; lanes are independent
+                of each other and use different engines. None: all sections are in one lane.
 
         Raises:
-            MachineError: an instruction does what no correct program does; names the instruction, node and address.
+            MachineError: the program is incorrect, such as a deadlock; the message names the instruction and its node.
         """
         if self._first is not None and not spans:
             run, order = self._first
@@ -188,22 +190,25 @@ class Machine:
         return run
 
     def run_section(self, index: int) -> None:
-        """Compute one section by itself, for looking at what is between sections; all before it have been."""
+        """Compute one section by itself, to inspect values between sections.
+
+        All earlier sections have been computed before.
+        """
         raised = token_totals((*self.program.preload, *self.program.sections[:index]))
         self._run(self.program.sections[index : index + 1], raised)
 
     def memories(self, tile: Tile) -> Memory:
-        """The memory that an operand is in."""
+        """The memory in which an operand lies."""
         if not tile.space.has_buffers:
             return self._own[tile.space, tile.buffer]
         assert self.memory is not None
         return self.memory[tile.buffer]
 
     def execution(self, instruction: Instruction, varying: Sequence[int]) -> Execution:
-        """The executor of an instruction of the program, which is made once.
+        """The `Execution` of an instruction of the program, which is built on first use.
 
         Args:
-            varying: Axes of which some elements do not exist in some rounds.
+            varying: Axes of which, in some iterations, some elements lie outside of the tensor.
         """
         key = (id(instruction), *varying)
         execution = self._executions.get(key)
@@ -226,13 +231,13 @@ class Machine:
 
 @contextmanager
 def _computing() -> Iterator[None]:
-    """Compute without warnings and with one thread of BLAS."""
+    """Context in which NumPy gives no floating-point warnings and BLAS uses one thread."""
     with np.errstate(all="ignore"), one_thread():
         yield
 
 
 def token_totals(sections: Sequence[Section]) -> dict[Token, int]:
-    """Number of times that sections raise each token."""
+    """Number of times that the sections raise each token, over all iterations of their loops."""
     totals: dict[Token, int] = {}
 
     def count(nodes: Sequence[Node], times: int) -> None:
@@ -249,7 +254,7 @@ def token_totals(sections: Sequence[Section]) -> dict[Token, int]:
 
 
 def engines_of(nodes: Sequence[Node]) -> set[str]:
-    """Names of the engines that execute something of these."""
+    """Names of the engines that execute at least one of these instructions."""
     found: set[str] = set()
     for node in nodes:
         found |= engines_of(node.body) if isinstance(node, Loop) else {node.engine}
@@ -258,14 +263,15 @@ def engines_of(nodes: Sequence[Node]) -> set[str]:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """An engine's state.
+    """State of an engine in a run.
 
     Attributes:
-        current: Its next instruction.
-        free: When the engine is free for it.
-        ended: When all before it have ended.
-        ready, missing: When it can start, as far as is known, and for how many tokens it still waits.
-        lane: The sections that it executes.
+        current: Its next instruction; None if it has none until the next launch.
+        free: Cycle from which it can begin an instruction.
+        ended: Cycle in which all earlier instructions have ended.
+        ready, missing: Earliest cycle in which the next instruction can start as far as is known, and the number of
+            tokens whose count it still waits for.
+        lane: The lane whose sections it executes; None before it is assigned.
     """
 
     name: str
@@ -280,13 +286,13 @@ class _Queue:
 
 @dataclass(eq=False)
 class _Lane:
-    """Sections that are launched one after the other.
+    """A sequence of sections that are launched in order.
 
     Attributes:
-        batches: Those that are not launched yet; those of a batch together.
-        launched: Those of the last batch that was.
-        ended: When all before these had ended.
-        queues: Numbers of the queues that execute them.
+        batches: Batches of sections that are not launched yet; a batch is launched at once.
+        launched: The sections of the batch that was launched last.
+        ended: Cycle in which all sections of earlier batches had ended.
+        queues: Numbers of the engines that execute the lane's sections.
     """
 
     batches: list[Sequence[int]]
@@ -296,7 +302,7 @@ class _Lane:
 
 
 class _Scheduler:
-    """One run: queues, tokens and time."""
+    """One run of a program: an event simulation of engines and tokens."""
 
     def __init__(
         self,
@@ -354,7 +360,10 @@ class _Scheduler:
         return Run(self.last, self.counts, self.spans)
 
     def _launch(self, lane: _Lane) -> None:
-        """Launch a lane's next sections, when all before them have ended, until there is something to execute."""
+        """Launch a lane's next batch of sections after the previous one has ended.
+
+        Batches without instructions are skipped.
+        """
         launch = self.machine.chip.launch
         cost = round(1e3 * self.machine.chip.clock_ghz * launch.cost_us)
         while lane.batches:
@@ -409,7 +418,10 @@ class _Scheduler:
                 self._finish(queue)
 
     def _moved(self, path: tuple[str, str] | None, start: int, cost: Cost) -> tuple[int, int]:
-        """Begin and end of a transfer that is ready at `start`; it occupies what it moves through for its cycles."""
+        """Begin and end of a transfer that is ready at `start`.
+
+        It occupies DRAM, the L2 or network links for its cycles.
+        """
         cycles, latency = cost.cycles, cost.latency
         if cost.l2_read or cost.l2_written:
             start, latency = max(start, self.l2_free), self.l2_latency
@@ -427,20 +439,20 @@ class _Scheduler:
         return start, start + cycles + latency
 
     def _on_network(self, path: tuple[str, str], start: int, cycles: int) -> int:
-        """The begin of a transfer between cores that is ready at `start`; it occupies their links for its cycles."""
+        """Begin of a transfer between cores that is ready at `start`; it occupies their links for its cycles."""
         sender, receiver = path
         begin = max(start, self.out_free.get(sender, 0), self.in_free.get(receiver, 0))
         self.out_free[sender] = self.in_free[receiver] = begin + cycles
         return begin
 
     def _finish(self, queue: _Queue) -> None:
-        """Launch the next sections of a queue's lane if they can begin."""
+        """Launch the next sections of an engine's lane if all engines of the lane have finished the previous ones."""
         lane = queue.lane
         if lane is not None and lane.batches and all(self.queues[each].current is None for each in lane.queues):
             self._launch(lane)
 
     def _next(self, number: int, queue: _Queue) -> bool:
-        """Take the queue's next instruction, if there is one, and have it started when it is ready."""
+        """Fetch an engine's next instruction and schedule it for when it is ready; return False if there is none."""
         queue.current = entry = next(queue.stream, None)
         if entry is None:
             return False
@@ -461,7 +473,7 @@ class _Scheduler:
         return True
 
     def _wake(self, raised: Raised) -> None:
-        """Start those that waited for what has just been raised."""
+        """Schedule the instructions that waited for a count that the token has just reached."""
         times, waiting = raised.times, raised.waiting
         raised.waiting = [each for each in waiting if each[0] >= len(times)]
         for count, number in waiting:
@@ -475,10 +487,10 @@ class _Scheduler:
     def _advance(
         self, counts: Counts, prepared: Prepared, waits: Sequence[int], start: int, cost: Cost, conflicts: int
     ) -> None:
-        """Enter the time from the end of all computing so far to an instruction's: what it waited for, and its work.
+        """Account for the time since computing last advanced: stalls by cause, then the instruction's own cycles.
 
         Args:
-            conflicts: Cycles that it waits for banks of the scratchpad while it works.
+            conflicts: Cycles that it waits for busy banks of the scratchpad.
         """
         at, end = self.frontier, start + cost.cycles + conflicts
         self.frontier = end
@@ -502,7 +514,7 @@ class _Scheduler:
         counts.progress += end - at - ports
 
     def _look_closer(self, queue: _Queue, number: int, start: int) -> None:
-        """Note a span, compute, and look for races, as this run does."""
+        """Record the span of an engine's current instruction, check for races and compute, as far as requested."""
         assert queue.current is not None
         prepared, counters, cost, waits = queue.current
         instruction = prepared.instruction

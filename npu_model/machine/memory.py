@@ -1,4 +1,4 @@
-"""Memories of the machine as bytes, with what was written where; and the parts of them that instructions touch."""
+"""Memories of the machine as bytes, with a record of which were written, and views of the operands in them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from npu_model.isa.instructions import Tile
 POISON = 0xA5
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
-"""The first existing element and the one behind the last, for each axis of a box."""
+"""The first element inside the tensor and one past the last, for each axis of a box."""
 
 
 class MachineError(DeviceError):
-    """A tile program did what no correct one does; the message names instruction, node and address."""
+    """A tile program did something that no correct program does.
+
+    The message says what, and where known, the instruction.
+    """
 
 
 class Memory:
-    """One memory: bytes, of which none has been written at first.
+    """A memory: an array of bytes, none of which counts as written at first.
 
     Args:
         name: Name in messages.
-        data: uint8 array; new and poisoned if it is a size.
-        checked: Whether to keep track of what was written.
+        data: The bytes, as a uint8 array; or their number, for a new memory filled with a fixed pattern.
+        checked: Whether to record which bytes of a new memory have been written.
     """
 
     def __init__(self, name: str, data: np.ndarray | int, checked: bool) -> None:
@@ -36,10 +39,10 @@ class Memory:
         self.written = np.zeros(data, bool) if checked and isinstance(data, int) else None
 
     def view(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The array of a box; its elements are the memory's own bytes.
+        """A strided view of the memory as an array.
 
         Raises:
-            MachineError: part of the box is outside the memory, or the address is not a multiple of the element size.
+            MachineError: part of the array is outside the memory, or the address is not a multiple of the element size.
         """
         if address % dtype.itemsize:
             raise MachineError(
@@ -54,7 +57,7 @@ class Memory:
             raise MachineError(f"bytes {first} to {end} are outside of {self.name} of {len(self.data)} bytes") from None
 
     def check_written(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> None:
-        """Raise `MachineError` if part of a box of elements of so many bytes has never been written."""
+        """Raise `MachineError` if some byte of an array with elements of `size` bytes has never been written."""
         if self.written is None:
             return
         if not (self._flags(address, shape, strides, size) == _WRITTEN[size]).all():
@@ -68,22 +71,23 @@ class Memory:
             self._flags(address, shape, strides, size)[...] = _WRITTEN[size]
 
     def _flags(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
-        """The flags of a box, those of an element as one integer."""
+        """A view of the array's written-flags, in which the flags of an element's bytes are one integer."""
         assert self.written is not None
         return np.ndarray(shape, f"u{size}", self.written.data, address, strides)
 
 
 Memories: TypeAlias = Callable[[Tile], Memory]
-"""The memory that an operand is in."""
+"""A function that returns the memory in which an operand lies."""
 
 _WRITTEN = {size: int.from_bytes(b"\1" * size, "little") for size in (1, 2, 4, 8)}
 
 
 class Part:
-    """The existing part of an operand in its memory; axes that the operand does not have are of size 1.
+    """The existing elements of an operand as an array in its memory; axes that the operand lacks are of size 1.
 
     Args:
-        ranges: The elements of the instruction's box that exist; at least one along each axis.
+        ranges: For each axis of the instruction's box, the first element inside the tensor and one past the last; none
+            is empty.
     """
 
     def __init__(self, tile: Tile, ranges: Ranges, memories: Memories) -> None:
@@ -95,7 +99,10 @@ class Part:
         self._offset = sum(first * stride for (first, _), stride in zip(ranges, self.strides, strict=True))
 
     def read(self, counters: Sequence[int]) -> np.ndarray:
-        """The elements in a round of the loops. Raises `MachineError` where something was never written."""
+        """The elements in the iteration with these loop counters.
+
+        Raises `MachineError` if some byte was never written.
+        """
         address, memory = self._address(counters), self.memory
         array = memory.view(address, self.shape, self.strides, self.dtype)
         if memory.written is not None:
@@ -103,10 +110,10 @@ class Part:
         return array
 
     def write(self, counters: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
-        """The array to write into in a round of the loops.
+        """The array to write into in the iteration with these loop counters; its bytes count as written from then on.
 
         Args:
-            rows: The rows that will be written. Default: all.
+            rows: The indices along the first axis that will be written. None: all.
         """
         address, memory = self._address(counters), self.memory
         array = memory.view(address, self.shape, self.strides, self.dtype)

@@ -1,7 +1,7 @@
 """Products of the matrix engine in NumPy: floats summed in float32, integers exactly, both by BLAS.
 
-A float32 holds any integer up to 2²⁴, a float64 any up to 2⁵³. Products of integers are therefore summed by BLAS over
-as many terms as stay below, and then together in float64.
+float32 represents every integer up to 2²⁴, float64 up to 2⁵³. So integer products are summed in float32 by BLAS over as
+many terms as stay below 2²⁴, and these partial sums are added in float64.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _INT32 = 2**31
 _FEWEST_TERMS = 64  # with fewer at a time, sums in float64 are faster
 
 Work: TypeAlias = Callable[[Sequence[int]], None]
-"""Executes an instruction in the round of these counters."""
+"""A function that executes an instruction in the iteration with the given loop counters."""
 
 
 def product(instruction: Multiply, ranges: Ranges, memories: Memories) -> Work:
-    """A function of the loops' counters that executes a product on the part of its box that exists."""
+    """Build a function of the loop counters that executes a product on the elements inside its tensors."""
     is_integer = instruction.left.dtype in ("int8", "uint8")
     return (_integers if is_integer else _floats)(instruction, ranges, memories)
 
 
 class _Axes:
-    """The axes of a product by role, and their sizes."""
+    """The axes of a product grouped by role, and their sizes."""
 
     def __init__(self, instruction: Multiply, ranges: Ranges) -> None:
         self.sizes = [end - first for first, end in ranges]
@@ -43,7 +43,7 @@ class _Axes:
         return [axis for axis, own in enumerate(instruction.roles) if own is role]
 
     def count(self, axes: Sequence[int]) -> int:
-        """Elements along these axes."""
+        """Number of elements along these axes, the product of their sizes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
 
@@ -115,20 +115,20 @@ def _integers(instruction: Multiply, ranges: Ranges, memories: Memories) -> Work
 
 
 def _most(dtype: np.dtype, zero: int) -> int:
-    """The greatest distance of an integer of a dtype from a zero point."""
+    """The greatest absolute difference between an integer of a dtype and a zero point."""
     limits = np.iinfo(dtype)
     return max(abs(int(limits.min) - zero), abs(int(limits.max) - zero))
 
 
 def _outermost_first(axes: Sequence[int], part: Part) -> list[int]:
-    """Axes in the order in which an operand lies in memory."""
+    """Axes in descending order of an operand's strides."""
     return sorted(axes, key=lambda axis: -abs(part.strides[axis]))
 
 
 def _matrix(
     axes: _Axes, part: Part, batch: list[int], kept: list[int], summed: list[int], absent: list[int]
 ) -> Callable[[np.ndarray, type, Any], np.ndarray]:
-    """A function that copies an operand as floats, less a zero, into matrices [batch, kept, summed]."""
+    """A function that copies an operand into float matrices [batch, kept, summed] and subtracts a zero point."""
     is_by_kept = _outermost_first([*summed, *kept], part)[-1:] == summed[-1:] or not kept
     order = [*batch, *kept, *summed] if is_by_kept else [*batch, *summed, *kept]
     sizes = [axes.sizes[axis] for axis in order]
@@ -149,7 +149,10 @@ def _matrix(
 
 
 def _product(x: np.ndarray, w: np.ndarray, step: int, is_by_row: bool) -> np.ndarray:
-    """The sums [batch, rows, columns], or [batch, columns, rows], of at most `step` terms at a time."""
+    """Batched product [batch, rows, columns], or transposed [batch, columns, rows].
+
+    `step` terms are summed at a time.
+    """
     left, right = (x, w.swapaxes(1, 2)) if is_by_row else (w, x.swapaxes(1, 2))
     k = x.shape[2]
     if k <= step:

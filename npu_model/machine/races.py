@@ -1,13 +1,13 @@
-"""Accesses to the same bytes that no token orders, found by vector clocks.
+"""Detection of races, accesses to the same bytes that no token orders, by vector clocks.
 
-Each engine has a clock: for each engine, the number of its instructions that are certain to have ended before. Waiting
-for a token joins the clock of the instruction that raised it to that count. Two accesses to the same bytes, one of them
-a write, are a race if the later one's engine does not have the earlier one in its clock; whether they overlapped in
+Each engine has a clock: for every engine, the number of its instructions that are certain to have ended. Waiting for a
+token merges the clock of the instruction that raised it to that count. Two accesses to the same bytes, one of them a
+write, are a race if the earlier one is not covered by the clock of the later one's engine; whether they overlapped in
 time in this run does not matter. (C. Fidge, "Timestamps in Message-Passing Systems That Preserve the Partial Ordering",
 1988.)
 
-Of each engine, the accesses are kept in the order of their times, an equal one replacing the one before: an access is
-compared with the latest ones of each other engine only, down to the last one that its clock has.
+Each engine's accesses are kept in order of time, where a repeated access to the same bytes replaces the previous one.
+An access is compared only with those of other engines that are not yet covered by its engine's clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_KEPT = 4096  # accesses of an engine to a memory, before those that all en
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """Bytes of an access: elements of `size` bytes at `address` + Σ i·stride, within `first` … `end`."""
+    """The bytes of an access: elements of `size` bytes at `address` + Σ i·stride, within `first` … `end` − 1."""
 
     first: int
     end: int
@@ -37,14 +37,14 @@ class _Box:
     size: int
 
     def mask(self, first: int, end: int) -> np.ndarray:
-        """The bytes from `first` to `end` are among them."""
+        """Whether the access touches each byte from `first` to `end` − 1."""
         flags = np.zeros(self.end - self.first, bool)
         place = self.address - self.first
         np.ndarray((*self.shape, self.size), bool, flags.data, place, (*self.strides, 1))[...] = True
         return flags[first - self.first : end - self.first]
 
     def overlaps(self, other: _Box) -> tuple[int, int] | None:
-        """The first common byte and the one behind the last; None if there is none."""
+        """The first byte that both accesses touch and one past the last; None if they have no byte in common."""
         first, end = max(self.first, other.first), min(self.end, other.end)
         if first >= end:
             return None
@@ -53,7 +53,7 @@ class _Box:
 
 
 class _Accesses:
-    """The accesses to a memory, of reads or of writes: for each engine, box → the engine's time of the latest one."""
+    """Reads or writes of a memory: for each engine, the bytes of an access → its clock at the latest one."""
 
     def __init__(self, engines: int) -> None:
         self.by_engine: list[dict[_Box, int]] = [{} for _ in range(engines)]
@@ -61,10 +61,10 @@ class _Accesses:
 
 
 class Races:
-    """The accesses so far of the engines of a run.
+    """Race detector for one run.
 
     Args:
-        engines: Their names.
+        engines: Names of all engines.
     """
 
     def __init__(self, engines: Sequence[str]) -> None:
@@ -74,14 +74,14 @@ class Races:
         self._boxes: dict[int, tuple[Instruction, dict[tuple[int, ...], list[tuple[Tile, _Box, bool]]]]] = {}
 
     def step(self, engine: int, prepared: Prepared, counters: Sequence[int], waits: Sequence[int]) -> None:
-        """Note an instruction's accesses.
+        """Record an instruction's accesses and compare them with those of other engines.
 
         Args:
-            engine: Its number.
-            waits: How often each token that it waited for had to be raised in this run.
+            engine: Number of the instruction's engine.
+            waits: For each token that it waited for, the count to which it had to be raised in this run.
 
         Raises:
-            MachineError: one of them is a race.
+            MachineError: one of the accesses is a race.
         """
         clock = self._clocks[engine]
         for raised, count in zip(prepared.waits, waits, strict=True):
@@ -101,7 +101,7 @@ class Races:
             before.append(tuple(map(max, clock, before[-1])) if before else tuple(clock))
 
     def _touched(self, prepared: Prepared, counters: Sequence[int]) -> list[tuple[Tile, _Box, bool]]:
-        """Operands with their bytes relative to the place of the operand, and whether they are written."""
+        """The operands of an instruction, with their bytes relative to their address and whether it writes them."""
         instruction = prepared.instruction
         own = self._boxes.setdefault(id(instruction), (instruction, {}))[1]
         ranges = tuple(x for position in prepared.varying for x in instruction.axes[position].inside(counters))
@@ -142,7 +142,7 @@ class Races:
 
 
 def _touched(instruction: Instruction, counters: Sequence[int]) -> Iterator[tuple[Tile, _Box, bool]]:
-    """The operands of an instruction that it touches in a round, with their bytes as if they lay at 0."""
+    """The operands that an instruction accesses in one iteration, with their bytes relative to their address."""
     ranges = [axis.inside(counters) for axis in instruction.axes]
     is_empty = any(end <= first for first, end in ranges)
     if isinstance(instruction, Transfer) and instruction.fill is not None:

@@ -1,8 +1,9 @@
-"""`SramBanks`: the time that executions lose because others access the same banks of the scratchpad.
+"""`SramBanks`: the time that instructions lose because others access the same banks of the scratchpad.
 
-Addresses go round the banks, `bank_bytes` at a time. The bytes that an execution reads and writes lie evenly over the
-banks that its operands touch. A bank moves `ports` × `bytes_per_cycle` in a cycle, for one execution after the other in
-the order of their starts. An execution keeps its engine until the last of its banks has served it.
+Addresses are interleaved over the banks, `bank_bytes` at a time. The bytes that an instruction reads and writes are
+assumed to be spread evenly over the banks that its operands touch. A bank moves `ports` × `bytes_per_cycle` bytes in a
+cycle and serves instructions in the order of their starts. An instruction occupies its engine until the last of its
+banks has served it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from npu_model.machine.costs import Cost
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """An operand in a scratchpad, with its first byte and the one behind the last, relative to its place."""
+    """An operand in a scratchpad, with its first byte and one past its last, relative to its address."""
 
     tile: Tile
     low: int
@@ -26,7 +27,7 @@ class _Operand:
 
 
 class SramBanks:
-    """The banks of the scratchpads of a chip whose file says where they lie."""
+    """The banks of all scratchpads of a chip whose file gives `bank_bytes`."""
 
     def __init__(self, chip: Chip) -> None:
         sram = chip.sram
@@ -37,7 +38,10 @@ class SramBanks:
         self._operands: dict[int, tuple[_Operand, ...]] = {}
 
     def delay(self, instruction: Instruction, counters: Sequence[int], start: int, cost: Cost) -> int:
-        """Cycles by which an execution that begins at `start` takes longer; its banks are busy meanwhile."""
+        """Cycles by which an instruction that begins at `start` is delayed by busy banks.
+
+        It then occupies its own banks.
+        """
         touched: dict[str, set[int]] = {}
         for operand in self._of(instruction):
             place = operand.tile.place(counters)
@@ -57,7 +61,7 @@ class SramBanks:
         return last - end
 
     def _between(self, first: int, end: int) -> range | set[int]:
-        """The banks of a range of addresses."""
+        """The numbers of the banks that a range of addresses touches."""
         begin, behind = first // self._each, (end - 1) // self._each + 1
         if behind - begin >= self._banks:
             return range(self._banks)

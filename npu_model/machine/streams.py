@@ -1,7 +1,7 @@
-"""`Streams`: what engines execute one after the other, with all that changes from round to round worked out ahead.
+"""`Streams`: the sequence of instructions that each engine executes, with loops unrolled and costs computed in advance.
 
-Loops are unrolled by some thousands of instructions at a time, for many rounds at once: starting an instruction is then
-a matter of looking at a few numbers.
+Loops are unrolled some hundreds of instructions at a time, and the costs of many iterations are computed at once, so
+that starting an instruction takes only a few operations.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ Counters: TypeAlias = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Raised:
-    """The times at which a token was raised in this run, as the engines of one core see them.
+    """The times at which a token was raised in this run, as seen by cores at an equal distance.
 
     Attributes:
-        times: The cycle in which it was raised for the nth time; for n = 0, the run's begin.
-        delay: Cycles from the end of what raises it until the core sees that.
-        before: How often it was raised before this run.
-        waiting: (count, number of the queue) of those that wait for it.
+        token: The token.
+        before: Number of times it was raised before this run.
         is_data: Whether a DMA engine raises it.
-        from_l2: Whether what it was last raised for came from or went to the shared L2.
-        clocks: For each time that it was raised, what is certain to have ended by then (`races.py`).
+        delay: Cycles from the end of the instruction that raises it until those cores see it.
+        times: The cycle in which it was raised for the nth time; 0, the run's start, for n = 0.
+        waiting: (count, number of the engine) of the instructions that wait for it.
+        clocks: For each time that it was raised, the vector clock of what has ended by then (`races.py`).
+        from_l2: Whether the instruction that raised it last moved data from or to the shared L2.
     """
 
     token: Token
@@ -56,19 +57,19 @@ class Raised:
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """An instruction of a section, with its tokens looked up.
+    """An instruction of a section, prepared for execution.
 
     Attributes:
         section: Number of its section.
-        waits, counts: The tokens that it waits for, and how often each must have been raised since the program's begin.
-        signals: The tokens that it raises, once for each core that waits for it.
         moves: Whether it is a transfer.
-        path: The cores between which a transfer over the network moves.
-        sizes: Engine → number of instructions that it executes in a round of the loops around.
-        varying: Axes of which some elements do not exist in some rounds.
-        outside: Address of what a transfer moves in a DRAM of banks, where that varies.
-        fixed: Its cost, if there is nothing of that.
-        by_extents: Cost by extents of these axes, and by the place of the address among channels and rows.
+        sizes: Its engine → 1, the number of instructions that it executes in an iteration of the innermost loop.
+        waits, counts: The tokens that it waits for, and how often each must have been raised since the program's start.
+        signals: The tokens that it raises, once for each network delay at which some core waits for it.
+        varying: Axes of which, in some iterations, some elements lie outside of the tensor.
+        outside: DRAM address of a transfer, if its time depends on it (on a chip with DRAM banks); else None.
+        fixed: Its cost, if that is equal in all iterations; else None.
+        by_extents: Its costs so far, by extents of the `varying` axes and the position of the address among DRAM rows.
+        path: The cores between which a transfer over the network moves; None for other instructions.
     """
 
     instruction: Instruction
@@ -93,18 +94,19 @@ class _Rounds:
 
 
 Entry: TypeAlias = tuple[Prepared, Counters, Cost, tuple[int, ...]]
-"""An execution: the instruction, its round, its cost, and how often each token that it waits for has to be raised in
-this run, at least 0."""
+"""An execution: instruction, loop counters, cost, and for each token that it waits for, how often that has to be
+raised in this run (at least 0).
+"""
 
 
 class Streams:
-    """The executions of sections, by engine.
+    """The instructions that engines execute in each section.
 
     Args:
-        raised: Token → how often it was raised before.
+        raised: Token → number of times it was raised before this run.
 
     Attributes:
-        work: By section, the cost of what has been streamed, and how often.
+        work: For each section, (engine, cost) → number of executions that have been streamed so far.
     """
 
     def __init__(self, sections: Sequence[Section], costs: Costs, raised: Mapping[Token, int]) -> None:
@@ -120,15 +122,15 @@ class Streams:
 
     @property
     def executions(self) -> int:
-        """Number of instructions that are executed in all."""
+        """Total number of instructions that are executed, over all loop iterations."""
         return sum(size for nodes in self._sections for node in nodes for size in node.sizes.values())
 
     def engines(self, section: int) -> set[str]:
-        """Names of the engines that execute something of a section."""
+        """Names of the engines that execute at least one instruction of a section."""
         return {name for node in self._sections[section] for name in node.sizes}
 
     def stream(self, sections: Sequence[int], engine: str) -> Iterator[Entry]:
-        """The executions of an engine in these sections."""
+        """The executions of one engine in these sections, in order."""
         return chain.from_iterable(self._stream(self._sections[number], engine, ()) for number in sections)
 
     def _nodes(self, nodes: Sequence[Node], counts: tuple[int, ...], section: int) -> list[_Rounds | Prepared]:
@@ -170,14 +172,14 @@ class Streams:
         return prepared
 
     def _outside(self, instruction: Instruction) -> Affine | None:
-        """The address in DRAM of a transfer whose time depends on it."""
+        """The DRAM address of a transfer on a chip with DRAM banks; None for other instructions and chips."""
         if self._costs.banks is None or not isinstance(instruction, Transfer):
             return None
         tiles = (instruction.source, instruction.target)
         return next((tile.address for tile in tiles if tile.space.has_buffers), None)
 
     def _token(self, token: Token, core: str) -> Raised:
-        """A token as the engines of a core see it."""
+        """A token as seen by the engines of a core, that is, with the network's delay."""
         delay = self._costs.delay(core_of(token.engine), core)
         known = self._tokens.setdefault(token, [])
         for raised in known:
@@ -211,7 +213,7 @@ class Streams:
                 yield from self._unrolled(node.body, engine, rounds)
 
     def _unrolled(self, nodes: Sequence[_Rounds | Prepared], engine: str, rounds: Sequence[Counters]) -> list[Entry]:
-        """The executions of the engine of nodes in these rounds of the loops around them, in order."""
+        """The executions of one engine in order, if `nodes` run once for each tuple of outer loop counters."""
         parts: list[list[Entry]] = []
         for node in nodes:
             if engine not in node.sizes:
@@ -270,7 +272,7 @@ class Streams:
 
 
 def _values(affine: Affine, rounds: Sequence[Counters]) -> list[int]:
-    """An affine number in each of these rounds."""
+    """The values of an affine number for each tuple of loop counters."""
     values = [affine.base] * len(rounds)
     for depth, step in enumerate(affine.steps):
         if step:
