@@ -2,9 +2,9 @@
 
     python -m release.programs build/programs
 
-The entries are the model's compiled step programs for the CPU, its config and its tokenizer, as `npu-sim generate`
-caches them; making them takes PyTorch and transformers. An entry's name is a digest of the model's metadata and of the
-sources, so a wheel built from other sources ignores it.
+The entries are the model's compiled step programs for the CPU, its tokenizer and the facts of its file and its module,
+as `npu-sim generate` caches them; making them takes PyTorch and transformers. An entry's name is a digest of the
+model's metadata and of the sources, so a wheel built from other sources ignores it.
 """
 
 from __future__ import annotations

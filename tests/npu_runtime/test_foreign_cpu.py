@@ -41,6 +41,7 @@ SAMPLE = {
         "test_elementwise_ops_are_pytorchs",
         "test_places_of_extremes_are_pytorchs[33-dtype1]",
         "test_sequence_runs_all_launches_in_order",
+        "test_threads_take_turns",
     ),
     "test_native_conv.py": (
         "test_pointwise[64-24-size2-pixels-dtype0]",
@@ -108,6 +109,21 @@ def test_a_launch_must_keep_what_it_points_into(foreign: ForeignLibrary) -> None
     assert launch is not None
     with pytest.raises(AssertionError, match="npu_pointwise points, at offset .*, into no array that its launch keeps"):
         foreign.launch("npu_pointwise", launch.args, (x,))
+
+
+def test_a_launch_leaves_neighbouring_memory_alone(foreign: ForeignLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, memory = torch.randn(100), torch.zeros(200)
+    out, neighbour = memory.split(100)
+    launch, wait = native.add(x, x, out), foreign._numbers
+    assert launch is not None
+
+    def wait_while_another_writes(count: int) -> tuple[int, ...]:
+        neighbour.fill_(1)
+        return wait(count)
+
+    monkeypatch.setattr(foreign, "_numbers", wait_while_another_writes)
+    foreign.launch("npu_pointwise", launch.args, launch._keep)
+    assert torch.equal(out, 2 * x) and neighbour.eq(1).all()
 
 
 def test_the_other_process_answers_questions(foreign: ForeignLibrary) -> None:

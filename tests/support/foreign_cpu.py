@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from npu_compiler.errors import DeviceError
 from npu_runtime.cache_folder import cache_folder
-from npu_runtime.cpu.arrays import address
+from npu_runtime.cpu.arrays import address, memory_span
 from npu_runtime.cpu.levels import Level, find_level, this_cpu
 from npu_runtime.cpu.native import bindings, build
 from npu_runtime.cpu.native.extents import arrays_in
@@ -95,7 +94,7 @@ class ForeignLibrary:
                 *command,
             ]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._ask("t", "npu_set_threads", lambda: None, struct.pack("<q", usable_threads()))
 
     def __getattr__(self, name: str) -> _Function:
@@ -111,27 +110,34 @@ class ForeignLibrary:
         """The string that a function without parameters returns."""
         return self._ask("s", name, lambda: self._read(self._numbers(1)[0]))
 
-    def launch(self, name: str, args: ctypes.Structure, kept: tuple[object, ...]) -> bool:
-        """Run a kernel on its argument block and the memory of its launch's arrays; return whether it failed."""
-        storages = {begin: size for begin, size in map(_storage, arrays_in(kept)) if size}
-        begins, pointers = list(storages), []
-        for offset, target in _pointers(args):
-            region = next((i for i, b in enumerate(begins) if b <= target < b + storages[b]), None)
-            if region is None:
-                raise AssertionError(f"{name} points, at offset {offset}, into no array that its launch keeps")
-            pointers += [offset, region, target - begins[region]]
-        parts = [struct.pack("<q", ctypes.sizeof(args)), bytes(args), struct.pack("<q", len(storages))]
-        for begin, size in storages.items():
-            parts += [struct.pack("<2q", size, begin % 64), ctypes.string_at(begin, size)]
-        parts.append(struct.pack(f"<{1 + len(pointers)}q", len(pointers) // 3, *pointers))
+    def launch(self, name: str, args: ctypes.Structure, kept: tuple[object, ...]) -> str | None:
+        """Run a kernel on its argument block and the memory of its launch's arrays.
 
-        def copy_back() -> bool:
-            (failed,) = self._numbers(1)
-            for begin, size in storages.items():
-                ctypes.memmove(begin, self._read(size), size)
-            return bool(failed)
+        All of it is one turn: what lies between the elements of an array may be another thread's.
 
-        return bool(self._ask("l", name, copy_back, b"".join(parts)))
+        Returns:
+            Why it failed; None if it did not.
+        """
+        with self._turn:
+            regions, pointers = _regions(kept), []
+            for offset, target in _pointers(args):
+                region = next((i for i, (begin, end) in enumerate(regions) if begin <= target < end), None)
+                if region is None:
+                    raise AssertionError(f"{name} points, at offset {offset}, into no array that its launch keeps")
+                pointers += [offset, region, target - regions[region][0]]
+            parts = [struct.pack("<q", ctypes.sizeof(args)), bytes(args), struct.pack("<q", len(regions))]
+            for begin, end in regions:
+                parts += [struct.pack("<2q", end - begin, begin % 64), ctypes.string_at(begin, end - begin)]
+            parts.append(struct.pack(f"<{1 + len(pointers)}q", len(pointers) // 3, *pointers))
+
+            def copy_back() -> bool:
+                (failed,) = self._numbers(1)
+                for begin, end in regions:
+                    ctypes.memmove(begin, self._read(end - begin), end - begin)
+                return bool(failed)
+
+            failed = self._ask("l", name, copy_back, b"".join(parts))
+            return self.text("npu_failure").decode() if failed else None
 
     def _ask(self, kind: str, name: str, read_answer: Any, rest: bytes = b"") -> Any:
         assert self._process.stdin is not None
@@ -166,16 +172,21 @@ class _Function:
         return self.library.text(self.name) if self.restype is ctypes.c_char_p else self.library.number(self.name)
 
 
-def _storage(array: np.ndarray) -> tuple[int, int]:
-    """Address and size of the memory that an array is a view of."""
-    whole, owner = array, array.base
-    while owner is not None and not isinstance(owner, torch.Tensor):
-        whole = owner if isinstance(owner, np.ndarray) else whole
-        owner = getattr(owner, "base", None)
-    if owner is None:
-        return address(whole), whole.nbytes
-    storage = owner.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
+def _regions(kept: object) -> list[tuple[int, int]]:
+    """The first address and the end of the memory of all kept arrays; what overlaps is one region."""
+    regions: list[tuple[int, int]] = []
+    for begin, end in sorted(map(_span, arrays_in(kept))):
+        if regions and begin < regions[-1][1]:
+            begin, last = regions.pop()
+            end = max(end, last)
+        if begin < end:
+            regions.append((begin, end))
+    return regions
+
+
+def _span(array: np.ndarray) -> tuple[int, int]:
+    begin, end = memory_span(array)
+    return address(array) + begin, address(array) + end
 
 
 def _pointers(block: Any, at: int = 0) -> Iterator[tuple[int, int]]:
@@ -213,8 +224,8 @@ def install(level: Level) -> None:
     launch, sequence = bindings.NativeLaunch, bindings.NativeSequence
 
     def run(self: bindings.NativeLaunch) -> None:
-        if foreign.launch(f"npu_{self.name}", self.args, self._keep):
-            reason = foreign.text("npu_failure").decode()
+        reason = foreign.launch(f"npu_{self.name}", self.args, self._keep)
+        if reason is not None:
             raise DeviceError(f"{reason} in kernel {self.name}{self.origin}")
 
     launch.__call__ = run  # type: ignore[method-assign]
