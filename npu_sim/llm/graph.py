@@ -718,7 +718,11 @@ def _buffers(model: Any) -> dict[str, Any]:
         if names:
             parts = path.split(".")
             inside = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
-            next(owners[name] for name in inside if name in owners)._init_weights(module)
+            enclosing = [owners[name] for name in inside if name in owners]
+            enclosing[0]._init_weights(module)
+            for owner in enclosing:  # some fill buffers of their parts
+                if any(module._buffers[name].isnan().any() for name in names):
+                    owner._init_weights(owner)
         for name in names:
             value = module._buffers[name]
             if value.isnan().any():
