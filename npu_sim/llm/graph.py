@@ -123,6 +123,7 @@ def state_form(checkpoint: Checkpoint) -> StateForm:
         facts["takes_mask"],
         tuple(StateName(*name) for name, *_ in facts["recurrent"]),
         facts["takes_pieces"],
+        tuple(_facts(checkpoint)["masks"].items()),
     )
 
 
@@ -641,14 +642,15 @@ def _and_others(names: list[str]) -> str:
 def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     """Facts of a module that are kept on disk: its buffers, its tied parameters, and its state.
 
-    The buffers are the non-persistent ones, as lists; tied parameters are name → the other name, both ways.
+    The buffers are the non-persistent ones, as lists, but for masks, which are windows as in `StateForm`; tied
+    parameters are name → the other name, both ways.
     """
     from npu_sim.llm.experts import joined_parameters
 
     model = meta_model(checkpoint)
     joined = joined_parameters(model)
     try:
-        buffers = _buffers(model)
+        buffers, masks = _buffers(model)
     except Exception as error:  # whatever a module's own initialization raises
         raise _unsupported(checkpoint, error) from error
     groups: dict[int, list[str]] = {}
@@ -657,6 +659,7 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     tied = {name: other for names in groups.values() for name in names for other in names if name != other}
     return {
         "buffers": buffers,
+        "masks": masks,
         "tied": tied,
         "shapes": {
             name: list(joined[name].shape if name in joined else value.shape)
@@ -698,15 +701,22 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         raise _unsupported(checkpoint, InputError(reason)) from error
 
 
-def _buffers(model: Any) -> dict[str, Any]:
-    """The non-persistent buffers of a module on the meta device as lists, computed as transformers does after loading.
+def _buffers(model: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """Compute the non-persistent buffers of a module on the meta device as transformers does after loading.
+
+    Returns:
+        The buffers as lists, and the windows of those that are square masks.
 
     Raises:
-        InputError: transformers leaves one as it is.
+        InputError: transformers leaves one as it is, or a mask is neither causal nor one of a window.
     """
     import torch
 
-    buffers = {}
+    from npu_sim.llm.attention import mask_window
+    from npu_sim.llm.modules import mask_names
+
+    buffers: dict[str, Any] = {}
+    masks, squares = {}, mask_names(model)
     owners = {path: module for path, module in model.named_modules() if hasattr(module, "_init_weights")}
     for path, module in model.named_modules():
         if any(part.startswith(SENSES) for part in path.split(".")):
@@ -727,8 +737,14 @@ def _buffers(model: Any) -> dict[str, Any]:
             value = module._buffers[name]
             if value.isnan().any():
                 raise InputError(f"nothing says how its buffer '{path}.{name}' is computed")
-            buffers[f"{path}.{name}"] = value.tolist()
-    return buffers
+            full = f"{path}.{name}"
+            if full not in squares:
+                buffers[full] = value.tolist()
+            elif (window := mask_window(value)) is not None:
+                masks[full] = window
+            else:
+                raise InputError(f"its own attention has a mask ('{full}') of other than the last positions")
+    return buffers, masks
 
 
 def _whole(config: Any) -> Any:

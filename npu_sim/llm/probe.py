@@ -18,7 +18,7 @@ from npu_sim.llm.attention import (
     attend_to_rows,
     window_of,
 )
-from npu_sim.llm.modules import PlacedCache, placed, told_positions
+from npu_sim.llm.modules import PlacedCache, mask_names, placed, placed_masks, told_positions
 from npu_sim.llm.state import StateName
 
 _TOKENS, _BLOCK = 5, 16
@@ -73,12 +73,14 @@ class _Run:
         windows: The number of last tokens that each layer attends to, 0 for all.
         calls: Number of calls of the attention function.
         states: The recurrent states that the layers left.
+        logits: The module's result.
     """
 
     rows: dict[int, list[list[int]]]
     windows: dict[int, int]
     calls: int
     states: dict[StateName, torch.Tensor]
+    logits: torch.Tensor
 
 
 def probe_state(build: Build) -> dict[str, Any]:
@@ -151,7 +153,8 @@ def _takes_pieces(build: Build, states: dict[StateName, torch.Tensor], takes_mas
         run = _run(build, attend_to_rows, places, takes_mask=takes_mask, states=before)
         if {name: _described(x) for name, x in run.states.items()} != {n: _described(x) for n, x in states.items()}:
             raise InputError("the size of its layers' recurrent states depends on the number of tokens")
-        if not all(run.states[name].requires_grad for name in traced):
+        # A state that only passes what one token left to the next token is read, though no new state comes from it.
+        if not (all(run.states[name].requires_grad for name in traced) or run.logits.requires_grad):
             if count == 1:
                 raise InputError("its layers do not continue from the recurrent states that a cache holds")
             return False
@@ -184,10 +187,13 @@ def _run(
 
     model, cache = build(probing), _Recorder(places, states)
     model.requires_grad_(False)
-    with torch.set_grad_enabled(bool(states)), torch.device("meta"), told_positions(model, places):
+    masks = mask_names(model)
+    own = placed_masks(model, places, [(name, 0) for name in masks])
+    with torch.set_grad_enabled(bool(states)), torch.device("meta"), told_positions(model, places), own:
         ids = torch.empty(1, len(places.queries), dtype=torch.long)
-        model(input_ids=ids, **placed(model, cache, takes_mask))
+        logits = model(input_ids=ids, **placed(model, cache, takes_mask)).logits
     squares = [name for name, x in model.named_buffers() if x.dim() == 4 and x.shape[-2] == x.shape[-1] > 1]
-    if squares and not calls:
+    squares = [name for name in squares if name not in masks]
+    if squares and cache.rows and not calls:
         raise InputError(f"its own attention has a mask ('{squares[0]}') for queries at the end of the keys")
-    return _Run(cache.rows, windows, calls, cache.states)
+    return _Run(cache.rows, windows, calls, cache.states, logits)

@@ -25,7 +25,17 @@ from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_compiler.installing import install_command
 from npu_sim.llm import LanguageModel, cache_capacity, load_checkpoint, make_sampler
-from npu_sim.llm.attention import PageMask, Paging, attend_to_pages, attend_to_rows, window_of
+from npu_sim.llm.attention import (
+    PageMask,
+    Paging,
+    PlacedMask,
+    RowPlaces,
+    additive,
+    attend_to_pages,
+    attend_to_rows,
+    mask_window,
+    window_of,
+)
 from npu_sim.llm.graph import meta_model, state_with_buffers
 from npu_sim.llm.model_types import tried_types
 from npu_sim.llm.modules import first_position
@@ -171,6 +181,42 @@ def test_attention_sees_the_keys_that_are_chosen_for_a_query(masked: bool, rng: 
     found, _ = attend_to_rows(torch.nn.Identity(), query, key, value, mask, indices=chosen)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen).transpose(1, 2)
     torch.testing.assert_close(found, expected)
+
+
+def test_a_mask_that_a_module_makes_of_the_causal_one_is_added(rng: np.random.Generator) -> None:
+    query, key, value = torch.from_numpy(rng.normal(size=(3, 1, 2, 3, 4)).astype(np.float32))
+    seen = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    mask = torch.from_numpy(rng.normal(size=(1, 2, 3, 3)).astype(np.float32)) + additive(seen, torch.float32)
+    chosen = torch.tensor([[[0, 0], [0, 1], [0, 2]]])
+    fewer = mask.masked_fill(
+        torch.tensor([[False, True, True], [False, False, True], [False, True, False]]), -torch.inf
+    )
+    for indices, shown in ((None, mask), (chosen, fewer)):
+        found, _ = attend_to_rows(torch.nn.Identity(), query, key, value, mask, indices=indices)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, shown).transpose(1, 2)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 9])
+def test_a_modules_own_mask_is_that_of_a_steps_places(window: int, rng: np.random.Generator) -> None:
+    size = 12
+    mask = torch.ones(size, size, dtype=torch.bool).tril()
+    mask = (mask & ~mask.tril(-window) if window else mask)[None, None]
+    assert mask_window(mask.float()) == window
+    queries = torch.from_numpy(rng.integers(0, size, 4))
+    shown = PlacedMask(RowPlaces(queries, size), window)[:, :, 3:5, :2]
+    assert torch.equal(shown, mask[:, :, queries])
+    assert mask_window(mask.logical_not()) is None
+
+
+def test_buffers_that_a_model_fills_for_its_parts_are_computed(tmp_path: Path) -> None:
+    decoders.save_tiny("falcon_h1", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    stored = state_with_buffers(load_checkpoint(tmp_path, "float32"))
+    own = {name: x.numpy() for name, x in model.named_buffers() if name.endswith("mup_vector")}
+    assert own
+    for name, expected in own.items():
+        np.testing.assert_array_equal(stored[name], expected)
 
 
 @pytest.mark.parametrize(
