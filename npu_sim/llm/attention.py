@@ -59,6 +59,14 @@ class Places(ABC):
     queries: torch.Tensor
     keys: torch.Tensor
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Stand for the number of keys in `torch.arange(places)`, and in `indices + places` for the queries' offset."""
+        (places,) = (x for x in args if isinstance(x, Places))
+        if function is torch.arange:
+            return places.keys
+        return places.queries if function is torch.Tensor.add else NotImplemented
+
     @abstractmethod
     def mask(self, function: MaskFunction) -> Any:
         """Return the mask that an attention function gets."""

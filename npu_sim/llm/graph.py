@@ -123,6 +123,7 @@ def state_form(checkpoint: Checkpoint) -> StateForm:
         facts["takes_mask"],
         tuple(StateName(*name) for name, *_ in facts["recurrent"]),
         facts["takes_pieces"],
+        facts["takes_sequences"],
         tuple(_facts(checkpoint)["masks"].items()),
     )
 
@@ -254,7 +255,7 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
     from npu_compiler.graph.symbolic import specialize
 
     each = shape.tokens // shape.sequences if shape.lanes else 0
-    sequences = [] if each > 1 else [shape.sequences]
+    sequences = [] if each > 1 or not state_form(checkpoint).takes_sequences else [shape.sequences]
     key = ["paged", sampling, shape.block_size, each, _model_key(checkpoint), *_adapters_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-paged-ir"
     ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape.block_size, sampling, each), _TRACING)
@@ -291,8 +292,8 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool, eac
     """The IR of a paged module whose sizes are symbols, as JSON data.
 
     Args:
-        each: Number of tokens of each sequence, where the model has recurrent states; above 1, there is one sequence.
-            0: the model has none.
+        each: Number of tokens of each sequence, where the model has recurrent states; above 1, or where it takes no
+            more, there is one sequence. 0: the model has none.
     """
     require_torch("tracing a model")
     import torch
@@ -308,7 +309,7 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool, eac
     examples = {"tokens": 6, "outputs": 3, "sequences": 4, "blocks": 5, "history": 16, "rows": 7 * block_size}
     examples["lanes"] = 9
     symbols: dict[str, Any] = {name: Dim(name, min=2) for name in examples} | {"each": None}
-    if each > 1:
+    if each > 1 or not form.takes_sequences:
         examples["sequences"], symbols["sequences"] = 1, None
     batch = ["sequences", "each"] if each else ["tokens"]
     names = [*[batch] * 4, ["sequences", "blocks"], ["outputs"], ["history"], ["outputs"]]

@@ -9,6 +9,7 @@ import torch
 
 from npu_compiler.errors import InputError
 from npu_sim.llm.attention import (
+    GatheredPlaces,
     MaskFunction,
     PagePlaces,
     Paging,
@@ -54,11 +55,12 @@ class _Recorder(PlacedCache):
     ) -> tuple[torch.Tensor, ...]:
         rows = [[x.shape[1], x.shape[3]] for x in (key, value)]
         if (
-            key.shape[0] != 1
-            or key.shape[2] != len(self.places.queries)
+            key.shape[0] * key.shape[2] != len(self.places.queries)
             or self.rows.setdefault(layer_idx, rows) != rows
         ):
             raise InputError(f"its layer {layer_idx} keeps {list(key.shape)}, not keys of each token by head")
+        if isinstance(self.places, GatheredPlaces):
+            return tuple(x.new_empty(1, x.shape[1], len(self.places.keys), x.shape[3]) for x in (key, value))
         if not isinstance(self.places, PagePlaces):
             return key, value
         return tuple(x.new_empty(4 * _BLOCK, x.shape[1], x.shape[3]) for x in (key, value))
@@ -89,7 +91,8 @@ def probe_state(build: Build) -> dict[str, Any]:
     Returns:
         `layers`: number of each layer with keys and values; `rows`: the shapes of a token's keys and values in each;
         `windows`: the number of last tokens that each attends to, 0 for all; `recurrent`: name, shape and dtype of each
-        recurrent state; and `is_additive`, `is_paged`, `takes_mask` and `takes_pieces` as in `StateForm`.
+        recurrent state; and `is_additive`, `is_paged`, `takes_mask`, `takes_pieces` and `takes_sequences` as in
+        `StateForm`.
 
     Raises:
         InputError: a layer keeps something else.
@@ -129,6 +132,7 @@ def probe_state(build: Build) -> dict[str, Any]:
         "is_paged": is_paged,
         "takes_mask": takes_mask,
         "takes_pieces": _takes_pieces(build, run.states, takes_mask),
+        "takes_sequences": is_paged or _takes_sequences(build, run.states, takes_mask),
     }
 
 
@@ -161,6 +165,21 @@ def _takes_pieces(build: Build, states: dict[StateName, torch.Tensor], takes_mas
     return True
 
 
+def _takes_sequences(build: Build, states: dict[StateName, torch.Tensor], takes_mask: bool) -> bool:
+    """Whether a step may have a token of each of several sequences with recurrent states."""
+    if not states:
+        return True
+    with torch.device("meta"):
+        each, tables = torch.empty(2, dtype=torch.long), torch.empty(2, 3, dtype=torch.long)
+        places = GatheredPlaces(Paging(each, each, tables, _BLOCK))
+    before = {name: torch.cat([x, x]) for name, x in states.items()}
+    try:
+        _run(build, attend_to_rows, places, takes_mask=takes_mask, states=before, sequences=2)
+    except Exception:  # whatever a module does with positions that it takes for those of every sequence
+        return False
+    return True
+
+
 def _run(
     build: Build,
     attend: Callable[..., Any],
@@ -168,11 +187,13 @@ def _run(
     *,
     takes_mask: bool = False,
     states: dict[StateName, torch.Tensor] | None = None,
+    sequences: int = 1,
 ) -> _Run:
     """Run a module once.
 
     Args:
         states: The recurrent states with which it begins. None: as at the first token.
+        sequences: Number of sequences, which have as many tokens each.
     """
     windows: dict[int, int] = {}
     calls = 0
@@ -190,8 +211,8 @@ def _run(
     masks = mask_names(model)
     own = placed_masks(model, places, [(name, 0) for name in masks])
     with torch.set_grad_enabled(bool(states)), torch.device("meta"), told_positions(model, places), own:
-        ids = torch.empty(1, len(places.queries), dtype=torch.long)
-        logits = model(input_ids=ids, **placed(model, cache, takes_mask)).logits
+        ids = torch.empty(sequences, len(places.queries) // sequences, dtype=torch.long)
+        logits = model(input_ids=ids, **placed(model, cache, takes_mask, sequences)).logits
     squares = [name for name, x in model.named_buffers() if x.dim() == 4 and x.shape[-2] == x.shape[-1] > 1]
     squares = [name for name in squares if name not in masks]
     if squares and cache.rows and not calls:

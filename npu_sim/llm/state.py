@@ -112,6 +112,8 @@ class StateForm:
         is_paged: Whether paged attention computes what its attention does.
         takes_mask: Whether it must be told that no key is padding: it counts keys by such a mask.
         recurrent: Its recurrent states.
+        takes_sequences: Whether a step may have several sequences, where there are recurrent states: some models give
+            the tokens of all sequences the same positions.
         masks: Name of each buffer that is a square mask of its own attention, and the number of last positions that it
             shows, 0 for all.
         takes_pieces: Whether a step may have several tokens of a sequence: some recurrences begin with zeros then.
@@ -123,4 +125,5 @@ class StateForm:
     takes_mask: bool = False
     recurrent: tuple[StateName, ...] = ()
     takes_pieces: bool = True
+    takes_sequences: bool = True
     masks: tuple[tuple[str, int], ...] = ()
