@@ -54,10 +54,7 @@ class _Recorder(PlacedCache):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, ...]:
         rows = [[x.shape[1], x.shape[3]] for x in (key, value)]
-        if (
-            key.shape[0] * key.shape[2] != len(self.places.queries)
-            or self.rows.setdefault(layer_idx, rows) != rows
-        ):
+        if key.shape[0] * key.shape[2] != len(self.places.queries) or self.rows.setdefault(layer_idx, rows) != rows:
             raise InputError(f"its layer {layer_idx} keeps {list(key.shape)}, not keys of each token by head")
         if isinstance(self.places, GatheredPlaces):
             return tuple(x.new_empty(1, x.shape[1], len(self.places.keys), x.shape[3]) for x in (key, value))
