@@ -15,7 +15,7 @@ from torch import nn
 from npu_compiler.errors import InputError
 from npu_sim.llm.adapter_rows import AdapterRows
 from npu_sim.llm.attention import GatheredPlaces, PagePlaces, Paging, PlacedMask, Places, RowPlaces
-from npu_sim.llm.recurrent import RecurrentCache, read_lanes, write_lanes
+from npu_sim.llm.recurrent import RecurrentCache, own_states, read_lanes, write_lanes
 from npu_sim.llm.state import StateForm, StateName
 
 
@@ -225,7 +225,8 @@ class CachedCausalLM(nn.Module):
         states = read_lanes(form.recurrent, r, lanes, positions[:1])
         cache = _Cache(positions, (k, v), places, form.layers, states)
         own = placed_masks(causal, places, form.masks)
-        with own, told_positions(causal, places), _only_row(causal.get_output_embeddings(), last):
+        only = _only_row(causal.get_output_embeddings(), last)
+        with own_states(causal, cache.states), own, told_positions(causal, places), only:
             logits = causal(input_ids=input_ids, **placed(causal, cache, form.takes_mask)).logits
         return (logits.float(), *cache.updated(), *write_lanes(cache.states, form.recurrent, r, lanes))
 
@@ -421,7 +422,8 @@ class PagedCausalLM(nn.Module):
         cache = _Cache(slots, pools, blocks, form.layers, states)
         ids = tokens[None] if lanes is None else tokens.reshape(count, -1)
         own = placed_masks(causal, blocks, form.masks)
-        with own, told_positions(causal, blocks), _chosen_rows(causal.get_output_embeddings(), outputs):
+        chosen = _chosen_rows(causal.get_output_embeddings(), outputs)
+        with own_states(causal, cache.states), own, told_positions(causal, blocks), chosen:
             logits = causal(input_ids=ids, **placed(causal, cache, form.takes_mask, count)).logits.float()[0]
         history = torch.index_copy(history, 0, places, choose(logits))
         written = [] if lanes is None else write_lanes(cache.states, form.recurrent, r, lanes)

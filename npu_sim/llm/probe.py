@@ -20,6 +20,7 @@ from npu_sim.llm.attention import (
     window_of,
 )
 from npu_sim.llm.modules import PlacedCache, mask_names, placed, placed_masks, told_positions
+from npu_sim.llm.recurrent import own_states, own_tensors
 from npu_sim.llm.state import StateName
 
 _TOKENS, _BLOCK = 5, 16
@@ -138,18 +139,23 @@ def _described(state: torch.Tensor) -> tuple[list[int], str]:
     return list(state.shape[1:]), str(state.dtype).removeprefix("torch.")
 
 
+def _sort(name: StateName) -> tuple[str, int]:
+    """The sort of a state, for attributes without the place of their module; and its place."""
+    return name.sort.rpartition(".")[2], name.place
+
+
 def _takes_pieces(build: Build, states: dict[StateName, torch.Tensor], takes_mask: bool) -> bool:
     """Whether steps of several tokens continue from recurrent states.
 
     Raises:
         InputError: not even a step of one token does, or the states' sizes depend on the number of tokens.
     """
-    sorts = {(name.sort, name.place) for name in states}
+    sorts = {_sort(name) for name in states}
     for count, sort in product((1, _TOKENS), sorts):
         with torch.device("meta"):
             places = _ProbedRows(torch.empty(count, dtype=torch.long), count)
         # Whether a new state comes from the old one: PyTorch notes it for gradients, with data or without.
-        traced = {name for name in states if (name.sort, name.place) == sort}
+        traced = {name for name in states if _sort(name) == sort}
         before = {name: torch.empty_like(x).requires_grad_(name in traced).clone() for name, x in states.items()}
         run = _run(build, attend_to_rows, places, takes_mask=takes_mask, states=before)
         if {name: _described(x) for name, x in run.states.items()} != {n: _described(x) for n, x in states.items()}:
@@ -207,9 +213,14 @@ def _run(
     model.requires_grad_(False)
     masks = mask_names(model)
     own = placed_masks(model, places, [(name, 0) for name in masks])
-    with torch.set_grad_enabled(bool(states)), torch.device("meta"), told_positions(model, places), own:
+    empty = [name for name, value in own_tensors(model).items() if value is None]
+    kept = own_states(model, cache.states)
+    with torch.set_grad_enabled(bool(states)), torch.device("meta"), told_positions(model, places), own, kept:
         ids = torch.empty(sequences, len(places.queries) // sequences, dtype=torch.long)
         logits = model(input_ids=ids, **placed(model, cache, takes_mask, sequences)).logits
+    if states is None:
+        left = own_tensors(model)
+        cache.states |= {name: x for name in empty if (x := left.get(name)) is not None}
     squares = [name for name, x in model.named_buffers() if x.dim() == 4 and x.shape[-2] == x.shape[-1] > 1]
     squares = [name for name in squares if name not in masks]
     if squares and cache.rows and not calls:

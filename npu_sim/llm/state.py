@@ -93,7 +93,7 @@ class StateName(NamedTuple):
     """The place of a state in transformers' cache.
 
     Attributes:
-        sort: "conv" or "recurrent".
+        sort: "conv" or "recurrent"; or the path of an attribute of a module, which keeps the state itself.
         layer, place: Number of the layer, and of the state among those of its sort there.
     """
 
