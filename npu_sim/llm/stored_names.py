@@ -124,8 +124,8 @@ def find_names(model: Any, stored: Iterable[str]) -> dict[str, Any]:
             first, *_ = targets = rule.target_patterns
             for index, other in enumerate(targets):
                 found["pieces"][target.replace(first, other)] = [name, index, len(targets)]
-        elif kinds[0][0] == "Interleave" and len(kinds) == 1 and not operations[0].inverse:
-            found["interleaved"][target] = [name, operations[0].dim]
+        elif [kind for kind, _ in kinds] == ["Interleave"] and not getattr(operations[0], "inverse", False):
+            found["interleaved"][target] = [name, kinds[0][1]]
         else:
             found["unsupported"][name] = kinds[0][0]
     for names in found["rows"].values():

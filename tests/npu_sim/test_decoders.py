@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_llms import VOCAB, save_tiny
 from transformers import masking_utils
-from transformers.core_model_loading import Interleave
 
 from benchmarks.pages import model_types
 from npu_compiler.errors import InputError, WeightError
@@ -163,9 +162,6 @@ def test_parts_of_a_parameter_are_joined_and_divided_as_transformers_does(rng: n
     np.testing.assert_array_equal(Piece("q", 1, 2).read(state), first[2:])
     mixed = {"q": np.stack([first, second], 1).reshape(1, 8, 3)}
     np.testing.assert_array_equal(Interleaved("q", 1).read(mixed)[0], np.concatenate([first, second]))
-    for dim in (0, 1):
-        (theirs,) = Interleave(dim).convert({"q": torch.from_numpy(first[:, :2])}, ["q"], ["p"]).values()
-        np.testing.assert_array_equal(Interleaved("q", dim).read({"q": first[:, :2]}), theirs)
     few = {"q": quantize(np.tile(first, 16), QuantizedFormat("int8"))}
     with pytest.raises(InputError, match="'q' is stored in few bits and joined or divided by transformers"):
         Piece("q", 0, 2).read(few)
