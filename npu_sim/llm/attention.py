@@ -67,6 +67,10 @@ class Places(ABC):
             return places.keys
         return places.queries if function is torch.Tensor.add else NotImplemented
 
+    def __add__(self, offset: int) -> int:
+        """The number of keys, to which models add that of keys before them."""
+        return self.keys.shape[0] + offset
+
     @abstractmethod
     def mask(self, function: MaskFunction) -> Any:
         """Return the mask that an attention function gets."""
