@@ -699,6 +699,8 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         reason = "its module does not run over a cache that others hold"
         if any(word in str(error) for word in ("nonzero", "meta tensor", "data-dependent")):
             reason = "its module chooses shapes or branches by numbers that it computes, as no program can"
+        if "ambiguous" in str(error):  # of a tensor with a number for each token, where a module expects one
+            reason = "its module decides by the number of tokens in its cache, which is another for each sequence"
         raise _unsupported(checkpoint, InputError(reason)) from error
 
 

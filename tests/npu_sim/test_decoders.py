@@ -36,6 +36,7 @@ from npu_sim.llm.attention import (
     mask_window,
     window_of,
 )
+from npu_sim.llm.checkpoint import as_input_error
 from npu_sim.llm.graph import meta_model, state_with_buffers
 from npu_sim.llm.model_types import tried_types
 from npu_sim.llm.modules import first_position
@@ -332,6 +333,13 @@ def test_a_config_that_cannot_be_used_is_refused_before_anything_is_built(
     with pytest.raises(InputError, match=message) as caught:
         load_checkpoint(folder)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_an_error_of_transformers_is_one_sentence_with_its_reason() -> None:
+    for text, said in (("wrong: no\nmore", "wrong: no"), ("wrong:\n    why\nmore", "wrong: why"), ("", "ValueError")):
+        with pytest.raises(InputError) as raised, as_input_error("x cannot be used"):
+            raise ValueError(text)
+        assert str(raised.value) == f"x cannot be used: {said}"
 
 
 def test_an_adapter_is_said_to_be_one(llama: Path, tmp_path: Path) -> None:
