@@ -60,6 +60,18 @@ class Places(ABC):
     queries: torch.Tensor
     keys: torch.Tensor
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Stand for the number of keys in `torch.arange(places)`, and in `indices + places` for the queries' offset."""
+        (places,) = (x for x in args if isinstance(x, Places))
+        if function is torch.arange:
+            return places.keys
+        return places.queries if function is torch.Tensor.add else NotImplemented
+
+    def __add__(self, offset: int) -> int:
+        """The number of keys, to which models add that of keys before them."""
+        return self.keys.shape[0] + offset
+
     @abstractmethod
     def mask(self, function: MaskFunction) -> Any:
         """Return the mask that a layer's attention function gets, made from transformers' mask function."""
@@ -128,6 +140,33 @@ class PagePlaces(Places):
         if window is None:
             raise InputError("its attention has a mask of its own, which paged attention does not compute")
         return PageMask(self._paging, window)
+
+
+class PlacedMask:
+    """A square mask of a module's own, of queries by keys, every slice of which is the part for the places of a step.
+
+    Args:
+        window: Number of last positions that it shows. 0: all up to the query's.
+    """
+
+    def __init__(self, places: Places, window: int) -> None:
+        self._places, self._window = places, window
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        """[1, 1, N, S]."""
+        queries, keys = self._places.queries[:, None], self._places.keys[None, :]
+        seen = keys <= queries
+        return (seen & (keys > queries - self._window) if self._window else seen)[None, None]
+
+
+def mask_window(mask: torch.Tensor) -> int | None:
+    """The number of last positions that a square mask [1, 1, P, P] shows: 0 for all, None if it shows others."""
+    full, size = mask[0, 0].bool(), mask.shape[-1]
+    window = int(full[-1].sum())
+    expected = torch.ones_like(full).tril()
+    if not torch.equal(full, expected & ~expected.tril(-window)):
+        return None
+    return 0 if window == size else window
 
 
 def visible(*_: Any, q_offset: Places, mask_function: MaskFunction, **__: Any) -> Any:
@@ -274,16 +313,19 @@ def attend_to_rows(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     _check_dropout(dropout)
-    if attention_mask is None or attention_mask.dtype != torch.bool:
+    is_added = (
+        attention_mask is not None and attention_mask.is_floating_point()
+    )  # what a module makes of the causal one
+    if attention_mask is None or not is_added and attention_mask.dtype != torch.bool:
         raise InputError("its attention has a mask of its own instead of the causal one")
     if (chosen := others.pop("indices", None)) is not None:  # of keys, for each query
-        shown = torch.zeros_like(attention_mask[:, 0]).scatter(-1, chosen.long(), True)
-        attention_mask = attention_mask & shown[:, None]
+        shown = torch.zeros_like(attention_mask[:, 0], dtype=torch.bool).scatter(-1, chosen.long(), True)[:, None]
+        attention_mask = attention_mask + additive(shown, attention_mask.dtype) if is_added else attention_mask & shown
     if features := asked_features(module, others):
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if own is None:
             raise InputError(f"its attention uses {_named(features)}, which is not supported")
-        mask = additive(attention_mask, query.dtype)
+        mask = attention_mask if is_added else additive(attention_mask, query.dtype)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attended: tuple[torch.Tensor, Any] = own(module, query, key, value, mask, scaling=scale, dropout=0.0, **others)
         return attended

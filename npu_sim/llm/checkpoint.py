@@ -182,8 +182,9 @@ def as_input_error(what: str) -> Iterator[None]:
     except ImportError as error:
         raise InputError(f"{what}: it needs {error.name}, which is not installed: {install_command('llm')}") from error
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        raise InputError(f"{what}: {lines[0] if lines else type(error).__name__}") from error
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+        said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        raise InputError(f"{what}: {said}") from error
 
 
 class Widened(Mapping[str, Any]):

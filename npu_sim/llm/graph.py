@@ -129,6 +129,8 @@ def state_form(checkpoint: Checkpoint) -> StateForm:
         facts["takes_mask"],
         tuple(StateName(*name) for name, *_ in facts["recurrent"]),
         facts["takes_pieces"],
+        facts["takes_sequences"],
+        tuple(_facts(checkpoint)["masks"].items()),
     )
 
 
@@ -262,7 +264,7 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
     from npu_compiler.graph.symbolic import specialize
 
     each = shape.tokens // shape.sequences if shape.lanes else 0
-    sequences = [] if each > 1 else [shape.sequences]
+    sequences = [] if each > 1 or not state_form(checkpoint).takes_sequences else [shape.sequences]
     key = ["paged", sampling, shape.block_size, each, _model_key(checkpoint), *_adapters_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-paged-ir"
     ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape.block_size, sampling, each), _TRACING)
@@ -299,8 +301,8 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool, eac
     """The IR, as JSON data, of a paged module whose sizes are symbols.
 
     Args:
-        each: Number of tokens of each sequence, for a model with recurrent states; above 1, there is one sequence. 0:
-            the model has no recurrent states.
+        each: Number of tokens of each sequence, for a model with recurrent states; above 1, or for a model that takes
+            one sequence only, there is one sequence. 0: the model has no recurrent states.
     """
     require_torch("tracing a model")
     import torch
@@ -316,7 +318,7 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool, eac
     examples = {"tokens": 6, "outputs": 3, "sequences": 4, "blocks": 5, "history": 16, "rows": 7 * block_size}
     examples["lanes"] = 9
     symbols: dict[str, Any] = {name: Dim(name, min=2) for name in examples} | {"each": None}
-    if each > 1:
+    if each > 1 or not form.takes_sequences:
         examples["sequences"], symbols["sequences"] = 1, None
     batch = ["sequences", "each"] if each else ["tokens"]
     names = [*[batch] * 4, ["sequences", "blocks"], ["outputs"], ["history"], ["outputs"]]
@@ -660,15 +662,15 @@ def _and_others(names: list[str]) -> str:
 def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     """Facts of a module that are cached on disk: its buffers, tied parameters, shapes, linear layers and state.
 
-    The buffers are the non-persistent ones, as lists. Each tied parameter is mapped to the parameter it is tied to, in
-    both directions.
+    The buffers are the non-persistent ones, as lists, except masks, which are windows as in `StateForm`. Each tied
+    parameter is mapped to the parameter it is tied to, in both directions.
     """
     from npu_sim.llm.experts import joined_parameters
 
     model = meta_model(checkpoint)
     joined = joined_parameters(model)
     try:
-        buffers = _buffers(model)
+        buffers, masks = _buffers(model)
     except Exception as error:  # whatever a module's own initialization raises
         raise _unsupported(checkpoint, error) from error
     groups: dict[int, list[str]] = {}
@@ -677,6 +679,7 @@ def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     tied = {name: other for names in groups.values() for name in names for other in names if name != other}
     return {
         "buffers": buffers,
+        "masks": masks,
         "tied": tied,
         "shapes": {
             name: list(joined[name].shape if name in joined else value.shape)
@@ -715,18 +718,27 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         reason = "its module does not run over a cache that others hold"
         if any(word in str(error) for word in ("nonzero", "meta tensor", "data-dependent")):
             reason = "its module chooses shapes or branches by numbers that it computes, as no program can"
+        if "ambiguous" in str(error):  # of a tensor with a number for each token, where a module expects one
+            reason = "its module decides by the number of tokens in its cache, which is another for each sequence"
         raise _unsupported(checkpoint, InputError(reason)) from error
 
 
-def _buffers(model: Any) -> dict[str, Any]:
-    """The non-persistent buffers of a module on the meta device, as lists, initialized by transformers' own code.
+def _buffers(model: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """Compute the non-persistent buffers of a module on the meta device as transformers does after loading.
+
+    Returns:
+        The buffers as lists, and the windows of those that are square masks.
 
     Raises:
-        InputError: transformers' initialization leaves a buffer unset.
+        InputError: transformers leaves one as it is, or a mask is neither causal nor one of a window.
     """
     import torch
 
-    buffers = {}
+    from npu_sim.llm.attention import mask_window
+    from npu_sim.llm.modules import mask_names
+
+    buffers: dict[str, Any] = {}
+    masks, squares = {}, mask_names(model)
     owners = {path: module for path, module in model.named_modules() if hasattr(module, "_init_weights")}
     for path, module in model.named_modules():
         if any(part.startswith(SENSES) for part in path.split(".")):
@@ -738,13 +750,23 @@ def _buffers(model: Any) -> dict[str, Any]:
         if names:
             parts = path.split(".")
             inside = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
-            next(owners[name] for name in inside if name in owners)._init_weights(module)
+            enclosing = [owners[name] for name in inside if name in owners]
+            enclosing[0]._init_weights(module)
+            for owner in enclosing:  # some fill buffers of their parts
+                if any(module._buffers[name].isnan().any() for name in names):
+                    owner._init_weights(owner)
         for name in names:
             value = module._buffers[name]
             if value.isnan().any():
                 raise InputError(f"nothing says how its buffer '{path}.{name}' is computed")
-            buffers[f"{path}.{name}"] = value.tolist()
-    return buffers
+            full = f"{path}.{name}"
+            if full not in squares:
+                buffers[full] = value.tolist()
+            elif (window := mask_window(value)) is not None:
+                masks[full] = window
+            else:
+                raise InputError(f"its own attention has a mask ('{full}') of other than the last positions")
+    return buffers, masks
 
 
 def _whole(config: Any) -> Any:

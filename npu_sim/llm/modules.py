@@ -5,7 +5,7 @@ Some of them also choose the next token.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,15 @@ from torch import nn
 
 from npu_compiler.errors import InputError
 from npu_sim.llm.adapter_rows import AdapterRows
-from npu_sim.llm.attention import GatheredPlaces, PagePlaces, Paging, Places, RowPlaces
-from npu_sim.llm.recurrent import RecurrentCache, read_lanes, write_lanes
+from npu_sim.llm.attention import GatheredPlaces, PagePlaces, Paging, PlacedMask, Places, RowPlaces
+from npu_sim.llm.recurrent import RecurrentCache, own_states, read_lanes, write_lanes
 from npu_sim.llm.state import StateForm, StateName
 
 
 class PlacedCache(RecurrentCache):
     """A cache with the methods that transformers calls, for tokens whose `Places` say which keys they may see."""
 
-    is_compileable = True
+    is_compileable = is_initialized = True
     is_sliding = ()
 
     def __init__(self, places: Places, states: dict[StateName, torch.Tensor] | None = None) -> None:
@@ -134,7 +134,9 @@ def told_positions(causal: Any, places: Places) -> Iterator[None]:
         bound = inspect.signature(module.forward).bind(*args, **named)
         if bound.arguments.get("position_ids") is None:
             bound.arguments["position_ids"] = places.queries
-        bound.arguments["past_key_values_length"] = 0
+        # A tensor in a graph: some modules ask of a number whether their table of positions is long enough.
+        none = torch.zeros((), dtype=torch.long, device=places.queries.device)
+        bound.arguments["past_key_values_length"] = none if torch.compiler.is_compiling() else 0
         return bound.args, bound.kwargs
 
     hooks = [
@@ -147,6 +149,38 @@ def told_positions(causal: Any, places: Places) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def mask_names(causal: Any) -> list[str]:
+    """Names of the buffers [1, 1, P, P] that are masks of queries by keys, which no file holds."""
+    return [
+        f"{path}.{name}"
+        for path, module in causal.named_modules()
+        for name, x in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set and x.dtype == torch.bool
+        if x.dim() == 4 and x.shape[:2] == (1, 1) and x.shape[2] == x.shape[3] > 1
+    ]
+
+
+@contextlib.contextmanager
+def placed_masks(causal: Any, places: Places, masks: Iterable[tuple[str, int]]) -> Iterator[None]:
+    """Let masks that a model's own attention slices by numbers of queries and keys be those of a step's places.
+
+    Args:
+        masks: As in `StateForm`.
+    """
+    held = []
+    for path, window in masks:
+        owner, _, name = path.rpartition(".")
+        module = causal.get_submodule(owner)
+        held.append((module, name, module._buffers.pop(name)))
+        setattr(module, name, PlacedMask(places, window))
+    try:
+        yield
+    finally:
+        for module, name, buffer in held:
+            delattr(module, name)
+            module._buffers[name] = buffer
 
 
 def first_position(causal: Any) -> int:
@@ -194,7 +228,9 @@ class CachedCausalLM(nn.Module):
         lanes = torch.arange(input_ids.shape[0], device=positions.device)
         states = read_lanes(form.recurrent, r, lanes, positions[:1])
         cache = _Cache(positions, (k, v), places, form.layers, states)
-        with told_positions(causal, places), _only_row(causal.get_output_embeddings(), last):
+        own = placed_masks(causal, places, form.masks)
+        only = _only_row(causal.get_output_embeddings(), last)
+        with own_states(causal, cache.states), own, told_positions(causal, places), only:
             logits = causal(input_ids=input_ids, **placed(causal, cache, form.takes_mask)).logits
         return (logits.float(), *cache.updated(), *write_lanes(cache.states, form.recurrent, r, lanes))
 
@@ -401,7 +437,9 @@ class PagedCausalLM(nn.Module):
         blocks = PagePlaces(paging) if form.is_paged else GatheredPlaces(paging, added)
         cache = _Cache(slots, pools, blocks, form.layers, states)
         ids = tokens[None] if lanes is None else tokens.reshape(count, -1)
-        with told_positions(causal, blocks), _chosen_rows(causal.get_output_embeddings(), outputs):
+        own = placed_masks(causal, blocks, form.masks)
+        chosen = _chosen_rows(causal.get_output_embeddings(), outputs)
+        with own_states(causal, cache.states), own, told_positions(causal, blocks), chosen:
             logits = causal(input_ids=ids, **placed(causal, cache, form.takes_mask, count)).logits.float()[0]
         history = torch.index_copy(history, 0, places, choose(logits))
         written = [] if lanes is None else write_lanes(cache.states, form.recurrent, r, lanes)

@@ -9,6 +9,7 @@ import torch
 
 from npu_compiler.errors import InputError
 from npu_sim.llm.attention import (
+    GatheredPlaces,
     MaskFunction,
     PagePlaces,
     Paging,
@@ -18,7 +19,8 @@ from npu_sim.llm.attention import (
     attend_to_rows,
     window_of,
 )
-from npu_sim.llm.modules import PlacedCache, placed, told_positions
+from npu_sim.llm.modules import PlacedCache, mask_names, placed, placed_masks, told_positions
+from npu_sim.llm.recurrent import own_states, own_tensors
 from npu_sim.llm.state import StateName
 
 _TOKENS, _BLOCK = 5, 16
@@ -53,12 +55,10 @@ class _Recorder(PlacedCache):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, ...]:
         rows = [[x.shape[1], x.shape[3]] for x in (key, value)]
-        if (
-            key.shape[0] != 1
-            or key.shape[2] != len(self.places.queries)
-            or self.rows.setdefault(layer_idx, rows) != rows
-        ):
+        if key.shape[0] * key.shape[2] != len(self.places.queries) or self.rows.setdefault(layer_idx, rows) != rows:
             raise InputError(f"its layer {layer_idx} keeps {list(key.shape)}, not keys of each token by head")
+        if isinstance(self.places, GatheredPlaces):
+            return tuple(x.new_empty(1, x.shape[1], len(self.places.keys), x.shape[3]) for x in (key, value))
         if not isinstance(self.places, PagePlaces):
             return key, value
         return tuple(x.new_empty(4 * _BLOCK, x.shape[1], x.shape[3]) for x in (key, value))
@@ -73,12 +73,14 @@ class _Run:
         windows: Layer → the number of last tokens that it attends to, 0 for all.
         calls: Number of calls of the attention function.
         states: The recurrent states after the run.
+        logits: The module's result.
     """
 
     rows: dict[int, list[list[int]]]
     windows: dict[int, int]
     calls: int
     states: dict[StateName, torch.Tensor]
+    logits: torch.Tensor
 
 
 def probe_state(build: Build) -> dict[str, Any]:
@@ -87,7 +89,8 @@ def probe_state(build: Build) -> dict[str, Any]:
     Returns:
         `layers`: number of each layer with keys and values; `rows`: the shapes of a token's keys and values in each;
         `windows`: the number of last tokens that each attends to, 0 for all; `recurrent`: name, shape and dtype of each
-        recurrent state; and `is_additive`, `is_paged`, `takes_mask` and `takes_pieces` as in `StateForm`.
+        recurrent state; and `is_additive`, `is_paged`, `takes_mask`, `takes_pieces` and `takes_sequences` as in
+        `StateForm`.
 
     Raises:
         InputError: a layer keeps a state of another kind, or the attention is of an unsupported kind.
@@ -127,12 +130,18 @@ def probe_state(build: Build) -> dict[str, Any]:
         "is_paged": is_paged,
         "takes_mask": takes_mask,
         "takes_pieces": _takes_pieces(build, run.states, takes_mask),
+        "takes_sequences": is_paged or _takes_sequences(build, run.states, takes_mask),
     }
 
 
 def _described(state: torch.Tensor) -> tuple[list[int], str]:
     """The shape of one sequence's part of a state, and its dtype."""
     return list(state.shape[1:]), str(state.dtype).removeprefix("torch.")
+
+
+def _sort(name: StateName) -> tuple[str, int]:
+    """The sort of a state, for attributes without the place of their module; and its place."""
+    return name.sort.rpartition(".")[2], name.place
 
 
 def _takes_pieces(build: Build, states: dict[StateName, torch.Tensor], takes_mask: bool) -> bool:
@@ -142,20 +151,36 @@ def _takes_pieces(build: Build, states: dict[StateName, torch.Tensor], takes_mas
         InputError: a step of one token does not continue from them either, or their sizes depend on the number of
             tokens.
     """
-    sorts = {(name.sort, name.place) for name in states}
+    sorts = {_sort(name) for name in states}
     for count, sort in product((1, _TOKENS), sorts):
         with torch.device("meta"):
             places = _ProbedRows(torch.empty(count, dtype=torch.long), count)
         # Whether a new state comes from the old one: PyTorch notes it for gradients, with data or without.
-        traced = {name for name in states if (name.sort, name.place) == sort}
+        traced = {name for name in states if _sort(name) == sort}
         before = {name: torch.empty_like(x).requires_grad_(name in traced).clone() for name, x in states.items()}
         run = _run(build, attend_to_rows, places, takes_mask=takes_mask, states=before)
         if {name: _described(x) for name, x in run.states.items()} != {n: _described(x) for n, x in states.items()}:
             raise InputError("the size of its layers' recurrent states depends on the number of tokens")
-        if not all(run.states[name].requires_grad for name in traced):
+        # A state that only passes what one token left to the next token is read, though no new state comes from it.
+        if not (all(run.states[name].requires_grad for name in traced) or run.logits.requires_grad):
             if count == 1:
                 raise InputError("its layers do not continue from the recurrent states that a cache holds")
             return False
+    return True
+
+
+def _takes_sequences(build: Build, states: dict[StateName, torch.Tensor], takes_mask: bool) -> bool:
+    """Whether a step may have a token of each of several sequences with recurrent states."""
+    if not states:
+        return True
+    with torch.device("meta"):
+        each, tables = torch.empty(2, dtype=torch.long), torch.empty(2, 3, dtype=torch.long)
+        places = GatheredPlaces(Paging(each, each, tables, _BLOCK))
+    before = {name: torch.cat([x, x]) for name, x in states.items()}
+    try:
+        _run(build, attend_to_rows, places, takes_mask=takes_mask, states=before, sequences=2)
+    except Exception:  # whatever a module does with positions that it takes for those of every sequence
+        return False
     return True
 
 
@@ -166,11 +191,13 @@ def _run(
     *,
     takes_mask: bool = False,
     states: dict[StateName, torch.Tensor] | None = None,
+    sequences: int = 1,
 ) -> _Run:
     """Run a module once.
 
     Args:
         states: The recurrent states with which the run begins. None: those before the first token.
+        sequences: Number of sequences, each with the same number of tokens.
     """
     windows: dict[int, int] = {}
     calls = 0
@@ -185,10 +212,18 @@ def _run(
 
     model, cache = build(probing), _Recorder(places, states)
     model.requires_grad_(False)
-    with torch.set_grad_enabled(bool(states)), torch.device("meta"), told_positions(model, places):
-        ids = torch.empty(1, len(places.queries), dtype=torch.long)
-        model(input_ids=ids, **placed(model, cache, takes_mask))
+    masks = mask_names(model)
+    own = placed_masks(model, places, [(name, 0) for name in masks])
+    empty = [name for name, value in own_tensors(model).items() if value is None]
+    kept = own_states(model, cache.states)
+    with torch.set_grad_enabled(bool(states)), torch.device("meta"), told_positions(model, places), own, kept:
+        ids = torch.empty(sequences, len(places.queries) // sequences, dtype=torch.long)
+        logits = model(input_ids=ids, **placed(model, cache, takes_mask, sequences)).logits
+    if states is None:
+        left = own_tensors(model)
+        cache.states |= {name: x for name in empty if (x := left.get(name)) is not None}
     squares = [name for name, x in model.named_buffers() if x.dim() == 4 and x.shape[-2] == x.shape[-1] > 1]
-    if squares and not calls:
+    squares = [name for name in squares if name not in masks]
+    if squares and cache.rows and not calls:
         raise InputError(f"its own attention has a mask ('{squares[0]}') for queries at the end of the keys")
-    return _Run(cache.rows, windows, calls, cache.states)
+    return _Run(cache.rows, windows, calls, cache.states, logits)

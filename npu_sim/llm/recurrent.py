@@ -1,11 +1,12 @@
 """Recurrent states of traced modules: tensors of a fixed size that a layer reads and replaces at each step.
 
 transformers' cache has two sorts: the last columns of a convolution's input, and the state of a recurrence (a selective
-scan, a delta rule, a linear attention). A layer may have several of each. Their memory is divided into lanes, one for
-each sequence.
+scan, a delta rule, a linear attention). A layer may have several of each. Some modules keep their states in attributes
+instead. The memory of states is divided into lanes, one for each sequence.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -66,6 +67,35 @@ class RecurrentCache:
         kept = self.states.get(name)
         self.states[name] = recurrent_states if kept is None else recurrent_states.to(kept.dtype)
         return self.states[name]
+
+
+def own_tensors(causal: nn.Module) -> dict[StateName, torch.Tensor | None]:
+    """The plain attributes of a model's modules that are tensors or None, each as the state that it may be."""
+    return {
+        StateName(f"{path}.{name}", 0, 0): value
+        for path, module in causal.named_modules()
+        for name, value in vars(module).items()
+        if value is None or isinstance(value, torch.Tensor)
+    }
+
+
+@contextlib.contextmanager
+def own_states(causal: nn.Module, states: dict[StateName, torch.Tensor]) -> Iterator[None]:
+    """Let modules find states in their attributes, and take from there what they leave.
+
+    Args:
+        states: All recurrent states of a step; those in attributes have names with a path.
+    """
+    places = [(name, *name.sort.rpartition(".")[::2]) for name in states if "." in name.sort]
+    modules = {name: (causal.get_submodule(path), attribute) for name, path, attribute in places}
+    try:
+        for name, (module, attribute) in modules.items():
+            setattr(module, attribute, states[name])
+        yield
+        states.update({name: getattr(module, attribute) for name, (module, attribute) in modules.items()})
+    finally:
+        for module, attribute in modules.values():
+            setattr(module, attribute, None)
 
 
 def read_lanes(

@@ -95,7 +95,8 @@ class StateName(NamedTuple):
     """The place of a recurrent state in transformers' cache.
 
     Attributes:
-        sort: "conv" (last columns of a convolution's input) or "recurrent" (state of a recurrence).
+        sort: "conv" (last columns of a convolution's input) or "recurrent" (state of a recurrence); or the path of a
+            module's attribute that holds the state.
         layer, place: Number of the layer, and of the state among the layer's states of this sort.
     """
 
@@ -116,6 +117,10 @@ class StateForm:
         is_paged: Whether paged attention can replace the model's attention.
         takes_mask: Whether the model needs a mask that says that no key is padding, since it counts keys by it.
         recurrent: The model's recurrent states.
+        takes_sequences: Whether a step may have several sequences, for a model with recurrent states: some models give
+            the tokens of all sequences the same positions.
+        masks: Name of each buffer that is a square mask of the model's own attention → the number of last positions
+            that it shows, 0 for all.
         takes_pieces: Whether a step may continue a sequence by several tokens: some recurrences would then begin with
             zeros.
     """
@@ -126,3 +131,5 @@ class StateForm:
     takes_mask: bool = False
     recurrent: tuple[StateName, ...] = ()
     takes_pieces: bool = True
+    takes_sequences: bool = True
+    masks: tuple[tuple[str, int], ...] = ()

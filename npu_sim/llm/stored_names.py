@@ -45,7 +45,25 @@ class Piece:
         return np.split(_dense(state, self.first), self.count)[self.index]
 
 
-Stored = str | ExpertParts | Rows | Piece
+@dataclass(frozen=True)
+class Interleaved:
+    """A file's tensor that alternates between two parts in a dimension, which follow each other in the parameter.
+
+    Attributes:
+        first: The tensor's name.
+        dim: The dimension.
+    """
+
+    first: str
+    dim: int
+
+    def read(self, state: Mapping[str, Any]) -> Any:
+        value = _dense(state, self.first)
+        before, size, after = value.shape[: self.dim], value.shape[self.dim], value.shape[self.dim + 1 :]
+        return value.reshape(*before, size // 2, 2, *after).swapaxes(self.dim, self.dim + 1).reshape(value.shape)
+
+
+Stored = str | ExpertParts | Rows | Piece | Interleaved
 """The form in which files hold a parameter: the name of a tensor, or the tensors or part that make it up."""
 
 
@@ -68,8 +86,9 @@ def find_names(model: Any, stored: Iterable[str]) -> dict[str, Any]:
 
     Returns:
         `tensors`: name in the file → parameter; `experts`: parameter → [number of matrices of each expert, list of
-        (expert, place, name)]; `rows`: parameter → names; `pieces`: parameter → [name, index, count]; `unsupported`:
-        name → the operation by which transformers would change its tensor.
+        (expert, place, name)]; `rows`: parameter → names; `pieces`: parameter → [name, index, count]; `interleaved`:
+        parameter → [name, dimension]; `unsupported`: name → the operation by which transformers would change its
+        tensor.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -83,7 +102,8 @@ def find_names(model: Any, stored: Iterable[str]) -> dict[str, Any]:
     rules, shapes, prefix = get_model_conversion_mapping(model), model.state_dict(), model.base_model_prefix
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    found: dict[str, Any] = {"tensors": {}, "experts": {}, "rows": {}, "pieces": {}, "unsupported": {}}
+    sorts = ("tensors", "experts", "rows", "pieces", "interleaved", "unsupported")
+    found: dict[str, Any] = {sort: {} for sort in sorts}
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, shapes)
         if target not in shapes and name in shapes:
@@ -104,6 +124,8 @@ def find_names(model: Any, stored: Iterable[str]) -> dict[str, Any]:
             first, *_ = targets = rule.target_patterns
             for index, other in enumerate(targets):
                 found["pieces"][target.replace(first, other)] = [name, index, len(targets)]
+        elif [kind for kind, _ in kinds] == ["Interleave"] and not getattr(operations[0], "inverse", False):
+            found["interleaved"][target] = [name, kinds[0][1]]
         else:
             found["unsupported"][name] = kinds[0][0]
     for names in found["rows"].values():
@@ -117,4 +139,5 @@ def parameters(found: Mapping[str, Any]) -> dict[str, Stored]:
     stored |= {target: ExpertParts(places, parts) for target, (places, parts) in found["experts"].items()}
     stored |= {target: Rows(tuple(names)) for target, names in found["rows"].items()}
     stored |= {target: Piece(*piece) for target, piece in found["pieces"].items()}
+    stored |= {target: Interleaved(*parts) for target, parts in found["interleaved"].items()}
     return stored

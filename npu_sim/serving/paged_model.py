@@ -94,6 +94,8 @@ class PagedModel(CompiledModel):
         self.context_length = _context_length(checkpoint, context_length)
         self.block_size, self.max_tokens, self.max_sequences = block_size, max_tokens, max_sequences
         per_sequence = -(-self.context_length // block_size)
+        if not state_form(checkpoint).takes_sequences:
+            max_sequences = self.max_sequences = 1
         if not state_form(checkpoint).is_paged:
             max_sequences = self.max_sequences = min(max_sequences, max(1, COPIED_ROWS // (per_sequence * block_size)))
         self.max_outputs = min(max_tokens, max_sequences)

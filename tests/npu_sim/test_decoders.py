@@ -25,12 +25,23 @@ from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_compiler.installing import install_command
 from npu_sim.llm import LanguageModel, cache_capacity, load_checkpoint, make_sampler
-from npu_sim.llm.attention import PageMask, Paging, attend_to_pages, attend_to_rows, window_of
+from npu_sim.llm.attention import (
+    PageMask,
+    Paging,
+    PlacedMask,
+    RowPlaces,
+    additive,
+    attend_to_pages,
+    attend_to_rows,
+    mask_window,
+    window_of,
+)
+from npu_sim.llm.checkpoint import as_input_error
 from npu_sim.llm.graph import meta_model, state_with_buffers
 from npu_sim.llm.model_types import tried_types
 from npu_sim.llm.modules import first_position
 from npu_sim.llm.sampling import penalized
-from npu_sim.llm.stored_names import Piece, Rows
+from npu_sim.llm.stored_names import Interleaved, Piece, Rows
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
 from npu_sim.serving.request import Request, SamplingSettings
@@ -150,6 +161,8 @@ def test_parts_of_a_parameter_are_joined_and_divided_as_transformers_does(rng: n
     state = {"q": first, "k": second}
     np.testing.assert_array_equal(Rows(("q", "k")).read(state), np.concatenate([first, second]))
     np.testing.assert_array_equal(Piece("q", 1, 2).read(state), first[2:])
+    mixed = {"q": np.stack([first, second], 1).reshape(1, 8, 3)}
+    np.testing.assert_array_equal(Interleaved("q", 1).read(mixed)[0], np.concatenate([first, second]))
     few = {"q": quantize(np.tile(first, 16), QuantizedFormat("int8"))}
     with pytest.raises(InputError, match="'q' is stored in few bits and joined or divided by transformers"):
         Piece("q", 0, 2).read(few)
@@ -171,6 +184,42 @@ def test_attention_sees_the_keys_that_are_chosen_for_a_query(masked: bool, rng: 
     found, _ = attend_to_rows(torch.nn.Identity(), query, key, value, mask, indices=chosen)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen).transpose(1, 2)
     torch.testing.assert_close(found, expected)
+
+
+def test_a_mask_that_a_module_makes_of_the_causal_one_is_added(rng: np.random.Generator) -> None:
+    query, key, value = torch.from_numpy(rng.normal(size=(3, 1, 2, 3, 4)).astype(np.float32))
+    seen = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    mask = torch.from_numpy(rng.normal(size=(1, 2, 3, 3)).astype(np.float32)) + additive(seen, torch.float32)
+    chosen = torch.tensor([[[0, 0], [0, 1], [0, 2]]])
+    fewer = mask.masked_fill(
+        torch.tensor([[False, True, True], [False, False, True], [False, True, False]]), -torch.inf
+    )
+    for indices, shown in ((None, mask), (chosen, fewer)):
+        found, _ = attend_to_rows(torch.nn.Identity(), query, key, value, mask, indices=indices)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, shown).transpose(1, 2)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 9])
+def test_a_modules_own_mask_is_that_of_a_steps_places(window: int, rng: np.random.Generator) -> None:
+    size = 12
+    mask = torch.ones(size, size, dtype=torch.bool).tril()
+    mask = (mask & ~mask.tril(-window) if window else mask)[None, None]
+    assert mask_window(mask.float()) == window
+    queries = torch.from_numpy(rng.integers(0, size, 4))
+    shown = PlacedMask(RowPlaces(queries, size), window)[:, :, 3:5, :2]
+    assert torch.equal(shown, mask[:, :, queries])
+    assert mask_window(mask.logical_not()) is None
+
+
+def test_buffers_that_a_model_fills_for_its_parts_are_computed(tmp_path: Path) -> None:
+    decoders.save_tiny("falcon_h1", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    stored = state_with_buffers(load_checkpoint(tmp_path, "float32"))
+    own = {name: x.numpy() for name, x in model.named_buffers() if name.endswith("mup_vector")}
+    assert own
+    for name, expected in own.items():
+        np.testing.assert_array_equal(stored[name], expected)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +333,13 @@ def test_a_config_that_cannot_be_used_is_refused_before_anything_is_built(
     with pytest.raises(InputError, match=message) as caught:
         load_checkpoint(folder)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_an_error_of_transformers_is_one_sentence_with_its_reason() -> None:
+    for text, said in (("wrong: no\nmore", "wrong: no"), ("wrong:\n    why\nmore", "wrong: why"), ("", "ValueError")):
+        with pytest.raises(InputError) as raised, as_input_error("x cannot be used"):
+            raise ValueError(text)
+        assert str(raised.value) == f"x cannot be used: {said}"
 
 
 def test_an_adapter_is_said_to_be_one(llama: Path, tmp_path: Path) -> None:

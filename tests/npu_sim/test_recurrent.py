@@ -17,8 +17,8 @@ from npu_compiler.errors import InputError
 from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
 from npu_sim.llm.engine.batch import Batch
 from npu_sim.llm.graph import layer_states, state_form
-from npu_sim.llm.recurrent import StateName
-from npu_sim.llm.state import lane_bytes, row_bytes
+from npu_sim.llm.recurrent import own_states
+from npu_sim.llm.state import StateName, lane_bytes, row_bytes
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
 from npu_sim.serving.recurrent_runs import check_lanes, divide_step
@@ -70,6 +70,41 @@ def test_a_probe_finds_short_convolutions_beside_attention(folder: Path) -> None
     assert (form.layers, form.recurrent, form.takes_pieces) == ((1,), (StateName("conv", 0, 0),), True)
     assert [state.kind.tensors for state in states] == [("k", "v"), ("r",)]
     assert (row_bytes(states, "float32"), lane_bytes(states, "float32")) == (2 * 2 * 16 * 4, 64 * 3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "state", "takes_pieces", "takes_sequences"),
+    [
+        ("zaya", StateName("recurrent", 0, 0), True, True),  # one token's value for the next, which nothing sums up
+        ("recurrent_gemma", StateName("model.layers.0.temporal_block.conv1d_state", 0, 0), False, True),
+        ("inkling_text", StateName("conv", 0, 0), True, False),  # its biases take the positions of one sequence
+    ],
+)
+def test_a_probe_finds_states_wherever_layers_keep_them(
+    tmp_path: Path, model_type: str, state: StateName, takes_pieces: bool, takes_sequences: bool
+) -> None:
+    decoders.save_tiny(model_type, tmp_path)
+    form = state_form(opened(tmp_path))
+    assert state in form.recurrent
+    assert (form.takes_pieces, form.takes_sequences) == (takes_pieces, takes_sequences)
+
+
+def test_modules_find_states_in_attributes_and_leave_new_ones_there() -> None:
+    class Adds(torch.nn.Module):
+        total = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total = self.total + x
+            return self.total
+
+    model = torch.nn.Sequential(Adds(), Adds())
+    states = {StateName(f"{place}.total", 0, 0): torch.tensor([place + 1.0]) for place in (0, 1)}
+    others = {StateName("conv", 0, 0): torch.zeros(1)}
+    held = {**states, **others}
+    with own_states(model, held):
+        assert model(torch.tensor([3.0])).tolist() == [6.0]
+    assert [x.tolist() for x in held.values()] == [[4.0], [6.0], [0.0]]
+    assert model[0].total is None
 
 
 def test_sequences_of_different_lengths_and_preempted_ones_get_the_tokens_of_transformers(folder: Path) -> None:

@@ -16,6 +16,7 @@ import contextlib
 import io
 import json
 import multiprocessing
+import re
 import shutil
 import sys
 import tempfile
@@ -365,6 +366,11 @@ def isolated(action: Callable[[], dict[str, Outcome]]) -> tuple[dict[str, Outcom
         process.join()
 
 
+def _without_place(outcome: Outcome) -> Outcome:
+    """An outcome that does not say in which temporary folder the model lay."""
+    return replace(outcome, detail=re.sub(r"/\S*/(?=model\b)", "", outcome.detail))
+
+
 def main(names: Iterable[str], results: Path | None) -> int:
     """Try model types, and merge their outcomes into a file of results, if one is given."""
     known = json.loads(results.read_text()) if results is not None and results.is_file() else {}
@@ -374,7 +380,7 @@ def main(names: Iterable[str], results: Path | None) -> int:
         for route, outcome in outcomes.items():
             counts[outcome.kind] += 1
             print(f"{name:24} {route:9} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
-        known[name] = {route: asdict(outcome) for route, outcome in outcomes.items()}
+        known[name] = {route: asdict(_without_place(outcome)) for route, outcome in outcomes.items()}
         if results is not None:
             ordered = {kind: known[kind] for kind in sorted(known)}
             results.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
