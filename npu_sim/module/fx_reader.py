@@ -154,11 +154,6 @@ class Nodes:
 
     def _call(self, node: Node, values: Mapping[Node, Value], prefix: str) -> Value:
         value, target = node.meta.get("val"), node.target
-        if self.has_pairs and any(is_complex(x.meta.get("val")) for x in (node, *operands(node))):
-            result = self._on_pairs(node, values, prefix)
-            if result is not None:
-                return result
-            values = {**values, **{x: self.whole(values[x]) for x in operands(node)}}
         args, kwargs = _resolve(node.args, values), _resolve(node.kwargs, values)
         if target is operator.getitem and not _is_references(args[0]):
             return args[0][args[1]]
@@ -177,6 +172,12 @@ class Nodes:
             return None
         if target is operator.getitem:
             return self._element(node, args[0], args[1], prefix)
+        if self.has_pairs and any(is_complex(x.meta.get("val")) for x in (node, *operands(node))):
+            result = self._on_pairs(node, values, prefix)
+            if result is not None:
+                return result
+            values = {**values, **{x: self.whole(values[x]) for x in operands(node)}}
+            args, kwargs = _resolve(node.args, values), _resolve(node.kwargs, values)
         return self._op(node, args, kwargs, values, prefix)
 
     def _op(
@@ -234,11 +235,9 @@ class Nodes:
 
     def _on_pairs(self, node: Node, values: Mapping[Node, Value], prefix: str) -> Value:
         """Read a call on complex tensors as what it does with their parts; None if it has no such form."""
-        if node.target is operator.getitem and isinstance(values[node.args[0]], list):
-            return values[node.args[0]][node.args[1]]
+        given = [values[x] for x in operands(node)]
         if not isinstance(node.target, torch._ops.OpOverload):
             return None
-        given = [values[x] for x in operands(node)]
         traced = {
             x: Pair(value.real.value, value.imaginary.value) if isinstance(value, Pair) else x.meta.get("val")
             for x, value in zip(operands(node), given, strict=True)
@@ -258,8 +257,8 @@ class Nodes:
         if not isinstance(value, Pair):
             return value
         parts = [value.real, value.imaginary]
-        with parts[0].value.fake_mode:
-            traced = torch.complex(parts[0].value, parts[1].value)
+        real = parts[0].value
+        traced = real.new_empty(real.shape, dtype=real.dtype.to_complex())
         name = self.take_name("complex")
         out = Reference(name, traced, name)
         self._append(_description(name, str(torch.ops.aten.complex.default), parts, [out], {}), [out])
@@ -386,7 +385,8 @@ class Nodes:
             device, dtype, enabled, _, region, *operands = args
             if not enabled:
                 return self.read(region, operands)
-            return self.read(_with_casts(region, operands, device, dtype), operands)
+            given = [self.whole(x) for x in operands]
+            return self.read(_with_casts(region, given, device, dtype), given)
         raise IRError(
             f"node '{node.name}': '{kind}' is control flow that depends on data, or another op that runs a function; "
             "a program is a fixed sequence of ops"
