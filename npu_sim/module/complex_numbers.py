@@ -170,7 +170,7 @@ def _on_each_part(target: Any) -> Callable[..., Any]:
 
 # Views in other units than elements, or of other values than their base has.
 _OTHER_VIEWS = {aten.as_strided.default, aten.view.dtype, aten._neg_view.default}
-_ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsub.Scalar, aten.where.self}
+_ARITHMETIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsub.Scalar}
 for _target in (
     *(aten.neg.default, aten.clone.default, aten.repeat.default, aten.roll.default, aten.flip.default),
     *(aten.index_select.default, aten.index.Tensor, aten.gather.default, aten.embedding.default),
