@@ -252,7 +252,7 @@ def bind_arguments(
             value = _tensor_list(remaining, sizes, masks)
         elif "Tensor" in kind:
             if argument.name in attrs:
-                value = attrs[argument.name]
+                value = decode_attr(argument.name, attrs[argument.name], kind, device)  # a number
             elif stats_only and argument.name in ("weight", "bias"):
                 value = None
             else:

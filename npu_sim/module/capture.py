@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from npu_compiler.errors import IRError
 from npu_compiler.graph.symbolic import KEY, is_symbolic
 from npu_sim.module.fx_reader import Nodes, Reference, constant_of, plain_number, sizes_of
-from npu_sim.module.storages import storages_of
 from npu_sim.module.trace import LARGE, Trace, problem_of, read_results, tracing
 
 _LEAF = pytree.tree_structure(0)
@@ -64,7 +63,7 @@ class Captured:
         Raises:
             IRError: the graph contains an op that IR cannot express.
         """
-        nodes = Nodes(storages=storages_of(self.graph_module))
+        nodes = Nodes.of(self.graph_module)
         for argument in (*self.names, *self.constants):
             nodes.take_name(argument)
         given: list[Any] = []

@@ -181,13 +181,14 @@ def _hints(node: Node) -> dict[str, int]:
     return {str(symbol): int(value) for symbol, value in values.items()}
 
 
-def _mode(node: Node) -> FakeTensorMode | None:
+def mode_of(node: Node) -> FakeTensorMode | None:
+    """The mode of the tensors without data that a call was traced with; None if it has no such tensors."""
     values = pytree.tree_leaves([node.meta.get("val"), *(x.meta.get("val") for x in operands(node))])
     return next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None)
 
 
 def _shape_env(node: Node) -> Any:
-    mode = _mode(node)
+    mode = mode_of(node)
     return None if mode is None else mode.shape_env
 
 
@@ -204,13 +205,13 @@ def _key(node: Node) -> Any:
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         sizes = tuple(str(x) for x in (*value.shape, *value.stride(), value.storage_offset()))
-        return sizes, str(value.dtype), str(value.device), id(_mode_of(value))
+        return sizes, str(value.dtype), str(value.device), id(_mode_of_tensor(value))
     if isinstance(value, (list, tuple)):
         return tuple(_described(x) for x in value)
     return type(value).__name__, str(value)
 
 
-def _mode_of(value: torch.Tensor) -> FakeTensorMode | None:
+def _mode_of_tensor(value: torch.Tensor) -> FakeTensorMode | None:
     return value.fake_mode if isinstance(value, FakeTensor) else None
 
 
@@ -220,7 +221,7 @@ def _trace(function: Function, node: Node, *, pre_dispatch: bool) -> GraphModule
     Args:
         pre_dispatch: Whether to keep ops that PyTorch composes of others, as `torch.export` does.
     """
-    mode = _mode(node)
+    mode = mode_of(node)
     if mode is None:
         return None
     given = operands(node)
@@ -231,13 +232,28 @@ def _trace(function: Function, node: Node, *, pre_dispatch: bool) -> GraphModule
         args, kwargs = pytree.tree_unflatten([arguments[places[x]] if isinstance(x, Node) else x for x in leaves], spec)
         return function(*args, **kwargs)
 
+    traced = trace_plainly(run, mode, [x.meta["val"] for x in given], pre_dispatch=pre_dispatch)
+    return traced if traced is not None and _has_results_of(traced, node) else None
+
+
+def trace_plainly(
+    function: Function, mode: FakeTensorMode, values: Sequence[Any], *, pre_dispatch: bool = True
+) -> GraphModule | None:
+    """Trace a function on traced values, each with memory of its own, as a graph of ops alone.
+
+    Args:
+        pre_dispatch: As in `_trace`.
+
+    Returns:
+        None where the function raises an error, does not hold for all sizes, or needs more than ops.
+    """
     try:
         with _tracing(mode):
-            values = [_alone(_faked(x.meta["val"], mode)) for x in given]
-            traced: GraphModule = make_fx(run, pre_dispatch=pre_dispatch)(*values)
+            given = [_alone(_faked(x, mode)) for x in values]
+            traced: GraphModule = make_fx(function, pre_dispatch=pre_dispatch)(*given)
     except Exception:  # whatever a decomposition raises; the call stays as it is
         return None
-    return traced if _is_plain(traced, node) else None
+    return traced if _is_plain(traced) else None
 
 
 def _faked(value: Any, mode: FakeTensorMode) -> Any:
@@ -306,10 +322,10 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_plain(traced: GraphModule, node: Node) -> bool:
+def _is_plain(traced: GraphModule) -> bool:
     """Rewrite a traced graph so that it consists only of ops on its inputs; return whether that succeeded.
 
-    It fails if the graph holds a tensor of several elements, or its results differ from the call's in shape or dtype.
+    It fails if the graph holds a tensor of several elements.
     """
     graph = traced.graph
     for inner in list(graph.nodes):
@@ -322,6 +338,12 @@ def _is_plain(traced: GraphModule, node: Node) -> bool:
     if isinstance(result, Node) and getattr(result.target, "__module__", "") == _NAMED_TUPLES:
         output.args = (list(result.args),)
     graph.eliminate_dead_code()
+    return True
+
+
+def _has_results_of(traced: GraphModule, node: Node) -> bool:
+    """Whether a graph's results are like a call's."""
+    (output,) = (x for x in traced.graph.nodes if x.op == "output")
     wanted, results = pytree.tree_leaves(node.meta.get("val")), pytree.tree_leaves(output.args[0])
     if len(wanted) != len(results):
         return False

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import IRError
 from npu_compiler.graph.model import SHARES, TENSOR_NAMES, unique_name
@@ -20,9 +21,10 @@ from npu_compiler.graph.reader import normalize_attr
 from npu_compiler.graph.symbolic import symbolic
 from npu_compiler.ops.registry import find_op, is_in_place
 from npu_runtime.torch_arrays import tensor_to_numpy
+from npu_sim.module.complex_numbers import Pair, is_complex, real_graph, writes_complex_memory
 from npu_sim.module.decompositions import Decompositions, operands
 from npu_sim.module.promotions import computed_value
-from npu_sim.module.storages import Storages, overlaps_itself, returns_its_argument
+from npu_sim.module.storages import Storages, overlaps_itself, returns_its_argument, storages_of
 
 ADVICE = 'use torch.compile(backend="npu_sim"), which runs such a part in PyTorch'
 UNBACKED = ("u", "zuf", "zf")  # how the names of numbers begin that are no sizes of inputs, but depend on data
@@ -68,7 +70,7 @@ class ViewStep:
     position: int
 
 
-# What a node of the FX graph stands for: a tensor, several, or a number, flag, string or None.
+# What a node of the FX graph stands for: a tensor, a pair, several, or a number, flag, string or None.
 Value: TypeAlias = Any
 
 
@@ -87,6 +89,7 @@ class Nodes:
         by_strides: (source, output), both as roots, for each op that returns a view or a copy depending on the source's
             strides.
         composites: Calls that were read as their decompositions, in the IR's form.
+        has_pairs: Whether complex tensors are pairs of real ones where possible.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -98,10 +101,17 @@ class Nodes:
     numbers: dict[str, Reference] = field(default_factory=dict)
     by_strides: list[tuple[str, str]] = field(default_factory=list)
     composites: list[dict[str, Any]] = field(default_factory=list)
+    has_pairs: bool = False
     _shares: dict[str, list[int]] = field(default_factory=dict)
     _bases: dict[str, Reference] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
     _decompositions: Decompositions = field(default_factory=lambda: Decompositions(describe_call))
+
+    @classmethod
+    def of(cls, graph_module: GraphModule) -> Nodes:
+        """No nodes yet, of a graph that is to be read."""
+        storages = storages_of(graph_module)
+        return cls(storages=storages, has_pairs=not writes_complex_memory(graph_module, storages))
 
     def read(self, graph_module: GraphModule, arguments: Sequence[Value], prefix: str = "") -> Value:
         """Add a graph's nodes; return the value of the graph's output node.
@@ -180,6 +190,12 @@ class Nodes:
             return None
         if target is operator.getitem:
             return self._element(node, args[0], args[1], prefix)
+        if self.has_pairs and any(is_complex(x.meta.get("val")) for x in (node, *operands(node))):
+            result = self._on_pairs(node, values, prefix)
+            if result is not None:
+                return result
+            values = {**values, **{x: self.whole(values[x]) for x in operands(node)}}
+            args, kwargs = _resolve(node.args, values), _resolve(node.kwargs, values)
         return self._op(node, args, kwargs, values, prefix)
 
     def _op(
@@ -218,11 +234,7 @@ class Nodes:
 
     def _decomposed(self, node: Node, decomposition: GraphModule, arguments: Sequence[Value], prefix: str) -> Value:
         """Add the nodes of a call's decomposition in its place; return their results with the call's traced values."""
-        placeholders = (x.meta.get("val") for x in decomposition.graph.nodes if x.op == "placeholder")
-        for placeholder, argument in zip(placeholders, arguments, strict=True):
-            if isinstance(placeholder, torch.Tensor) and isinstance(argument, Reference):
-                self.storages.substitute(placeholder, argument.value)
-        result = self.read(decomposition, arguments, f"{prefix}{node.name}_")
+        result = self._inlined(decomposition, arguments, f"{prefix}{node.name}_")
         value = node.meta["val"]
         if isinstance(result, Reference):
             return replace(result, value=value)
@@ -230,6 +242,45 @@ class Nodes:
             pairs = zip(result, value, strict=True)
             return type(result)(replace(x, value=own) if isinstance(x, Reference) else x for x, own in pairs)
         return result
+
+    def _inlined(self, graph_module: GraphModule, arguments: Sequence[Value], prefix: str) -> Value:
+        """Read a graph that was traced by itself in the place of a call."""
+        placeholders = (x.meta.get("val") for x in graph_module.graph.nodes if x.op == "placeholder")
+        for placeholder, argument in zip(placeholders, arguments, strict=True):
+            if isinstance(placeholder, torch.Tensor) and isinstance(argument, Reference):
+                self.storages.substitute(placeholder, argument.value)
+        return self.read(graph_module, arguments, prefix)
+
+    def _on_pairs(self, node: Node, values: Mapping[Node, Value], prefix: str) -> Value:
+        """Read a call on complex tensors as what it does with their parts; None if it has no such form."""
+        given = [values[x] for x in operands(node)]
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        traced = {
+            x: Pair(value.real.value, value.imaginary.value) if isinstance(value, Pair) else x.meta.get("val")
+            for x, value in zip(operands(node), given, strict=True)
+        }
+        graph = real_graph(node, traced)
+        if graph is None:
+            return None
+        arguments = [x for value in given for x in (pytree.tree_leaves(value) if isinstance(value, Pair) else [value])]
+        results = self._inlined(graph.graph_module, arguments, f"{prefix}{node.name}_")
+        result = graph.results.unflatten(results)
+        return replace(result, value=node.meta["val"]) if isinstance(result, Reference) else result
+
+    def whole(self, value: Value) -> Value:
+        """A value as it is, and a pair as the complex tensor that it stands for."""
+        if isinstance(value, list):
+            return [self.whole(x) for x in value]
+        if not isinstance(value, Pair):
+            return value
+        parts = [value.real, value.imaginary]
+        real = parts[0].value
+        traced = real.new_empty(real.shape, dtype=real.dtype.to_complex())
+        name = self.take_name("complex")
+        out = Reference(name, traced, name)
+        self._append(_description(name, str(torch.ops.aten.complex.default), parts, [out], {}), [out])
+        return out
 
     def _note_composite(
         self,
@@ -354,7 +405,8 @@ class Nodes:
             device, dtype, enabled, _, region, *operands = args
             if not enabled:
                 return self.read(region, operands)
-            return self.read(_with_casts(region, operands, device, dtype), operands)
+            given = [self.whole(x) for x in operands]
+            return self.read(_with_casts(region, given, device, dtype), given)
         raise IRError(
             f"node '{node.name}': '{kind}' is control flow that depends on data, or another op that runs a function; "
             "a program is a fixed sequence of ops"

@@ -34,7 +34,6 @@ from npu_sim.module.fx_reader import (
 from npu_sim.module.library_models import register_caches
 from npu_sim.module.own_decompositions.recurrent import lstm_shapes
 from npu_sim.module.quiet import quiet_tracing
-from npu_sim.module.storages import storages_of
 from npu_sim.module.structure import NUMBER, InputLeaf, OutputLeaf
 from npu_sim.module.substitutes import Substitutes
 from npu_sim.module.views import AliasedView, check_replayable
@@ -277,7 +276,7 @@ def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()
 
 def _trace(exported: ExportedProgram, name: str, changing: Set[str]) -> Trace:
     signature, module = exported.graph_signature, exported.graph_module
-    nodes = Nodes(storages=storages_of(module))
+    nodes = Nodes.of(module)
     state = {**exported.state_dict, **exported.constants}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
@@ -424,6 +423,7 @@ def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value])
         results: The values that the graph returns.
         given: The values of the graph's placeholders.
     """
+    results = [nodes.whole(x) for x in results]
     sources = {x.name: x for x in given if isinstance(x, Reference)}
     outputs: dict[str, Reference] = {}
     passed: dict[str, dict[str, Any]] = {}

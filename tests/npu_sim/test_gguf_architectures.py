@@ -54,10 +54,6 @@ def test_each_architecture_is_tried() -> None:
     assert {name.split()[0] for name in TYPES} >= set(ARCHITECTURES) - {"qwen2", "qwen3"}  # which test_gguf.py tries
 
 
-# Whose rotary embedding multiplies complex numbers in transformers, which no program does.
-COMPLEX = ("deepseek2", "deepseek2 without a latent of queries")
-
-
 def _saved(name: str, place: Path) -> tuple[Any, Path]:
     """A model of transformers and the same as a GGUF file."""
     kind, fields = TYPES[name]
@@ -108,7 +104,7 @@ def test_matrices_stay_in_few_bits(kind: str, encoding: str, tmp_path: Path) -> 
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", [name for name in TYPES if name not in COMPLEX])
+@pytest.mark.parametrize("name", TYPES)
 def test_a_file_generates_what_the_converted_model_does(name: str, tmp_path: Path) -> None:
     whole, path = _saved(name, tmp_path)
     ids = np.random.default_rng(1).integers(0, decoders.VOCAB, 20).tolist()
