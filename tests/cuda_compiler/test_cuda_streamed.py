@@ -220,7 +220,7 @@ def test_a_weight_that_is_an_input_is_not_read_ahead(name: str) -> None:
     assert [["bool ahead = true" in text for text in found.values()] for found in texts] == [[True], [False]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
 def test_it_compiles(dtype: str) -> None:
     sources: dict[str, str] = {}
     for layer in LAYERS.values():

@@ -132,7 +132,7 @@ def machine_for(name: str, body: tuple[Node, ...], checked: bool) -> tuple[Machi
     return Machine(hardware, program, memory, checked), y
 
 
-@pytest.mark.parametrize("name", ["edge", "datacenter", "odd"])
+@pytest.mark.parametrize("name", ["edge", pytest.param("datacenter", marks=pytest.mark.slow), "odd"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_engines_side_by_side_do_what_the_sequence_says(name: str, data: st.DataObject) -> None:

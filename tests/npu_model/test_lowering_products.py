@@ -190,7 +190,7 @@ def test_rounded_rows_are_multiplied_with_a_weights_codes_as_integers(
     y = g(f"aten.{act}.default", y) if act else y
     g.output(g("aten.mul.Tensor", y, *up) if gated else y)
     outcome = run_on(name, g, {"x": normal(rng, m, k)}, weights, "float32", quantization=format)
-    assert_close(outcome, 2e-6)
+    assert_close(outcome, 2e-6, scale=1.0)  # inputs and weights are such that sums are near 1
     assert {dtype for counts in outcome.run.sections for dtype in counts.macs} == {"int8"}
 
 

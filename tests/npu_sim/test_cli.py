@@ -557,7 +557,7 @@ def test_generate_streams_and_reports(folder: Path, monkeypatch: pytest.MonkeyPa
         return Stream("ab")
 
     opened = type("Checkpoint", (), {"name": "m", "tokenizer": None})
-    monkeypatch.setattr(llm, "load_checkpoint", lambda *settings: opened)
+    monkeypatch.setattr(llm, "load_checkpoint", lambda *_, **__: opened)
     monkeypatch.setattr(llm, "LanguageModel", Network)
     monkeypatch.setattr(llm, "chat", chat)
     monkeypatch.setattr(llm, "cache_capacity", lambda checkpoint, length: length)

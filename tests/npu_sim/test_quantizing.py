@@ -288,7 +288,9 @@ TUNED = [
 ]
 
 
-@pytest.mark.parametrize("format", TUNED, ids=str)
+@pytest.mark.parametrize(
+    "format", [*TUNED[:2], *(pytest.param(format, marks=pytest.mark.slow) for format in TUNED[2:])], ids=str
+)
 def test_a_tuned_model_predicts_more_of_what_the_original_does(source: Path, format: QuantizedFormat) -> None:
     checkpoint = load_checkpoint(source, "float32", "none")
     network = Layerwise(checkpoint)

@@ -93,7 +93,7 @@ def test_the_command_serves_a_shorthand_by_its_own_name(
     save_tokenizer(folder, HERMES)
     tiny = replace(load_checkpoint(folder, "float32"), name="SmolLM2-135M-Instruct.Q4_1")
     served: list[Any] = []
-    monkeypatch.setattr("npu_sim.llm.load_checkpoint", lambda *_: tiny)
+    monkeypatch.setattr("npu_sim.llm.load_checkpoint", lambda *_, **__: tiny)
     monkeypatch.setattr("npu_sim.serving.http.run_server", lambda application, *_, **__: served.append(application))
     small = ["--device", "cpu", "--port", "0", "--context-length", "64", "--max-batch", "2", "--prefill-tokens", "2"]
     done = CliRunner().invoke(app, ["serve", "smollm2", *small, *options])

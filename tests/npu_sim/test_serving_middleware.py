@@ -690,6 +690,7 @@ def test_programs_for_steps_of_every_size_are_prepared() -> None:
     network: Any = SimpleNamespace(
         max_tokens=36,
         max_outputs=20,
+        shares_prefixes=True,
         prepare=lambda tokens, outputs, sampling=False: prepared.append((tokens, outputs, sampling)),
         prepare_copies=lambda: prepared.append("copies"),
         warm_up=lambda: prepared.append("warm"),

@@ -393,7 +393,7 @@ def test_lite0_agrees_with_pytorch_on_photographs(tmp_path: Path, device: str) -
         assert predictions[0].label == label
 
 
-@pytest.mark.parametrize("device", [*DEVICES, METAL_DEVICE])
+@pytest.mark.parametrize("device", [*DEVICES, pytest.param(METAL_DEVICE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.slow)])
 def test_resnet_is_as_good_as_pytorch_in_float16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, device: str

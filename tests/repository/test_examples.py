@@ -55,6 +55,7 @@ def test_qwen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert pearson(printed) > 0.999
 
 
+@pytest.mark.slow
 def test_generate_step_by_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     printed = in_this_process("generate_step_by_step.py", "--tokens 3 --device cpu", monkeypatch, capsys)
     assert "' Paris'" in printed and "the same tokens as LanguageModel: True" in printed
