@@ -125,10 +125,11 @@ class BoundProgram:
 
 
 class SharedMemory:
-    """The buffers that all threads share: arena, constants, weights, and the results of the prologue.
+    """The buffers that all threads share. `bind_weights` sets the weights, and runs the prologue if they changed.
 
     Attributes:
-        memory: Buffer name → memory, for these buffers.
+        arena: The memory of the arena's buffers, which can move.
+        memory: Buffer name → memory, for constants, results of the prologue and bound weights; not for the arena.
         versions: Versions of the weights when they were bound.
         prologue_runs: Number of runs of the prologue, each of which replaces its results.
     """

@@ -316,7 +316,10 @@ def _check_choice(node: OpNode) -> None:
 
 
 def normalize_attr(value: Any) -> Any:
-    """An attribute as plain data: sequences become lists; torch objects become their names."""
+    """An attribute as plain data: sequences become lists, mappings dicts, a complex number a dict of its two parts.
+
+    Any other object becomes its text; that, like a string, loses a leading `torch.` (`torch.float32` → `float32`).
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.removeprefix("torch.") if isinstance(value, str) else value
     if isinstance(value, (list, tuple)):

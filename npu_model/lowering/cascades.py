@@ -66,7 +66,7 @@ class Part:
 Rule: TypeAlias = Callable[[KernelCall, Rows], tuple[Sequence[Rows | None], Mapping[str, object]] | None]
 """A rule of a kernel: from a call and rows of its result to the rows that it needs of each input (None: all), and the
 parameters that change; None where no such call exists.
-"""
+    """
 
 
 @dataclass(frozen=True)
@@ -507,7 +507,11 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
 
 
 def _passing(plan: ExecutionPlan) -> list[bool]:
-    """Whether, for each call but the last, only the next call reads its result, and both have striping rules."""
+    """Whether each call but the last can pass its result to the next in stripes.
+
+    Their striping rules must divide the same dimension; the result must be the call's only one, no output of the
+    program, and used by nothing but one input of the next call, whole.
+    """
     touching: dict[str, list[View]] = {}
     for call in plan.calls:
         for view in (*call.outputs, *call.inputs):

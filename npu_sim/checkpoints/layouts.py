@@ -254,9 +254,10 @@ class Plain:
 
 
 def matrix_shape(parts: Parts, name: str, *dtypes: str) -> tuple[int, int]:
-    """The shape of a stored matrix.
+    """The shape of a stored matrix, which must be present.
 
-    Raises WeightError if the tensor is missing, is not a matrix, or has none of these dtypes.
+    Raises:
+        WeightError: the tensor is no matrix, is empty, or has none of these dtypes.
     """
     array = parts[name]
     if array.ndim != 2 or 0 in array.shape or array.dtype.name not in dtypes:

@@ -554,7 +554,10 @@ def _options(checkpoint: Checkpoint, mesh: "Mesh | None") -> "CompileOptions":
 
 
 def _model_key(checkpoint: Checkpoint) -> list[Any]:
-    """A cache key that changes whenever the checkpoint's module might be traced differently."""
+    """The part of a cache key that a checkpoint's module decides: its config, its dtype and our own source.
+
+    Versions of packages (`_TRACING`), adapters (`_adapters_key`) and formats of weights are not in it.
+    """
     config = checkpoint.config.to_dict()
     for volatile in ("_name_or_path", "transformers_version"):
         config.pop(volatile, None)
