@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -115,8 +116,12 @@ def _cache() -> dict[str, Any]:
     from npu_runtime.cache_folder import cache_folder
 
     folder = cache_folder()
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    return {"folder": str(folder), "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+    sizes = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # another process has renamed or removed it meanwhile
+                sizes.append(os.stat(os.path.join(place, name)).st_size)
+    return {"folder": str(folder), "files": len(sizes), "bytes": sum(sizes)}
 
 
 def report(facts: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ from npu_compiler import WeightError
 from npu_runtime.cpu.torch_kernels import TORCH_KERNELS
 from npu_sim.arrays import read_weights
 from npu_sim.cli import app
+from npu_sim.commands import doctor
 
 ROOT = Path(__file__).parents[2]
 DRAWS = ("--samples", str(MIN_DRAWS))  # what `verify` judges over
@@ -578,6 +579,17 @@ def test_doctor_says_what_there_is_and_why_not(folder: Path) -> None:
     assert facts["devices"]["metal-emulator"] == {"usable": True, "description": "Metal, emulated GPU"}
     assert facts["native_kernels"]["built"] or facts["native_kernels"]["reason"]
     assert "cache:" in invoke(folder, "doctor").stdout
+
+
+def test_doctor_counts_the_cache_while_another_process_renames_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path))
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs" / "entry").write_bytes(b"12345")
+    (tmp_path / "programs" / ".unfinished").symlink_to(tmp_path / "gone")  # listed, but no longer there
+    cache = doctor._cache()
+    assert cache["files"] == 1 and cache["bytes"] == 5
 
 
 def test_doctor_misses_the_compiler_that_the_metal_emulator_needs(

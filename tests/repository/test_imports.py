@@ -118,7 +118,7 @@ def test_compilers_need_no_torch_and_no_device_library(package: str) -> None:
 
 
 def test_only_the_cuda_packages_know_cuda() -> None:
-    word = re.compile("cuda|cupy|cublas|cudnn|nvrtc|nvidia", re.IGNORECASE)
+    word = re.compile(r"cuda|\bcupy|cublas|cudnn|nvrtc|nvidia", re.IGNORECASE)
     files = [path for package in PRESENT if not package.startswith("cuda_") for path in (ROOT / package).rglob("*.*")]
     sources = [path for path in files if path.suffix in (".py", ".cpp", ".h", ".metal")]
     knowing = {str(path.relative_to(ROOT)) for path in sources if word.search(path.read_text(encoding="utf-8"))}

@@ -10,6 +10,8 @@ from time import monotonic
 
 from npu_sim.serving.http.errors import APIError
 
+_ROUNDING = 1e-9  # of a bucket's level, which is the sum of what many waits have added
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -87,11 +89,11 @@ class Admission:
         now = self._clock()
         level, since = self._buckets.get(key, (float(rate), now))
         level = min(float(rate), level + (now - since) * rate / 60)
-        if level < 1:
+        if level < 1 - _ROUNDING:
             self._buckets[key] = (level, now)
             wait = math.ceil((1 - level) * 60 / rate)
             raise _too_many(f"this key's limit is {rate} requests a minute; try again in {wait} s", wait)
-        self._buckets[key] = (level - 1, now)
+        self._buckets[key] = (max(0.0, level - 1), now)
 
 
 def _too_many(message: str, seconds: int) -> APIError:
