@@ -215,6 +215,7 @@ for codes in ("int4", "float8_e4m3"):
 """
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_changes_no_bit() -> None:
     results = {
         subprocess.run(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch_ir
 from cuda_gpu import DEVICES
+from drawn import drawn
 from metal_harness import open_metal
 from torch import nn
 from torch.ao.quantization.fx import _decomposed  # noqa: F401 (registers its ops)
@@ -1866,7 +1867,7 @@ def ids(cases: list[Case]) -> Any:
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-@ids(CASES)
+@pytest.mark.parametrize("case", drawn(CASES, 1 / 2, lambda case: case.name))
 def test_op_runs_on_the_device_and_equals_pytorch(
     case: Case, variant: Variant, backends: tuple[Backend, ...], seed: int
 ) -> None:

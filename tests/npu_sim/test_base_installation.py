@@ -129,6 +129,7 @@ def test_every_command_is_called() -> None:
     assert CALLS.keys() == typer.main.get_command(app).commands.keys()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", CALLS)
 def test_a_command_works_or_says_what_to_install(command: str, results: dict[str, tuple[int, str, str]]) -> None:
     status, output, exception = results[command]
@@ -138,11 +139,13 @@ def test_a_command_works_or_says_what_to_install(command: str, results: dict[str
     assert "ModuleNotFound" not in exception and "ImportError" not in exception, exception
 
 
+@pytest.mark.slow
 def test_most_commands_need_no_more_than_the_base(results: dict[str, tuple[int, str, str]]) -> None:
     able = {command for command, (status, *_) in results.items() if status == 0}
     assert able >= {"compile", "describe", "run", "partition", "report", "diff", "keygen", "trust", "doctor"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, extra", [("extract", "torch"), ("verify", "torch"), ("generate", "llm"), ("serve", "serve")]
 )

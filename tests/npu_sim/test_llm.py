@@ -421,6 +421,7 @@ def test_a_cuda_step_that_samples_is_the_greedy_one_up_to_the_logits_and_compile
     compile_in_turn(behind.values())
 
 
+@pytest.mark.slow
 def test_a_second_start_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "m", "qwen2", "bfloat16")
     save_tokenizer(folder, TEMPLATE)

@@ -186,6 +186,7 @@ def test_a_checkpoint_that_no_other_process_can_open_is_refused(llama: Checkpoin
         model(replace(llama, opened_by=None), 2)
 
 
+@pytest.mark.slow
 def test_an_engine_on_two_processes_answers_as_on_one(llama: Checkpoint) -> None:
     """Prompts share a block, one of which is copied, so that every kind of step runs on both engines."""
     sizes = {"block_size": 4, "blocks": 40, "context_length": 48, "max_tokens": 8, "max_sequences": 4}
