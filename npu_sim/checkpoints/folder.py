@@ -14,6 +14,7 @@ from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.forks import free_lock
 from npu_sim.checkpoints.microscaling import BlockTensors
 from npu_sim.checkpoints.schemes import Layout, read_schemes
+from npu_sim.lazy_tensors import LazyTensors
 
 # What only activations and caches with scales that are known beforehand need: here they stay in 16 bits.
 _OF_ACTIVATIONS = (
@@ -37,7 +38,7 @@ def quantized_tensors(state: Mapping[str, np.ndarray], config: Mapping[str, Any]
     return QuantizedTensors(state, config)
 
 
-class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
+class QuantizedTensors(LazyTensors[np.ndarray | QuantizedArray]):
     """A checkpoint's tensors by parameter name; a quantized one is made a `QuantizedArray` when it is looked up.
 
     Looking up a tensor whose scales are 0 or not finite raises WeightError.
@@ -70,6 +71,7 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
             self._layouts[module], activations[module] = scheme.layout, scheme.activations
         self.formats: dict[str, QuantizedFormat] = {}
         self._dense = dict.fromkeys(key for key in state if self._is_dense(key))
+        super().__init__(self._dense, self.formats)
         for module, layout in self._layouts.items():
             self._check_names(module, layout)
             with _concerning(module):
@@ -114,16 +116,6 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
             if len(self._quantized) > _KEPT:
                 del self._quantized[next(iter(self._quantized))]
             return array
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.formats or key in self._dense
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._dense
-        yield from self.formats
-
-    def __len__(self) -> int:
-        return len(self._dense) + len(self.formats)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ of twice the value, and scales are halved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_sim.checkpoints.bits import by_rows
 from npu_sim.checkpoints.layouts import Parts, checked, expect, groups_of, matrix_shape
+from npu_sim.lazy_tensors import LazyTensors
 
 _MX_GROUP = 32
 _HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
@@ -100,7 +101,7 @@ def _array(format: QuantizedFormat, stored: np.ndarray, scales: np.ndarray, bits
     return QuantizedArray(format, (n, k), codes, np.ascontiguousarray(scales))
 
 
-class BlockTensors(Mapping[str, Any]):
+class BlockTensors(LazyTensors[Any]):
     """The tensors of a folder quantized as gpt-oss is, by parameter name; a matrix is repacked when it is looked up.
 
     The experts' matrices of a layer are stored as `…_blocks`, uint8 [E, N, K / 32, 16], and `…_scales`, uint8 [E, N, K
@@ -124,6 +125,7 @@ class BlockTensors(Mapping[str, Any]):
             raise InputError("none of its tensors is quantized, although the quantization_config says mxfp4")
         parts = {name + end for name in self.formats for end in (_BLOCKS, _SCALES)}
         self._dense = dict.fromkeys(key for key in state if key not in parts)
+        super().__init__(self._dense, self.formats)
         for name in self.formats:
             self._check(name)
 
@@ -150,13 +152,3 @@ class BlockTensors(Mapping[str, Any]):
             return checked(array)
         except WeightError as error:
             raise WeightError(f"'{key}' cannot be used: {error}") from error
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.formats or key in self._dense
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._dense
-        yield from self.formats
-
-    def __len__(self) -> int:
-        return len(self._dense) + len(self.formats)

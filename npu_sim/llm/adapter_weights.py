@@ -1,17 +1,18 @@
 """The tensors of a module with LoRA adapters: one merged into its weights, or several stacked beside them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from npu_compiler.graph.quantization import QuantizedArray
 from npu_runtime.packing import to_numpy
+from npu_sim.lazy_tensors import LazyTensors
 from npu_sim.llm.adapters import STACKED_A, STACKED_B, Adapter, Linear, adapter_ranks
 from npu_sim.llm.checkpoint import widened
 
 
-class Merged(Mapping[str, Any]):
+class Merged(LazyTensors[Any]):
     """The tensors of a module with an adapter merged into its layers' weights, in float32, when they are looked up.
 
     Args:
@@ -20,6 +21,7 @@ class Merged(Mapping[str, Any]):
     """
 
     def __init__(self, state: Mapping[str, Any], adapter: Adapter, linears: Mapping[str, Linear]) -> None:
+        super().__init__(state)
         self._state, self._adapter, self._linears = state, adapter, linears
 
     def __getitem__(self, key: str) -> Any:
@@ -32,17 +34,8 @@ class Merged(Mapping[str, Any]):
         added += dense.astype(np.float32, copy=False)
         return added
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._state
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-
-class Stacked(Mapping[str, Any]):
+class Stacked(LazyTensors[Any]):
     """The tensors of a module, and the stacked matrices of its adapters.
 
     These are `LAYER.lora_a` [adapters, rank, in] and `LAYER.lora_b` [adapters, out, rank].
@@ -54,6 +47,7 @@ class Stacked(Mapping[str, Any]):
         self._stacks = {
             f"{layer}.{name}": (layer, rank) for layer, rank in ranks.items() for name in (STACKED_A, STACKED_B)
         }
+        super().__init__(state, self._stacks)
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._stacks:
@@ -68,13 +62,3 @@ class Stacked(Mapping[str, Any]):
                 matrix = adapter.matrices(layer)[0 if is_a else 1]
                 place[: matrix.shape[0], : matrix.shape[1]] = matrix
         return stack
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._stacks or key in self._state
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._state
-        yield from self._stacks
-
-    def __len__(self) -> int:
-        return len(self._state) + len(self._stacks)

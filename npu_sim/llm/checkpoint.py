@@ -13,6 +13,7 @@ from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_compiler.installing import install_command
 from npu_runtime.pieces import in_pieces
+from npu_sim.lazy_tensors import LazyTensors
 
 if TYPE_CHECKING:
     from npu_sim.llm.adapters import Adapter
@@ -187,7 +188,7 @@ def as_input_error(what: str) -> Iterator[None]:
         raise InputError(f"{what}: {said}") from error
 
 
-class Widened(Mapping[str, Any]):
+class Widened(LazyTensors[Any]):
     """A checkpoint's tensors with quantized ones dequantized, each when it is looked up.
 
     Dequantized tensors are in bfloat16 if that is the compute dtype, else in float32, so that a later cast can tell
@@ -195,21 +196,13 @@ class Widened(Mapping[str, Any]):
     """
 
     def __init__(self, state: Mapping[str, Any], dtype: str) -> None:
+        super().__init__(state)
         self._state = state
         self._dtype = "bfloat16" if dtype == "bfloat16" else "float32"
 
     def __getitem__(self, key: str) -> Any:
         value = self._state[key]
         return widened(value, self._dtype) if isinstance(value, QuantizedArray) else value
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._state
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 def widened(value: QuantizedArray, dtype: str) -> np.ndarray:

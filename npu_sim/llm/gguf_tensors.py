@@ -6,7 +6,7 @@ row of `_ARRANGEMENTS` says how.
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray
 from npu_runtime.pieces import in_pieces
+from npu_sim.lazy_tensors import LazyTensors
 from npu_sim.llm.gguf_architectures import Architecture
 from npu_sim.llm.gguf_blocks import quantized_format, quantized_rows
 from npu_sim.llm.gguf_reader import GGUFFile, GGUFTensor
@@ -231,7 +232,7 @@ def dequantized(tensor: GGUFTensor, dtype: str) -> NDArray[Any]:
     return result
 
 
-class GGUFTensors(Mapping[str, NDArray[Any] | QuantizedArray]):
+class GGUFTensors(LazyTensors[NDArray[Any] | QuantizedArray]):
     """The tensors of a GGUF file by the module's parameter names; each lookup converts one.
 
     Matrices whose type has a `QuantizedFormat` stay quantized. The others are dequantized: to bfloat16 if that is the
@@ -242,6 +243,7 @@ class GGUFTensors(Mapping[str, NDArray[Any] | QuantizedArray]):
     """
 
     def __init__(self, tensors: Mapping[str, GGUFTensor], sources: Mapping[str, Source], dtype: str) -> None:
+        super().__init__(sources)
         self._tensors = tensors
         self._sources = sources
         self._dtype = "bfloat16" if dtype == "bfloat16" else "float32"
@@ -265,12 +267,3 @@ class GGUFTensors(Mapping[str, NDArray[Any] | QuantizedArray]):
         value = arrangement.arrange(source, [dequantized(tensor, dtype) for tensor in tensors])
         shape = source.shape if len(source.shape) < 3 else (-1, source.shape[2])
         return value.reshape(shape).astype(numpy_dtype(self._dtype), copy=False)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._sources
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)

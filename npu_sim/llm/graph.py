@@ -121,7 +121,8 @@ def kv_shapes(checkpoint: Checkpoint, cache_length: int) -> list[list[tuple[int,
 
 def state_form(checkpoint: Checkpoint) -> StateForm:
     """The form in which the checkpoint's module keeps and reads its state, found by `probe_state`."""
-    facts = _facts(checkpoint)["state"]
+    whole = _facts(checkpoint)
+    facts = whole["state"]
     return StateForm(
         tuple(facts["layers"]),
         facts["is_additive"],
@@ -130,7 +131,7 @@ def state_form(checkpoint: Checkpoint) -> StateForm:
         tuple(StateName(*name) for name, *_ in facts["recurrent"]),
         facts["takes_pieces"],
         facts["takes_sequences"],
-        tuple(_facts(checkpoint)["masks"].items()),
+        tuple(whole["masks"].items()),
     )
 
 

@@ -94,17 +94,15 @@ class PagedModel(CompiledModel):
         self.context_length = _context_length(checkpoint, context_length)
         self.block_size, self.max_tokens, self.max_sequences = block_size, max_tokens, max_sequences
         per_sequence = -(-self.context_length // block_size)
-        if not state_form(checkpoint).takes_sequences:
+        form, states = state_form(checkpoint), layer_states(checkpoint)
+        self.rewinds = not is_recurrent(states)
+        _check_adapters(checkpoint, tensor_parallel, self.rewinds)
+        if not form.takes_sequences:
             max_sequences = self.max_sequences = 1
-        if not state_form(checkpoint).is_paged:
+        if not form.is_paged:
             max_sequences = self.max_sequences = min(max_sequences, max(1, COPIED_ROWS // (per_sequence * block_size)))
         self.max_outputs = min(max_tokens, max_sequences)
         self.blocks = DEFAULT_SEQUENCES * per_sequence if blocks is None else blocks
-        if checkpoint.adapters and tensor_parallel != 1:
-            raise InputError(
-                "adapters that requests choose are not divided among devices; merge one into the weights (--adapter "
-                "DIR), or leave out --tensor-parallel"
-            )
         settings = {
             "block_size": block_size,
             "blocks": self.blocks,
@@ -115,18 +113,11 @@ class PagedModel(CompiledModel):
         group = {"tensor_parallel": tensor_parallel, "rank": rank}
         super().__init__(checkpoint, device, settings, **group, start_worker=start_worker)
         self.runs_ahead = int(self.device.backend.runs_in_flight > 1)
-        states = layer_states(checkpoint)
         self.shares_prefixes = all(state.kind.shares_prefixes for state in states)
         self.read_window = read_window(states)
-        self.rewinds = not is_recurrent(states)
         self.block_bytes = block_size * row_bytes(states, checkpoint.dtype)
         self.lane_bytes = lane_bytes(states, checkpoint.dtype)
-        self._pieces = PIECES if state_form(checkpoint).takes_pieces else ()
-        if checkpoint.adapters and not self.rewinds:
-            raise InputError(
-                "adapters cannot be chosen by the request where a model has recurrent states; "
-                "add one to the weights: --adapter DIR"
-            )
+        self._pieces = PIECES if form.takes_pieces else ()
         lanes = 0 if self.rewinds else max_sequences + 1
         history = KEPT_STEPS * self.max_outputs + 1
         self._smallest = PagedShape(1, 1, 1, per_sequence, self.blocks + 1, block_size, history, lanes)
@@ -365,6 +356,20 @@ def _history_places(outputs: int) -> NDArray[np.int32]:
     columns = np.arange(_power_of_two(outputs), dtype=np.int32)
     places = np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * outputs + columns
     return np.where(columns < outputs, places, KEPT_STEPS * outputs).astype(np.int32)
+
+
+def _check_adapters(checkpoint: Checkpoint, tensor_parallel: int, rewinds: bool) -> None:
+    """Raise InputError for adapters that requests choose, if the model is divided or has recurrent states."""
+    if checkpoint.adapters and tensor_parallel != 1:
+        raise InputError(
+            "adapters that requests choose are not divided among devices; merge one into the weights (--adapter "
+            "DIR), or leave out --tensor-parallel"
+        )
+    if checkpoint.adapters and not rewinds:
+        raise InputError(
+            "adapters cannot be chosen by the request where a model has recurrent states; "
+            "add one to the weights: --adapter DIR"
+        )
 
 
 def _check_options(
