@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ir_builder import IRBuilder
+from on_chips import linear_layers
 
 from npu_compiler import CompiledProgram, CompileOptions
 from npu_compiler import compile as compile_ir
@@ -31,16 +30,6 @@ DATA = 2 * ROWS * WIDTH * 2
 LAWS = settings(max_examples=8, deadline=None)
 
 
-def layers(width: int = WIDTH, count: int = 2) -> dict[str, Any]:
-    """Linear layers with an activation after each."""
-    g = IRBuilder("layers")
-    y = g.input("x", ROWS, width)
-    for layer in range(count):
-        y = g("aten.relu.default", g("aten.linear.default", y, g.weight(f"w{layer}", width, width)))
-    g.output(y)
-    return g.ir()
-
-
 def chip_with(weights: PackedWeights | None, cores: int = 1, l2: int | None = None) -> Chip:
     """`edge` with 64 KiB, so that weights come from DRAM in each run."""
     chip = load_chip("edge")
@@ -55,7 +44,7 @@ def chip_with(weights: PackedWeights | None, cores: int = 1, l2: int | None = No
 
 @pytest.fixture(scope="module")
 def program() -> CompiledProgram:
-    return compile_ir(layers(), options=CompileOptions(compute_dtype="float16"))
+    return compile_ir(linear_layers(ROWS, WIDTH, 2), options=CompileOptions(compute_dtype="float16"))
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -85,7 +74,7 @@ def test_weights_that_are_kept_are_decoded_once(program: CompiledProgram) -> Non
 def test_a_run_on_data_gives_the_numbers_of_weights_as_they_are(
     ratio: float, rate: int, cores: int, width: int, l2: int | None
 ) -> None:
-    graph, results = layers(width), []
+    graph, results = linear_layers(ROWS, width, 2), []
     for weights in (None, PackedWeights(ratio, rate)):
         chip = chip_with(weights, cores, l2)
         device = NPUBackend(chip, checked=True)
@@ -105,7 +94,7 @@ def test_a_run_on_data_gives_the_numbers_of_weights_as_they_are(
 @LAWS
 @given(st.floats(0.01, 1), st.floats(0.01, 1), st.integers(1, 512), st.integers(1, 200))
 def test_smaller_weights_are_not_slower(first: float, second: float, rate: int, width: int) -> None:
-    program = compile_ir(layers(width), options=CompileOptions(compute_dtype="float16"))
+    program = compile_ir(linear_layers(ROWS, width, 2), options=CompileOptions(compute_dtype="float16"))
     small, large = (simulate(program, chip_with(PackedWeights(ratio, rate))) for ratio in sorted((first, second)))
     assert small.dram_bytes <= large.dram_bytes
     assert small.cycles <= most_cycles(large)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ir_builder import IRBuilder
+from on_chips import linear_layers
 
 from npu_compiler import CompiledProgram, CompileOptions, ConstraintError
 from npu_compiler import compile as compile_ir
@@ -35,16 +34,6 @@ BYTES_IN = BYTES_OUT = ROWS * WIDTH * 2
 WEIGHTS = LAYERS * WIDTH * WIDTH * 2
 
 
-def layers(width: int = WIDTH) -> dict[str, Any]:
-    """Linear layers with an activation after each."""
-    g = IRBuilder("layers")
-    y = g.input("x", ROWS, width)
-    for layer in range(LAYERS):
-        y = g("aten.relu.default", g("aten.linear.default", y, g.weight(f"w{layer}", width, width)))
-    g.output(y)
-    return g.ir()
-
-
 def chip_with(sram: int, l2: int | None = None, *, dram: bool = True, cores: int = 1) -> Chip:
     """`edge` with another scratchpad, and an L2 of 64 bytes a cycle."""
     chip = load_chip("edge")
@@ -61,7 +50,7 @@ def chip_with(sram: int, l2: int | None = None, *, dram: bool = True, cores: int
 
 @pytest.fixture(scope="module")
 def program() -> CompiledProgram:
-    return compile_ir(layers(), options=F16)
+    return compile_ir(linear_layers(ROWS, WIDTH, LAYERS), options=F16)
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -87,7 +76,7 @@ def test_twice_the_l2_is_never_slower_beyond_the_bound(program: CompiledProgram)
 )
 def test_a_checked_run_through_the_l2_gives_the_numbers_and_counts(l2: int, dram: bool, cores: int) -> None:
     chip = chip_with(64 << 10, l2, dram=dram, cores=cores)
-    graph, rng = layers(128), np.random.default_rng(0)
+    graph, rng = linear_layers(ROWS, 128, LAYERS), np.random.default_rng(0)
     program, device = compile_ir(graph, NPUTarget(chip), F16), NPUBackend(chip, checked=True)
     state = {f"w{i}": rng.standard_normal((128, 128)).astype(np.float32) / 8 for i in range(LAYERS)}
     x = rng.standard_normal((ROWS, 128), np.float32)
@@ -174,7 +163,7 @@ def test_a_transfer_outside_of_the_l2_is_refused(size: int | None, first: int, m
 
 @pytest.mark.parametrize("sharing", Sharing)
 def test_tenants_have_parts_of_the_l2(program: CompiledProgram, sharing: Sharing) -> None:
-    other = compile_ir(layers(256), options=F16)
+    other = compile_ir(linear_layers(ROWS, 256, LAYERS), options=F16)
     chip = dataclasses.replace(
         chip_with(256 << 10, 4 << 20, cores=2), control=dataclasses.replace(chip_with(1024).control, tokens=4096)
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import CONTEXT, HERMES, LLAMA, Script, Served, served, text_checkpoint
+from fake_engine import CONTEXT, HERMES, LLAMA, Script, Served, client_of, served, text_checkpoint
 
 from npu_sim.llm import Checkpoint
 from npu_sim.serving.http.errors import APIError
@@ -54,10 +54,6 @@ def server(checkpoint: Checkpoint) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def client(server: Served) -> Any:
     return client_of(server)
-
-
-def client_of(server: Served, **options: Any) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30, **options)
 
 
 def content_of(chunks: Any, choice: int = 0) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import CONTEXT, HERMES, Script, Served, served, text_checkpoint
+from fake_engine import CONTEXT, HERMES, Script, Served, client_of, served, text_checkpoint
 
 from npu_sim.llm import Checkpoint
 from npu_sim.serving.http.errors import APIError
@@ -38,10 +38,6 @@ def server(checkpoint: Checkpoint) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def client(server: Served) -> Any:
     return client_of(server)
-
-
-def client_of(server: Served, key: str = "none") -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=30)
 
 
 def prompt_of(server: Served) -> str:

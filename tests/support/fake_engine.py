@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import openai
 
 from npu_compiler.errors import NPUError
 from npu_sim.llm import Checkpoint, StreamDecoder
@@ -320,3 +321,8 @@ def running(
         thread.join(60)
         application.service.close()
         assert not thread.is_alive()
+
+
+def client_of(server: Served, key: str = "none", **options: Any) -> openai.OpenAI:
+    """OpenAI's own client of a server, with an API key; a request is tried once."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=30, **options)

@@ -158,3 +158,13 @@ def assert_close(outcome: Outcome, tolerance: float, scale: float = 1e-6) -> Non
         finite = np.isfinite(expected)
         largest = np.abs(expected[finite]).max(initial=scale)
         np.testing.assert_allclose(ours[finite], expected[finite], rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+def linear_layers(rows: int, width: int, count: int) -> dict[str, Any]:
+    """The IR of linear layers [width, width] with a ReLU after each, for an input `x` [rows, width]."""
+    g = IRBuilder("layers")
+    y = g.input("x", rows, width)
+    for layer in range(count):
+        y = g("aten.relu.default", g("aten.linear.default", y, g.weight(f"w{layer}", width, width)))
+    g.output(y)
+    return g.ir()
