@@ -37,6 +37,10 @@ settings.register_profile("npu", deadline=None, print_blob=True, suppress_health
 settings.load_profile("npu")
 
 
+# Nobody reads the stacks that exporting a model keeps for each node, for an eighth of its time.
+if hasattr(torch.fx.config, "do_not_emit_stack_traces"):  # PyTorch 2.9 has no such option
+    torch.fx.config.do_not_emit_stack_traces = True
+
 # What collecting makes stays: the garbage collector would walk over it, syntax trees too, time and again.
 gc.disable()
 
