@@ -72,6 +72,7 @@ def test_a_kernel_with_clocks_compiles(name: str, turn: int) -> None:
     cuda_toolchain.compile_in_turn([resident(plans(name)[1])[1]], turn)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of the CUDA toolkit")
 def test_a_kernel_with_clocks_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
     (tmp_path / "kernel.cu").write_text(resident(plans()[1])[1])
