@@ -12,6 +12,8 @@ VERSION_TESTS := tests/test_*.py tests/npu_compiler/test_exported_fusions.py tes
     $(addprefix tests/npu_sim/test_,$(addsuffix .py,trace library_models saved_module dynamic_module torch_compile \
     module_bad_input view_writes distinct_inputs decompositions llm decoders extract)) \
     tests/cuda_compiler/test_cuda_resident.py
+# Rewriting the tests' assertions takes each process seconds: it is kept, as Python does unless it is told otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples release docs/hooks.py
 
 .PHONY: venv demo screenshots gallery test test-all test-decoders test-levels test-aarch64 test-operators test-onnx test-versions lint sanitize mutants \
