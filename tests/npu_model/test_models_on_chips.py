@@ -29,10 +29,8 @@ from npu_sim.vision import Classifier
 
 CHIPS = ("edge", "phone", "datacenter", "odd", "uneven", "rows", "columns", "heads", "layers")
 SOON = {  # in the fast tests
-    ("resnet18", "uneven", "float16"), ("bert", "uneven", "bfloat16"), ("vit", "phone", "float16"),
-    ("gpt2", "datacenter", "float16"), ("unet_block", "odd", "float16"), ("qwen2", "edge", "bfloat16"),
-    ("resnet18", "odd"), ("mobilenet_v2", "uneven"), ("resnet18", "rows"),
-    ("gpt2", "heads", "float16"),
+    ("resnet18", "uneven", "float16"), ("bert", "uneven", "bfloat16"), ("qwen2", "edge", "bfloat16"),
+    ("resnet18", "odd"), ("gpt2", "heads", "float16"),
     ("bert", "odd", "int4"), ("bert", "phone", "int8+int8"),
 }  # fmt: skip
 FORMATS = ("int8", "int4", "int8+int8")
