@@ -305,6 +305,8 @@ def decode_attr(name: str, value: Any, kind: str, device: torch.device | None = 
     """An attribute as torch expects it: torch objects from their names, complex numbers from their parts.
 
     Args:
+        name, value: The attribute in the IR.
+        kind: Its type in the op's schema, as text; where that is a string, names of torch objects stay text.
         device: Device of the tensors that the op creates; None means the CPU.
     """
     if name == "device":

@@ -112,7 +112,7 @@ def _suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None
 def _tiles(make: Specializer, call: KernelCall, inputs: dict[str, View | None]) -> KernelCall:
     """The call of a product by tiles of rows and columns.
 
-    With few tiles, the blocks of a cluster divide a tile's terms.
+    If tiles are few, the blocks of a cluster divide the sums of a tile: each adds a part of the k terms.
     """
     m, n, k = (call.params[name] for name in "mnk")
     step = CODE_FORMATS[call.params["codes"]].per_byte * _STEP_BYTES

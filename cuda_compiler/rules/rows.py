@@ -1,4 +1,8 @@
-"""Teams of warps: how kernels that process rows divide them among warps."""
+"""Teams: how kernels that process rows divide them among threads.
+
+A team is the warps, or the lanes of a part of a warp, that process one row together; a block has several if rows are
+short. The templates take the division as C constants.
+"""
 
 from __future__ import annotations
 

@@ -216,7 +216,14 @@ class Rewriter:
     def node(
         self, stem: str, op_type: str, inputs: tuple[str, ...], like: str, shape: tuple[int, ...], **attrs: object
     ) -> str:
-        """Add a node before the fused one; returns its output tensor."""
+        """Add a node before the fused one, and return the name of its output tensor.
+
+        Args:
+            stem: Name of the node and its output, to which a number is added if it is taken.
+            like: The tensor whose dtype the output has.
+            shape: Shape of the output.
+            attrs: The node's attributes.
+        """
         name = unique_name(stem, self.tensors)
         self.tensors[name] = replace(self.tensors[like], name=name, shape=shape)
         self.added.append(OpNode(name, op_type, inputs, (name,), dict(attrs)))

@@ -52,7 +52,11 @@ class CodeFormat:
         return 8 // self.bits
 
     def range(self, has_offsets: bool) -> tuple[float, float]:
-        """The smallest and the largest number to which elements are rounded."""
+        """The smallest and the largest number to which elements are rounded.
+
+        Args:
+            has_offsets: Whether groups have offsets, so that all codes are used.
+        """
         return (self.low if has_offsets else int(self.zero - self.largest)), self.high
 
     def unpack(self, stored: np.ndarray) -> np.ndarray:

@@ -86,7 +86,7 @@ def is_recurrent(states: Iterable[LayerState]) -> bool:
 
 
 def read_window(states: Iterable[LayerState]) -> int:
-    """Number of last tokens whose rows at least one layer reads. 0: all."""
+    """Number of last tokens whose keys and values at least one layer still attends to. 0: all tokens."""
     windows = [state.window for state in states if not state.kind.is_recurrent]
     return 0 if 0 in windows else max(windows, default=0)
 

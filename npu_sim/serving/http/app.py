@@ -132,7 +132,11 @@ def make_encoder_application(
 
 
 def _application(service: Service | EncoderService, keys: APIKeys, only_loopback: bool) -> tuple[Application, FastAPI]:
-    """The application with the routes that do not depend on the kind of model, and its FastAPI object to add more."""
+    """The application with the routes that do not depend on the kind of model, and its FastAPI object to add more.
+
+    Args:
+        only_loopback: Whether only this machine can reach the server, as for `make_application`.
+    """
     app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
     guard = GuardMiddleware(app, keys, service.limits, service.metrics, only_loopback=only_loopback)
     _add_health(app, guard, service)
