@@ -22,7 +22,8 @@ class CodeFormat:
 
     Attributes:
         name: The name by which formats and programs choose it.
-        bits: Bits of a code: 1, 2, 4 or 8. Codes of less than 8 bits share a byte, the first in the lowest bits.
+        bits: Bits of a code: 1, 2, 4 or 8. Codes of less than 8 bits share a byte, the first in the lowest bits. Codes
+            of 3 bits would cross bytes; docs/quantization.md, "A new format", says what becomes of them.
         dtype: The NumPy dtype of a byte with one code: uint8 for less than 8 bits.
         low, high: The smallest and the largest value of a code.
         zero: The code that stands for 0 without offsets.

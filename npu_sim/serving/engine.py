@@ -3,7 +3,8 @@
 One thread drives the device: it calls the functions that other threads have left in `_inbox`, then lets `EngineCore`
 advance by a step. Another thread turns tokens into text (`text_thread`).
 
-docs/engine.md, "Where everything is", names the file of each part.
+docs/engine.md follows a request through the files ("From a request to its tokens"), and names the file of each part
+("Where everything is").
 
 Invariants:
 1. The core is used by the engine's thread only; other threads put functions into `_inbox`. Its `stats` only reads.

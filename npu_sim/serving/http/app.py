@@ -253,9 +253,9 @@ async def _generate(
             the engine, and the writer of the reply.
     """
     data, tenant = await read_body(request, service.limits), request.state.call.key
-    body, sequences, writer = await service.in_thread(lambda: prepare(parse_json(data), tenant))
+    body, requests, writer = await service.in_thread(lambda: prepare(parse_json(data), tenant))
     return await reply(
-        request, lambda: service.generate(sequences), writer, stream=bool(body.stream), with_usage=body.with_usage
+        request, lambda: service.generate(requests), writer, stream=bool(body.stream), with_usage=body.with_usage
     )
 
 
