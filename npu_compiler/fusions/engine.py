@@ -298,5 +298,5 @@ def _widens(match: Match, graph: IRGraph) -> bool:
 
 
 def fused(op_type: str, match: Match, inputs: tuple[str, ...], **attrs: object) -> OpNode:
-    """The node that replaces a match; it has the name and the outputs of the match's last node."""
+    """The node of `op_type` that replaces a match; it has the name and the outputs of the match's last node."""
     return OpNode(match.root.name, op_type, inputs, match.root.outputs, attrs)

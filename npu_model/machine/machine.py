@@ -167,7 +167,7 @@ class Machine:
         return self._run(self.program.preload, {})
 
     def run(self, *, spans: bool = False, lanes: Sequence[Sequence[int]] | None = None) -> Run:
-        """Run the program once.
+        """Run the program once, and return its cycles and statistics.
 
         Args:
             spans: Whether to record the span of each instruction for a trace.

@@ -101,7 +101,7 @@ class Engine:
         self.close()
 
     def submit(self, request: Request) -> Handle:
-        """Take a request. Any thread may call it.
+        """Take a request, and return the handle to read its tokens by. Any thread may call it.
 
         Raises:
             InputError: the request is wrong in itself, or too long for the model's context or KV pool.
@@ -166,7 +166,7 @@ class Engine:
         self._text.close()
 
     def _sequence(self, request: Request) -> ServedSequence:
-        """Check a request and make its sequence. Raises InputError if it can never run."""
+        """Check a request and return its sequence. Raises InputError if it can never run."""
         prompt, rows, vocabulary = request.prompt, self._core.scheduler.max_rows, self._model.vocab_size
         if not prompt:
             raise InputError("the prompt is empty; give at least one token")
