@@ -134,7 +134,7 @@ def _tiling(m: int, n: int, k: int, is_made: bool, shared_memory: int) -> _Tilin
 
     Args:
         is_made: Whether the result is the product of a gate and what it multiplies, half as wide as the weight.
-        shared_memory: Bytes of a block.
+        shared_memory: Bytes of shared memory that a block may have.
     """
     best, least = None, math.inf
     for weight_rows in _WEIGHT_ROWS:

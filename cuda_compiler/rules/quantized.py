@@ -68,7 +68,11 @@ def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], 
 
 
 def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> KernelCall:
-    """The call of a kernel with a warp for one or two results, or several warps if memory would not be saturated."""
+    """The call of a kernel with a warp for one or two results, or several warps if memory would not be saturated.
+
+    Args:
+        gated: As in `linear`.
+    """
     n, k = call.params["n"], call.params["k"]
     pack = code_pack(call)
     loads = n * groups(k, pack * WARP)  # of a warp, in all

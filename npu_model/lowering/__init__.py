@@ -14,6 +14,13 @@ Names that recur in these files:
 - `begins`: depths of loops. A running value (sum, maximum) starts anew in iterations in which the counters of all these
   loops are 0. No loops, `()`: a vector program always starts anew, and `Multiply` never (None: always).
 - `part`: the counter of a loop over parts of an axis, along which sums run.
+- `elements`: about how many elements a tile of the result may have.
+- `first`, `count`: the first coordinate of a box along its only varying dimension, and its number of elements.
+- `queue`: number of a DMA engine, modulo their number, so that loads of different operands and stores run at once.
+- `m`, `n`, `k`: rows and columns of a product's result, and terms of each of its sums; `tm`, `tn`, `tk` are sizes of
+  tiles along them, as `tp`, `tq` are along rows and columns of images.
+- `divisor`: number by which `tilings` divide all sizes, if none of the usual sizes fits the chip (`in_tiers`).
+- A register of a `VectorProgram` is an int (`register`, `value`, `code`, `scale`); a float is a constant.
 """
 
 from npu_model.lowering import (
