@@ -299,7 +299,7 @@ def pointwise_conv(call: TensorCall) -> Launch | None:
 
 
 def unprepared(call: TensorCall) -> Launch | None:
-    """A launch of the kernel in `TORCH_KERNELS` as it is, on the call's operands; there is one for every call."""
+    """A launch of the kernel in `TORCH_KERNELS` as it is, on the call's operands; never None."""
     return partial(TORCH_KERNELS[call.name], call.inputs, call.outputs, call.params)
 
 
