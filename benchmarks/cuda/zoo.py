@@ -339,12 +339,17 @@ def drawn(seed: int, count: int) -> list[str]:
     return models
 
 
+@torch.no_grad()
 def seeded(entry: Entry) -> nn.Module:
-    """Return the model with its library's random initialization, and batch norms that are not the identity."""
+    """Return the model with its library's random initialization, and batch norms with the statistics of random inputs.
+
+    Without these, the activations of a deep model would leave the range of float16.
+    """
     torch.manual_seed(0)
-    module = entry.make().eval()
-    for part in module.modules():
-        if isinstance(part, nn.BatchNorm2d):
-            part.running_mean.normal_(0.0, 0.1)  # type: ignore[union-attr]
-            part.running_var.uniform_(0.5, 1.5)  # type: ignore[union-attr]
-    return module
+    module = entry.make()
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        for norm in norms:
+            norm.momentum = 1.0
+        module.train()(*entry.inputs(4, 2))
+    return module.eval()
