@@ -33,6 +33,10 @@ SEED = int(os.environ.setdefault("TEST_SEED", str(random.SystemRandom().randrang
 # Results must not depend on measurements, nor tests wait for them.
 os.environ.setdefault("NPU_SIM_TUNE", "0")
 
+# Where workers and the processes of their tests share the cores, PyTorch's threads would take a multiple of the time to
+# wait for each other awake. This is for pytest's workers and for processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 settings.register_profile("npu", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("npu")
 
