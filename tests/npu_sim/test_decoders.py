@@ -125,7 +125,7 @@ def test_a_model_type_is_right_by_both_routes(model_type: str) -> None:
     assert {outcome.kind for outcome in outcomes.values()} == {"right"}, outcomes
 
 
-DRAWN = Random(int(os.environ["TEST_SEED"])).sample(decoders.model_types(), 40)
+DRAWN = Random(int(os.environ["TEST_SEED"])).sample(decoders.model_types(), 12)
 
 
 @pytest.mark.slow

@@ -82,7 +82,13 @@ def test_a_prompt_that_is_not_pooled_is_attended_to_only(tmp_path: Path) -> None
     assert cosine(found, states.mean(0)) >= 0.9999
 
 
-@pytest.mark.parametrize(("kind", "activation"), [("bert", None), ("bert", "Identity"), ("qwen3", "Sigmoid")])
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [
+        ("bert", None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bert", "Identity"), ("qwen3", "Sigmoid"))),
+    ],
+)
 def test_pairs_of_several_lengths_in_one_batch_are_scored_as_each_alone(
     tmp_path: Path, kind: str, activation: str | None
 ) -> None:

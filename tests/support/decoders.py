@@ -342,6 +342,7 @@ def save_default(model_type: str, folder: Path) -> None:
 
 def _child(send: Any, action: Callable[[], dict[str, Outcome]]) -> None:
     start = time.monotonic()
+    torch.set_num_threads(1)  # a forked process lacks the others, and PyTorch crashes where it asks for them
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         outcomes = action()
     send.send((outcomes, time.monotonic() - start))
