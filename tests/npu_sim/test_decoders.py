@@ -229,12 +229,12 @@ def test_a_feature_that_is_dropped_is_noticed(model_type: str, feature: str, tmp
     """The tokens are others than those of transformers if a window or a cap is left out of the config that we read."""
     folder = tmp_path / "whole"
     decoders.save_tiny(model_type, folder)
-    expected = decoders.expectation(folder)
+    expected = decoder_variants.continued(folder)
     assert decoder_variants.computed(folder, expected).kind == "right"
     value = 4096 if feature == "sliding_window" else None
     if feature == "attn_logit_softcapping":
         folder = changed(folder, tmp_path / "capped", **{feature: 1.0})
-        expected = decoders.expectation(folder)
+        expected = decoder_variants.continued(folder)
     dropped = changed(folder, tmp_path / "dropped", **{feature: value})
     assert decoder_variants.computed(dropped, expected).kind == "wrong"
 
