@@ -39,6 +39,8 @@ class StateKind:
 
 
 FULL_ATTENTION = StateKind(tensors=("k", "v"), sharded_axis=0)
+TOKENS = StateKind(tensors=("k",), dtype="int64")
+"""The tokens themselves, where each step computes the whole sequence."""
 RECURRENT = StateKind(tensors=("r",), shares_prefixes=False, is_recurrent=True)
 
 
@@ -123,6 +125,7 @@ class StateForm:
             that it shows, 0 for all.
         takes_pieces: Whether a step may continue a sequence by several tokens: some recurrences would then begin with
             zeros.
+        is_whole: Whether no step continues another one: each computes the whole sequence (see `whole`).
     """
 
     layers: tuple[int, ...]
@@ -133,3 +136,4 @@ class StateForm:
     takes_pieces: bool = True
     takes_sequences: bool = True
     masks: tuple[tuple[str, int], ...] = ()
+    is_whole: bool = False

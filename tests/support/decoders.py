@@ -84,6 +84,7 @@ _SIZES: dict[str, Any] = {
     "indexer_kv_heads": 1,
     "indexer_compress_ratio": 4,
     "n_shared_experts": 1,
+    "zero_expert_num": 2,
     "num_kv_shared_layers": 0,
     "bos_token_id": 1,
     "pad_token_id": 0,
