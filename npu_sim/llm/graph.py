@@ -72,6 +72,8 @@ def _built(checkpoint: Checkpoint, device: str, dtype: str, attention: str) -> A
     try:
         config = copy.deepcopy(_whole(checkpoint.config))  # transformers writes the dtype into it
         config.return_dict, config.output_hidden_states = True, False
+        if hasattr(config, "rescale_every"):  # it would change its weights, to keep float16 from overflowing
+            config.rescale_every = 0
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=False
@@ -84,10 +86,15 @@ def _built(checkpoint: Checkpoint, device: str, dtype: str, attention: str) -> A
 def _placed_model(checkpoint: Checkpoint, *, paged: bool = False) -> Any:
     """The module that is traced, with the attention function over a cache that fits the form of its state."""
     from npu_sim.llm.attention import attend_to_pages, attend_to_rows
+    from npu_sim.llm.own_caches import OwnCache
 
     form = state_form(checkpoint)
     if form.is_whole:
         return meta_model(checkpoint)
+    if form.is_own:
+        causal = meta_model(checkpoint)
+        causal.own_cache = OwnCache(causal)
+        return causal
     return meta_model(checkpoint, attend_to_pages if paged and form.is_paged else attend_to_rows)
 
 
@@ -153,6 +160,7 @@ def state_form(checkpoint: Checkpoint) -> StateForm:
         facts["takes_sequences"],
         tuple(whole["masks"].items()),
         facts["is_whole"],
+        facts["is_own"],
     )
 
 
@@ -761,11 +769,11 @@ def _linears(model: Any, tied: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `probe_state` finds about a module, or `whole_state` where no step can continue another one.
+    """Return what `probe_state` finds about a module, `own_state`, or `whole_state` if no step can continue another.
 
-    Raises InputError if neither does.
+    Raises InputError if none of them does.
     """
-    from npu_sim.llm.probe import probe_state, whole_state
+    from npu_sim.llm.probe import own_state, probe_state, whole_state
     from npu_sim.llm.whole import MOST_PARAMETERS
 
     try:
@@ -780,6 +788,8 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
             reason = "its module decides by the number of tokens in its cache, which is another for each sequence"
         refusal = InputError(reason)
         refusal.__cause__ = error
+    with contextlib.suppress(Exception):  # whatever a module's own code raises
+        return own_state(meta_model(checkpoint))
     if sum(x.numel() for x in meta_model(checkpoint).parameters()) > MOST_PARAMETERS:
         raise _unsupported(checkpoint, refusal) from refusal
     try:

@@ -233,6 +233,10 @@ class CachedCausalLM(nn.Module):
         places = RowPlaces(positions, length, added)
         lanes = torch.arange(input_ids.shape[0], device=positions.device)
         states = read_lanes(form.recurrent, r, lanes, positions[:1])
+        if form.is_own:
+            logits, new = causal.own_cache.step(causal, input_ids, list(states.values()))
+            states = dict(zip(form.recurrent, new, strict=True))
+            return (logits[:, None], *write_lanes(states, form.recurrent, r, lanes))
         cache = _Cache(positions, (k, v), places, form.layers, states)
         own = placed_masks(causal, places, form.masks)
         only = _only_row(causal.get_output_embeddings(), last)
@@ -443,6 +447,11 @@ class PagedCausalLM(nn.Module):
             pool = torch.index_copy(pools[0][0], 0, slots, tokens[:, None, None].to(pools[0][0].dtype))
             logits = paged_logits(causal, paging, pool, outputs)
             return logits, torch.index_copy(history, 0, places, choose(logits)), pool
+        if form.is_own and lanes is not None:
+            logits, new = causal.own_cache.step(causal, tokens[:, None], list(states.values()))
+            logits, states = logits.index_select(0, outputs), dict(zip(form.recurrent, new, strict=True))
+            history = torch.index_copy(history, 0, places, choose(logits))
+            return logits, history, *write_lanes(states, form.recurrent, r, lanes)
         added = pools[0][0].dtype if form.is_additive else None
         blocks = PagePlaces(paging) if form.is_paged else GatheredPlaces(paging, added)
         cache = _Cache(slots, pools, blocks, form.layers, states)

@@ -11,9 +11,11 @@ less memory, and is used where transformers' own interface allows (see `experts`
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
@@ -28,17 +30,19 @@ class Selections(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._chosen: list[tuple[Tensor, Tensor]] = []  # indices of all rows, and which of them are selected
-        self._tolist = FunctionalTensor.tolist
+        self._patches = [patch.object(kind, "tolist", _sizes) for kind in (FakeTensor, FunctionalTensor)]
 
     def __enter__(self) -> "Selections":
-        """Also replace the one method that tensors of an export have of their own, and no mode sees."""
-        FunctionalTensor.tolist = lambda x: _tolist(self, x)  # type: ignore[method-assign]
+        """Also replace a method that tensors of an export have of their own, which no mode sees."""
+        for replacement in self._patches:
+            replacement.start()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        FunctionalTensor.tolist = self._tolist  # type: ignore[method-assign]
+        for replacement in self._patches:
+            replacement.stop()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -77,6 +81,10 @@ class _Sizes:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+def _sizes(tensor: Tensor) -> Any:
+    return _Sizes(tensor) if tensor.dim() == 1 else [part.tolist() for part in tensor]
 
 
 class _Part:
@@ -171,6 +179,11 @@ def _each(vector: Tensor) -> Iterator[Tensor]:
     return (vector[place] for place in range(vector.shape[0]))
 
 
+def _long(_: Selections, x: Tensor) -> Any:
+    """Numbers of rows fit 32 bits, which a device has."""
+    return x.int().to(torch.int64) if x.is_floating_point() else NotImplemented
+
+
 def _one_hot(_: Selections, x: Tensor, num_classes: int = -1) -> Any:
     if num_classes < 1:
         return NotImplemented
@@ -186,6 +199,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.index_add: _index_add(torch.index_add),
     Tensor.index_add: _index_add(Tensor.index_add),
     Tensor.index_add_: _index_add(Tensor.index_add_),
+    Tensor.long: _long,
     Tensor.tolist: _tolist,
     torch.split: _split,
     Tensor.split: _split,

@@ -126,6 +126,7 @@ class StateForm:
         takes_pieces: Whether a step may continue a sequence by several tokens: some recurrences would then begin with
             zeros.
         is_whole: Whether no step continues another one: each computes the whole sequence (see `whole`).
+        is_own: Whether the recurrent states are in a cache of the module's own class (see `own_caches`).
     """
 
     layers: tuple[int, ...]
@@ -137,3 +138,4 @@ class StateForm:
     takes_sequences: bool = True
     masks: tuple[tuple[str, int], ...] = ()
     is_whole: bool = False
+    is_own: bool = False
