@@ -665,7 +665,8 @@ def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
     if checkpoint.inv_freq_divisors is not None:
         extra[INV_FREQ] = extra[INV_FREQ] / checkpoint.inv_freq_divisors
     joined = {name: Joined(tuple(shape), transposed) for name, (shape, transposed) in facts["joined"].items()}
-    tensors: Mapping[str, Any] = _WithExtras(checkpoint.state, _stored_names(checkpoint), extra, facts["tied"], joined)
+    names, shapes = _stored_names(checkpoint), facts["shapes"]
+    tensors: Mapping[str, Any] = _WithExtras(checkpoint.state, names, extra, facts["tied"], joined, shapes)
     linears = {path: Linear(*sizes) for path, sizes in facts["linears"].items()}
     for adapter in (*([checkpoint.merged] if checkpoint.merged else []), *checkpoint.adapters.values()):
         check_adapter(adapter, linears, checkpoint.name)
@@ -864,8 +865,9 @@ class _WithExtras(Mapping[str, Any]):
         extra: Mapping[str, Any],
         tied: Mapping[str, str],
         joined: Mapping[str, Joined],
+        shapes: Mapping[str, list[int]],
     ) -> None:
-        self._state = state
+        self._state, self._shapes = state, shapes
         self._extra = extra
         self._joined = joined
         alias = {name: names[other] for name, other in tied.items() if name not in names and other in names}
@@ -876,7 +878,7 @@ class _WithExtras(Mapping[str, Any]):
             return self._extra[key]
         stored, joined = self._names[key], self._joined.get(key)
         if isinstance(stored, ExpertParts):
-            return stored.matrix(self._state, self._joined[key])
+            return stored.parameter(self._state, self._shapes[key], joined)
         value = self._state[stored] if isinstance(stored, str) else stored.read(self._state)
         return value if joined is None else joined.join(value)
 

@@ -25,10 +25,15 @@ _LONGEST = 64  # turns of a loop over experts, each with its own products in the
 
 
 class Selections(TorchFunctionMode):
-    """A context in which rows that a mask selects are all rows, whose results are masked where they are used."""
+    """A context in which rows that a mask selects are all rows, whose results are masked where they are used.
+
+    Attributes:
+        counted: Integers that were floating-point numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.counted: list[Tensor] = []
         self._chosen: list[tuple[Tensor, Tensor]] = []  # indices of all rows, and which of them are selected
         self._patches = [patch.object(kind, "tolist", _sizes) for kind in (FakeTensor, FunctionalTensor)]
 
@@ -162,7 +167,8 @@ def _tolist(_: Selections, x: Tensor) -> Any:
 def _split(_: Selections, x: Tensor, sizes: Any, dim: int = 0) -> Any:
     if not isinstance(sizes, _Sizes) or dim != 0:
         return NotImplemented
-    return [_Part(x, sizes.tensor.cumsum(0)) for _ in range(sizes.tensor.shape[0])]
+    ends = sizes.tensor.int().cumsum(0, dtype=torch.int32)
+    return [_Part(x, ends) for _ in range(ends.shape[0])]
 
 
 def _cat(_: Selections, parts: Any, dim: int = 0, **named: Any) -> Any:
@@ -179,9 +185,18 @@ def _each(vector: Tensor) -> Iterator[Tensor]:
     return (vector[place] for place in range(vector.shape[0]))
 
 
-def _long(_: Selections, x: Tensor) -> Any:
+def _long(mode: Selections, x: Tensor) -> Any:
     """Numbers of rows fit 32 bits, which a device has."""
-    return x.int().to(torch.int64) if x.is_floating_point() else NotImplemented
+    if not x.is_floating_point():
+        return NotImplemented
+    mode.counted.append(x.int())
+    return mode.counted[-1]
+
+
+def _sum(mode: Selections, x: Tensor, *dims: Any, **named: Any) -> Any:
+    if "dtype" in named or not any(x is counted for counted in mode.counted):
+        return NotImplemented
+    return x.sum(*dims, **named, dtype=torch.int32)
 
 
 def _one_hot(_: Selections, x: Tensor, num_classes: int = -1) -> Any:
@@ -200,6 +215,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.index_add: _index_add(Tensor.index_add),
     Tensor.index_add_: _index_add(Tensor.index_add_),
     Tensor.long: _long,
+    Tensor.sum: _sum,
     Tensor.tolist: _tolist,
     torch.split: _split,
     Tensor.split: _split,

@@ -71,9 +71,13 @@ class Eager:
         padding: The padding token if it has a position of its own, so that what follows one has too; None for most.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Load the model in float32, and run it once."""
-        self._folder = folder
+    def __init__(self, folder: Path, *, strict: bool = False) -> None:
+        """Load the model in float32, and run it once.
+
+        Raises any error of transformers, and ValueError if the folder lacks a parameter or holds another one though
+        `strict` says that it must not.
+        """
+        self._folder, self._strict = folder, strict
         self._models = {"float32": self._loaded("float32")}
         self._memo: dict[tuple[str, bool, tuple[int, ...], int], NDArray[np.float64]] = {}
         model = self._models["float32"]
@@ -83,8 +87,18 @@ class Eager:
         self._is_causal = bool(np.abs(whole - part).max() < NEAR_TIE)
 
     def _loaded(self, dtype: str) -> Any:
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        return load(self._folder, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+        settings = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", "output_loading_info": True}
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(self._folder, **settings)
+        if self._strict and (report["missing_keys"] or report["mismatched_keys"] or report["unexpected_keys"]):
+            raise ValueError("other parameters")
+        return model.eval()
+
+    def continued(self, prompt: list[int]) -> list[int]:
+        """The greedy tokens after a prompt in float32."""
+        tokens = list[int]()
+        while len(tokens) < NEW:
+            tokens.append(int(self._run("float32", False, [*prompt, *tokens])[-1].argmax()))
+        return tokens
 
     def _run(self, dtype: str, rounded: bool, ids: list[int]) -> NDArray[np.float64]:
         model = self._models[f"float32 of {dtype}" if rounded else dtype]
@@ -125,13 +139,14 @@ def judged(eager: Eager, dtype: str, answers: list[Answer]) -> Outcome:
             return Outcome("wrong", f"{len(answer.tokens)} tokens instead of {NEW}")
         if not np.array_equal(answer.tokens, answer.scores.argmax(-1)):
             return Outcome("wrong", "its tokens are not those of its greatest log probabilities")
-        outcome = _compared(answer, eager) if dtype == "float32" else _compared_in_few_bits(answer, eager, dtype)
+        outcome = compared(answer, eager) if dtype == "float32" else _compared_in_few_bits(answer, eager, dtype)
         if outcome.kind != "right":
             break
     return outcome
 
 
-def _compared(answer: Answer, eager: Eager) -> Outcome:
+def compared(answer: Answer, eager: Eager) -> Outcome:
+    """Compare the float32 log probabilities of an answer with those of transformers after the same tokens."""
     expected, tie = eager.scores("float32", answer), ""
     for place, (token, ours, theirs) in enumerate(zip(answer.tokens, answer.scores, expected, strict=True)):
         gap = theirs.max() - theirs[token]

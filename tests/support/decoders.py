@@ -42,7 +42,7 @@ from npu_compiler.errors import NPUError
 
 WINDOW, CONTEXT = 16, 128
 DTYPES = ("float32", "bfloat16")
-SECONDS = 200  # per model type, after which it counts as a hang
+SECONDS = 600  # per model type, after which it counts as a hang
 
 _WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "attention_chunk_size")
 _WINDOWS += ("sliding_window_size", "local_attention")
