@@ -41,11 +41,11 @@ class Selections(TorchFunctionMode):
         """Also replace a method that tensors of an export have of their own, which no mode sees."""
         for replacement in self._patches:
             replacement.start()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for replacement in self._patches:
             replacement.stop()
 

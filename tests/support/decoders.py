@@ -39,6 +39,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from npu_compiler.errors import NPUError
+from npu_sim.llm.model_types import WHOLE
 
 WINDOW, CONTEXT = 16, 128
 DTYPES = ("float32", "bfloat16")
@@ -220,6 +221,16 @@ def built(folder: Path) -> Outcome:
     return Outcome("wrong", "it was taken without its weights")
 
 
+def computes_whole(folder: Path) -> bool:
+    """Whether no step can continue another one; False where the checkpoint is refused."""
+    from npu_sim.llm import load_checkpoint
+    from npu_sim.llm.graph import state_form
+
+    with contextlib.suppress(NPUError):
+        return state_form(load_checkpoint(folder, "float32")).is_whole
+    return False
+
+
 def tried(
     model_type: str, changes: Mapping[str, Any] | None = None, dtypes: Iterable[str] = DTYPES
 ) -> dict[str, Outcome]:
@@ -242,11 +253,13 @@ def tried(
         opening = attempt(lambda: opened(folder))
         if opening.kind != "right":
             return {"open": opening}
-        outcomes = {}
+        outcomes, note = {}, WHOLE if computes_whole(folder) else ""
         for dtype, (name, route) in product(dtypes, ROUTES.items()):
             judge = partial(judged, eager, dtype)
             label = name if dtype == "float32" else f"{name} {dtype}"
-            outcomes[label] = attempt(lambda route=route, judge=judge, dtype=dtype: judge(route(folder, dtype)))
+            outcome = attempt(lambda route=route, judge=judge, dtype=dtype: judge(route(folder, dtype)))
+            noted = ", ".join(filter(None, (note, outcome.detail))) if outcome.kind == "right" else outcome.detail
+            outcomes[label] = replace(outcome, detail=noted)
         return outcomes
 
 
