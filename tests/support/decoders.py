@@ -104,7 +104,7 @@ _TOGETHER: dict[str, dict[str, Any]] = {
     "attention_hidden_size": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "expand": {"num_heads": 8},
     "num_random_blocks": {"attention_type": "original_full"},  # the only one of a decoder
-    "qk_dim_factor": {"num_blocks": 2},
+    "qk_dim_factor": {"num_blocks": 2, "hidden_size": 128, "embedding_dim": 128},  # whose half is a multiple of 64
     "cca_time0": {"num_experts_per_tok": 1},
     "num_dense_layers": {"num_dense_layers": 1},
     "axial_pos_shape": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 48], "hash_seed": 0},
