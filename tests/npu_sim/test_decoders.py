@@ -106,9 +106,9 @@ def test_every_model_type_of_transformers_was_tried_and_none_is_wrong() -> None:
     outcomes = json.loads((ROOT / "npu_sim" / "data" / "model_types.json").read_text())
     assert set(outcomes) == set(decoders.model_types())
     kinds = {name: {outcome["kind"] for outcome in routes.values()} for name, routes in outcomes.items()}
-    fails = {name for name, routes in outcomes.items() if "eager" in routes}
     assert {name: kind for name, kind in kinds.items() if not kind <= {"right", "refused", "fails"}} == {}
-    assert {name for name, kind in kinds.items() if "fails" in kind} == fails
+    failing = {route for routes in outcomes.values() for route, outcome in routes.items() if outcome["kind"] == "fails"}
+    assert failing <= {"eager", "generate bfloat16", "serve bfloat16"}  # of transformers itself
 
 
 def test_most_of_what_eager_pytorch_runs_is_right() -> None:

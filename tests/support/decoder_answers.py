@@ -168,7 +168,11 @@ def _compared_in_few_bits(answers: list[Answer], eager: Eager, dtype: str) -> Ou
         padding = [place for place, token in enumerate(answer.tokens) if token == eager.padding]
         rows = slice(padding[0] + 1 if padding else NEW)
         exact = eager.scores(dtype, answer, rounded=True).clip(LOWEST)
-        for errors, scores in ((ours, answer.scores), (theirs, eager.scores(dtype, answer))):
+        try:
+            their_scores = eager.scores(dtype, answer)
+        except RuntimeError as error:
+            return Outcome("fails", f"transformers does not run it in {dtype}: {str(error).splitlines()[0]:.200}")
+        for errors, scores in ((ours, answer.scores), (theirs, their_scores)):
             errors += np.sqrt(np.square(scores.clip(LOWEST) - exact).mean(-1))[rows].tolist()
     mine, bound = float(np.median(ours)), float(np.median(theirs))
     if not mine <= BFLOAT_FACTOR * bound + BFLOAT_SLACK:
