@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from npu_compiler.passes.quantize import Quantization
 
 INV_FREQ = "model.rotary_emb.inv_freq"
+_BY_NUMBERS = "its module chooses shapes or branches by numbers that it computes, as no program can"
 _TRACING = ("torch", "transformers", "pytorch-ir")  # packages of which another version may trace another graph
 
 
@@ -784,7 +785,7 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     except Exception as error:  # whatever a module's own code raises
         reason = "its module does not run over a cache that others hold"
         if any(word in str(error) for word in ("nonzero", "meta tensor", "data-dependent")):
-            reason = "its module chooses shapes or branches by numbers that it computes, as no program can"
+            reason = _BY_NUMBERS
         if "ambiguous" in str(error):  # of a tensor with a number for each token, where a module expects one
             reason = "its module decides by the number of tokens in its cache, which is another for each sequence"
         refusal = InputError(reason)
@@ -897,6 +898,8 @@ def _unsupported(checkpoint: Checkpoint, error: BaseException) -> InputError:
     if isinstance(error.__cause__, InputError):  # what an attention function has refused while it was traced
         error = error.__cause__
     lines = str(error).strip().splitlines()
+    if isinstance(error, IRError) and "data-dependent" in str(error):
+        lines = [_BY_NUMBERS]
     if isinstance(error, KeyError):
         lines = [f"transformers knows no {error}"]
     if isinstance(error, ConstraintError):  # the first of what the device lacks

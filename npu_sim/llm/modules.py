@@ -21,11 +21,29 @@ from npu_sim.llm.state import StateForm, StateName
 from npu_sim.llm.whole import kept_tokens, paged_logits, whole_logits
 
 
+class OtherStateError(InputError, AttributeError):
+    """The error of a module that calls a cache method which `PlacedCache` lacks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"its layers keep more than keys, values and recurrent states ('{name}' of the cache)")
+
+
+class _NoLayers:
+    """The layers of a cache that hold something else, such as the keys of an image: there are none."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, _: Any) -> Any:
+        raise OtherStateError("layers")
+
+
 class PlacedCache(RecurrentCache):
     """A cache with the methods that transformers calls, for tokens whose `Places` say which keys they may see."""
 
     is_compileable = is_initialized = True
     is_sliding = ()
+    layers = _NoLayers()
 
     def __init__(self, places: Places, states: dict[StateName, torch.Tensor] | None = None) -> None:
         """Begin with these recurrent states; None: all of them begin with zeros."""
@@ -58,11 +76,7 @@ class PlacedCache(RecurrentCache):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        raise OtherStateError(f"its layers keep more than keys, values and recurrent states ('{name}' of the cache)")
-
-
-class OtherStateError(InputError, AttributeError):
-    """The error of a module that calls a cache method which `PlacedCache` lacks."""
+        raise OtherStateError(name)
 
 
 class _Cache(PlacedCache):

@@ -38,7 +38,7 @@ class Selections(TorchFunctionMode):
         self._patches = [patch.object(kind, "tolist", _sizes) for kind in (FakeTensor, FunctionalTensor)]
 
     def __enter__(self) -> "Selections":
-        """Also replace a method that tensors of an export have of their own, which no mode sees."""
+        """Enter the context, and replace a method that tensors of an export have of their own, which no mode sees."""
         for replacement in self._patches:
             replacement.start()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ class Selections(TorchFunctionMode):
         return tuple(indices)
 
     def chosen(self, index: Tensor) -> Tensor | None:
-        """Which rows of an index of all rows are selected; None for other indices."""
+        """Return which rows of an index of all rows are selected; None for other indices."""
         return next((chosen for all_rows, chosen in self._chosen if all_rows is index), None)
 
 

@@ -86,6 +86,7 @@ _SIZES: dict[str, Any] = {
     "indexer_compress_ratio": 4,
     "n_shared_experts": 1,
     "zero_expert_num": 2,
+    "first_k_dense_replace": 1,
     "num_kv_shared_layers": 0,
     "bos_token_id": 1,
     "pad_token_id": 0,
