@@ -23,6 +23,7 @@ class ModelType:
         eager: The error message if transformers itself does not run it alone, else empty. Where that is so in bfloat16
             only, float32 decides.
         is_whole: Whether each step computes the whole sequence.
+        dtypes: The dtypes in which it was tried.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModelType:
     reason: str
     eager: str
     is_whole: bool
+    dtypes: tuple[str, ...]
 
 
 def tried_types() -> Iterator[ModelType]:
@@ -45,7 +47,9 @@ def _model_type(name: str, outcomes: Mapping[str, Mapping[str, str]]) -> ModelTy
     reason = (reasons or [""])[0].removeprefix(f"cannot compile model (model type '{name}'): ")
     is_whole = any(WHOLE in outcome["detail"] for outcome in tried.values())
     eager = outcomes.get("eager", {}).get("detail", "")
-    return ModelType(name, _is_right(tried, "generate"), _is_right(tried, "serve"), reason, eager, is_whole)
+    dtypes = ("float32", *sorted({route.partition(" ")[2] for route in outcomes} - {""}))
+    right = _is_right(tried, "generate"), _is_right(tried, "serve")
+    return ModelType(name, right[0], right[1], reason, eager, is_whole, dtypes)
 
 
 def _is_right(tried: Mapping[str, Mapping[str, str]], way: str) -> bool:
