@@ -62,6 +62,7 @@ test-operators: venv
 # Every kind of decoder that transformers knows, tiny and random: right or refused, never wrong, never a raw error.
 test-decoders: venv
 	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoders.py --results npu_sim/data/model_types.json
+	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_features.py
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pages.model_types
 	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_variants.py --compiled
 
