@@ -18,6 +18,7 @@ from npu_model.isa.instructions import (
     ZERO,
     Affine,
     Axis,
+    Buffer,
     Compute,
     Fence,
     Instruction,
@@ -48,11 +49,16 @@ def disassemble(program: TileProgram) -> str:
     Comments give the DRAM traffic of each section (kernel call).
     """
     lines = [f"chip {_word(program.chip)} {_word(program.digest)}"]
-    lines += [f"buffer {_word(buffer.name)} {buffer.size}" for buffer in program.buffers]
+    lines += [_buffer_line(buffer) for buffer in program.buffers]
     for keyword, sections in (("preload", program.preload), ("section", program.sections)):
         for section in sections:
             lines += ["", *section_lines(section, keyword)]
     return "\n".join(lines) + "\n"
+
+
+def _buffer_line(buffer: Buffer) -> str:
+    pattern = f" sparse {buffer.pattern}" if buffer.pattern else ""
+    return f"buffer {_word(buffer.name)} {buffer.size}" + (f" stored {buffer.stored}{pattern}" if buffer.stored else "")
 
 
 def section_lines(section: Section, keyword: str = "section") -> Iterator[str]:
@@ -139,6 +145,8 @@ def _multiply_words(instruction: Multiply) -> Iterator[str]:
         yield f"left_zero {instruction.left_zero}"
     if instruction.right_zeros is not None:
         yield f"right_zeros {_tile(instruction.right_zeros, sizes)}"
+    if instruction.sparsity is not None:
+        yield f"sparse {instruction.sparsity[0]}:{instruction.sparsity[1]}"
 
 
 def _begin(depths: Sequence[int]) -> str:

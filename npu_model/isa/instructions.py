@@ -278,6 +278,12 @@ class Transfer(Instruction):
         return (self.target,)
 
 
+def has_whole_groups(axis: Axis, of: int) -> bool:
+    """Whether an axis has only whole groups of `of` consecutive elements, in all iterations of the loops around it."""
+    numbers = (axis.start.base, *axis.start.steps, axis.total, 0 if axis.size == axis.total else axis.size)
+    return not any(number % of for number in numbers)
+
+
 class Role(StrEnum):
     """Role of an axis of a matrix product."""
 
@@ -302,6 +308,8 @@ class Multiply(Instruction):
             and are added to in the others; an empty tuple always adds. None: the sums always start at zero.
         left_zero: Zero point: an integer that is subtracted from each element of the left operand.
         right_zeros: Zero points of the right operand, one for each column. None: all are 0.
+        sparsity: (N, M): of M consecutive elements of the right operand along the summed axis, counted from the
+            tensor's first, at most N are not zero, and products with the zeros are left out. None: none are left out.
     """
 
     box: tuple[Axis, ...]
@@ -312,6 +320,7 @@ class Multiply(Instruction):
     begins: tuple[int, ...] | None = None
     left_zero: int = 0
     right_zeros: Tile | None = None
+    sparsity: tuple[int, int] | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -415,10 +424,18 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named buffer in DRAM and its size in bytes."""
+    """A named buffer in DRAM.
+
+    Attributes:
+        size: Bytes of its values.
+        stored: Bytes that it takes in DRAM, where it is decoded on its way; 0 for one that lies there as it is.
+        pattern: N:M sparsity of its form, as in `2:4`; empty for other forms.
+    """
 
     name: str
     size: int
+    stored: int = 0
+    pattern: str = ""
 
 
 @dataclass(frozen=True, slots=True)

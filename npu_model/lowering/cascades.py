@@ -484,7 +484,7 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
         for call, names, room in zip(plan.calls, own, residency.rooms, strict=True)
     ]
     least = _NOTABLE * sum(parts) * chip.dram_bytes_per_cycle
-    coarse = Mapper(chip, mapper.shared, _COARSE)
+    coarse = Mapper(chip, mapper.shared, _COARSE, mapper.forms)
     passes = _passing(plan)
     best: list[tuple[float, tuple[tuple[float, Cascade], ...]]] = [(0.0, ())]  # gain and cascades of the first calls
     for stop in range(1, len(plan.calls) + 1):

@@ -23,6 +23,7 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import Engine, Space
 from npu_model.lowering.emitter import DOUBLE, DoesNotFit, Draft, Emitter, Place
 from npu_model.lowering.families import LOWERINGS, CannotLower, Operands, Tiling, operands_of
+from npu_model.lowering.forms import Form, Pattern, SparseCall
 from npu_model.lowering.shared import Shared
 from npu_model.machine.costs import Costs, Moves, Work, work_of
 
@@ -305,10 +306,17 @@ class Mapper:
     Args:
         shared: Cache of results that several chips share. None: a new one.
         most: Maximum number of tilings of a call that are compared.
+        forms: Weight → its form in DRAM, for those that were measured. None: of all weights only shapes are known.
     """
 
-    def __init__(self, chip: Chip, shared: Shared | None = None, most: int = MOST_CANDIDATES) -> None:
-        self.chip, self.most = chip, most
+    def __init__(
+        self,
+        chip: Chip,
+        shared: Shared | None = None,
+        most: int = MOST_CANDIDATES,
+        forms: Mapping[str, Form] | None = None,
+    ) -> None:
+        self.chip, self.most, self.forms = chip, most, forms or {}
         self.shared = shared or Shared()
         self._costs = Costs(chip)
         self._searched: dict[object, Choices | CannotLower] = {}
@@ -347,7 +355,7 @@ class Mapper:
         key = tuple(tiling.items()), own, first, chip.dma.channels, chip.sram.alignment, chip.output is not None
 
         def emit() -> Draft:
-            emitter = new_emitter(chip, places, room)
+            emitter = new_emitter(chip, places, room, call)
             LOWERINGS[call.kernel].emit(emitter, operands_of(call), tiling)
             return emitter.finish()
 
@@ -444,7 +452,8 @@ class Mapper:
 def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
     call = operands.call
     views = (*call.inputs, *call.outputs)
-    emitter = new_emitter(chip, {v.buffer: Place(Space.DRAM, v.buffer, 0, 2**62) for v in views}, (0, chip.sram.size))
+    places = {v.buffer: Place(Space.DRAM, v.buffer, 0, 2**62) for v in views}
+    emitter = new_emitter(chip, places, (0, chip.sram.size), call)
     LOWERINGS[call.kernel].emit(emitter, operands, tiling)
     positions: dict[str, int] = {"": -1}
     for position, view in enumerate(views):
@@ -462,10 +471,15 @@ def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
     return Sketch(tiling, tuple(moves), tuple(computes), room, emitter.used, emitter.used_accumulators, executions)
 
 
-def new_emitter(chip: Chip, places: Mapping[str, Place], room: tuple[int, int]) -> Emitter:
-    """Create an emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad."""
+def new_emitter(chip: Chip, places: Mapping[str, Place], room: tuple[int, int], call: KernelCall) -> Emitter:
+    """Create an emitter for a call's section on a chip that may use `room` (first byte, size) of the scratchpad."""
     sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
-    return Emitter(places, chip.dma.channels, room, (0, sums), chip.sram.alignment, chip.output is not None)
+    channels, has_output = chip.dma.channels, chip.output is not None
+    return Emitter(places, channels, room, (0, sums), chip.sram.alignment, has_output, _sparsity(call))
+
+
+def _sparsity(call: KernelCall) -> Pattern | None:
+    return call.sparsity if isinstance(call, SparseCall) else None
 
 
 def _signature(call: KernelCall) -> object:
@@ -475,7 +489,7 @@ def _signature(call: KernelCall) -> object:
         (view.shape, view.strides, view.dtype, names.setdefault(view.buffer, len(names)))
         for view in (*call.inputs, *call.outputs)
     )
-    return call.kernel, views, len(call.inputs), repr(sorted(call.params.items()))
+    return call.kernel, views, len(call.inputs), repr(sorted(call.params.items())), _sparsity(call)
 
 
 __all__ = ["Candidate", "Choices", "Mapper", "Placed", "in_sequence", "new_emitter"]

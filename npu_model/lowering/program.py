@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from npu_model.isa.instructions import (
 )
 from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
 from npu_model.lowering.families import CannotLower, Tiling
+from npu_model.lowering.forms import Form
 from npu_model.lowering.implied_waits import without_implied_waits
 from npu_model.lowering.l2 import Use, check_places, choose_l2, l2_place
 from npu_model.lowering.mapper import Mapper, Placed, in_sequence, new_emitter
@@ -77,7 +79,7 @@ def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Res
 
 
 def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
-    places = dram_places(plan, chip)
+    places = dram_places(plan, mapper)
     uses = [
         Use(call, time, Placed(mapper.choices(call), positions(call, residency.addresses), room), residency.addresses)
         for time, (call, room) in enumerate(zip(plan.calls, residency.rooms, strict=True))
@@ -96,7 +98,7 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
     for call, candidate, placed in zip(plan.calls, in_sequence(calls), calls, strict=True):
         linker.add(Part(call, candidate.tiling, placed.room, candidate.needs(placed.resident)))
     sections = tuple(linker.sections)
-    return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
+    return TileProgram(chip.name, chip_digest(chip), buffers_of(plan, mapper), tuple(preload), sections)
 
 
 def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:
@@ -127,16 +129,27 @@ def preloaded(name: str, place: Place, address: int, chip: Chip, space: Space = 
     return Section(name, "preload", f"{place.size} bytes", (move,))
 
 
-def dram_places(plan: ExecutionPlan, chip: Chip) -> dict[str, Place]:
-    """Buffer → its location in DRAM: intermediate values in the arena, weights compressed if the chip has a decoder."""
+def dram_places(plan: ExecutionPlan, mapper: Mapper) -> dict[str, Place]:
+    """Buffer → its location in DRAM: intermediate values in the arena, weights in their forms."""
     places = {}
     for name, buffer in plan.buffers.items():
         if buffer.kind == "arena":
             places[name] = Place(Space.DRAM, ARENA, buffer.offset, buffer.size_bytes)
         else:
-            space = Space.PACKED if buffer.is_constant and chip.weights is not None else Space.DRAM
+            is_packed = buffer.is_constant and form_of(name, buffer, mapper) is not None
+            space = Space.PACKED if is_packed else Space.DRAM
             places[name] = Place(space, plan.donations.get(name, name), 0, buffer.size_bytes)
     return places
+
+
+def form_of(name: str, buffer: BufferAllocation, mapper: Mapper) -> Form | None:
+    """A buffer's form in DRAM: as it was measured, else by the ratio that the chip states; None if it lies as it is."""
+    weights = mapper.chip.weights
+    if not buffer.is_constant or not buffer.size_bytes:
+        return None
+    if name in mapper.forms or weights is None:
+        return mapper.forms.get(name)
+    return Form(math.ceil(buffer.size_bytes * weights.ratio))
 
 
 def touched_buffers(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
@@ -145,9 +158,14 @@ def touched_buffers(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     return {name: plan.buffers[name] for name in sorted(names)}
 
 
-def buffers_of(plan: ExecutionPlan) -> tuple[Buffer, ...]:
+def buffers_of(plan: ExecutionPlan, mapper: Mapper) -> tuple[Buffer, ...]:
     """The DRAM buffers of a tile program: those that the plan's calls access, and the arena for intermediate values."""
-    own = [Buffer(name, b.size_bytes) for name, b in touched_buffers(plan).items() if b.kind != "arena"]
+
+    def buffer(name: str, allocation: BufferAllocation) -> Buffer:
+        form = form_of(name, allocation, mapper)
+        return Buffer(name, allocation.size_bytes, *(() if form is None else (form.stored, form.pattern)))
+
+    own = [buffer(name, b) for name, b in touched_buffers(plan).items() if b.kind != "arena"]
     return (*own, *([Buffer(ARENA, plan.arena_bytes)] if plan.arena_bytes else []))
 
 
@@ -212,7 +230,7 @@ class Linker:
         touches: list[Touch] = []
         for copy, core in copies:
             (source,), (target,) = copy.inputs, copy.outputs
-            emitter = new_emitter(self.mapper.chip, self._places(core), (0, 0))
+            emitter = new_emitter(self.mapper.chip, self._places(core), (0, 0), copy)
             sizes, (read, written) = collapse(source.shape, source.strides, target.strides)
             axes = tuple(map(Axis, sizes))
             views = (replace(source, strides=tuple(read)), replace(target, strides=tuple(written)))

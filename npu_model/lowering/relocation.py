@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from npu_model.isa.instructions import (
-    Buffer,
     Compute,
     Instruction,
     Loop,
@@ -60,7 +59,7 @@ class Relocation:
         """Relocate a whole program."""
         return replace(
             program,
-            buffers=tuple(Buffer(self.buffers + buffer.name, buffer.size) for buffer in program.buffers),
+            buffers=tuple(replace(buffer, name=self.buffers + buffer.name) for buffer in program.buffers),
             preload=tuple(map(self.section, program.preload)),
             sections=tuple(map(self.section, program.sections)),
         )

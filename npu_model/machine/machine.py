@@ -149,7 +149,7 @@ class Machine:
         self.chip, self.program = chip, program
         self.memory = memory
         self.checked = checked
-        self.costs = Costs(chip)
+        self.costs = Costs(chip, program.buffers)
         self._executions: dict[tuple[int, ...], Execution] = {}
         self._first: tuple[Run, list[Executed]] | None = None
         self._own: dict[tuple[Space, str], Memory] = {}
