@@ -18,7 +18,7 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Section, Space, TileProgram, core_name
-from npu_model.lowering.cascades import Arrangement, arrange
+from npu_model.lowering.cascades import Arrangement, arrange, striped
 from npu_model.lowering.division import Way, divided
 from npu_model.lowering.emitter import Place
 from npu_model.lowering.families import CannotLower
@@ -58,7 +58,19 @@ def _arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     check_calls(plan.calls, chip, mapper)
     if chip.cores.split != "auto":
         return _fastest(_ways(plan, chip, mapper, [chip.cores.split]), chip)
-    return _fastest([_on_one_core(plan, chip, mapper), *_ways(plan, chip, mapper, [*Way, "layers"])], chip)
+    alone, ways = _on_one_core(plan, chip, mapper), _ways(plan, chip, mapper, [*Way, "layers"])
+    return _fastest([alone, *ways, *_striped(plan, chip, mapper)], chip)
+
+
+def _striped(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Iterator[Arrangement | ConstraintError]:
+    """Lower a plan with chains in stripes, each computed by one core; rows of the other calls are divided."""
+    for own in striped(plan, chip, mapper):
+        steps = [
+            [Step(call, core) for call, core in group if core is not None] or parts
+            for group, parts in zip(own.groups, _divided(own.steps, Way.ROWS, chip, mapper), strict=True)
+        ]
+        way = _linked(spread(own.steps, steps), chip, mapper)
+        yield way if isinstance(way, ConstraintError) else own.of_plan(way)
 
 
 def _on_one_core(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement | ConstraintError:

@@ -49,6 +49,8 @@ class Candidate:
         once: Cycles of one iteration of all computing engines.
         flow: Position → cycles of all transfers of the operand, including latencies, overlapped by double buffering.
         executions: Number of executed instructions.
+        chained: Cycles if a tile's loads wait until the tile before is stored: of all computing engines, and for each
+            tile the latencies until its loads and its results are complete.
         l2: Position → cycles of the shared L2 if the operand lies there; empty on a chip without.
         l2_fill, l2_flow: `fill` and `flow` of operands that lie in the shared L2.
     """
@@ -62,6 +64,7 @@ class Candidate:
     once: float
     flow: Mapping[int, float]
     executions: int
+    chained: float
     l2: Mapping[int, float]
     l2_fill: Mapping[int, float]
     l2_flow: Mapping[int, float]
@@ -113,15 +116,15 @@ class Choices:
 
     Args:
         candidates: Its tilings that fit the chip.
-        operands: Number of the call's views.
+        inputs, outputs: Numbers of the call's views.
         serial: Whether loads wait for earlier stores; so if there are fewer than three DMA engines.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], operands: int, serial: bool) -> None:
+    def __init__(self, candidates: Sequence[Candidate], inputs: int, outputs: int, serial: bool) -> None:
         self.candidates = candidates
-        self._operands, self._serial = operands, serial
-        self._busy, self._once, self._issue = np.array(
-            [(each.busy, each.once, each.executions * _ISSUE) for each in candidates]
+        self._inputs, self._operands, self._serial = inputs, inputs + outputs, serial
+        self._busy, self._once, self._chained, self._issue = np.array(
+            [(each.busy, each.once, each.chained, each.executions * _ISSUE) for each in candidates]
         ).T
         self._scratchpad = np.array([each.scratchpad for each in candidates])
         self._room, self._dram, self._flow, self._fill, self._l2, self._l2_flow, self._l2_fill = (
@@ -152,7 +155,9 @@ class Choices:
                 fill = fill + self._l2_fill @ shared
                 flow = np.maximum(flow, (self._l2_flow * shared).max(axis=1))
             if self._serial:
-                apart = beside = self._busy + (moved + moved_l2) * (1 + _TRAFFIC) + self._issue
+                loads, stores = ~kept[: self._inputs], ~kept[self._inputs : self._operands]
+                busy = np.maximum(self._busy, self._chained) if loads.any() and stores.any() else self._busy
+                apart = beside = busy + (moved + moved_l2) * (1 + _TRAFFIC) + self._issue
             else:
                 apart, beside = (
                     np.maximum.reduce(
@@ -330,9 +335,9 @@ class Mapper:
         key = _signature(call)
         if key not in self._searched:
             try:
-                operands = len(call.inputs) + len(call.outputs)
                 serial = self.chip.dma.channels < 3
-                self._searched[key] = Choices(self._search(operands_of(call), key), operands, serial)
+                candidates = self._search(operands_of(call), key)
+                self._searched[key] = Choices(candidates, len(call.inputs), len(call.outputs), serial)
             except CannotLower as error:
                 self._searched[key] = error
         found = self._searched[key]
@@ -381,7 +386,7 @@ class Mapper:
             tried += 1
             sketch = self._sketch(operands, tiling, signature)
             if sketch is not None:
-                found.append(self._candidate(sketch))
+                found.append(self._candidate(sketch, len(call.inputs)))
         if not found:
             raise CannotLower(
                 f"its smallest tiles do not fit {self.chip.sram.size} bytes of scratchpad, or the accumulators; "
@@ -406,8 +411,9 @@ class Mapper:
             return None
         return found
 
-    def _candidate(self, sketch: Sketch) -> Candidate:
-        costs, latency = self._costs, self.chip.dram_latency_cycles
+    def _candidate(self, sketch: Sketch, inputs: int) -> Candidate:
+        """The costs of a sketch of a call with so many inputs."""
+        costs, latency, waits = self._costs, self.chip.dram_latency_cycles, 0.0
         busy: dict[str, float] = {}
         once: dict[str, float] = {}
         dram: dict[int, float] = {}
@@ -431,6 +437,9 @@ class Mapper:
             cost = costs.of(work)
             busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
             once[engine] = once.get(engine, 0.0) + cost.cycles + cost.latency
+            waits += cost.latency
+        stored = [times for position, _, times in sketch.moves if position >= inputs]
+        lag = max(stored, default=0) * (waits + latency)
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         return Candidate(
@@ -443,6 +452,7 @@ class Mapper:
             around,
             flow,
             sketch.executions,
+            sum(busy.values()) + lag,
             l2,
             l2_fill,
             l2_flow,

@@ -35,7 +35,7 @@ from npu_model.lowering.families import CannotLower, Tiling
 from npu_model.lowering.forms import Form
 from npu_model.lowering.implied_waits import without_implied_waits
 from npu_model.lowering.l2 import Use, check_places, choose_l2, l2_place
-from npu_model.lowering.mapper import Mapper, Placed, in_sequence, new_emitter
+from npu_model.lowering.mapper import Candidate, Mapper, Placed, in_sequence, new_emitter
 from npu_model.lowering.relocation import to_core
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
@@ -71,14 +71,51 @@ def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Res
     """
     check_calls(plan.calls, chip, mapper)
     try:
-        return _linked(plan, chip, mapper, residency or choose_residency(plan, chip, mapper))
+        placed = placed_program(plan, chip, mapper, residency or choose_residency(plan, chip, mapper))
+        return placed.linked(placed.candidates())
     except ConstraintError:  # values that stay leave too little room for some call
         if chip.dram is None:
             raise
-        return _linked(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
+        placed = placed_program(plan, chip, mapper, nothing_stays(plan, chip))
+        return placed.linked(placed.candidates())
 
 
-def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
+def nothing_stays(plan: ExecutionPlan, chip: Chip) -> Residency:
+    """The residency in which no value stays in the scratchpad."""
+    return Residency({}, [chip.sram.size] * len(plan.calls))
+
+
+@dataclass(frozen=True)
+class PlacedProgram:
+    """A plan whose values have their places, before tilings are chosen.
+
+    Attributes:
+        places: Buffer → its location.
+        preload: Sections that load the weights that stay on the chip.
+        calls: The calls with the locations of their operands.
+    """
+
+    plan: ExecutionPlan
+    mapper: Mapper
+    places: Mapping[str, Place]
+    preload: tuple[Section, ...]
+    calls: Sequence[Placed]
+
+    def candidates(self) -> list[Candidate]:
+        """The best tilings by estimates."""
+        return in_sequence(self.calls)
+
+    def linked(self, candidates: Sequence[Candidate]) -> TileProgram:
+        """The tile program with a tiling for each call. Raises `ConstraintError` if the calls do not fit."""
+        linker = Linker(self.mapper, self.places, token_totals(self.preload))
+        for call, candidate, placed in zip(self.plan.calls, candidates, self.calls, strict=True):
+            linker.add(Part(call, candidate.tiling, placed.room, candidate.needs(placed.resident)))
+        chip, buffers = self.mapper.chip, buffers_of(self.plan, self.mapper)
+        return TileProgram(chip.name, chip_digest(chip), buffers, self.preload, tuple(linker.sections))
+
+
+def placed_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> PlacedProgram:
+    """Give the values of a plan their places: in the scratchpad as `residency` says, in the L2, or in DRAM."""
     places = dram_places(plan, mapper)
     uses = [
         Use(call, time, Placed(mapper.choices(call), positions(call, residency.addresses), room), residency.addresses)
@@ -93,12 +130,7 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
     for name, address in residency.addresses.items():
         places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
     places.update({name: l2_place(address, places[name].size) for name, address in l2.items()})
-    linker = Linker(mapper, places, token_totals(preload))
-    calls = [use.with_l2(l2) for use in uses]
-    for call, candidate, placed in zip(plan.calls, in_sequence(calls), calls, strict=True):
-        linker.add(Part(call, candidate.tiling, placed.room, candidate.needs(placed.resident)))
-    sections = tuple(linker.sections)
-    return TileProgram(chip.name, chip_digest(chip), buffers_of(plan, mapper), tuple(preload), sections)
+    return PlacedProgram(plan, mapper, places, tuple(preload), [use.with_l2(l2) for use in uses])
 
 
 def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:

@@ -14,6 +14,7 @@ from ir_builder import IRBuilder
 from npu_compiler import CompiledProgram, CompileOptions, InputError, ProgramFormatError
 from npu_compiler import compile as compile_ir
 from npu_model import Chip, NPUBackend, NPUTarget, load_chip, parse_chip, simulate
+from npu_model.analysis.simulation import lowered
 from npu_model.analysis.trace import timeline
 from npu_model.chip.description import SPLITS, Cores, Network
 from npu_model.isa.assembler import assemble
@@ -324,3 +325,26 @@ def test_parts_of_a_call_are_its_result_divided(way: Way, ir: dict[str, Any], co
         assert 1 <= len(parts) <= count
         assert sum(part.outputs[0].numel for part in parts) == call.outputs[0].numel
         assert sum(part.flops for part in parts) == pytest.approx(call.flops, abs=len(parts))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_cores_compute_chains_in_stripes_of_their_own(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = IRBuilder("images")
+    y = g.input("x", 1, 16, 72, 72)
+    for layer in range(3):
+        y = g("aten.conv2d.default", y, g.weight(f"w{layer}", 16, 16, 3, 3), None, [1, 1], [1, 1])
+        y = g("aten.relu.default", y)
+    g.output(y)
+    chip = load_chip("edge")
+    memory = dataclasses.replace(chip.sram, size=64 << 10), dataclasses.replace(chip.dram, bandwidth_gb_s=2.5)
+    chip = with_cores(dataclasses.replace(chip, sram=memory[0], dram=memory[1]), count)
+    program = compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16"))
+    comments = [section.comment for section in lowered(program, chip).sections]
+    assert comments[-1].endswith("steps") and comments[-2].endswith("in a cascade")
+    result = simulate(program, chip)
+    assert {core_of(engine) for engine, cycles in result.busy.items() if cycles} == {f"core{n}" for n in range(count)}
+    for own, alone in zip(outputs(g.ir(), chip), outputs(g.ir(), one_core(chip)), strict=True):
+        np.testing.assert_allclose(own, alone, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr("npu_model.lowering.cores.striped", lambda *_: [])
+    without = simulate(program, chip)
+    assert result.cycles < without.cycles and result.dram_bytes < without.dram_bytes
