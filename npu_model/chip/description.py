@@ -277,11 +277,13 @@ class Network:
         latency_ns: Nanoseconds of a hop, for data and for tokens (the counters by which engines synchronise).
         topology: Way in which cores are connected: `crossbar`, one hop between any two; `ring`; or `mesh`, as square as
             the number of cores allows.
+        multicast: Whether a transfer may go to several cores at once, and occupies the sender's link once.
     """
 
     bandwidth_gb_s: float = _above(0, 1e9)
     latency_ns: float = _from(0, 1e6, default=0.0)
     topology: str = _one_of("crossbar", "ring", "mesh", default="crossbar")
+    multicast: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -419,7 +419,9 @@ def _fence(line: _Line, engine: str, depth: int) -> Fence:
 
 
 def _transfer(line: _Line, engine: str, depth: int) -> Transfer:
-    target = line.tile(depth)
+    target, others = line.tile(depth), []
+    while line.accepts("and"):
+        others.append(line.tile(depth))
     line.expect("<-")
     source, box = line.tile(depth), line.box(depth)
     sizes = [axis.size for axis in box]
@@ -438,6 +440,7 @@ def _transfer(line: _Line, engine: str, depth: int) -> Transfer:
         index=index,
         index_limit=limit,
         scatters=scatters,
+        others=tuple(other(sizes) for other in others),
     )
 
 

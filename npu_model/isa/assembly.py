@@ -125,7 +125,8 @@ def _transfer_words(instruction: Transfer, box: str) -> Iterator[str]:
     is_read, is_written = (tile.space.is_shared for tile in (instruction.source, instruction.target))
     yield "copy   " if is_read == is_written else "load   " if is_read else "store  "
     sizes = [axis.size for axis in instruction.box]
-    yield f"{_tile(instruction.target, sizes)} <- {_tile(instruction.source, sizes)} {box}"
+    targets = " and ".join(_tile(tile, sizes) for tile in instruction.writes)
+    yield f"{targets} <- {_tile(instruction.source, sizes)} {box}"
     if instruction.fill is not None:
         yield f"fill {_number(instruction.fill)}"
     if instruction.index is not None:

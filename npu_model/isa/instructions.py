@@ -243,6 +243,7 @@ class Transfer(Instruction):
         index: A tile of int32, for a gather: the element at (i, j, …) is read from (index[i, j, …], j, …) of the
             source. An index outside 0 … `index_limit` − 1 is an error. None: no gather.
         scatters: The index applies to the target instead of the source.
+        others: Further targets, in the scratchpads of other cores (a multicast over the network).
     """
 
     box: tuple[Axis, ...]
@@ -252,17 +253,18 @@ class Transfer(Instruction):
     index: Tile | None = None
     index_limit: int = 0
     scatters: bool = False
+    others: tuple[Tile, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return self.box
 
     @property
-    def path(self) -> tuple[str, str] | None:
-        """The sending and the receiving core of a transfer over the network; None if it crosses no network."""
+    def path(self) -> tuple[str, ...] | None:
+        """The sending and the receiving cores of a transfer over the network; None if it crosses no network."""
         source, target = self.source, self.target
         crosses = not (source.space.is_shared or target.space.is_shared) and source.buffer != target.buffer
-        return (source.buffer, target.buffer) if crosses else None
+        return (source.buffer, *(tile.buffer for tile in self.writes)) if crosses else None
 
     @property
     def chosen(self) -> Tile | None:
@@ -275,7 +277,7 @@ class Transfer(Instruction):
 
     @property
     def writes(self) -> tuple[Tile, ...]:
-        return (self.target,)
+        return (self.target, *self.others)
 
 
 def has_whole_groups(axis: Axis, of: int) -> bool:

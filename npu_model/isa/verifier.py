@@ -259,8 +259,14 @@ class _Verifier:
         self.need(is_transfer(instruction.engine), "only DMA engines transfer")
         self.need(len(box) <= MOST_TRANSFER_AXES, f"a transfer has {len(box)} axes, more than {MOST_TRANSFER_AXES}")
         self.need(source.dtype == target.dtype, f"it transfers {source.dtype} to {target.dtype}")
-        for axis, stride in zip(box, target.strides, strict=True):
-            self.need(stride != 0 or axis.size == 1, "several elements go to one place")
+        for tile in instruction.writes:
+            for axis, stride in zip(box, tile.strides, strict=True):
+                self.need(stride != 0 or axis.size == 1, "several elements go to one place")
+        if instruction.others:
+            self._multicast(instruction)
+            for tile in instruction.others:
+                self._written(tile, box)
+                self._inside(tile, box, counts)
         own = core_of(instruction.engine)
         inside = [tile for tile in (source, target) if not tile.space.is_shared]
         self.need(not inside or own in {tile.buffer for tile in inside}, f"it moves nothing from or to {own}")
@@ -288,6 +294,15 @@ class _Verifier:
             whole = [Axis(axis.size) for axis in box]
             self._written(target, whole)
             self._inside(target, whole, counts)
+
+    def _multicast(self, instruction: Transfer) -> None:
+        cores, tiles = self.chip.cores, (instruction.source, *instruction.writes)
+        self.need(cores is not None and cores.network.multicast, "the chip's network has no multicast")
+        inside = all(tile.space is Space.SCRATCHPAD and tile.dtype == tiles[0].dtype for tile in tiles)
+        self.need(inside, "a multicast is from a scratchpad to others, of one dtype")
+        self.need(len({tile.buffer for tile in tiles}) == len(tiles), "a multicast goes to one core twice")
+        is_plain = instruction.index is None and instruction.fill is None
+        self.need(is_plain, "a multicast neither gathers nor fills")
 
     def _fill(self, fill: float | int | None, dtype: str) -> None:
         if fill is None or is_float(dtype):

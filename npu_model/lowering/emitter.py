@@ -357,6 +357,7 @@ class Emitter:
         index: Piece | None = None,
         index_limit: int = 0,
         scatters: bool = False,
+        others: Sequence[Piece] = (),
     ) -> None:
         """Emit a transfer of a box with these axes; `index` is a list of rows to gather or scatter (see `Transfer`).
 
@@ -375,9 +376,10 @@ class Emitter:
                 index=None if index is None else index.tile(*(d if d < len(index.axes) else None for d in dims)),
                 index_limit=index_limit,
                 scatters=scatters,
+                others=tuple(self._located(other, other.tile(*dims)) for other in others),
             ),
             reads=[source] if index is None else [source, index],
-            writes=[target],
+            writes=[target, *others],
         )
 
     @staticmethod

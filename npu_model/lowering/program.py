@@ -258,15 +258,24 @@ class Linker:
         self._enter([touch for part in parts for touch in self._append(part.call, self._drafted(part), part.core)])
 
     def send(self, *copies: tuple[KernelCall, str]) -> None:
-        """Append copies between cores that run concurrently, each executed by the sending core."""
+        """Append copies between cores that run concurrently, each executed by the sending core.
+
+        Copies of one source are a multicast if the chip's network has that.
+        """
         touches: list[Touch] = []
+        cores = self.mapper.chip.cores
+        together: dict[object, list[tuple[KernelCall, str]]] = {}
         for copy, core in copies:
-            (source,), (target,) = copy.inputs, copy.outputs
+            key = (core, copy.inputs) if cores is not None and cores.network.multicast else id(copy)
+            together.setdefault(key, []).append((copy, core))
+        for (copy, core), *others in together.values():
+            views = (*copy.inputs, *copy.outputs, *(other.outputs[0] for other, _ in others))
             emitter = new_emitter(self.mapper.chip, self._places(core), (0, 0), copy)
-            sizes, (read, written) = collapse(source.shape, source.strides, target.strides)
+            sizes, strides = collapse(views[0].shape, *(view.strides for view in views))
             axes = tuple(map(Axis, sizes))
-            views = (replace(source, strides=tuple(read)), replace(target, strides=tuple(written)))
-            emitter.transfer(axes, *(emitter.whole(view, axes) for view in views), queue=_SENDING)
+            merged = (replace(view, strides=tuple(own)) for view, own in zip(views, strides, strict=True))
+            source, target, *more = (emitter.whole(view, axes) for view in merged)
+            emitter.transfer(axes, source, target, queue=_SENDING, others=more)
             touches += self._append(copy, emitter.finish(), core)
         self._enter(touches)
 

@@ -84,7 +84,8 @@ class Relocation:
         )
         if isinstance(moved, Transfer):
             index = None if moved.index is None else self._tile(moved.index)
-            return replace(moved, source=self._tile(moved.source), target=self._tile(moved.target), index=index)
+            source, target, *others = (self._tile(tile) for tile in (moved.source, *moved.writes))
+            return replace(moved, source=source, target=target, others=tuple(others), index=index)
         if isinstance(moved, Multiply):
             zeros = None if moved.right_zeros is None else self._tile(moved.right_zeros)
             left, right, sums = (self._tile(tile) for tile in (moved.left, moved.right, moved.sums))

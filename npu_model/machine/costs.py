@@ -75,7 +75,8 @@ class Moves(NamedTuple):
         run, runs: Length in bytes of each contiguous run in DRAM, and number of runs.
         strides, extents, item: Access pattern in DRAM: byte strides, number of elements along each, and bytes of an
             element.
-        path: The cores between which data moves over the network; None if both ends are in one core or shared memory.
+        path: The sending and the receiving cores of data that moves over the network; None if both ends are in one core
+            or shared memory.
         l2_read, l2_written: Bytes moved from and to the shared L2.
         packed: Name of the source in DRAM if it has to be decoded; else empty.
     """
@@ -89,7 +90,7 @@ class Moves(NamedTuple):
     strides: tuple[int, ...]
     extents: tuple[int, ...]
     item: int
-    path: tuple[str, str] | None = None
+    path: tuple[str, ...] | None = None
     l2_read: int = 0
     l2_written: int = 0
     packed: str = ""
@@ -221,8 +222,9 @@ class Costs:
         if work.path is not None:
             assert self.chip.cores is not None
             cycles = max(cycles, work.filled * self.chip.clock_ghz / self.chip.cores.network.bandwidth_gb_s)
-            latency = self.delay(*work.path)
-            return Cost(math.ceil(cycles), 0, 0, work.inside, latency=latency, network=work.filled)
+            sender, *receivers = work.path
+            latency, network = max(self.delay(sender, core) for core in receivers), len(receivers) * work.filled
+            return Cost(math.ceil(cycles), 0, 0, work.inside, latency=latency, network=network)
         own = work.l2_read, work.l2_written
         return Cost(math.ceil(cycles), work.read, work.written, work.inside, l2_read=own[0], l2_written=own[1])
 
@@ -290,7 +292,8 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     filled = size * math.prod(axis.size for axis in instruction.box) if instruction.fill is not None else moved
     read, written = (moved if tile.space.has_buffers else 0 for tile in (source, target))
     index = instruction.index
-    inside = (moved if source.space is Space.SCRATCHPAD else 0) + (filled if target.space is Space.SCRATCHPAD else 0)
+    written_tiles = sum(tile.space is Space.SCRATCHPAD for tile in instruction.writes)
+    inside = (moved if source.space is Space.SCRATCHPAD else 0) + filled * written_tiles
     if index is not None:
         inside += _distinct(index, extents) * itemsize(index.dtype)
     l2_read, l2_written = (moved if tile.space is Space.L2 else 0 for tile in (source, target))

@@ -19,7 +19,7 @@ from npu_model.analysis.trace import timeline
 from npu_model.chip.description import SPLITS, Cores, Network
 from npu_model.isa.assembler import assemble
 from npu_model.isa.assembly import disassemble
-from npu_model.isa.encoding import decode
+from npu_model.isa.encoding import decode, encode
 from npu_model.isa.instructions import core_of
 from npu_model.isa.verifier import verify
 from npu_model.lowering.division import Way, divided
@@ -112,12 +112,13 @@ def graphs(draw: st.DrawFn) -> dict[str, Any]:
 def chips(count: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[Chip]:
     """Shipped chips with small scratchpads and several cores."""
     return st.builds(
-        lambda name, size, cores, split, bandwidth, latency, topology: with_cores(
+        lambda name, size, cores, split, bandwidth, latency, topology, multicast: with_cores(
             dataclasses.replace(load_chip(name), sram=dataclasses.replace(load_chip(name).sram, size=size)),
-            cores, split, bandwidth_gb_s=bandwidth, latency_ns=latency, topology=topology,
+            cores, split, bandwidth_gb_s=bandwidth, latency_ns=latency, topology=topology, multicast=multicast,
         ),
         st.sampled_from(("edge", "datacenter")), st.sampled_from((64 << 10, 1 << 20)), count or st.integers(2, 5),
         st.sampled_from(SPLITS), st.floats(0.5, 500), st.floats(0, 300), st.sampled_from(("crossbar", "ring", "mesh")),
+        st.booleans(),
     )  # fmt: skip
 
 
@@ -348,3 +349,44 @@ def test_cores_compute_chains_in_stripes_of_their_own(count: int, monkeypatch: p
     monkeypatch.setattr("npu_model.lowering.cores.striped", lambda *_: [])
     without = simulate(program, chip)
     assert result.cycles < without.cycles and result.dram_bytes < without.dram_bytes
+
+
+def multicasting(multicast: bool = True) -> Chip:
+    """Four cores over a slow network and a slower DRAM."""
+    chip = load_chip("edge")
+    chip = dataclasses.replace(chip, dram=dataclasses.replace(chip.dram, bandwidth_gb_s=2.0))
+    return with_cores(chip, 4, "columns", bandwidth_gb_s=1.0, multicast=multicast)
+
+
+def test_a_multicast_takes_the_link_once() -> None:
+    ir = linear_chain(64, 256, 256, 256)
+    program = compile_ir(ir, options=CompileOptions(compute_dtype="float16"))
+    several, single = (simulate(program, multicasting(own)) for own in (True, False))
+    assert several.network_bytes == single.network_bytes > 0
+    busy = [sum(n for engine, n in own.busy.items() if engine.endswith("dma3")) for own in (several, single)]
+    assert busy[1] > 2.5 * busy[0]
+    assert several.cycles < single.cycles
+    tiles = lowered(program, multicasting())
+    text = disassemble(tiles)
+    assert " and core2.sram[" in text and assemble(text) == tiles == decode(encode(tiles))
+    for own, alone in zip(outputs(ir, multicasting()), outputs(ir, one_core(multicasting())), strict=True):
+        np.testing.assert_allclose(own, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("and core3.sram", "and core2.sram", "a multicast goes to one core twice"),
+        ("and core3.sram[", "and x[", "a multicast is from a scratchpad to others"),
+        ("and core3.sram[", "and core3.sram[9999998 + ", "outside of the scratchpad"),
+    ],
+)
+def test_wrong_multicasts_are_refused(old: str, new: str, message: str) -> None:
+    program = compile_ir(linear_chain(64, 256, 256, 256), options=CompileOptions(compute_dtype="float16"))
+    tiles = lowered(program, multicasting())
+    verify(tiles, multicasting())
+    with pytest.raises(ProgramFormatError, match="the chip's network has no multicast"):
+        verify(tiles, multicasting(False))
+    line = next(line for line in disassemble(tiles).splitlines() if old in line)
+    with pytest.raises(ProgramFormatError, match=message):
+        verify(assemble(disassemble(tiles).replace(line, line.replace(old, new))), multicasting())
