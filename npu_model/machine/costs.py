@@ -105,7 +105,8 @@ class Multiplies(NamedTuple):
     """The amount of work of a product, independent of the chip.
 
     Attributes:
-        left, right: Bytes of an element.
+        batch, rows, columns, sums, window: Elements along the axes with these roles (`Role`).
+        left, right: Bytes of an element of each operand.
         sparsity: N and M of the right operand, whose zeros are skipped; None if none are.
     """
 
@@ -377,6 +378,10 @@ def _array_time(product: Product, chip: Chip, rate: float, left: float, right: f
 
     The fastest division among the arrays is taken. Arrays read the scratchpad at once, so that fewer of them may be
     faster where its ports are the bottleneck.
+
+    Args:
+        rate: Multiply-accumulates of a processing element per cycle.
+        left, right: Bytes of an element of each operand.
     """
     matrix = chip.matrix
     assert matrix is not None
