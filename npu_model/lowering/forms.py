@@ -125,17 +125,10 @@ def measured_forms(plan: ExecutionPlan, chip: Chip, weights: Mapping[str, Bytes]
             if name not in forms and name in plan.buffers and plan.buffers[name].size_bytes:
                 item = itemsize(plan.buffers[name].dtype)
                 own = data[: plan.buffers[name].size_bytes]
-                forms[name] = Form(len(encode(own, chip.weights.codec, item)))
+                code = encode(own, chip.weights.codec, item)
+                assert np.array_equal(decode(code, chip.weights.codec, item, own.size), own)
+                forms[name] = Form(len(code))
     return forms
-
-
-def stated_forms(plan: ExecutionPlan, chip: Chip, pattern: str) -> dict[str, Form]:
-    """Forms of weights of which only shapes are known, as if all that can had an N:M pattern."""
-    return {
-        name: form
-        for name, view in sparse_views(plan).items()
-        if (form := _stored(plan.buffers[name].size_bytes, view, chip, pattern)) is not None
-    }
 
 
 def sparse_views(plan: ExecutionPlan) -> dict[str, View]:
@@ -269,7 +262,6 @@ __all__ = [
     "pack",
     "pattern_of",
     "sparse_views",
-    "stated_forms",
     "unpack",
     "with_counted_forms",
     "with_sparsity",
