@@ -360,7 +360,7 @@ class Mapper:
         key = tuple(tiling.items()), own, first, chip.dma.channels, chip.sram.alignment, chip.output is not None
 
         def emit() -> Draft:
-            emitter = new_emitter(chip, places, room, call)
+            emitter = new_emitter(chip, places, room, _sparsity(call))
             LOWERINGS[call.kernel].emit(emitter, operands_of(call), tiling)
             return emitter.finish()
 
@@ -463,7 +463,7 @@ def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
     call = operands.call
     views = (*call.inputs, *call.outputs)
     places = {v.buffer: Place(Space.DRAM, v.buffer, 0, 2**62) for v in views}
-    emitter = new_emitter(chip, places, (0, chip.sram.size), call)
+    emitter = new_emitter(chip, places, (0, chip.sram.size), _sparsity(call))
     LOWERINGS[call.kernel].emit(emitter, operands, tiling)
     positions: dict[str, int] = {"": -1}
     for position, view in enumerate(views):
@@ -481,11 +481,16 @@ def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
     return Sketch(tiling, tuple(moves), tuple(computes), room, emitter.used, emitter.used_accumulators, executions)
 
 
-def new_emitter(chip: Chip, places: Mapping[str, Place], room: tuple[int, int], call: KernelCall) -> Emitter:
-    """Create an emitter for a call's section on a chip that may use `room` (first byte, size) of the scratchpad."""
+def new_emitter(
+    chip: Chip, places: Mapping[str, Place], room: tuple[int, int], sparsity: Pattern | None = None
+) -> Emitter:
+    """Create an emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad.
+
+    `sparsity` is that of its weight; None if the matrix engine skips no zeros.
+    """
     sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
     channels, has_output = chip.dma.channels, chip.output is not None
-    return Emitter(places, channels, room, (0, sums), chip.sram.alignment, has_output, _sparsity(call))
+    return Emitter(places, channels, room, (0, sums), chip.sram.alignment, has_output, sparsity)
 
 
 def _sparsity(call: KernelCall) -> Pattern | None:

@@ -270,7 +270,7 @@ class Linker:
             together.setdefault(key, []).append((copy, core))
         for (copy, core), *others in together.values():
             views = (*copy.inputs, *copy.outputs, *(other.outputs[0] for other, _ in others))
-            emitter = new_emitter(self.mapper.chip, self._places(core), (0, 0), copy)
+            emitter = new_emitter(self.mapper.chip, self._places(core), (0, 0))
             sizes, strides = collapse(views[0].shape, *(view.strides for view in views))
             axes = tuple(map(Axis, sizes))
             merged = (replace(view, strides=tuple(own)) for view, own in zip(views, strides, strict=True))
