@@ -154,7 +154,7 @@ def test_a_linear_layer_reads_like_assembly() -> None:
     assert 'section relu matmul_kernel "float16[5,200] * float16[300,200] * float16[300] -> float16[5,300]"\n' in text
     for line in (
         r"  loop t0 in \d+:",
-        r"    matrix  matmul  acc\[.*\] .* \+= sram\[.*\] float16 .* \* sram\[.*\] .* \[m 5, n 300, k .* of 200\] begin t0",
+        r"    matrix  matmul  acc\[.*\] .* \+= sram\[.*\] float16 .* \* sram\[.*\] .* \[m 5, n 300, k .*\] begin t0",
         r"                    wait dma\d\.\d >= .*   signal matrix.1",
         r"          r(\d) = relu\(r\d\)",
         r"          sram\[.*\] float16 <- r\d",
