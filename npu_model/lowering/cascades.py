@@ -30,10 +30,10 @@ from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides
 from npu_compiler.target_config import OP_LEVEL
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Section, TileProgram
+from npu_model.isa.instructions import Buffer, Section, TileProgram
 from npu_model.lowering.families import CannotLower, operands_of
 from npu_model.lowering.mapper import Mapper
-from npu_model.lowering.program import check_calls, link_program, shapes
+from npu_model.lowering.program import ARENA, check_calls, link_program, shapes
 from npu_model.lowering.refinement import refined
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.shared import Shared
@@ -395,8 +395,12 @@ class _Way:
             name: replace(buffer, offset=plan.buffers[name].offset if name in plan.buffers else 0)
             for name, buffer in self.plan.buffers.items()
         }
-        own = replace(self.plan, buffers=buffers, arena_bytes=plan.arena_bytes)
-        return Arrangement(own, self._merged(arrangement.program))
+        ends = [buffer.offset + buffer.size_bytes for buffer in buffers.values() if buffer.kind == "arena"]
+        own = replace(self.plan, buffers=buffers, arena_bytes=max([plan.arena_bytes, *ends]))
+        program = self._merged(arrangement.program)
+        arena = [Buffer(ARENA, own.arena_bytes)] if own.arena_bytes else []
+        others = (buffer for buffer in program.buffers if buffer.name != ARENA)
+        return Arrangement(own, replace(program, buffers=(*others, *arena)))
 
 
 def _section(call: KernelCall, steps: Sequence[Section]) -> Section:
