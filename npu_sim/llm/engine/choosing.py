@@ -55,4 +55,5 @@ def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
     scores -= np.log(np.exp(scores).sum())
     best = np.argpartition(-scores, top - 1)[:top] if 0 < top < len(scores) else np.arange(len(scores) if top else 0)
     best = best[np.argsort(-scores[best], kind="stable")]
-    return TokenLogprobs(token, float(scores[token]), tuple((int(index), float(scores[index])) for index in best))
+    rank = 1 + int(np.count_nonzero(scores > scores[token]))
+    return TokenLogprobs(token, float(scores[token]), tuple((int(index), float(scores[index])) for index in best), rank)
