@@ -56,7 +56,8 @@ def test_the_log_probabilities_of_prompts_are_those_of_transformers(tmp_path: Pa
     prompts.append((*prompts[0][:30], 5))
     paged = PagedModel(load_checkpoint(folder, "float32"), device="cpu", context_length=48, block_size=4, max_tokens=16)
     with Engine(paged) as engine:
-        answers = engine.generate(
+        pairs = zip(prompts, (1, 0, 3, 2), strict=True)
+        answers = engine.generate(Request(prompt, new, prompt_logprobs=3) for prompt, new in pairs)
             Request(prompt, new, prompt_logprobs=3) for prompt, new in zip(prompts, (1, 0, 3, 2), strict=True)
         )
     for prompt, answer in zip(prompts, answers, strict=True):

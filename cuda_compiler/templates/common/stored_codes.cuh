@@ -5,6 +5,7 @@
 
 constexpr bool has_minimum = param::offsets == param::OffsetsKind::minimum_;
 constexpr bool has_zero_point = param::offsets == param::OffsetsKind::zero_point_;
+constexpr bool is_shifted = is_int4 || has_minimum || has_zero_point;  // codes stand for multiples of a scale and more
 constexpr int pack_bytes = in_nibbles ? pack / 2 : pack;
 constexpr index_t group = param::k / param::groups;
 constexpr bool in_one_group = group % pack == 0;  // all elements of a pack
