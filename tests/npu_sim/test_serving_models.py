@@ -58,8 +58,6 @@ def test_the_log_probabilities_of_prompts_are_those_of_transformers(tmp_path: Pa
     with Engine(paged) as engine:
         pairs = zip(prompts, (1, 0, 3, 2), strict=True)
         answers = engine.generate(Request(prompt, new, prompt_logprobs=3) for prompt, new in pairs)
-            Request(prompt, new, prompt_logprobs=3) for prompt, new in zip(prompts, (1, 0, 3, 2), strict=True)
-        )
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
             right = reference(torch.tensor([prompt])).logits[0].double().log_softmax(-1).numpy()
