@@ -207,8 +207,8 @@ def contenders(path: Path, prompt: list[int], threads: int) -> dict[str, dict[st
             ours.decode(token)
 
     def decode_by_llama() -> float:
-        one, several = (cpu_seconds(lambda: llama.complete(prompt, 1 + more, True)) for more in (0, DECODED))
-        return (several - one) / DECODED
+        one = cpu_seconds(lambda: llama.complete(prompt, 1, True))
+        return (cpu_seconds(lambda: llama.complete(prompt, 1 + DECODED, True)) - one) / DECODED
 
     return {
         "npu-sim": {"prefill": lambda: cpu_seconds(prefill), "decode": lambda: cpu_seconds(decode) / DECODED},
