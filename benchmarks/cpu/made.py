@@ -106,7 +106,7 @@ class MadeModel:
 _QWEN_NORMS = (("attn_norm", "width"), ("attn_q_norm", "head"), ("attn_k_norm", "head"), ("ffn_norm", "width"))
 _GEMMA_NORMS = (*_QWEN_NORMS, ("post_attention_norm", "width"), ("post_ffw_norm", "width"))
 MODELS = {
-    # 0.94 billion parameters, of which a token uses 0.3 billion.
+    # 0.92 billion parameters, of which a token uses 0.3 billion.
     "qwen3-moe": MadeModel("qwen3moe", 16, 1024, 16, 4, 64, 512, 32768, 32, 8, is_tied=False, norms=_QWEN_NORMS),
     "gemma-3-270m": MadeModel(
         "gemma3", 18, 640, 4, 1, 256, 2048, 262144,
