@@ -342,9 +342,9 @@ def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
 def toy_scores(tokens: tuple[int, ...], window: int) -> NDArray[np.float64]:
     """Return the toy's log probabilities [tokens - 1, VOCAB] of what follows each token but the last."""
     rows = row_values(np.array(tokens), np.arange(len(tokens)))
-    logits = np.array(
-        [toy_logits(rows[: end + 1][-window:], tokens[end]) for end in range(len(tokens) - 1)], np.float64
-    )
+    ends = range(len(tokens) - 1)
+    logits = np.array([toy_logits(rows[: end + 1][-window:], tokens[end]) for end in ends], np.float64)
+    logits = logits.reshape(-1, VOCAB)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
