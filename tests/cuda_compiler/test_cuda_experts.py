@@ -16,6 +16,8 @@ FORMATS = [
     QuantizedFormat("int4", 0, "float32", "minimum"),
     QuantizedFormat("int8"),
     QuantizedFormat("float8_e4m3"),
+    QuantizedFormat("float4_e2m1", 32, "bfloat16"),
+    QuantizedFormat("iq4_nl", 32, "float16"),
 ]
 
 
@@ -31,7 +33,9 @@ def compiled(format: QuantizedFormat | None, dtype: str, width: int) -> Compiled
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_products_by_experts_are_one_kernel(format: QuantizedFormat | None) -> None:
     program = compiled(format, "bfloat16", 64)
-    name = "expert_matmul_kernel" if format is None else "quantized_expert_matmul_kernel"
+    spans = format is not None and not format.code_format.is_float and format.groups(64) * 16 * 8 // format.bits <= 64
+    quantized = "quantized_expert_tiles" if spans else "quantized_expert_matmul_kernel"
+    name = "expert_matmul_kernel" if format is None else quantized
     assert [call.kernel for call in program.kernels if "expert" in call.kernel] == [name]
 
 

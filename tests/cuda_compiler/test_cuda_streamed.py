@@ -92,6 +92,7 @@ LAYERS = {
     ),
     "float8, gate": Layer(6, 2064, 320, gate="gelu_tanh_mul", format=QuantizedFormat("float8_e4m3", 64, "float32")),
     "float8, long rows": Layer(12, 320, 14336, format=QuantizedFormat("float8_e4m3")),
+    "4-bit floats, gate": Layer(5, 2064, 640, gate="silu_mul", format=QuantizedFormat("float4_e2m1", 32, "bfloat16")),
     "a minimum for a row": Layer(7, 576, 1536, residual=True, format=QuantizedFormat("int4", 0, "float32", "minimum")),
     "32 rows, norm, bias": Layer(32, 2048, 1536, normed=True, bias=True),
     "32 rows, norm, gate": Layer(32, 17_920, 1536, normed=True, gate="silu_mul"),

@@ -203,6 +203,8 @@ FORMATS = [
     QuantizedFormat("int8", 0, "float32", "zero_point"),
     QuantizedFormat("float8_e4m3"),
     QuantizedFormat("float8_e4m3", 32, "bfloat16"),
+    QuantizedFormat("float4_e2m1", 32, "bfloat16"),
+    QuantizedFormat("iq4_nl", 64, "float32"),
 ]
 
 

@@ -170,6 +170,7 @@ def test_weights_in_few_bits(name: str, format: str) -> None:
 
 
 BYTES = [QuantizedFormat("int8", activations="int8"), QuantizedFormat("int4", activations="int8"),
+         QuantizedFormat("float4_e2m1", activations="int8"), QuantizedFormat("iq4_nl", activations="int8"),
          QuantizedFormat("int4", scales="float16", offsets="zero_point", activations="int8")]  # fmt: skip
 
 
