@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from cuda_compiler.elementwise.grouping import Group, find_groups
+from cuda_compiler.elementwise.inlining import inline_reads
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
@@ -77,7 +78,9 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
 
     Buffers that were only read inside one fused kernel disappear.
     """
-    calls = _generate(find_groups(plan.calls), plan, make, {view.buffer for view in plan.output_views.values()})
+    read_later = {view.buffer for view in plan.output_views.values()}
+    private = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in read_later}
+    calls = _generate(inline_reads(find_groups(plan.calls), private), plan, make, read_later)
     touched = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {
         name: buffer
@@ -97,7 +100,7 @@ def _generate(
     """
     readers: dict[str, set[int]] = {name: {-1} for name in read_later}
     for index, group in enumerate(groups):
-        for view in group.reads:
+        for view in group.loads:
             readers.setdefault(view.buffer, set()).add(index)
     calls: list[KernelCall] = []
     for index, group in enumerate(groups):

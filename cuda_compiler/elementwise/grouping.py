@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,19 +42,33 @@ class Group:
     """Calls that one kernel runs in order; a call that is not element-wise is a group of its own.
 
     Attributes:
-        reads: The views that the kernel loads from memory, each `Place` once; its own results stay in registers.
+        reads: The views that the calls read, each `Place` once; the group's own results stay in registers.
         writes: The views that the kernel writes, each `Place` once.
+        inlined: Buffer that no kernel writes → the parts that compute its elements where the calls read them.
     """
 
     calls: list[KernelCall]
     reads: list[View] = field(default_factory=list)
     writes: list[View] = field(default_factory=list)
+    inlined: Mapping[str, Sequence[Part]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.read_buffers = {view.buffer for view in self.reads}
+        self.inner_loads = [
+            view
+            for name in dict.fromkeys(view.buffer for view in self.reads)
+            for part in self.inlined.get(name, ())
+            for view in part.group.loads
+        ]
+        self.read_buffers = {view.buffer for view in self.loads}
         self.written_buffers = {view.buffer for view in self.writes}
         self.is_elementwise = is_elementwise(self.calls[0])
         self.numel = self.calls[0].outputs[0].numel
+
+    @property
+    def loads(self) -> list[View]:
+        """The views that the kernel loads from memory, those of inlined parts included."""
+        own = [view for view in self.reads if view.buffer not in self.inlined]
+        return list(dict.fromkeys([*own, *self.inner_loads]))
 
     def conflicts(self, other: Group) -> bool:
         """Whether two groups must keep their order: one writes a buffer that the other reads or writes."""
@@ -72,6 +86,20 @@ class Group:
         return bool(shared) and not {place_of(view) for view in self.reads if view.buffer in shared}.isdisjoint(
             place_of(view) for view in earlier.reads if view.buffer in shared
         )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group that computes the elements of a buffer whose coordinate along one dimension lies in an interval.
+
+    The buffer is [outer, size, inner] in row-major order, and `group`'s result [outer, high - low, inner].
+    """
+
+    group: Group
+    size: int
+    inner: int
+    low: int
+    high: int
 
 
 def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
@@ -127,7 +155,9 @@ def merge(first: Group, second: Group) -> Group | None:
     buffer only through the same `Place`, or through a `Place` that does not overlap that view.
     """
     calls = first.calls + second.calls
-    if len(calls) > MAX_CALLS:
+    inlined = {**first.inlined, **second.inlined}
+    inner = {view.buffer for group in (first, second) for view in group.inner_loads}
+    if len(calls) > MAX_CALLS or not inner.isdisjoint(first.written_buffers | second.written_buffers):
         return None
     reads: dict[Place, View] = {}
     writes: dict[Place, View] = {}
@@ -145,7 +175,7 @@ def merge(first: Group, second: Group) -> Group | None:
             writes[place] = view
     if len(reads) > MAX_READS:
         return None
-    return Group(calls, list(reads.values()), list(writes.values()))
+    return Group(calls, list(reads.values()), list(writes.values()), inlined)
 
 
 def _overlap(a: Place, b: Place) -> bool:
