@@ -8,6 +8,7 @@ from dataclasses import replace
 from cuda_compiler.elementwise.grouping import Group, find_groups
 from cuda_compiler.elementwise.inlining import inline_reads
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
+from cuda_compiler.elementwise.prologues import join_prologues
 from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
@@ -20,6 +21,7 @@ from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
+from cuda_compiler.rules.norms import rows_with_prologue
 from cuda_compiler.rules.table import expand
 from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.specializer import Specializer
@@ -80,7 +82,8 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
     """
     read_later = {view.buffer for view in plan.output_views.values()}
     private = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in read_later}
-    calls = _generate(inline_reads(find_groups(plan.calls), private), plan, make, read_later)
+    groups = join_prologues(inline_reads(find_groups(plan.calls), private), private)
+    calls = _generate(groups, plan, make, read_later)
     touched = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {
         name: buffer
@@ -105,17 +108,20 @@ def _generate(
     calls: list[KernelCall] = []
     for index, group in enumerate(groups):
         make.invalidate(group.written_buffers)
+        stored = [
+            view
+            for view in (group.prologue or group).writes
+            if plan.buffers[view.buffer].kind not in ("arena", "persistent")
+            or readers.get(view.buffer, set()) - {index}
+        ]
+        if group.prologue is not None:
+            calls.append(rows_with_prologue(make, group.calls[0], group.prologue, stored))
+            continue
         if not group.is_elementwise:
             call = group.calls[0]
             is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
             calls += [call] if is_generated else expand(make, call)
             continue
-        stored = [
-            view
-            for view in group.writes
-            if plan.buffers[view.buffer].kind not in ("arena", "persistent")
-            or readers.get(view.buffer, set()) - {index}
-        ]
         if stored:
             alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[group.calls[0].kernel].op.name == "copy"
             copied = transposing_copy(make, group.calls[0]) if alone and len(group.reads) == 1 else None

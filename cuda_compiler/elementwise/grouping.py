@@ -44,6 +44,8 @@ class Group:
     Attributes:
         reads: The views that the calls read, each `Place` once; the group's own results stay in registers.
         writes: The views that the kernel writes, each `Place` once.
+        prologue: The group whose last result a call over rows takes as its first operand, without reading it from
+            memory; None where every operand is read.
         inlined: Buffer that no kernel writes → the parts that compute its elements where the calls read them.
     """
 
@@ -51,6 +53,7 @@ class Group:
     reads: list[View] = field(default_factory=list)
     writes: list[View] = field(default_factory=list)
     inlined: Mapping[str, Sequence[Part]] = field(default_factory=dict)
+    prologue: Group | None = None
 
     def __post_init__(self) -> None:
         self.inner_loads = [

@@ -103,3 +103,42 @@ def test_what_is_read_more_than_once_is_stored() -> None:
     x, index, y = g.input("x", 7, 11), g.input("index", 7, 7, dtype="int64"), g.input("y", 9, 7, 7)
     g.output(g("aten.add.Tensor", g("aten.gather.default", x, -1, index), y))
     assert [call.kernel for call in compiled(g).plan.calls] == ["gather_kernel", "add_kernel"]
+
+
+@pytest.mark.parametrize("width", [6, 40])
+def test_a_softmax_computes_its_logits(width: int, tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y, index = g.input("x", 5, width, 11), g.input("y", width), g.input("index", 5, width, width, dtype="int64")
+    picked = g("aten.transpose.int", g("aten.gather.default", x, -1, index), 1, 2)
+    g.output(g("aten.softmax.int", g("aten.mul.Tensor", picked, y), -1))
+    program = compiled(g)
+    assert [call.kernel for call in program.plan.calls] == ["fused_softmax_kernel"]
+    values, at = {"x": drawn(5, width, 11), "y": drawn(width)}, torch.from_numpy(RNG.integers(0, 11, (5, width, width)))
+    (result,) = results(program, tmp_path, index=at.int(), **values)
+    logits = values["x"].gather(-1, at).transpose(1, 2) * values["y"]
+    torch.testing.assert_close(result, logits.softmax(-1))
+
+
+@pytest.mark.parametrize("width, dtype", [(8, "float32"), (40, "float16"), (36, "float32")])
+def test_a_norm_computes_its_sums_and_stores_them_for_others(width: int, dtype: str, tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y, scale = g.input("x", 7, width), g.input("y", 7, width), g.input("s", width)
+    total = g("aten.add.Tensor", x, g("aten.mul.Tensor", y, scale))
+    normed = g("aten.layer_norm.default", total, [width], g.input("w", width), g.input("b", width), 1e-5)
+    g.output(normed, g("aten.neg.default", g("aten.t.default", total)))
+    program = compiled(g, dtype)
+    assert [call.kernel for call in program.plan.calls] == ["fused_layernorm_kernel", "neg_kernel"]
+    kind = getattr(torch, dtype)
+    shapes = {"x": (7, width), "y": (7, width), "s": (width,), "w": (width,), "b": (width,)}
+    values = {name: drawn(*shape).to(kind) for name, shape in shapes.items()}
+    result, turned = results(program, tmp_path, **values)
+    x, y, s, w, b = (value.float() for value in values.values())
+    tolerance = {"atol": 1e-2, "rtol": 1e-2} if dtype == "float16" else {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(turned.float(), -(x + y * s).t(), **tolerance)
+    torch.testing.assert_close(result.float(), torch.nn.functional.layer_norm(x + y * s, (width,), w, b), **tolerance)
+
+
+def test_rows_too_long_for_registers_are_stored() -> None:
+    g = IRBuilder()
+    g.output(g("aten.softmax.int", g("aten.exp.default", g.input("x", 2, 200_000)), -1))
+    assert [call.kernel for call in compiled(g).plan.calls] == ["exp_kernel", "softmax_kernel"]
