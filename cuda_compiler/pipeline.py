@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from cuda_compiler.elementwise.grouping import Group, find_groups
+from cuda_compiler.elementwise.grouping import Group, find_groups, join_neighbours
 from cuda_compiler.elementwise.inlining import inline_reads
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.elementwise.prologues import join_prologues
+from cuda_compiler.passes.biases import round_biases
 from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
@@ -52,6 +53,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("write_in_place", write_in_place),
         *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),
         ("products_as_convolutions", products_as_convolutions),
+        ("round_biases", round_biases),
         ("lay_integers", lay_integers),
         specializing(form_resident_kernels),
         specializing(join_rotary_updates),
@@ -82,7 +84,7 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
     """
     read_later = {view.buffer for view in plan.output_views.values()}
     private = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in read_later}
-    groups = join_prologues(inline_reads(find_groups(plan.calls), private), private)
+    groups = join_neighbours(join_prologues(inline_reads(find_groups(plan.calls), private), private))
     calls = _generate(groups, plan, make, read_later)
     touched = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {

@@ -123,6 +123,32 @@ def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
     return groups
 
 
+def join_neighbours(groups: Sequence[Group]) -> list[Group]:
+    """The groups, with neighbours of equal size that read different elements of a buffer as one, to save a launch.
+
+    Given:  q = copy(x[:, :64]);  k = copy(x[:, 64:128])
+    Result: (q = copy(x[:, :64]); k = copy(x[:, 64:128]))
+    """
+    joined: list[Group] = []
+    for group in groups:
+        merged = None
+        if joined and _walks_side_by_side(joined[-1]) and _walks_side_by_side(group):
+            before = joined[-1]
+            related = before.numel == group.numel and not before.read_buffers.isdisjoint(group.read_buffers)
+            merged = merge(before, group) if related and before.written_buffers.isdisjoint(group.read_buffers) else None
+        if merged is None:
+            joined.append(group)
+        else:
+            joined[-1] = merged
+    return joined
+
+
+def _walks_side_by_side(group: Group) -> bool:
+    """Whether the group is element-wise and walks consecutive elements of memory, or the same one, everywhere."""
+    places = [place_of(view) for view in (*group.loads, *group.writes)]
+    return group.is_elementwise and all(place.strides[-1:] <= (1,) for place in places)
+
+
 def _absorb(groups: list[Group], index: int) -> None:
     """Merge the group at `index` with earlier groups until `_partner` finds none."""
     while (partner := _partner(groups, index)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from metal_harness import all_cases, call_of
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import LaunchKind, kernel_launch_of
-from cuda_compiler.elementwise.grouping import MAX_CALLS, find_groups
+from cuda_compiler.elementwise.grouping import MAX_CALLS, find_groups, join_neighbours
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.op_classify import classify
 from cuda_compiler.resident.kernel import RESIDENT
@@ -142,6 +143,18 @@ def test_a_reshaped_value_fuses_and_a_transposed_one_does_not() -> None:
     assert len(find_groups([first, KernelCall("exp_kernel", "", (square,), (view("u", (8, 8)),), params, "u")])) == 1
     turned = KernelCall("exp_kernel", "", (square.transpose(0, 1),), (view("u", (8, 8)),), params, "u")
     assert len(find_groups([first, turned])) == 2
+
+
+def test_neighbours_that_copy_columns_of_one_buffer_are_one_kernel() -> None:
+    whole = view("x", (8, 32))
+    parts = [replace(whole, shape=(8, 16), offset=offset) for offset in (0, 16)]
+    copies = [
+        KernelCall("copy_kernel", "", (x,), (view(f"t{x.offset}", (8, 16)),), {"scalars": [None]}, "t") for x in parts
+    ]
+    (joined,) = join_neighbours(find_groups(copies))
+    assert [x.buffer for x in joined.writes] == ["t0", "t16"]
+    turned = replace(copies[1], inputs=(parts[1].transpose(0, 1),), outputs=(view("u", (16, 8)),))
+    assert len(join_neighbours(find_groups([copies[0], turned]))) == 2
 
 
 def compile_cuda(graph: IRBuilder, dtype: str = "float16") -> CompiledProgram:
