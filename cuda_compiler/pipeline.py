@@ -15,6 +15,7 @@ from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
+from cuda_compiler.passes.operand_orders import order_operands
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
@@ -54,6 +55,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),
         ("products_as_convolutions", products_as_convolutions),
         ("round_biases", round_biases),
+        ("order_operands", order_operands),
         ("lay_integers", lay_integers),
         specializing(form_resident_kernels),
         specializing(join_rotary_updates),
@@ -110,22 +112,21 @@ def _generate(
     calls: list[KernelCall] = []
     for index, group in enumerate(groups):
         make.invalidate(group.written_buffers)
+        call, computed = group.calls[0], group.prologue or group
+        if not computed.is_elementwise:
+            is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
+            calls += [call] if is_generated else expand(make, call)
+            continue
         stored = [
             view
-            for view in (group.prologue or group).writes
+            for view in computed.writes
             if plan.buffers[view.buffer].kind not in ("arena", "persistent")
             or readers.get(view.buffer, set()) - {index}
         ]
         if group.prologue is not None:
-            calls.append(rows_with_prologue(make, group.calls[0], group.prologue, stored))
-            continue
-        if not group.is_elementwise:
-            call = group.calls[0]
-            is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
-            calls += [call] if is_generated else expand(make, call)
-            continue
-        if stored:
-            alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[group.calls[0].kernel].op.name == "copy"
-            copied = transposing_copy(make, group.calls[0]) if alone and len(group.reads) == 1 else None
+            calls.append(rows_with_prologue(make, call, group.prologue, stored))
+        elif stored:
+            alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[call.kernel].op.name == "copy"
+            copied = transposing_copy(make, call) if alone and len(group.reads) == 1 and not group.inlined else None
             calls.append(copied or generate_elementwise(group, stored, make))
     return calls
