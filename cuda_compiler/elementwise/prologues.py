@@ -20,6 +20,7 @@ def join_prologues(groups: Sequence[Group], private: Collection[str]) -> list[Gr
         private: The buffers that nothing but these groups reads.
     """
     left: list[Group | None] = list(groups)
+    loaded = {name for group in groups for name in group.read_buffers}
     writers: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         for name in group.written_buffers:
@@ -32,6 +33,9 @@ def join_prologues(groups: Sequence[Group], private: Collection[str]) -> list[Gr
         at = writers.get(x.buffer, [])
         before = left[at[0]] if len(at) == 1 and at[0] < index and x.buffer in private else None
         if before is None or not _takes(group, before):
+            continue
+        stored = [view for view in before.writes if view.buffer in loaded or view.buffer not in private]
+        if not all(is_float(view.dtype) for view in stored):  # paged attention relies on it: see rotary_updates.py
             continue
         if all(other is None or not before.conflicts(other) for other in left[at[0] + 1 : index]):
             reads = [*call.inputs[1:], *before.loads]
