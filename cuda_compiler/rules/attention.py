@@ -36,11 +36,12 @@ _FILLED = 0.7  # of a block's rows, from which on it may have fewer
 _MANY_ROWS = 64 * 1024  # of all problems, from which on blocks of few rows would copy keys too often
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
-_WARPGROUP_KEYS = 128
+_WARPGROUP_KEYS = (128, 96)  # per tile, the better the more; as few as leave the fewest keys beyond the end
 _PRODUCT_WIDTHS = (40, 64, 80, 128)  # columns of the products of weights and values
 _SLAB = 64  # elements that a row of shared memory has, or a multiple of them
-_WARPGROUP_STAGES = 2
+_MOST_STAGES = 4  # of keys and values
 _BARRIERS = 4 * 8  # bytes, for each stage
+_QUERIES_BARRIER = 8  # bytes
 PAGED = ("q", "k", "v", "tables", "sequences", "positions")
 _PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
 _MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
@@ -228,23 +229,25 @@ def _tiled(
 
 def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
     """The tiled kernel with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
-    held = groups(operands.k.shape[3], _SLAB) * _SLAB
-    row_bytes = 2 * held
-    shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
-    calls, verdicts = _survey(make, call, operands, tile_rows, _WARPGROUP_KEYS)
+    keys, width = operands.k.shape[2:]
+    row_bytes = 2 * groups(width, _SLAB) * _SLAB
+    tile_keys = min(_WARPGROUP_KEYS, key=lambda count: groups(keys, count) * count)
+    stage, rest = 2 * tile_keys * row_bytes + _BARRIERS, tile_rows * row_bytes + _QUERIES_BARRIER
+    stages = min(_MOST_STAGES, (make.gpu.shared_memory - rest) // stage)
+    calls, verdicts = _survey(make, call, operands, tile_rows, tile_keys)
     tiled = make.kernel(
         call,
         "attention/attention_wgmma.cu",
         function="attention_wgmma",
         inputs={**operands.inputs, "verdicts": verdicts},
         outputs={"out": operands.out},
-        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
+        grid=(min(operands.problems * groups(operands.rows, tile_rows), make.gpu.multiprocessors), 1, 1),
         block=((tile_rows // _WARPGROUP_ROWS + 1) * _WARPGROUP, 1, 1),
-        shared=shared,
+        shared=rest + stages * stage,
         constants={
             "tile_rows": tile_rows,
-            "tile_keys": _WARPGROUP_KEYS,
-            "stages": _WARPGROUP_STAGES,
+            "tile_keys": tile_keys,
+            "stages": stages,
             "value_tiles": next(width for width in _PRODUCT_WIDTHS if width >= operands.v.shape[3]) // 8,
         },
     )
