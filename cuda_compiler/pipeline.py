@@ -97,7 +97,7 @@ def _generate(
     """
     readers: dict[str, set[int]] = {name: {-1} for name in read_later}
     for index, group in enumerate(groups):
-        for view in group.reads:
+        for view in group.loads:
             readers.setdefault(view.buffer, set()).add(index)
     calls: list[KernelCall] = []
     for index, group in enumerate(groups):
@@ -115,6 +115,6 @@ def _generate(
         ]
         if stored:
             alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[group.calls[0].kernel].op.name == "copy"
-            copied = transposing_copy(make, group.calls[0]) if alone and len(group.reads) == 1 else None
+            copied = transposing_copy(make, group.calls[0]) if alone and len(group.loads) == 1 else None
             calls.append(copied or generate_elementwise(group, stored, make))
     return calls

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cuda_compiler.cuda_program import KernelLaunch
-from cuda_compiler.elementwise.grouping import Group, Place, place_of
+from cuda_compiler.elementwise.grouping import Group, Place, is_gather, place_of
 from cuda_compiler.specialization.c_text import TYPES, expression, float_text, index_type, int_text, offset_text
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import check_grid, groups
@@ -39,17 +39,18 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
     return KernelCall(
         name,
         make.add_source(text),
-        tuple(group.reads),
+        tuple(group.loads),
         tuple(stored),
         launch.params(),
         last.node,
         sum(call.flops for call in group.calls),
-        sum(distinct_bytes(view) for view in (*group.reads, *stored)),
+        sum(distinct_bytes(view) for view in (*group.reads, *stored))
+        + sum(min(distinct_bytes(view), group.numel * itemsize(view.dtype)) for view in group.sources),
     )
 
 
 def _function_name(group: Group) -> str:
-    name = "_".join(ELEMENTWISE_KERNELS[call.kernel].op.name for call in group.calls)
+    name = "_".join("gather" if is_gather(x) else ELEMENTWISE_KERNELS[x.kernel].op.name for x in group.calls)
     name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME].rstrip('_')}_{len(group.calls)}"
     return f"{name}_kernel" if len(group.calls) == 1 else f"fused_{name}"
 
@@ -95,6 +96,7 @@ class _Body:
         functions: Definition of an op's device function → its name.
         before, lane, after: Statements before, in and after the loop over a thread's elements.
         values: Place → the C variable that holds its value inside the loop, and whether that variable is an int.
+        sources: View in which a gather picks elements → the kernel's argument.
     """
 
     functions: dict[str, str] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class _Body:
     lane: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     values: dict[Place, tuple[str, bool]] = field(default_factory=dict)
+    sources: dict[View, str] = field(default_factory=dict)
 
 
 def _source(group: Group, stored: Sequence[View], width: int, block: int, name: str) -> str:
@@ -112,10 +115,16 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
         alone = "" if view.buffer in written else "__restrict__ "
         arguments.append(f"const {TYPES[view.dtype]} *{alone}in{index}")
         _read(body, view, index, width)
+    for view in group.sources:
+        body.sources[view] = f"source{len(body.sources)}"
+        arguments.append(f"const {TYPES[view.dtype]} *__restrict__ {body.sources[view]}")
     outputs = {place_of(view): index for index, view in enumerate(stored)}
-    last_read = {place_of(view): index for index, call in enumerate(group.calls) for view in call.inputs}
+    last_read = {place_of(x): index for index, call in enumerate(group.calls) for x in Group.of(call).reads}
     for index, call in enumerate(group.calls):
         place = place_of(call.outputs[0])
+        if is_gather(call):
+            _gather(body, call, index)
+            continue
         _compute(body, call, index, rounds=place in outputs and last_read.get(place, -1) > index)
     for view in stored:
         index = outputs[place_of(view)]
@@ -134,13 +143,14 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
         "    }",
         *(f"    {line}" for line in body.after),
     ]
-    needed = {function.name for call in group.calls for function in ELEMENTWISE_KERNELS[call.kernel].op.functions}
+    kernels = [ELEMENTWISE_KERNELS[call.kernel] for call in group.calls if not is_gather(call)]
+    needed = {function.name for kernel in kernels for function in kernel.op.functions}
     special = [c_text(x, "__device__ __forceinline__") for name, x in FUNCTIONS.items() if name in needed]
     helpers = [f"__device__ __forceinline__ {text.replace('$', name)}" for text, name in body.functions.items()]
     signature = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(arguments)})'
     return "\n".join(
         [
-            index_type([*group.reads, *stored]) + template_text("common/common.cuh"),
+            index_type([*group.loads, *stored]) + template_text("common/common.cuh"),
             template_text("common/overlap.cuh"),
             template_text("elementwise/elementwise.cuh"),
             *special,
@@ -209,6 +219,19 @@ def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
         result = f"to_float(from<{TYPES[out.dtype]}>({result}))"
     body.lane.append(f"const {'float' if is_float(out.dtype) else 'int'} v{index} = {result};")
     body.values[place_of(out)] = (f"v{index}", not is_float(out.dtype))
+
+
+def _gather(body: _Body, call: KernelCall, index: int) -> None:
+    """Append the statements of a gather: an index that is out of range picks what stands for a missing value."""
+    (source, _), (out,), dim = call.inputs, call.outputs, call.params["dim"]
+    picked, _ = body.values[place_of(call.inputs[1])]
+    steps = tuple(0 if axis == dim else step for axis, step in enumerate(source.strides))
+    along = offset_text(replace(source, shape=out.shape, strides=steps), "(first + lane)")
+    convert, kind = ("to_float", "float") if is_float(source.dtype) else ("to_int", "int")
+    place = f"{body.sources[source]}[index_t({picked}) * {source.strides[dim]}u + {along}]"
+    value = f"unsigned({picked}) < {source.shape[dim]}u ? {convert}({place}) : missing<{kind}>()"
+    body.lane.append(f"const {kind} v{index} = {value};")
+    body.values[place_of(out)] = (f"v{index}", kind == "int")
 
 
 def _write(body: _Body, view: View, index: int, width: int) -> None:

@@ -152,14 +152,12 @@ def _moved(part: View, source: View, target: View) -> View | None:
         offset += reach[dim] * target_steps[dim]
     strides = []
     for size, stride in zip(part.shape, part.strides, strict=True):
-        dim = next((dim for dim in order if steps[dim] <= stride and stride % steps[dim] == 0), None)
-        if size > 1 and dim is None:
+        along = [dim for dim in order if steps[dim] <= stride and stride % steps[dim] == 0][:1]
+        if size > 1 and not along:
             return None
-        if size == 1 or dim is None:
-            strides.append(stride)
-            continue
-        reach[dim] += (size - 1) * (stride // steps[dim])
-        strides.append(stride // steps[dim] * target_steps[dim])
+        for dim in along:
+            reach[dim] += (size - 1) * (stride // steps[dim])
+        strides.append(stride // steps[along[0]] * target_steps[along[0]] if along else stride)
     if rest or any(last >= size for last, size in zip(reach, sizes, strict=True)):
         return None
     return View(target.buffer, part.shape, tuple(strides), offset, part.dtype)

@@ -130,6 +130,44 @@ def test_slices_of_one_buffer_may_be_written_by_one_kernel() -> None:
     """) == ["exp + copy + copy: a -> cat t"]
 
 
+def test_interleaved_columns_of_one_buffer_may_be_written_by_one_kernel() -> None:
+    assert groups("""
+        t/2 = exp(a)
+        t/2@1 = sin(a)
+    """) == ["exp + sin: a -> t"]
+    assert len(groups("t/2 = exp(a)\nt/2@2 = sin(a)")) == 2
+
+
+def gather(source: View, index: View, out: View, dim: int = 1) -> KernelCall:
+    return KernelCall("gather_kernel", "", (source, index), (out,), {"dim": dim}, out.buffer)
+
+
+def test_a_gather_joins_the_calls_that_read_its_result_even_transposed() -> None:
+    shape = (12, 16)
+    table, index, picked = view("table", (12, 40)), view("index", shape, "int32"), view("picked", shape)
+    params = {"scalars": [None, None], "alpha": 1}
+    for read in (picked, picked.transpose(0, 1)):
+        total, scores = view("total", read.shape), view("scores", read.shape)
+        add = KernelCall("add_kernel", "", (scores, read), (total,), params, "add")
+        (group,) = find_groups([gather(table, index, picked), add])
+        assert {x.buffer for x in group.reads} == {"index", "scores"}
+        assert [x.buffer for x in group.sources] == ["table"]
+        make = Specializer()
+        call = generate_elementwise(group, [total], make)
+        assert {x.buffer for x in call.inputs} == {"index", "scores", "table"}
+        compile_in_turn([make.sources[call.source]])
+
+
+def test_a_gather_stays_alone_where_its_source_is_written_beside_it_or_nothing_joins_it() -> None:
+    table, index, picked = view("table"), view("index", dtype="int32"), view("picked")
+    lone = gather(table, index, picked, 0)
+    (group,) = find_groups([lone])
+    assert not group.is_elementwise
+    made = KernelCall("exp_kernel", "", (view("a"),), (table,), {"scalars": [None]}, "made")
+    both = KernelCall("add_kernel", "", (picked, table), (view("b"),), {"scalars": [None, None], "alpha": 1}, "both")
+    assert [[call.node for call in group.calls] for group in find_groups([made, lone, both])][0] == ["made"]
+
+
 def test_a_kernel_does_not_grow_without_bound() -> None:
     chain = "\n".join(f"v{i + 1} = exp(v{i})" for i in range(MAX_CALLS + 5))
     assert [line.count("exp") for line in groups(chain)] == [MAX_CALLS, 5]
