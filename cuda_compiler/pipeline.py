@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from cuda_compiler.elementwise.grouping import Group, find_groups
+from cuda_compiler.elementwise.grouping import Group, find_groups, place_of
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
+from cuda_compiler.passes.open_softmaxes import open_softmaxes
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
@@ -19,6 +20,7 @@ from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
+from cuda_compiler.rules.norms import SOFTMAXES, fused_softmax
 from cuda_compiler.rules.table import expand
 from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.specializer import Specializer
@@ -50,6 +52,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),
         ("products_as_convolutions", products_as_convolutions),
         ("lay_integers", lay_integers),
+        ("open_softmaxes", open_softmaxes),
         specializing(form_resident_kernels),
         specializing(join_rotary_updates),
         specializing(generate_prologue),
@@ -100,8 +103,12 @@ def _generate(
         for view in group.loads:
             readers.setdefault(view.buffer, set()).add(index)
     calls: list[KernelCall] = []
+    softmaxes = _fused_softmaxes(groups, readers, plan, make)
     for index, group in enumerate(groups):
         make.invalidate(group.written_buffers)
+        if index in softmaxes:
+            calls += [softmaxes[index]] if group.calls[0].kernel in SOFTMAXES else []
+            continue
         if not group.is_elementwise:
             call = group.calls[0]
             is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
@@ -118,3 +125,39 @@ def _generate(
             copied = transposing_copy(make, group.calls[0]) if alone and len(group.loads) == 1 else None
             calls.append(copied or generate_elementwise(group, stored, make))
     return calls
+
+
+def _fused_softmaxes(
+    groups: list[Group], readers: dict[str, set[int]], plan: ExecutionPlan, make: Specializer
+) -> dict[int, KernelCall]:
+    """The softmaxes whose logits nothing else reads, with the element-wise group that computes these.
+
+    Given:  fused_add_where;  softmax_kernel
+    Result: fused_softmax
+
+    Returns:
+        Position of the softmax among the groups, and of the element-wise group → the call that computes both.
+    """
+    fused: dict[int, KernelCall] = {}
+    for index, group in enumerate(groups):
+        call = group.calls[0]
+        if call.kernel not in SOFTMAXES or call.source:
+            continue
+        made = [at for at in range(index) if call.inputs[0].buffer in groups[at].written_buffers]
+        if len(made) != 1 or readers.get(call.inputs[0].buffer) != {index}:
+            continue
+        (at,) = made
+        logits, between = groups[at], groups[at + 1 : index]
+        others = {view.buffer for view in logits.writes} - {call.inputs[0].buffer}
+        stays = plan.buffers[call.inputs[0].buffer].kind == "arena" and not any(
+            readers.get(x, set()) - {at} for x in others
+        )
+        places = [place_of(view) for view in logits.writes]
+        if not logits.is_elementwise or place_of(call.inputs[0]) not in places or not stays:
+            continue
+        if any(logits.conflicts(other) for other in between):
+            continue
+        both = fused_softmax(make, call, logits)
+        if both is not None:
+            fused[at] = fused[index] = both
+    return fused

@@ -93,12 +93,14 @@ class _Body:
     """The parts of a kernel's text, as they are generated.
 
     Attributes:
+        arguments: Declarations of the pointers that the statements use.
         functions: Definition of an op's device function → its name.
         before, lane, after: Statements before, in and after the loop over a thread's elements.
         values: Place → the C variable that holds its value inside the loop, and whether that variable is an int.
         sources: View in which a gather picks elements → the kernel's argument.
     """
 
+    arguments: list[str] = field(default_factory=list)
     functions: dict[str, str] = field(default_factory=dict)
     before: list[str] = field(default_factory=list)
     lane: list[str] = field(default_factory=list)
@@ -107,35 +109,31 @@ class _Body:
     sources: dict[View, str] = field(default_factory=dict)
 
 
-def _source(group: Group, stored: Sequence[View], width: int, block: int, name: str) -> str:
+def _body(group: Group, stored: Sequence[View], width: int) -> _Body:
+    """The statements that compute a group's values for `width` elements, from number `first` on."""
     body = _Body()
     written = {view.buffer for view in stored}
-    arguments = []
     for index, view in enumerate(group.reads):
         alone = "" if view.buffer in written else "__restrict__ "
-        arguments.append(f"const {TYPES[view.dtype]} *{alone}in{index}")
+        body.arguments.append(f"const {TYPES[view.dtype]} *{alone}in{index}")
         _read(body, view, index, width)
     for view in group.sources:
         body.sources[view] = f"source{len(body.sources)}"
-        arguments.append(f"const {TYPES[view.dtype]} *__restrict__ {body.sources[view]}")
-    outputs = {place_of(view): index for index, view in enumerate(stored)}
+        body.arguments.append(f"const {TYPES[view.dtype]} *__restrict__ {body.sources[view]}")
+    outputs = {place_of(view) for view in stored}
     last_read = {place_of(x): index for index, call in enumerate(group.calls) for x in Group.of(call).reads}
     for index, call in enumerate(group.calls):
         place = place_of(call.outputs[0])
         if is_gather(call):
             _gather(body, call, index)
-            continue
-        _compute(body, call, index, rounds=place in outputs and last_read.get(place, -1) > index)
-    for view in stored:
-        index = outputs[place_of(view)]
-        arguments.append(f"{TYPES[view.dtype]} *out{index}")
-        _write(body, view, index, width)
-    lines = [
-        "    begin_in_turn();",
-        f"    const index_t first = {width}u * (blockIdx.x * index_t({block}) + threadIdx.x);",
-        f"    if (first >= {group.numel}u) {{",
-        "        return;",
-        "    }",
+        else:
+            _compute(body, call, index, rounds=place in outputs and last_read.get(place, -1) > index)
+    return body
+
+
+def _loop(body: _Body, width: int) -> list[str]:
+    """The statements before, in and after the loop over a thread's elements."""
+    return [
         *(f"    {line}" for line in body.before),
         "#pragma unroll",
         f"    for (int lane = 0; lane < {width}; lane++) {{",
@@ -143,18 +141,38 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
         "    }",
         *(f"    {line}" for line in body.after),
     ]
+
+
+def _functions(group: Group, body: _Body) -> list[str]:
+    """The device functions that a group's statements call."""
     kernels = [ELEMENTWISE_KERNELS[call.kernel] for call in group.calls if not is_gather(call)]
     needed = {function.name for kernel in kernels for function in kernel.op.functions}
     special = [c_text(x, "__device__ __forceinline__") for name, x in FUNCTIONS.items() if name in needed]
     helpers = [f"__device__ __forceinline__ {text.replace('$', name)}" for text, name in body.functions.items()]
-    signature = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(arguments)})'
+    return [template_text("elementwise/elementwise.cuh"), *special, *helpers]
+
+
+def _source(group: Group, stored: Sequence[View], width: int, block: int, name: str) -> str:
+    body = _body(group, stored, width)
+    outputs = {place_of(view): index for index, view in enumerate(stored)}
+    for view in stored:
+        index = outputs[place_of(view)]
+        body.arguments.append(f"{TYPES[view.dtype]} *out{index}")
+        _write(body, view, index, width)
+    lines = [
+        "    begin_in_turn();",
+        f"    const index_t first = {width}u * (blockIdx.x * index_t({block}) + threadIdx.x);",
+        f"    if (first >= {group.numel}u) {{",
+        "        return;",
+        "    }",
+        *_loop(body, width),
+    ]
+    signature = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(body.arguments)})'
     return "\n".join(
         [
             index_type([*group.loads, *stored]) + template_text("common/common.cuh"),
             template_text("common/overlap.cuh"),
-            template_text("elementwise/elementwise.cuh"),
-            *special,
-            *helpers,
+            *_functions(group, body),
             "",
             f"{signature} {{",
             *lines,
@@ -162,6 +180,33 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
             "",
         ]
     )
+
+
+def fused_values(group: Group, result: View, width: int) -> tuple[dict[str, View], str]:
+    """The operands and the C struct `Fused`, whose `get` computes `width` elements of a group's result.
+
+    Args:
+        result: The view that the group would write.
+        width: Number of elements; their first one's row-major number is a multiple of it.
+    """
+    body = _body(group, [], width)
+    value, _ = body.values[place_of(result)]
+    body.lane.append(f"values[lane] = {value};")
+    operands = {f"in{index}": view for index, view in enumerate(group.reads)}
+    operands |= {name: view for view, name in body.sources.items()}
+    members = (argument.replace("__restrict__ ", "") for argument in body.arguments)
+    lines = [
+        *_functions(group, body),
+        f"#define FUSED_OPERANDS {', '.join(operands)}",
+        "struct Fused {",
+        *(f"    {member};" for member in members),
+        f"    __device__ __forceinline__ void get(float (&values)[{width}], index_t first) const {{",
+        *(f"    {line}" for line in _loop(body, width)),
+        "    }",
+        "};",
+        "",
+    ]
+    return operands, "\n".join(lines)
 
 
 def _read(body: _Body, view: View, index: int, width: int) -> None:

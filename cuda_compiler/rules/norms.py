@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from cuda_compiler.elementwise.grouping import Group
+from cuda_compiler.elementwise.kernel_source import fused_values
 from cuda_compiler.rules.channel_packs import PACK, is_packed
 from cuda_compiler.rules.rows import held_packs, shared_pack, small_teams_for, teams_for
-from cuda_compiler.specialization.gpu import MULTIPROCESSORS
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.specialization.specializer import Rule, Specializer
-from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View, collapse, numel
 
+SOFTMAXES = ("softmax_kernel", "log_softmax_kernel")  # whose logits may be computed as they are read
 # Group norm of channels-last images.
 _CHANNEL_THREADS, _MOST_CHANNEL_THREADS = 256, 512
 _FILLING_CHUNKS = 2 * MULTIPROCESSORS
@@ -37,6 +41,36 @@ def _softmax(make: Specializer, call: KernelCall) -> list[KernelCall]:
             constants={**constants, "pack": pack, "held_packs": held},
         )
     ]
+
+
+def fused_softmax(make: Specializer, call: KernelCall, group: Group) -> KernelCall | None:
+    """The call of a softmax whose logits a group of element-wise calls computes.
+
+    None if the kernel would compute them twice, as it cannot hold a row in registers, or cannot compute them in packs.
+    """
+    (x,), out = call.inputs, call.outputs[0]
+    width, pack = out.shape[-1], shared_pack((x, out))
+    while pack > 1 and width // pack < WARP:  # computing takes longer than accesses, so all lanes should have some
+        pack //= 2
+    constants, grid, block = teams_for(out.numel // width, groups(width, pack))
+    held = held_packs(width // pack, block, constants["teams"])
+    if width % pack or width // pack > held * block[0] // int(constants["teams"]):
+        return None
+    operands, definitions = fused_values(group, x, pack)
+    kernel = make.kernel(
+        call,
+        "norms/softmax.cu",
+        function=f"fused_{call.kernel.removesuffix('_kernel')}",
+        inputs={"x": None, "mask": None, **operands},
+        outputs={"out": out},
+        grid=grid,
+        block=block,
+        constants={**constants, "pack": pack, "held_packs": held},
+        definitions=definitions,
+    )
+    loaded = sum(min(distinct_bytes(view), group.numel * itemsize(view.dtype)) for view in group.loads)
+    flops = call.flops + sum(each.flops for each in group.calls)
+    return replace(kernel, flops=flops, bytes_moved=loaded + distinct_bytes(out))
 
 
 def _row_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda_toolchain import compile_in_turn
-from ir_builder import IRBuilder
+from ir_builder import IRBuilder, Tensor
 from metal_harness import all_cases, call_of
 
 import npu_compiler
@@ -166,6 +166,32 @@ def test_a_gather_stays_alone_where_its_source_is_written_beside_it_or_nothing_j
     made = KernelCall("exp_kernel", "", (view("a"),), (table,), {"scalars": [None]}, "made")
     both = KernelCall("add_kernel", "", (picked, table), (view("b"),), {"scalars": [None, None], "alpha": 1}, "both")
     assert [[call.node for call in group.calls] for group in find_groups([made, lone, both])][0] == ["made"]
+
+
+def biased_softmax(g: IRBuilder, op: str = "aten.softmax.int") -> Tensor:
+    """The softmax of scores with positions picked from a table, as DeBERTa has it; returns the logits."""
+    scores, table = g.input("scores", 4, 20, 24), g.input("table", 4, 20, 50)
+    index = g.input("index", 4, 20, 24, dtype="int64")
+    bias = g("aten.gather.default", table, 2, index)
+    logits = g("aten.add.Tensor", g("aten.mul.Tensor", scores, 0.3), bias)
+    g.output(g(op, logits, -1))
+    return logits
+
+
+@pytest.mark.parametrize("op", ["aten.softmax.int", "aten.log_softmax.int"])
+def test_a_softmax_computes_the_logits_that_nothing_else_reads(op: str) -> None:
+    g = IRBuilder()
+    biased_softmax(g, op)
+    program = compile_cuda(g)
+    (call,) = program.kernels
+    assert call.kernel == ("fused_softmax" if op == "aten.softmax.int" else "fused_log_softmax")
+    compile_in_turn(program.plan.sources.values())
+
+
+def test_a_softmax_reads_logits_that_are_read_elsewhere_too() -> None:
+    g = IRBuilder()
+    g.output(g("aten.exp.default", biased_softmax(g)))
+    assert [call.kernel for call in compile_cuda(g).kernels][-1] == "softmax_kernel"
 
 
 def test_a_kernel_does_not_grow_without_bound() -> None:

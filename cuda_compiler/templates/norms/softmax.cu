@@ -1,5 +1,5 @@
 // softmax, log_softmax and masked softmax over the last dimension: a team per row. A row that fits is held in registers
-// between the two passes; others are read twice.
+// between the two passes; others are read twice. Logits may also be computed by a fused group of element-wise calls.
 
 #include "common/reduction.cuh"
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void normalize(float (&values)[N], const ExpSum &sum)
     }
 }
 
-template <bool logarithm>
+template <bool logarithm, typename Logits>
 __device__ __forceinline__ void softmax_row(const Logits &logits, Out::type *out, Place place) {
     constexpr index_t packs = width / pack;
     ExpSum sum;
@@ -123,3 +123,37 @@ KERNEL(masked_softmax_kernel) { softmax<false>(x, mask, out); }
 
 #kernel log_softmax_kernel
 KERNEL(log_softmax_kernel) { softmax<true>(x, mask, out); }
+
+#kernel fused_softmax fused_log_softmax
+// A row of scale · what `Fused` computes, in packs.
+struct FusedLogits {
+    Fused fused;
+    index_t start;
+
+    template <int N>
+    __device__ __forceinline__ void get(float (&values)[N], index_t column) const {
+        static_assert(width % pack == 0, "a row has no elements beyond its packs");
+        if constexpr (N == pack) {
+            fused.get(values, start + column);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                values[i] *= param::scale;
+            }
+        }
+    }
+};
+
+template <bool logarithm>
+__device__ __forceinline__ void fused_softmax_of(const Fused &fused, Out::type *out) {
+    const Place place;
+    if (place.row < Out::numel / width) {
+        const FusedLogits logits{fused, place.row * width};
+        softmax_row<logarithm>(logits, out + leading_offset<Out, last>(place.row), place);
+    }
+}
+
+#kernel fused_softmax
+KERNEL(fused_softmax) { fused_softmax_of<false>(Fused{FUSED_OPERANDS}, out); }
+
+#kernel fused_log_softmax
+KERNEL(fused_log_softmax) { fused_softmax_of<true>(Fused{FUSED_OPERANDS}, out); }
