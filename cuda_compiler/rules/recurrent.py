@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from cuda_compiler.cuda_program import LaunchKind
 from cuda_compiler.rules.matmul import RULES as PRODUCTS
 from cuda_compiler.specialization.gpu import GPU, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.errors import NPUError
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.ops.recurrent import GATES
 from npu_compiler.program.kernels import KERNELS, KernelCall
@@ -26,6 +28,7 @@ _LINES = 16  # lines of the weight in a fragment
 _TERMS = 32  # terms of a product that a lane's two fragments take
 _UNITS = 4  # hidden elements per block are a multiple of this
 _FEWEST_UNITS = 8
+_MORE_UNITS = 32  # than least necessary, for warps to divide the lines evenly
 _MOST_ROWS = 64  # rows of the batch per block
 _MOST_ITEMS = 8  # hidden elements per thread
 _HELD_WORDS = 128  # registers per thread for weights
@@ -104,7 +107,7 @@ class Division:
 
     def fits(self, gpu: GPU) -> bool:
         """Whether a block has the registers and the shared memory for its part."""
-        if self.tiles % self.line_warps or self.shared > gpu.shared_memory:
+        if self.shared > gpu.shared_memory or self.layer.on_tensor_cores and self.tiles % self.line_warps:
             return False
         if self.rows * self.units > _MOST_ITEMS * _WARPS * WARP:
             return False
@@ -131,18 +134,25 @@ def divide(layer: Layer, gpu: GPU) -> Division:
     """The division of a layer's work: all rows of the batch together if possible, few elements per block.
 
     A layer with too many rows for one launch is divided as if it had half of them.
+
+    Raises:
+        NPUError: not even one row fits.
     """
     for row_groups in range(groups(layer.rows, _MOST_ROWS), layer.rows + 1):
         blocks = gpu.multiprocessors // (layer.directions * row_groups)
         if blocks == 0:
             break
-        units = max(_FEWEST_UNITS, groups(groups(layer.hidden, blocks), _UNITS) * _UNITS)
-        for held in (_IN_REGISTERS, _IN_SHARED_MEMORY, _NOWHERE) if layer.on_tensor_cores else (_NOWHERE,):
-            for line_warps in (1, 2, 4, 8):
-                division = Division(layer, row_groups, units, line_warps, held)
-                if division.fits(gpu):
-                    return division
-    assert layer.rows > 1, "a block has room for one row"
+        least = max(_FEWEST_UNITS, groups(groups(layer.hidden, blocks), _UNITS) * _UNITS)
+        places = (_IN_REGISTERS, _IN_SHARED_MEMORY, _NOWHERE) if layer.on_tensor_cores else (_NOWHERE,)
+        for held, line_warps, more in product(places, (1, 2, 4, 8), range(0, _MORE_UNITS, _UNITS)):
+            division = Division(layer, row_groups, least + more, line_warps, held)
+            if division.fits(gpu):
+                return division
+    if layer.rows == 1:
+        raise NPUError(
+            f"a recurrent layer of {layer.hidden} hidden elements needs more multiprocessors or shared memory than "
+            f"this GPU has ({gpu.multiprocessors}, with {gpu.shared_memory} bytes a block); compile it for the CPU"
+        )
     return divide(replace(layer, rows=groups(layer.rows, 2)), gpu)
 
 
@@ -181,7 +191,7 @@ def _input_products(
     for direction, weight in enumerate(weights):
         out = given.select(0, direction).reshape((batch, lines, columns))
         assert out is not None
-        product = replace(
+        input_product = replace(
             call,
             kernel="batched_matmul_kernel",
             inputs=(matrices, weight.transpose(0, 1).expand((batch, width, columns))),
@@ -189,7 +199,7 @@ def _input_products(
             params=params,
             flops=2 * batch * lines * columns * width,
         )
-        calls += PRODUCTS[product.kernel](make, product)
+        calls += PRODUCTS[input_product.kernel](make, input_product)
     return given.transpose(1, 2) if is_by_sequence else given, calls
 
 

@@ -298,7 +298,7 @@ def test_every_kernel_waits_for_the_one_before_it() -> None:
     assert [call.kernel for call in plan.calls] == ["softmax_kernel", "exp_kernel"]
     assert all(kernel_launch_of(call).kind is LaunchKind.OVERLAPPING for call in plan.calls)
     assert "{\n    begin_in_turn();" in plan.sources[plan.calls[1].source]
-    assert "{ begin_in_turn(); name##_body(" in plan.sources[plan.calls[1].source]
+    assert "{ begin_in_turn(); name##_body(" in plan.sources[plan.calls[0].source]
     templates = Path(str(files("cuda_compiler") / "templates"))
     texts = [template_text(file.relative_to(templates).as_posix()) for file in templates.rglob("*.cu")]
     parts = [part for text in texts for part in text.split("\n#kernel ")]

@@ -33,6 +33,7 @@ constexpr int rounds = (hidden + 32 * PIECES - 1) / (32 * PIECES);  // of 32 ter
 constexpr int columns = padded_rows / 8;  // fragments' columns are 8 rows of the batch
 constexpr int together = smaller(columns, 4);
 constexpr int depth = smaller(rounds, 8 / together);  // rounds whose values are requested at once
+constexpr int unrolled = HELD == IN_REGISTERS ? rounds : 1;
 constexpr bool is_whole = hidden % 8 == 0;
 
 static_assert((lines + 15) / 16 % LINE_WARPS == 0 && THREADS == PIECES * LINE_WARPS * WARP, "warps divide lines and terms");
@@ -106,7 +107,7 @@ KERNEL(recurrent_steps) {
 
     Words held[HELD == IN_REGISTERS ? rounds * tiles * 2 : 1];
     if constexpr (HELD != NOWHERE) {
-#pragma unroll
+#pragma unroll unrolled
         for (int round = 0; round < rounds; round++) {
 #pragma unroll
             for (int tile = 0; tile < tiles; tile++) {
@@ -131,7 +132,7 @@ KERNEL(recurrent_steps) {
 #pragma unroll 1
         for (int column = 0; column < columns; column += together) {
             float sums[tiles][together][4] = {};
-#pragma unroll
+#pragma unroll unrolled
             for (int start = 0; start < rounds; start += depth) {
                 Words values[depth][together];
                 unsigned missing = 0;
