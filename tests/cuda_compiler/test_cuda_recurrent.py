@@ -31,7 +31,7 @@ def test_a_layer_is_a_product_in_each_direction_and_one_kernel_for_all_steps() -
     assert [call.kernel for call in calls] == [CUBLAS_GEMM, CUBLAS_GEMM, "recurrent_begin", "recurrent_steps"]
     launch = kernel_launch_of(calls[-1])
     assert launch.kind is LaunchKind.COOPERATIVE
-    assert launch.grid == (128, 1, 1), "64 blocks of 8 hidden elements, in two directions"
+    assert launch.grid == (64, 1, 1), "32 blocks of 16 hidden elements, in two directions"
 
 
 def test_products_of_float32_do_without_tensor_cores() -> None:

@@ -75,11 +75,45 @@ __device__ __forceinline__ int item_of(int round) {
     return round * blocks + (round % 2 == 0 ? int(blockIdx.x) : blocks - 1 - int(blockIdx.x));
 }
 
+// Copies whose barriers have not been told of their end: the thread shows what they wrote to the products first.
+struct Copies {
+    Barrier *waiting[2] = {nullptr, nullptr};
+
+    __device__ __forceinline__ void add(Barrier &filled) {
+        if constexpr (!copier_shows) {
+            filled.arrive_after_copies();
+            return;
+        }
+        end_of_copies();
+        wait_for_copies<2>();
+        tell(waiting[0]);
+        waiting[0] = waiting[1];
+        waiting[1] = &filled;
+    }
+
+    __device__ __forceinline__ void end() {
+        if constexpr (copier_shows) {
+            wait_for_copies<0>();
+            tell(waiting[0]);
+            tell(waiting[1]);
+            waiting[0] = waiting[1] = nullptr;
+        }
+    }
+
+    __device__ __forceinline__ static void tell(Barrier *filled) {
+        if (filled != nullptr) {
+            show_to_products();
+            filled->arrive();
+        }
+    }
+};
+
 __device__ __forceinline__ void copy_all(
     Memory &memory, const Q::type *q, const K::type *k, const V::type *v, const Mask::type *mask,
     const Verdicts::type *verdicts
 ) {
     const Copier copier;
+    Copies copies;
     Turn turn;
     int queries_parity = 1;
     for (int round = 0; item_of(round) < items; round++) {
@@ -89,6 +123,7 @@ __device__ __forceinline__ void copy_all(
         bool is_first = true;
         for (int tile = tiles.next(0); tile < tiles.count; tile = tiles.next(tile + 1)) {
             if (is_first) {
+                copies.end();  // without the last keys, the queries would not become free
                 memory.q_free.wait(queries_parity);
                 queries_parity ^= 1;
                 copier.copy_queries(memory, problem, row_block * tile_rows);
@@ -96,13 +131,14 @@ __device__ __forceinline__ void copy_all(
             }
             memory.k_free[turn.stage].wait(turn.parity ^ 1);
             copier.copy_tile<K::stride(2)>(memory.k[turn.stage], problem.k, tile * tile_keys);
-            memory.k_filled[turn.stage].arrive_after_copies();
+            copies.add(memory.k_filled[turn.stage]);
             memory.v_free[turn.stage].wait(turn.parity ^ 1);
             copier.copy_tile<V::stride(2)>(memory.v[turn.stage], problem.v, tile * tile_keys);
-            memory.v_filled[turn.stage].arrive_after_copies();
+            copies.add(memory.v_filled[turn.stage]);
             turn.advance();
         }
     }
+    copies.end();
     end_of_copies();
     wait_for_copies<0>();
 }
@@ -115,10 +151,30 @@ struct Consumer {
     Rows rows_at;
     unsigned weights[tile_keys / 16][4];
 
+    __device__ __forceinline__ static void show_copies() {
+        if constexpr (!copier_shows) {
+            show_to_products();
+        }
+    }
+
+    // Warpgroups start their products in turns, so that one weighs scores while another one's products run.
+    __device__ __forceinline__ void wait_for_turn() const {
+        if constexpr (takes_turns) {
+            sync_some<2 * warpgroup_threads>(1 + number);
+        }
+    }
+
+    __device__ __forceinline__ void end_turn() const {
+        if constexpr (takes_turns) {
+            asm volatile("bar.arrive %0, %1;"
+                         :: "r"(1 + (number + 1) % consumers), "n"(2 * warpgroup_threads) : "memory");
+        }
+    }
+
     // Starts scores[64 × tile_keys] = q · kᵀ.
     __device__ __forceinline__ void start_scores(float (&scores)[key_groups][4]) {
         memory.k_filled[turn.stage].wait(turn.parity);
-        show_to_products();
+        show_copies();
         const unsigned long long q = matrix_at(shared_address(&memory.q[0][number * warpgroup_rows]), 0);
         const unsigned long long k = matrix_at(shared_address(&memory.k[turn.stage]), 0);
         pin(scores);
@@ -138,7 +194,7 @@ struct Consumer {
     // Starts sums += weights · v.
     __device__ __forceinline__ void start_sums(Turn turn) {
         memory.v_filled[turn.stage].wait(turn.parity);
-        show_to_products();
+        show_copies();
         const unsigned long long v = matrix_at(shared_address(&memory.v[turn.stage]), sizeof(memory.v[0][0]));
         pin(rows_at.sums);
         begin_products();
@@ -181,7 +237,9 @@ struct Consumer {
             return;
         }
         float scores[key_groups][4];
+        wait_for_turn();
         start_scores(scores);
+        end_turn();
         bool is_biased = tiles.is_biased(tile);
         int next = tiles.next(tile + 1);
         wait_for_products<0>();
@@ -193,8 +251,10 @@ struct Consumer {
             const Turn before = turn;
             tile = next;
             turn.advance();
+            wait_for_turn();
             start_scores(scores);
             start_sums(before);
+            end_turn();
             is_biased = tiles.is_biased(tile);
             next = tiles.next(tile + 1);
             wait_for_products<1>();
@@ -218,6 +278,8 @@ struct Consumer {
     __device__ __forceinline__ void skip(const Tiles &tiles) {
         for (int tile = tiles.next(0); tile < tiles.count; ) {
             tile = tiles.next(tile + 1);
+            wait_for_turn();
+            end_turn();
             memory.k_filled[turn.stage].wait(turn.parity);
             release_keys(tile >= tiles.count);
             memory.v_filled[turn.stage].wait(turn.parity);
@@ -255,6 +317,9 @@ KERNEL(attention_wgmma) {
             take_registers<computing_registers>();
         }
         Consumer consumer{memory, warpgroup};
+        if (warpgroup == consumers - 1) {
+            consumer.end_turn();  // the first turn is the first warpgroup's
+        }
         for (int round = 0; item_of(round) < items; round++) {
             const int row_block = row_block_of(item_of(round));
             const int block_row = row_block * tile_rows + warpgroup * warpgroup_rows;
