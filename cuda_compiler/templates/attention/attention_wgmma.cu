@@ -11,6 +11,7 @@ constexpr int held_width = (width + slab_width - 1) / slab_width * slab_width;  
 constexpr int slabs = held_width / slab_width;
 constexpr int pieces = held_width / 8;  // of 16 bytes, in a row
 constexpr int copied_rows = warpgroup_threads / pieces;  // by one copy of each thread
+constexpr int copies_at_once = consumers > 1 ? 2 : 8;  // more addresses at once than registers hold
 static_assert(tile_keys % 32 == 0 && width == value_width && width <= held_width);
 static_assert(held_width % slab_width == 0 && held_width <= 128);
 
@@ -47,7 +48,7 @@ struct Copier {
 
     __device__ __forceinline__ void copy_queries(Memory &memory, const Problem &problem, int block_row) const {
         Half *target = place(memory.q);
-#pragma unroll
+#pragma unroll copies_at_once
         for (int i = 0; i < tile_rows; i += copied_rows) {
             const bool inside = block_row + row + i < rows && dim < width;
             copy_words(target + i * slab_width, inside ? problem.q_row(block_row + row + i) + dim : problem.q, inside);
@@ -60,7 +61,7 @@ struct Copier {
     ) const {
         Half *target = place(matrix);
         const Half *own = source + (first_key + row) * stride + dim;
-#pragma unroll
+#pragma unroll copies_at_once
         for (int i = 0; i < tile_keys; i += copied_rows) {
             const bool inside = (keys % tile_keys == 0 || first_key + row + i < keys) && dim < width;
             copy_words(target + i * slab_width, inside ? own + i * stride : source, inside);
@@ -290,8 +291,8 @@ struct Consumer {
 };
 
 // Registers per thread of the warpgroup that copies, and of each of the others: as many as a multiprocessor has.
-constexpr int copying_registers = consumers == 2 ? 40 : 32;
-constexpr int computing_registers = consumers == 2 ? 232 : 160;
+constexpr int copying_registers = consumers == 2 ? 40 : consumers == 3 ? 32 : 24;
+constexpr int computing_registers = consumers == 2 ? 232 : consumers == 3 ? 160 : 112;
 
 KERNEL(attention_wgmma) {
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
