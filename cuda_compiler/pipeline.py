@@ -15,6 +15,7 @@ from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
+from cuda_compiler.passes.open_softmaxes import open_softmaxes
 from cuda_compiler.passes.operand_orders import order_operands
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
@@ -57,6 +58,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("round_biases", round_biases),
         ("order_operands", order_operands),
         ("lay_integers", lay_integers),
+        ("open_softmaxes", open_softmaxes),
         specializing(form_resident_kernels),
         specializing(join_rotary_updates),
         specializing(generate_prologue),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import gcd
 from typing import NamedTuple
 
 from cuda_compiler.op_classify import is_elementwise
@@ -208,8 +209,11 @@ def merge(first: Group, second: Group) -> Group | None:
 
 
 def _overlap(a: Place, b: Place) -> bool:
-    """Whether two places in one buffer overlap.
+    """Whether two places in one buffer may overlap.
 
-    They do if their ranges from first to last element intersect, and are taken to if their dtypes differ.
+    They are taken to if their dtypes differ; else if their ranges from first to last element intersect, unless all
+    their strides are multiples of a number by which their offsets differ, as those of even and odd columns.
     """
-    return a.buffer == b.buffer and (a.dtype != b.dtype or (a.offset < b.end and b.offset < a.end))
+    if a.buffer != b.buffer or a.dtype == b.dtype and (a.offset >= b.end or b.offset >= a.end):
+        return False
+    return a.dtype != b.dtype or (b.offset - a.offset) % max(gcd(*a.strides, *b.strides), 1) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda_toolchain import compile_in_turn
-from ir_builder import IRBuilder
+from ir_builder import IRBuilder, Tensor
 from metal_harness import all_cases, call_of
 
 import npu_compiler
@@ -129,6 +129,40 @@ def test_slices_of_one_buffer_may_be_written_by_one_kernel() -> None:
         cat = copy(t)
         cat@64 = copy(a)
     """) == ["exp + copy + copy: a -> cat t"]
+
+
+def test_interleaved_columns_of_one_buffer_may_be_written_by_one_kernel() -> None:
+    assert groups("""
+        t/2 = exp(a)
+        t/2@1 = sin(a)
+    """) == ["exp + sin: a -> t"]
+    assert len(groups("t/2 = exp(a)\nt/2@2 = sin(a)")) == 2
+
+
+def biased_softmax(g: IRBuilder, op: str = "aten.softmax.int") -> Tensor:
+    """The softmax of scores with positions picked from a table, as DeBERTa has it; returns the logits."""
+    scores, table = g.input("scores", 4, 20, 24), g.input("table", 4, 20, 50)
+    index = g.input("index", 4, 20, 24, dtype="int64")
+    bias = g("aten.gather.default", table, 2, index)
+    logits = g("aten.add.Tensor", g("aten.mul.Tensor", scores, 0.3), bias)
+    g.output(g(op, logits, -1))
+    return logits
+
+
+@pytest.mark.parametrize("op", ["aten.softmax.int", "aten.log_softmax.int"])
+def test_a_softmax_computes_the_logits_that_nothing_else_reads(op: str) -> None:
+    g = IRBuilder()
+    biased_softmax(g, op)
+    program = compile_cuda(g)
+    (call,) = program.kernels
+    assert call.kernel == ("fused_softmax_kernel" if op == "aten.softmax.int" else "fused_log_softmax_kernel")
+    compile_in_turn(program.plan.sources.values())
+
+
+def test_a_softmax_reads_logits_that_are_read_elsewhere_too() -> None:
+    g = IRBuilder()
+    g.output(g("aten.exp.default", biased_softmax(g)))
+    assert [call.kernel for call in compile_cuda(g).kernels][-1] == "softmax_kernel"
 
 
 def test_a_kernel_does_not_grow_without_bound() -> None:
