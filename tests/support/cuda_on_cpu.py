@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cuda_compiler.cuda_program import kernel_launch_of
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 
 _SHIM = """
-#include <algorithm>
-#include <barrier>
 #include <cmath>
 #include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -33,6 +30,38 @@ _SHIM = """
 struct Size { unsigned x, y, z; };
 static thread_local Size threadIdx;
 static Size blockIdx;
+static float __int_as_float(int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+static float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+static unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
+static unsigned long __cvta_generic_to_shared(const void *x) { return (unsigned long)x; }
+static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+"""
+_ASSEMBLY = {
+    "cvt.f32.f16": "_Float16 half; std::memcpy(&half, &value, 2); result = float(half);",
+    "cvt.rn.f16.f32": "const _Float16 half = _Float16(value); std::memcpy(&result, &half, 2);",
+    "ex2.approx": "result = exp2f(a);",
+}
+# For kernels whose threads know nothing of each other: one after the other.
+_ALONE = """
+static void __syncthreads() {}
+template <typename T> T __shfl_xor_sync(unsigned, T value, int) { return value; }
+"""
+_LAUNCH_ALONE = """
+extern "C" void launch(void **operands, unsigned blocks, unsigned threads) {
+    for (unsigned block = 0; block < blocks; block++) {
+        for (unsigned i = 0; i < threads; i++) {
+            blockIdx = {block, 0, 0};
+            threadIdx = {i, 0, 0};
+            KERNEL_NAME(ARGUMENTS);
+        }
+    }
+}
+"""
+_TOGETHER = """
+#include <barrier>
+#include <memory>
+#include <thread>
+#include <vector>
 struct Warp { std::barrier<> turn{32}; unsigned words[32]; };
 static std::unique_ptr<std::barrier<>> everyone;
 static std::vector<std::unique_ptr<Warp>> warps;
@@ -45,18 +74,8 @@ template <typename T> T __shfl_xor_sync(unsigned, T value, int step) {
     warp.turn.arrive_and_wait();
     return value;
 }
-static float __int_as_float(int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
-static float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
-static unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
-static unsigned long __cvta_generic_to_shared(const void *x) { return (unsigned long)x; }
-static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 """
-_ASSEMBLY = {
-    "cvt.f32.f16": "_Float16 half; std::memcpy(&half, &value, 2); result = float(half);",
-    "cvt.rn.f16.f32": "const _Float16 half = _Float16(value); std::memcpy(&result, &half, 2);",
-    "ex2.approx": "result = exp2f(a);",
-}
-_LAUNCH = """
+_LAUNCH_TOGETHER = """
 extern "C" void launch(void **operands, unsigned blocks, unsigned threads) {
     for (unsigned block = 0; block < blocks; block++) {
         blockIdx = {block, 0, 0};
@@ -93,6 +112,8 @@ def run_on_cpu(plan: ExecutionPlan, values: Mapping[str, np.ndarray], folder: Pa
 
 
 def _run(call: KernelCall, source: str, memory: dict[str, np.ndarray], folder: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
     library = folder / f"{call.source}.so"
     views = (*call.inputs, *call.outputs)
     if not library.exists():
@@ -103,9 +124,14 @@ def _run(call: KernelCall, source: str, memory: dict[str, np.ndarray], folder: P
             (declared,) = re.findall(r"#define WAITING_KERNEL\(name\) .* name\((.*)\)", text)
             types = [each.replace("__restrict__", "").rsplit("*", 1)[0] for each in declared.split(", ")]
         arguments = ", ".join(f"({kind} *)operands[{at}]" for at, kind in enumerate(types))
-        launch = _LAUNCH.replace("KERNEL_NAME", call.kernel).replace("ARGUMENTS", arguments)
+        alone = "reduce_team" not in text
+        launch = (
+            (_LAUNCH_ALONE if alone else _LAUNCH_TOGETHER)
+            .replace("KERNEL_NAME", call.kernel)
+            .replace("ARGUMENTS", arguments)
+        )
         file = library.with_suffix(".cpp")
-        file.write_text(_SHIM + text + launch)
+        file.write_text(_SHIM + (_ALONE if alone else _TOGETHER) + text + launch)
         command = ["g++", "-std=c++20", "-O0", "-w", "-pthread", "-shared", "-fPIC", str(file), "-o", str(library)]
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         assert built.returncode == 0, built.stderr[:4000]
