@@ -60,7 +60,7 @@ def test_pairs_are_rotated_by_one_kernel(dtype: str, tmp_path: Path) -> None:
     turned = g("aten.reshape.default", turned, [2, 9, 8])
     g.output(g("aten.add.Tensor", g("aten.mul.Tensor", x, cos), g("aten.mul.Tensor", turned, sin)))
     program = compiled(g, dtype)
-    assert [call.kernel for call in program.plan.calls] == ["fused_mul_mul_add"]
+    assert len(program.plan.calls) == 1
     values = {
         name: drawn(*shape).to(getattr(torch, dtype))
         for name, shape in [("x", (2, 9, 8)), ("cos", (9, 8)), ("sin", (9, 8))]
