@@ -37,6 +37,8 @@ class LaunchKind(StrEnum):
 
     This is CUDA's programmatic dependent launch.
     """
+    COOPERATIVE = "cooperative"
+    """A kernel whose blocks all run at the same time; it starts when the preceding kernel has ended."""
     RESIDENT = "resident"
     """A cooperative kernel: one block on every multiprocessor, and the operands in one struct."""
     PEER_COPY = "peer_copy"
@@ -86,7 +88,7 @@ class KernelLaunch:
         grid, block: Number of blocks and of threads per block, in three directions. The runtime sets the grid of a
             resident kernel, as it depends on the GPU.
         shared: Bytes of dynamic shared memory per block; for a resident kernel, the minimum.
-        kind: One of the five kinds of kernels.
+        kind: One of the six kinds of kernels.
         maps: Tensor maps, which are the kernel's parameters after its operands.
     """
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from cuda_compiler.elementwise.grouping import Group, find_groups
+from cuda_compiler.elementwise.grouping import Group, find_groups, join_neighbours
+from cuda_compiler.elementwise.inlining import inline_reads
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
+from cuda_compiler.elementwise.prologues import join_prologues
+from cuda_compiler.passes.biases import round_biases
 from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
+from cuda_compiler.passes.open_softmaxes import open_softmaxes
+from cuda_compiler.passes.operand_orders import order_operands
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
@@ -19,6 +24,7 @@ from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
+from cuda_compiler.rules.norms import rows_with_prologue
 from cuda_compiler.rules.table import expand
 from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.specializer import Specializer
@@ -49,7 +55,10 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("write_in_place", write_in_place),
         *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),
         ("products_as_convolutions", products_as_convolutions),
+        ("round_biases", round_biases),
+        ("order_operands", order_operands),
         ("lay_integers", lay_integers),
+        ("open_softmaxes", open_softmaxes),
         specializing(form_resident_kernels),
         specializing(join_rotary_updates),
         specializing(generate_prologue),
@@ -77,7 +86,10 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
 
     Buffers that were only read inside one fused kernel disappear.
     """
-    calls = _generate(find_groups(plan.calls), plan, make, {view.buffer for view in plan.output_views.values()})
+    read_later = {view.buffer for view in plan.output_views.values()}
+    private = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in read_later}
+    groups = join_neighbours(join_prologues(inline_reads(find_groups(plan.calls), private), private))
+    calls = _generate(groups, plan, make, read_later)
     touched = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {
         name: buffer
@@ -97,24 +109,26 @@ def _generate(
     """
     readers: dict[str, set[int]] = {name: {-1} for name in read_later}
     for index, group in enumerate(groups):
-        for view in group.reads:
+        for view in group.loads:
             readers.setdefault(view.buffer, set()).add(index)
     calls: list[KernelCall] = []
     for index, group in enumerate(groups):
         make.invalidate(group.written_buffers)
-        if not group.is_elementwise:
-            call = group.calls[0]
+        call, computed = group.calls[0], group.prologue or group
+        if not computed.is_elementwise:
             is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
             calls += [call] if is_generated else expand(make, call)
             continue
         stored = [
             view
-            for view in group.writes
+            for view in computed.writes
             if plan.buffers[view.buffer].kind not in ("arena", "persistent")
             or readers.get(view.buffer, set()) - {index}
         ]
-        if stored:
-            alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[group.calls[0].kernel].op.name == "copy"
-            copied = transposing_copy(make, group.calls[0]) if alone and len(group.reads) == 1 else None
+        if group.prologue is not None:
+            calls.append(rows_with_prologue(make, call, group.prologue, stored))
+        elif stored:
+            alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[call.kernel].op.name == "copy"
+            copied = transposing_copy(make, call) if alone and len(group.reads) == 1 and not group.inlined else None
             calls.append(copied or generate_elementwise(group, stored, make))
     return calls

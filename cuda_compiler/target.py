@@ -24,7 +24,8 @@ class CUDACodegenTarget(OpLevelTarget):
         gpu = self.gpu
         more = " and phase clocks" * gpu.phase_clocks + " and scaled products" * gpu.scales_products
         more += " and peers in reach" * gpu.reaches_peers
-        return f"{self.config.name} {gpu.capability} with {gpu.shared_memory} bytes of shared memory{more}"
+        parts = f"{gpu.multiprocessors} multiprocessors and {gpu.shared_memory} bytes of shared memory"
+        return f"{self.config.name} {gpu.capability} with {parts}{more}"
 
     def shader_source(self, filename: str) -> str:
         return f"cuda_compiler/templates/{filename}"

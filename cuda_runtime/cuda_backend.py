@@ -147,6 +147,7 @@ class CUDABackend(Backend):
         gpu = GPU(
             capability=self._device.arch,
             shared_memory=int(self._device.properties["sharedMemPerBlockOptin"]),
+            multiprocessors=int(self._device.properties["multiProcessorCount"]),
             has_scaled_gemm=self._device.runtime.runtimeGetVersion() >= SCALES_BY_ROW,
             reaches_peers=isinstance(group, NCCLCollectives) and group.peers is not None,
         )
@@ -357,8 +358,12 @@ class CUDABackend(Backend):
         pointers_at = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
         places = np.array([*pointers_at.tolist(), *(each.ctypes.data for each in maps)], np.uint64)
         handle, pointers = (stream or self._device.stream).ptr, places.ctypes.data
+        launch: Callable[[], object]
         if plan.kind is LaunchKind.OVERLAPPING and self._device.arch >= 90:
-            launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, handle, pointers)
+            launch = overlapping_launch(function.ptr, grid, block, shared, handle, pointers)
+        elif plan.kind is LaunchKind.COOPERATIVE:
+            start_together = self._device.driver.launchCooperativeKernel
+            launch = partial(start_together, function.ptr, *grid, *block, shared, handle, pointers)
         else:
             launch = partial(self._device.driver.launchKernel, function.ptr, *grid, *block, shared, handle, pointers, 0)
 

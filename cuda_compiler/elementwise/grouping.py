@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import gcd
 from typing import NamedTuple
 
 from cuda_compiler.op_classify import is_elementwise
@@ -42,19 +43,36 @@ class Group:
     """Calls that one kernel runs in order; a call that is not element-wise is a group of its own.
 
     Attributes:
-        reads: The views that the kernel loads from memory, each `Place` once; its own results stay in registers.
+        reads: The views that the calls read, each `Place` once; the group's own results stay in registers.
         writes: The views that the kernel writes, each `Place` once.
+        prologue: The group whose last result a call over rows takes as its first operand, without reading it from
+            memory; None where every operand is read.
+        inlined: Buffer that no kernel writes → the parts that compute its elements where the calls read them.
     """
 
     calls: list[KernelCall]
     reads: list[View] = field(default_factory=list)
     writes: list[View] = field(default_factory=list)
+    inlined: Mapping[str, Sequence[Part]] = field(default_factory=dict)
+    prologue: Group | None = None
 
     def __post_init__(self) -> None:
-        self.read_buffers = {view.buffer for view in self.reads}
+        self.inner_loads = [
+            view
+            for name in dict.fromkeys(view.buffer for view in self.reads)
+            for part in self.inlined.get(name, ())
+            for view in part.group.loads
+        ]
+        self.read_buffers = {view.buffer for view in self.loads}
         self.written_buffers = {view.buffer for view in self.writes}
         self.is_elementwise = is_elementwise(self.calls[0])
         self.numel = self.calls[0].outputs[0].numel
+
+    @property
+    def loads(self) -> list[View]:
+        """The views that the kernel loads from memory, those of inlined parts included."""
+        own = [view for view in self.reads if view.buffer not in self.inlined]
+        return list(dict.fromkeys([*own, *self.inner_loads]))
 
     def conflicts(self, other: Group) -> bool:
         """Whether two groups must keep their order: one writes a buffer that the other reads or writes."""
@@ -74,6 +92,20 @@ class Group:
         )
 
 
+@dataclass(frozen=True)
+class Part:
+    """A group that computes the elements of a buffer whose coordinate along one dimension lies in an interval.
+
+    The buffer is [outer, size, inner] in row-major order, and `group`'s result [outer, high - low, inner].
+    """
+
+    group: Group
+    size: int
+    inner: int
+    low: int
+    high: int
+
+
 def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
     """Fuse greedily: each element-wise call joins the nearest earlier group that it shares a value with.
 
@@ -90,6 +122,32 @@ def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
         if groups[-1].is_elementwise:
             _absorb(groups, len(groups) - 1)
     return groups
+
+
+def join_neighbours(groups: Sequence[Group]) -> list[Group]:
+    """The groups, with neighbours of equal size that read different elements of a buffer as one, to save a launch.
+
+    Given:  q = copy(x[:, :64]);  k = copy(x[:, 64:128])
+    Result: (q = copy(x[:, :64]); k = copy(x[:, 64:128]))
+    """
+    joined: list[Group] = []
+    for group in groups:
+        merged = None
+        if joined and _walks_side_by_side(joined[-1]) and _walks_side_by_side(group):
+            before = joined[-1]
+            related = before.numel == group.numel and not before.read_buffers.isdisjoint(group.read_buffers)
+            merged = merge(before, group) if related and before.written_buffers.isdisjoint(group.read_buffers) else None
+        if merged is None:
+            joined.append(group)
+        else:
+            joined[-1] = merged
+    return joined
+
+
+def _walks_side_by_side(group: Group) -> bool:
+    """Whether the group is element-wise and walks consecutive elements of memory, or the same one, everywhere."""
+    places = [place_of(view) for view in (*group.loads, *group.writes)]
+    return group.is_elementwise and all(place.strides[-1:] <= (1,) for place in places)
 
 
 def _absorb(groups: list[Group], index: int) -> None:
@@ -127,7 +185,9 @@ def merge(first: Group, second: Group) -> Group | None:
     buffer only through the same `Place`, or through a `Place` that does not overlap that view.
     """
     calls = first.calls + second.calls
-    if len(calls) > MAX_CALLS:
+    inlined = {**first.inlined, **second.inlined}
+    inner = {view.buffer for group in (first, second) for view in group.inner_loads}
+    if len(calls) > MAX_CALLS or not inner.isdisjoint(first.written_buffers | second.written_buffers):
         return None
     reads: dict[Place, View] = {}
     writes: dict[Place, View] = {}
@@ -145,12 +205,15 @@ def merge(first: Group, second: Group) -> Group | None:
             writes[place] = view
     if len(reads) > MAX_READS:
         return None
-    return Group(calls, list(reads.values()), list(writes.values()))
+    return Group(calls, list(reads.values()), list(writes.values()), inlined)
 
 
 def _overlap(a: Place, b: Place) -> bool:
-    """Whether two places in one buffer overlap.
+    """Whether two places in one buffer may overlap.
 
-    They do if their ranges from first to last element intersect, and are taken to if their dtypes differ.
+    They are taken to if their dtypes differ; else if their ranges from first to last element intersect, unless all
+    their strides are multiples of a number by which their offsets differ, as those of even and odd columns.
     """
-    return a.buffer == b.buffer and (a.dtype != b.dtype or (a.offset < b.end and b.offset < a.end))
+    if a.buffer != b.buffer or a.dtype == b.dtype and (a.offset >= b.end or b.offset >= a.end):
+        return False
+    return a.dtype != b.dtype or (b.offset - a.offset) % max(gcd(*a.strides, *b.strides), 1) == 0

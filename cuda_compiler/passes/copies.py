@@ -6,7 +6,10 @@ Result:  y = conv2d(x);  z = layernorm(y as [64, 16])
 Given:   y = conv2d(x);  t[:, :16] = copy(y)
 Result:  t[:, :16] = conv2d(x)
 
-The first kind remains where `channels_last` has changed the layout that a copy was made for, the second kind comes from
+Given:   y[::2] = a + b;  y[1::2] = a - b;  t[:16] = copy(y)
+Result:  t[:16:2] = a + b;  t[1:16:2] = a - b
+
+The first kind remains where `channels_last` has changed the layout that a copy was made for, the others come from
 concatenations.
 """
 
@@ -55,14 +58,19 @@ def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
             continue
         source, target = copy.inputs[0], copy.outputs[0]
         touching = [at for at, call in enumerate(calls) if source.buffer in _touched(call)]
-        if len(touching) != 2 or source.buffer in kept or plan.buffers[target.buffer].donor is not None:
+        if len(touching) < 2 or source.buffer in kept or plan.buffers[target.buffer].donor is not None:
             continue
-        first, last = touching
-        written = _elsewhere(calls[first], source, target) if calls[last] is copy else None
-        if written is None or not all(_spares(call, written.outputs[0]) for call in calls[first:last]):
+        *writers, last = touching
+        if calls[last] is not copy:
             continue
-        calls[first] = written
-        del calls[last]
+        move = _elsewhere if len(writers) == 1 else _part_elsewhere
+        moved = {at: move(calls[at], source, target) for at in writers}
+        spared = all(
+            written is not None and all(_spares(call, written.outputs[0]) for call in calls[at:last])
+            for at, written in moved.items()
+        )
+        if spared:
+            calls = [moved.get(at) or call for at, call in enumerate(calls) if at != last]
     return replace(plan, calls=calls)
 
 
@@ -78,24 +86,24 @@ def _spares(call: KernelCall, target: View) -> bool:
 
 
 def _are_apart(first: View, second: View) -> bool:
-    """Whether two views are provably disjoint, as different columns of the same rows."""
-    steps = [
-        stride
-        for view in (first, second)
-        for size, stride in zip(view.shape, view.strides, strict=True)
-        if size > 1 and stride > 1
-    ]
-    if not steps:
-        return False
-    row = min(steps)
-    begins = [view.offset % row for view in (first, second)]
-    widths = [
-        max((size for size, stride in zip(view.shape, view.strides, strict=True) if stride == 1), default=1)
-        for view in (first, second)
-    ]
-    inside = all(begin + width <= row for begin, width in zip(begins, widths, strict=True))
-    apart = begins[0] + widths[0] <= begins[1] or begins[1] + widths[1] <= begins[0]
-    return all(step % row == 0 for step in steps) and inside and apart
+    """Whether two views are provably disjoint: different columns of the same rows, for some length of a row."""
+    steps = {
+        stride for view in (first, second) for size, stride in zip(view.shape, view.strides, strict=True) if size > 1
+    }
+    for row in steps - {0, 1}:
+        (begin, end), (other_begin, other_end) = (_columns(view, row) for view in (first, second))
+        if max(end, other_end) <= row and (end <= other_begin or other_end <= begin):
+            return True
+    return False
+
+
+def _columns(view: View, row: int) -> tuple[int, int]:
+    """The range of columns that a view covers in rows of `row` elements; it ends beyond them if a row is left."""
+    begin = end = view.offset % row
+    for size, stride in zip(view.shape, view.strides, strict=True):
+        if size > 1 and stride % row:
+            end += (size - 1) * stride
+    return begin, end + 1
 
 
 def _elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | None:
@@ -106,28 +114,53 @@ def _elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | Non
     if len(call.outputs) != 1 or source.dtype != target.dtype or call.kernel not in _ANYWHERE:
         return None
     (copied,) = call.outputs
-    if copied.buffer != source.buffer or copied.numel != source.numel or copied.dtype != source.dtype:
+    if copied.buffer != source.buffer or copied.numel != source.numel or copied.offset != source.offset:
         return None
-    sizes, (steps, target_steps) = collapse(source.shape, source.strides, target.strides)
-    strides, offset = [], target.offset
-    if copied.offset != source.offset:
+    moved = _moved(copied, source, target)
+    if moved is None:
         return None
-    for size, stride in zip(copied.shape, copied.strides, strict=True):
-        covering = [
-            stride // step * target_step
-            for all_of_it, step, target_step in zip(sizes, steps, target_steps, strict=True)
-            if step and stride % step == 0 and step <= stride and stride * size <= step * all_of_it
-        ]
-        if size > 1 and len(covering) != 1:
-            return None
-        strides.append(covering[0] if size > 1 else stride)
-    as_wide = all((stride == 1) == (own == 1) for stride, own in zip(strides, copied.strides, strict=True))
-    if not as_wide or offset % PACK or any(stride % PACK for stride in strides if stride != 1):
+    as_wide = all((mine == 1) == (own == 1) for mine, own in zip(moved.strides, copied.strides, strict=True))
+    if not as_wide or moved.offset % PACK or any(stride % PACK for stride in moved.strides if stride != 1):
         return None
-    moved = View(target.buffer, copied.shape, tuple(strides), offset, copied.dtype)
     (operand,) = KERNELS[call.kernel].outputs
     written = replace(call, outputs=(moved,))
     return None if operand.problem(moved, {}) else written
+
+
+def _part_elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | None:
+    """An element-wise call with its result, a part of `source`, written to that part of `target` instead.
+
+    None if it is another call, or reads elements of `source`.
+    """
+    if elementwise_kernel(call) is None or any(view.buffer == source.buffer for view in call.inputs):
+        return None
+    moved = _moved(call.outputs[0], source, target)
+    return None if moved is None else replace(call, outputs=(moved,))
+
+
+def _moved(part: View, source: View, target: View) -> View | None:
+    """The view of `target` that corresponds to a view of elements of `source`; None if no strides express it."""
+    if part.dtype != source.dtype or source.dtype != target.dtype:
+        return None
+    sizes, (steps, target_steps) = collapse(source.shape, source.strides, target.strides)
+    order = sorted(range(len(sizes)), key=lambda dim: steps[dim], reverse=True)
+    rest, offset, reach = part.offset - source.offset, target.offset, [0] * len(sizes)
+    for dim in order:
+        if steps[dim] == 0 or rest < 0:
+            return None
+        reach[dim], rest = divmod(rest, steps[dim])
+        offset += reach[dim] * target_steps[dim]
+    strides = []
+    for size, stride in zip(part.shape, part.strides, strict=True):
+        along = [dim for dim in order if steps[dim] <= stride and stride % steps[dim] == 0][:1]
+        if size > 1 and not along:
+            return None
+        for dim in along:
+            reach[dim] += (size - 1) * (stride // steps[dim])
+        strides.append(stride // steps[along[0]] * target_steps[along[0]] if along else stride)
+    if rest or any(last >= size for last, size in zip(reach, sizes, strict=True)):
+        return None
+    return View(target.buffer, part.shape, tuple(strides), offset, part.dtype)
 
 
 def _is_copy(call: KernelCall) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from cuda_compiler.specialization.gpu import CLUSTERS, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS, GPU, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -30,17 +30,20 @@ _TILE_WARPS = 4
 _TILES = ((128, 32, 528), (64, 64, 96), (64, 32, 96))
 # The same for kernels of warpgroups (wgmma, which only Hopper has): the more warpgroups per block, the more rows share
 # the keys that it copies.
-_WARPGROUP_TILES = ((128, 96), (64, 48))
+_WARPGROUP_TILES = ((192, 96), (128, 96), (64, 48))
+_THREE, _THREE_TIME = 192, 0.86  # rows of three warpgroups, and their time per row relative to two
 _NARROW = 32  # head dimension up to which warpgroups, whose rows have 64 or 128 elements, would mostly multiply zeros
 _FILLED = 0.7  # of a block's rows, from which on it may have fewer
 _MANY_ROWS = 64 * 1024  # of all problems, from which on blocks of few rows would copy keys too often
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
-_WARPGROUP_KEYS = 128
+_WARPGROUP_KEYS = (128, 96)  # per tile, the better the more; as few as leave the fewest keys beyond the end
 _PRODUCT_WIDTHS = (40, 64, 80, 128)  # columns of the products of weights and values
 _SLAB = 64  # elements that a row of shared memory has, or a multiple of them
-_WARPGROUP_STAGES = 2
+_MOST_STAGES = 4  # of keys and values
 _BARRIERS = 4 * 8  # bytes, for each stage
+_QUERIES_BARRIER = 8  # bytes
+_TURNS, _SHOWS = False, False
 PAGED = ("q", "k", "v", "tables", "sequences", "positions")
 _PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
 _MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
@@ -90,9 +93,13 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     if not suits_tensor_cores(q, k, v):
         return _plain(make, call, operands)
     if make.gpu.has_warpgroups and q.shape[3] == v.shape[3] > _NARROW:
-        for tile_rows, enough in _WARPGROUP_TILES:
-            if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
-                return _by_warpgroups(make, call, operands, tile_rows)
+        fitting = [
+            tile_rows
+            for tile_rows, enough in _WARPGROUP_TILES
+            if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough
+        ]
+        if fitting:
+            return _by_warpgroups(make, call, operands, _best_rows(operands, fitting, make.gpu))
     tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.gpu.shared_memory]
     for tile_rows, tile_keys, enough in tiles:
         fills = rows >= tile_rows or rows >= _FILLED * tile_rows and problems * rows >= _MANY_ROWS
@@ -101,6 +108,20 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     if max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) > MAX_GRID[1]:
         return _tiled(make, call, operands, *tiles[-1][:2])
     return _split(make, call, operands)
+
+
+def _best_rows(operands: _Operands, fitting: list[int], gpu: GPU) -> int:
+    """Rows per block, of those that fit: the most, or three warpgroups' where the GPU is done sooner with them.
+
+    Three have fewer registers each, so heads must be narrow, and take less time per row.
+    """
+
+    def time(tile_rows: int) -> float:
+        items = operands.problems * groups(operands.rows, tile_rows)
+        return groups(items, gpu.multiprocessors) * tile_rows * (_THREE_TIME if tile_rows == _THREE else 1.0)
+
+    usable = [rows for rows in fitting if rows < _THREE or operands.q.shape[3] <= _SLAB]
+    return min(usable[:2], key=time) if usable[0] == _THREE else usable[0]
 
 
 def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
@@ -228,23 +249,27 @@ def _tiled(
 
 def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
     """The tiled kernel with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
-    held = groups(operands.k.shape[3], _SLAB) * _SLAB
-    row_bytes = 2 * held
-    shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
-    calls, verdicts = _survey(make, call, operands, tile_rows, _WARPGROUP_KEYS)
+    keys, width = operands.k.shape[2:]
+    row_bytes = 2 * groups(width, _SLAB) * _SLAB
+    tile_keys = min(_WARPGROUP_KEYS, key=lambda count: groups(keys, count) * count)
+    stage, rest = 2 * tile_keys * row_bytes + _BARRIERS, tile_rows * row_bytes + _QUERIES_BARRIER
+    stages = min(_MOST_STAGES, (make.gpu.shared_memory - rest) // stage)
+    calls, verdicts = _survey(make, call, operands, tile_rows, tile_keys)
     tiled = make.kernel(
         call,
         "attention/attention_wgmma.cu",
         function="attention_wgmma",
         inputs={**operands.inputs, "verdicts": verdicts},
         outputs={"out": operands.out},
-        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
+        grid=(min(operands.problems * groups(operands.rows, tile_rows), make.gpu.multiprocessors), 1, 1),
         block=((tile_rows // _WARPGROUP_ROWS + 1) * _WARPGROUP, 1, 1),
-        shared=shared,
+        shared=rest + stages * stage,
         constants={
             "tile_rows": tile_rows,
-            "tile_keys": _WARPGROUP_KEYS,
-            "stages": _WARPGROUP_STAGES,
+            "tile_keys": tile_keys,
+            "stages": stages,
+            "takes_turns": _TURNS and tile_rows > _WARPGROUP_ROWS,
+            "copier_shows": _SHOWS,
             "value_tiles": next(width for width in _PRODUCT_WIDTHS if width >= operands.v.shape[3]) // 8,
         },
     )

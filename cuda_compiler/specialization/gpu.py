@@ -28,6 +28,7 @@ class GPU:
     Attributes:
         capability: Compute capability as CUDA writes it: 90 is 9.0.
         shared_memory: Bytes of shared memory per block.
+        multiprocessors: Number of multiprocessors.
         has_scaled_gemm: Whether cuBLASLt can scale float8 products by row and column: CUDA 12.9 and later.
         reaches_peers: Whether the GPUs of a group reach each other's memory, so that kernels can exchange values.
         phase_clocks: Whether resident kernels record when each multiprocessor does what, for a profiler's trace.
@@ -35,6 +36,7 @@ class GPU:
 
     capability: int = _HOPPER
     shared_memory: int = 227 * 1024
+    multiprocessors: int = MULTIPROCESSORS
     has_scaled_gemm: bool = True
     reaches_peers: bool = False
     phase_clocks: bool = False

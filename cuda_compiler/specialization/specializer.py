@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from cuda_compiler.cuda_program import KernelLaunch, TensorMap
+from cuda_compiler.cuda_program import KernelLaunch, LaunchKind, TensorMap
 from cuda_compiler.specialization.c_text import index_type, kernel_signature, shared_buffers, specialized
 from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.sizes import Size3, check_grid, vector_width
@@ -114,6 +114,7 @@ class Specializer:
         min_blocks: int = 1,
         cluster: int = 1,
         maps: Mapping[str, int] = MappingProxyType({}),
+        kind: LaunchKind = LaunchKind.OVERLAPPING,
     ) -> KernelCall:
         """A call of a template's kernel, specialized for its operands and the call's parameters.
 
@@ -132,6 +133,7 @@ class Specializer:
             cluster: Size of the thread block cluster along z (distributed shared memory), on GPUs that have clusters.
             maps: Operand name → rows per box of its tensor map, which becomes a kernel parameter `<name>_map` after all
                 operands.
+            kind: The kind of the launch.
         """
         function = function or call.kernel
         if inputs is None or outputs is None:
@@ -147,7 +149,7 @@ class Specializer:
         tensor_maps = {
             name: TensorMap.of(index, view, maps[name]) for index, (name, view) in enumerate(operands) if name in maps
         }
-        launch = KernelLaunch(check_grid(grid, call), block, shared, maps=tuple(tensor_maps[name] for name in maps))
+        launch = KernelLaunch(check_grid(grid, call), block, shared, kind, tuple(tensor_maps[name] for name in maps))
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(
             call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch.params()

@@ -29,12 +29,29 @@ def _half_slice(second: bool) -> Callable[[OpNode, IRGraph], bool]:
     return where
 
 
+def _every_second(first: int) -> Callable[[OpNode, IRGraph], bool]:
+    def where(node: OpNode, graph: IRGraph) -> bool:
+        shape = graph.tensors[node.inputs[0]].shape
+        bounds = slice_bounds(shape[-1], node.attrs.get("start"), node.attrs.get("end"))
+        is_last = node.attrs.get("dim", 0) in (-1, len(shape) - 1)
+        return is_last and bounds == (first, shape[-1]) and node.attrs.get("step", 1) == 2
+
+    return where
+
+
 def _rope_patterns() -> tuple[P, ...]:
-    """The pattern of rotary embedding by halves: x · cos + cat(−x[half:], x[:half]) · sin."""
+    """The patterns of rotary embedding, x · cos + turned · sin, of pairs that lie apart or side by side.
+
+    By halves, turned is cat(−x[half:], x[:half]); of neighbours, it is reshape(stack([−x[1::2], x[0::2]], −1)).
+    """
     first = P("aten.slice", (x,), where=_half_slice(False))
     second = P("aten.slice", (x,), where=_half_slice(True))
     rotated = P("aten.cat", (P("aten.neg", (second,)), first), where=_is_rotate_half)
-    return (add(mul(x, Var("cos")), mul(rotated, Var("sin"))),)
+    even = P("aten.slice", (x,), where=_every_second(0))
+    odd = P("aten.slice", (x,), where=_every_second(1))
+    stacked = P("aten.stack", (P("aten.neg", (odd,)), even), where=_is_rotate_half)
+    swapped = P("aten.view aten.reshape aten._unsafe_view aten.flatten", (stacked,))
+    return tuple(add(mul(x, Var("cos")), mul(turned, Var("sin"))) for turned in (rotated, swapped))
 
 
 def _rewrite_rope(match: Match, rewriter: Rewriter) -> OpNode | None:
@@ -44,7 +61,8 @@ def _rewrite_rope(match: Match, rewriter: Rewriter) -> OpNode | None:
         return None
     if any(shape[-1:] != shapes[0][-1:] for shape in shapes) or shapes[0][-1] % 2:
         return None
-    return fused("npu.rope", match, names)
+    of_neighbours = any(node.base == "aten.stack" for node in match.nodes.values())
+    return fused("npu.rope_pairs" if of_neighbours else "npu.rope", match, names)
 
 
 ROPE = Fusion("rope", _rope_patterns(), _rewrite_rope)

@@ -234,6 +234,21 @@ def lower_rope(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("rope_kernel", [x, cos, sin], [ctx.output()], {"rotary_dim": cos.shape[-1]}, flops=3 * x.numel)
 
 
+@register_op("npu.rope_pairs", tensors=("x", "cos", "sin"))
+def lower_rope_pairs(ctx: Lowering, node: OpNode) -> None:
+    """Lower x · cos + turned · sin, where turned has −b, a for each pair a, b of neighbours of x's last dimension."""
+    out = ctx.output()
+    x, cos, sin = (ctx.view(name).expand(out.shape) for name in node.inputs)
+
+    def side(view: View, odd: int) -> View:
+        return view.slice(out.rank - 1, odd, out.shape[-1], 2)
+
+    for odd, sign in ((0, -1.0), (1, 1.0)):
+        kept = ctx.temp(side(out, odd).shape, "float32")
+        ctx.elementwise("mul", [side(x, odd), side(cos, odd)], kept)
+        ctx.elementwise("addcmul", [kept, side(x, 1 - odd), side(sin, odd)], side(out, odd), {"value": sign})
+
+
 def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     if node.attrs.get("dropout_p"):
         return "attention with dropout"

@@ -57,6 +57,7 @@ class Grid(Enum):
     ROTATIONS = "a thread per four pairs of a rotated row along x; rows along y"
     QUERIES = "queries along x, heads along y, batches along z"
     TOKENS = "tokens along x, heads along y"
+    SEQUENCES = "a threadgroup per sequence of a batch along x; directions along y; a thread per few hidden elements"
 
 
 Condition: TypeAlias = Callable[[SimpleNamespace], bool]

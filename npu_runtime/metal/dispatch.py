@@ -211,6 +211,12 @@ def _attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
     return (slices * queries, heads, batch), (threads, 1, 1)
 
 
+def _sequences(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One threadgroup per sequence of the batch, and direction; its threads divide the hidden state."""
+    directions, rows, hidden = call.outputs[1].shape
+    return (rows, directions, 1), (_whole_simdgroups(hidden, config.max_threadgroup_1d), 1, 1)
+
+
 def _paged_attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
     """One threadgroup per token (for wide heads, per slice of its result) and head."""
     tokens, heads, width = call.outputs[0].shape
@@ -239,4 +245,5 @@ _SHAPES: dict[Grid, Shape] = {
     Grid.ROTATIONS: _rope,
     Grid.QUERIES: _attention,
     Grid.TOKENS: _paged_attention,
+    Grid.SEQUENCES: _sequences,
 }

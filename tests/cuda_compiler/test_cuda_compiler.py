@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cuda_toolchain import compile_in_turn
-from ir_builder import IRBuilder
+from ir_builder import IRBuilder, Tensor
 from metal_harness import all_cases, call_of
 
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import LaunchKind, kernel_launch_of
-from cuda_compiler.elementwise.grouping import MAX_CALLS, find_groups
+from cuda_compiler.elementwise.grouping import MAX_CALLS, find_groups, join_neighbours
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.op_classify import classify
 from cuda_compiler.resident.kernel import RESIDENT
@@ -130,6 +131,40 @@ def test_slices_of_one_buffer_may_be_written_by_one_kernel() -> None:
     """) == ["exp + copy + copy: a -> cat t"]
 
 
+def test_interleaved_columns_of_one_buffer_may_be_written_by_one_kernel() -> None:
+    assert groups("""
+        t/2 = exp(a)
+        t/2@1 = sin(a)
+    """) == ["exp + sin: a -> t"]
+    assert len(groups("t/2 = exp(a)\nt/2@2 = sin(a)")) == 2
+
+
+def biased_softmax(g: IRBuilder, op: str = "aten.softmax.int") -> Tensor:
+    """The softmax of scores with positions picked from a table, as DeBERTa has it; returns the logits."""
+    scores, table = g.input("scores", 4, 20, 24), g.input("table", 4, 20, 50)
+    index = g.input("index", 4, 20, 24, dtype="int64")
+    bias = g("aten.gather.default", table, 2, index)
+    logits = g("aten.add.Tensor", g("aten.mul.Tensor", scores, 0.3), bias)
+    g.output(g(op, logits, -1))
+    return logits
+
+
+@pytest.mark.parametrize("op", ["aten.softmax.int", "aten.log_softmax.int"])
+def test_a_softmax_computes_the_logits_that_nothing_else_reads(op: str) -> None:
+    g = IRBuilder()
+    biased_softmax(g, op)
+    program = compile_cuda(g)
+    (call,) = program.kernels
+    assert call.kernel == ("fused_softmax_kernel" if op == "aten.softmax.int" else "fused_log_softmax_kernel")
+    compile_in_turn(program.plan.sources.values())
+
+
+def test_a_softmax_reads_logits_that_are_read_elsewhere_too() -> None:
+    g = IRBuilder()
+    g.output(g("aten.exp.default", biased_softmax(g)))
+    assert [call.kernel for call in compile_cuda(g).kernels][-1] == "softmax_kernel"
+
+
 def test_a_kernel_does_not_grow_without_bound() -> None:
     chain = "\n".join(f"v{i + 1} = exp(v{i})" for i in range(MAX_CALLS + 5))
     assert [line.count("exp") for line in groups(chain)] == [MAX_CALLS, 5]
@@ -142,6 +177,18 @@ def test_a_reshaped_value_fuses_and_a_transposed_one_does_not() -> None:
     assert len(find_groups([first, KernelCall("exp_kernel", "", (square,), (view("u", (8, 8)),), params, "u")])) == 1
     turned = KernelCall("exp_kernel", "", (square.transpose(0, 1),), (view("u", (8, 8)),), params, "u")
     assert len(find_groups([first, turned])) == 2
+
+
+def test_neighbours_that_copy_columns_of_one_buffer_are_one_kernel() -> None:
+    whole = view("x", (8, 32))
+    parts = [replace(whole, shape=(8, 16), offset=offset) for offset in (0, 16)]
+    copies = [
+        KernelCall("copy_kernel", "", (x,), (view(f"t{x.offset}", (8, 16)),), {"scalars": [None]}, "t") for x in parts
+    ]
+    (joined,) = join_neighbours(find_groups(copies))
+    assert [x.buffer for x in joined.writes] == ["t0", "t16"]
+    turned = replace(copies[1], inputs=(parts[1].transpose(0, 1),), outputs=(view("u", (16, 8)),))
+    assert len(join_neighbours(find_groups([copies[0], turned]))) == 2
 
 
 def compile_cuda(graph: IRBuilder, dtype: str = "float16") -> CompiledProgram:
@@ -229,12 +276,12 @@ def test_the_program_survives_the_file_and_names_its_target() -> None:
 def test_every_kernel_waits_for_the_one_before_it() -> None:
     g = IRBuilder()
     x = g.input("x", 8, 64)
-    g.output(g("aten.softmax.int", g("aten.exp.default", x), -1))
+    g.output(g("aten.exp.default", g("aten.softmax.int", x, -1)))
     plan = compile_cuda(g).plan
-    assert [call.kernel for call in plan.calls] == ["exp_kernel", "softmax_kernel"]
+    assert [call.kernel for call in plan.calls] == ["softmax_kernel", "exp_kernel"]
     assert all(kernel_launch_of(call).kind is LaunchKind.OVERLAPPING for call in plan.calls)
-    assert "{\n    begin_in_turn();" in plan.sources[plan.calls[0].source]
-    assert "{ begin_in_turn(); name##_body(" in plan.sources[plan.calls[1].source]
+    assert "{ begin_in_turn(); name##_body(" in plan.sources[plan.calls[0].source]
+    assert "{\n    begin_in_turn();" in plan.sources[plan.calls[1].source]
     templates = Path(str(files("cuda_compiler") / "templates"))
     texts = [template_text(file.relative_to(templates).as_posix()) for file in templates.rglob("*.cu")]
     parts = [part for text in texts for part in text.split("\n#kernel ")]

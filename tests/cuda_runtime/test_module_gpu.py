@@ -200,3 +200,63 @@ def test_tensors_of_the_cpu_are_refused(tmp_path: Path) -> None:
 def test_all_modules_share_the_gpus_backend() -> None:
     model, ids, mask = words()
     assert npu_sim.compile(model, (ids, mask)).backend is open_backend("cuda:0")
+
+
+class Rotated(nn.Module):
+    """Attention with rotated neighbours behind a class token, as EVA-02 has it, by heads of 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(128, 384)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 64).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = (self.rotate(each, cos, sin) for each in (q, k))
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    @staticmethod
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rest = x[:, :, 1:]
+        turned = torch.stack([-rest[..., 1::2], rest[..., ::2]], -1).reshape(rest.shape)
+        return torch.cat([x[:, :, :1], rest * cos + turned * sin], 2)
+
+
+class Disentangled(nn.Module):
+    """Scores with biases that are picked by relative positions, one of them transposed, as DeBERTa has them."""
+
+    def forward(self, scores: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(scores.shape[-1], device=scores.device)
+        index = (steps[:, None] - steps + 64).expand(scores.shape)
+        biases = torch.gather(first, -1, index) + torch.gather(second, -1, index).transpose(-1, -2)
+        return torch.softmax(scores / 3 + biases, -1)
+
+
+@pytest.mark.parametrize("rows", [40, 257])
+def test_rotated_neighbours_are_pytorchs(rows: int) -> None:
+    torch.manual_seed(rows)
+    model, x = Rotated().to(CUDA, torch.float16).eval(), torch.randn(64, rows, 128, device=CUDA).half()
+    cos, sin = (torch.randn(rows - 1, 64, device=CUDA).half() for _ in range(2))
+    found = npu_sim.compile(model, (x, cos, sin))(x, cos, sin)
+    exact = model.double()(x.double(), cos.double(), sin.double())
+    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("size", [24, 64])
+def test_biases_picked_by_position_are_pytorchs(size: int) -> None:
+    torch.manual_seed(size)
+    arguments = [torch.randn(6, size, width, device=CUDA).half() for width in (size, 128, 128)]
+    found = npu_sim.compile(Disentangled().eval(), arguments)(*arguments)
+    exact = Disentangled()(*(each.double() for each in arguments))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_pytorchs(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(1)
+    layer = kind(40, 96, 2, bidirectional=True, batch_first=True).to(CUDA, torch.float16).eval()
+    x = torch.randn(5, 30, 40, device=CUDA).half()
+    found = npu_sim.compile(layer, (x,))(x)
+    exact = kind(40, 96, 2, bidirectional=True, batch_first=True).to(CUDA, torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    expected = exact(x.double())
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-2, atol=4e-3)

@@ -84,6 +84,16 @@ def conv(stride: int = 1) -> Callable[[], nn.Module]:
     return lambda: nn.Conv2d(4, 4, 3, stride=stride, padding=1)
 
 
+def rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    return x * cos + turned * sin
+
+
+def rotate_backwards(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turned = torch.stack([-x[..., ::2], x[..., 1::2]], -1).flatten(-2)
+    return x * cos + turned * sin
+
+
 def written_layer_norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
     centered = x - x.mean(-1, keepdim=True)
     variance = centered.pow(2).mean(-1, keepdim=True)
@@ -195,6 +205,9 @@ CASES = {
     "kv-heads-explicit": Case("share_kv_heads", kv_heads_shared, function(explicit(2, True)), (HEADS, KV, KV, MASK)),
     "kv-heads-sdpa": Case("share_kv_heads", kv_heads_shared, function(sdpa), (HEADS, KV, KV, MASK)),
     "rope": Case("rope", op("npu.rope"), function(apply_rotary_pos_emb), (HEADS, KV, (2, 5, 8), (2, 5, 8)), 2),
+    "rope-of-neighbours": Case(
+        "rope", op("npu.rope_pairs"), function(rotate_neighbours), (HEADS, (2, 1, 5, 8), (5, 8))
+    ),
     "masked-softmax": Case(
         "masked_softmax", op("npu.masked_softmax"), function(lambda x, m: F.softmax(x + m, -1)), (HEADS, (1, 1, 5, 8))
     ),
@@ -413,6 +426,9 @@ LOOKALIKES = {
         0,
     ),
     "norm-of-integers": Case("rms_norm", op("npu.rms_norm"), function(norm_of_integers), (ROWS,), 0),
+    "rope-of-pairs-the-other-way": Case(
+        "rope", op("npu.rope_pairs"), function(rotate_backwards), (HEADS, (2, 1, 5, 8), (5, 8)), 0
+    ),
     "rotation-of-an-odd-width": Case(
         "rope", op("npu.rope"), function(apply_rotary_pos_emb), ((2, 4, 5, 7), (2, 2, 5, 7), (2, 5, 7), (2, 5, 7)), 0
     ),

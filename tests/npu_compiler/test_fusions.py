@@ -294,6 +294,31 @@ def rope(g: IRBuilder) -> None:
 
 
 @shows(
+    "rope",
+    given="""
+    %slice = aten.slice(%x) {dim=3, end=8, start=1, step=2}
+    %slice_1 = aten.slice(%x) {dim=3, end=8, start=0, step=2}
+    %neg = aten.neg(%slice)
+    %stack = aten.stack(%neg, %slice_1) {dim=-1}
+    %reshape = aten.reshape(%stack) {shape=[1, 4, 5, 8]}
+    %mul = aten.mul(%x, %cos)
+    %mul_1 = aten.mul(%reshape, %sin)
+    %add = aten.add(%mul, %mul_1)
+    return %add
+    """,
+    result="""
+    %add = npu.rope_pairs(%x, %cos, %sin)
+    return %add
+    """,
+)
+def rope_of_neighbours(g: IRBuilder) -> None:
+    x, cos, sin = g.input("x", 1, 4, 5, 8), g.input("cos", 1, 1, 5, 8), g.input("sin", 1, 1, 5, 8)
+    odd, even = g("aten.slice.Tensor", x, 3, 1, 8, 2), g("aten.slice.Tensor", x, 3, 0, 8, 2)
+    turned = g("aten.reshape.default", g("aten.stack.default", [g("aten.neg.default", odd), even], -1), [1, 4, 5, 8])
+    g.output(g("aten.add.Tensor", g("aten.mul.Tensor", x, cos), g("aten.mul.Tensor", turned, sin)))
+
+
+@shows(
     "masked_softmax",
     given="""
     %add = aten.add(%scores, %mask)

@@ -1033,6 +1033,53 @@ case(
     f(0, 3),
 )
 case("reductions-empty-integers", lambda x: (x.sum(), x.prod(0)), i(0, 3))
+case(
+    "lstm",
+    lambda x, h, c, *weights: torch.lstm(x, (h, c), weights, True, 1, 0.0, False, True, True),
+    f(3, 4, 5),
+    u(2, 3, 6),
+    u(2, 3, 6),
+    *(w(24, 5), w(24, 6), w(24), w(24)) * 2,
+    spread=2,
+)
+case(
+    "lstm-layers",
+    lambda x, h, c, *weights: torch.lstm(x, (h, c), weights, False, 2, 0.5, False, False, False),
+    f(4, 2, 5),
+    u(2, 2, 3),
+    u(2, 2, 3),
+    *(w(12, 5), w(12, 3), w(12, 3), w(12, 3)),
+    spread=2,
+)
+case(
+    "gru",
+    lambda x, h, *weights: torch.gru(x, h, weights, True, 2, 0.0, False, True, False),
+    f(4, 2, 5),
+    u(4, 2, 3),
+    *(w(9, 5), w(9, 3), w(9), w(9)) * 2,
+    *(w(9, 6), w(9, 3), w(9), w(9)) * 2,
+    spread=2,
+)
+case(
+    "rnn",
+    lambda x, h, *weights: (
+        *torch.rnn_tanh(x, h, weights, True, 1, 0.0, False, False, True),
+        *torch.rnn_relu(x, h, weights, True, 1, 0.0, False, False, True),
+    ),
+    f(2, 4, 5),
+    u(1, 2, 7),
+    *(w(7, 5), w(7, 7), w(7), w(7)),
+    spread=2,
+)
+refused(
+    "lstm-projected",
+    lambda x, h, c, *weights: torch.lstm(x, (h, c), weights, False, 1, 0.0, False, False, False),
+    f(4, 2, 5),
+    u(1, 2, 3),
+    u(1, 2, 6),
+    *(w(24, 5), w(24, 3), w(3, 6)),
+    spread=2,
+)
 case("cumsum", lambda x: (x.cumsum(0), x.cumsum(-1)), f(3, 4, 5), spread=1)
 case("cumsum-0d", lambda x: x.cumsum(0), f())
 case("cumsum-long", lambda x: x.cumsum(-1), f(2, 5000), spread=2)

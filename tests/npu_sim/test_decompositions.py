@@ -230,7 +230,7 @@ def test_a_decomposition_that_depends_on_the_examples_sizes_is_not_used() -> Non
 
 def test_a_decomposition_of_too_many_ops_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decompositions, "LARGEST", 50)
-    layer = nn.LSTM(4, 5).eval()
+    layer = nn.LSTM(4, 5, proj_size=3).eval()  # whose projections no kernel computes
     x = torch.randn(20, 2, 4)
     skip_unless_pytorch_exports(layer, x)
     compiled = npu_sim.compile(layer, (x,))

@@ -13,6 +13,7 @@ import torch
 from metal_cases import attention as attention_cases
 from metal_cases import matmul as matmul_cases
 from metal_cases import norms as norm_cases
+from metal_cases import recurrent as recurrent_cases
 from metal_cases import reduce as reduce_cases
 from metal_cases import sort as sort_cases
 from metal_harness import Case, T
@@ -290,7 +291,18 @@ def group_norm(name: str, shape: tuple[int, ...], groups: int, affine: bool = Tr
     return norm_cases.group(f"last-{name}", pixels_last(shape, **options), groups, pixels_last(shape), **parts)
 
 
+# Weights in registers, in shared memory, and read anew at each step; rows in several groups, and in several launches.
+RECURRENT = [
+    recurrent_cases.recurrent("lstm", 20, 8, 64, 512, both=True),
+    recurrent_cases.recurrent("lstm", 6, 70, 40, 256, both=True, batch_first=True),
+    recurrent_cases.recurrent("gru", 6, 40, 64, 1280, both=True),
+    recurrent_cases.recurrent("lstm", 4, 2, 32, 2048, both=True),
+    recurrent_cases.recurrent("gru", 4, 33, 32, 1022),
+    recurrent_cases.recurrent("tanh", 5, 300, 24, 96),
+    recurrent_cases.recurrent("relu", 3, 9000, 8, 40, both=True),
+]
 CASES = [
+    *RECURRENT,
     group_norm("straddling", (2, 40, 9, 7), 4),
     group_norm("plain", (1, 32, 5, 5), 8, affine=False),
     group_norm("many-pixels", (1, 320, 40, 41), 32),

@@ -177,8 +177,8 @@ __device__ __forceinline__ void sum_up(
 
 KERNEL(attention_tiled) {
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
-    const int row_block = own_row_block();
-    const Problem problem(q, k, v, mask, own_problem() / kv_heads, own_problem() % kv_heads);
+    const int row_block = row_block_of(blockIdx.x);
+    const Problem problem(q, k, v, mask, problem_of(blockIdx.x) / kv_heads, problem_of(blockIdx.x) % kv_heads);
     const int block_row = row_block * tile_rows;
     const int first_row = block_row + int(threadIdx.x) / WARP * row_tiles * block_rows;
     const Tiles tiles(verdicts, problem, row_block);

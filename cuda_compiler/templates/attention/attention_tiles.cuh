@@ -17,10 +17,11 @@ __device__ __forceinline__ float power_of_2(float exponent) {
 
 constexpr int problems = int(K::size(0)) * kv_heads;
 
-// The block's pair of a batch and a KV head, and its rows there. The last rows have the most keys where attention is causal:
-// they begin first.
-__device__ __forceinline__ int own_problem() { return int(blockIdx.x) % problems; }
-__device__ __forceinline__ int own_row_block() { return row_blocks - 1 - int(blockIdx.x) / problems; }
+// The pair of a batch and a KV head, and the rows there, of a block's item of work. The last rows have the most keys where
+// attention is causal: they begin first.
+constexpr int items = problems * row_blocks;
+__device__ __forceinline__ int problem_of(int item) { return item % problems; }
+__device__ __forceinline__ int row_block_of(int item) { return row_blocks - 1 - item / problems; }
 
 // The tiles of keys that a block has to multiply.
 struct Tiles {

@@ -3,7 +3,7 @@
 Faster ones are in `cpu.native` and `cpu.torch_kernels`.
 """
 
-from npu_runtime.cpu.kernels import elementwise, integer, movement, products, quantized, rows, windows
+from npu_runtime.cpu.kernels import elementwise, integer, movement, products, quantized, recurrent, rows, windows
 from npu_runtime.cpu.kernels.launches import bound_reference, reference_launch
 from npu_runtime.cpu.kernels.registry import CPU_KERNELS
 
@@ -15,6 +15,7 @@ __all__ = [
     "movement",
     "products",
     "quantized",
+    "recurrent",
     "reference_launch",
     "rows",
     "windows",

@@ -1,6 +1,6 @@
 """The CPU device's kernels by PyTorch, if it is installed."""
 
-from npu_runtime.cpu.torch_kernels import attention, elementwise, indexing, products, rows, windows
+from npu_runtime.cpu.torch_kernels import attention, elementwise, indexing, products, recurrent, rows, windows
 from npu_runtime.cpu.torch_kernels.launches import torch_launch
 from npu_runtime.cpu.torch_kernels.registry import TORCH_KERNELS
 
@@ -10,6 +10,7 @@ __all__ = [
     "elementwise",
     "indexing",
     "products",
+    "recurrent",
     "rows",
     "torch_launch",
     "windows",
