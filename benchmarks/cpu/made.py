@@ -72,9 +72,8 @@ class MadeModel:
                 ("attn_output", self.width, self.heads * self.head),
             ):
                 yield f"blk.{layer}.{name}", (rows, columns), 1.0
-            count, share, end = (), 1.0, ""
-            if self.experts:
-                count, share, end = (self.experts,), self.chosen / self.experts, "_exps"
+            count: tuple[int, ...] = (self.experts,) if self.experts else ()
+            share, end = (self.chosen / self.experts, "_exps") if self.experts else (1.0, "")
             for name, rows, columns in (
                 ("ffn_gate", self.inner, self.width),
                 ("ffn_up", self.inner, self.width),

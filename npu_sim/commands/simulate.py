@@ -228,7 +228,7 @@ def _forms(kind: str, program: CompiledProgram, chip: Chip, weights: Path) -> di
     """Read a program's weights, and measure their forms in the chip's DRAM."""
     from npu_compiler.errors import InputError
     from npu_model import forms_of
-    from npu_runtime import CPUBackend
+    from npu_runtime import Device
     from npu_sim.commands.resources import load_onto, weights_for
 
     if kind not in ("ir", "program") or program.target.startswith("npu:"):
@@ -236,7 +236,7 @@ def _forms(kind: str, program: CompiledProgram, chip: Chip, weights: Path) -> di
             "--weights is for an IR or ONNX file, or a program compiled with --target op_level; how it is lowered "
             "depends on them"
         )
-    return forms_of(program, chip, load_onto(CPUBackend(), program, weights_for(program, weights)))
+    return forms_of(program, chip, load_onto(Device("cpu"), program, weights_for(program, weights)))
 
 
 def _share(wanted: _Wanted, chip: Chip, neighbours: Neighbours, outputs: Outputs) -> None:
