@@ -33,9 +33,7 @@ def compiled(format: QuantizedFormat | None, dtype: str, width: int) -> Compiled
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_products_by_experts_are_one_kernel(format: QuantizedFormat | None) -> None:
     program = compiled(format, "bfloat16", 64)
-    spans = format is not None and not format.code_format.is_float and format.groups(64) * 16 * 8 // format.bits <= 64
-    quantized = "quantized_expert_tiles" if spans else "quantized_expert_matmul_kernel"
-    name = "expert_matmul_kernel" if format is None else quantized
+    name = "expert_matmul_kernel" if format is None else "quantized_expert_matmul_kernel"
     assert [call.kernel for call in program.kernels if "expert" in call.kernel] == [name]
 
 
