@@ -43,7 +43,7 @@ _SLAB = 64  # elements that a row of shared memory has, or a multiple of them
 _MOST_STAGES = 4  # of keys and values
 _BARRIERS = 4 * 8  # bytes, for each stage
 _QUERIES_BARRIER = 8  # bytes
-_TURNS, _SHOWS = False, False
+_FEW_TILES = 2  # of keys, up to which warpgroups that start in turns only wait for each other
 PAGED = ("q", "k", "v", "tables", "sequences", "positions")
 _PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
 _MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
@@ -268,8 +268,7 @@ def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, til
             "tile_rows": tile_rows,
             "tile_keys": tile_keys,
             "stages": stages,
-            "takes_turns": _TURNS and tile_rows > _WARPGROUP_ROWS,
-            "copier_shows": _SHOWS,
+            "takes_turns": tile_rows > _WARPGROUP_ROWS and keys > _FEW_TILES * tile_keys,
             "value_tiles": next(width for width in _PRODUCT_WIDTHS if width >= operands.v.shape[3]) // 8,
         },
     )

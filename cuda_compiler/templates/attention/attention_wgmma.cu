@@ -76,45 +76,11 @@ __device__ __forceinline__ int item_of(int round) {
     return round * blocks + (round % 2 == 0 ? int(blockIdx.x) : blocks - 1 - int(blockIdx.x));
 }
 
-// Copies whose barriers have not been told of their end: the thread shows what they wrote to the products first.
-struct Copies {
-    Barrier *waiting[2] = {nullptr, nullptr};
-
-    __device__ __forceinline__ void add(Barrier &filled) {
-        if constexpr (!copier_shows) {
-            filled.arrive_after_copies();
-            return;
-        }
-        end_of_copies();
-        wait_for_copies<2>();
-        tell(waiting[0]);
-        waiting[0] = waiting[1];
-        waiting[1] = &filled;
-    }
-
-    __device__ __forceinline__ void end() {
-        if constexpr (copier_shows) {
-            wait_for_copies<0>();
-            tell(waiting[0]);
-            tell(waiting[1]);
-            waiting[0] = waiting[1] = nullptr;
-        }
-    }
-
-    __device__ __forceinline__ static void tell(Barrier *filled) {
-        if (filled != nullptr) {
-            show_to_products();
-            filled->arrive();
-        }
-    }
-};
-
 __device__ __forceinline__ void copy_all(
     Memory &memory, const Q::type *q, const K::type *k, const V::type *v, const Mask::type *mask,
     const Verdicts::type *verdicts
 ) {
     const Copier copier;
-    Copies copies;
     Turn turn;
     int queries_parity = 1;
     for (int round = 0; item_of(round) < items; round++) {
@@ -124,7 +90,6 @@ __device__ __forceinline__ void copy_all(
         bool is_first = true;
         for (int tile = tiles.next(0); tile < tiles.count; tile = tiles.next(tile + 1)) {
             if (is_first) {
-                copies.end();  // without the last keys, the queries would not become free
                 memory.q_free.wait(queries_parity);
                 queries_parity ^= 1;
                 copier.copy_queries(memory, problem, row_block * tile_rows);
@@ -132,14 +97,13 @@ __device__ __forceinline__ void copy_all(
             }
             memory.k_free[turn.stage].wait(turn.parity ^ 1);
             copier.copy_tile<K::stride(2)>(memory.k[turn.stage], problem.k, tile * tile_keys);
-            copies.add(memory.k_filled[turn.stage]);
+            memory.k_filled[turn.stage].arrive_after_copies();
             memory.v_free[turn.stage].wait(turn.parity ^ 1);
             copier.copy_tile<V::stride(2)>(memory.v[turn.stage], problem.v, tile * tile_keys);
-            copies.add(memory.v_filled[turn.stage]);
+            memory.v_filled[turn.stage].arrive_after_copies();
             turn.advance();
         }
     }
-    copies.end();
     end_of_copies();
     wait_for_copies<0>();
 }
@@ -151,12 +115,6 @@ struct Consumer {
     Turn turn;
     Rows rows_at;
     unsigned weights[tile_keys / 16][4];
-
-    __device__ __forceinline__ static void show_copies() {
-        if constexpr (!copier_shows) {
-            show_to_products();
-        }
-    }
 
     // Warpgroups start their products in turns, so that one weighs scores while another one's products run.
     __device__ __forceinline__ void wait_for_turn() const {
@@ -175,7 +133,7 @@ struct Consumer {
     // Starts scores[64 × tile_keys] = q · kᵀ.
     __device__ __forceinline__ void start_scores(float (&scores)[key_groups][4]) {
         memory.k_filled[turn.stage].wait(turn.parity);
-        show_copies();
+        show_to_products();
         const unsigned long long q = matrix_at(shared_address(&memory.q[0][number * warpgroup_rows]), 0);
         const unsigned long long k = matrix_at(shared_address(&memory.k[turn.stage]), 0);
         pin(scores);
@@ -195,7 +153,7 @@ struct Consumer {
     // Starts sums += weights · v.
     __device__ __forceinline__ void start_sums(Turn turn) {
         memory.v_filled[turn.stage].wait(turn.parity);
-        show_copies();
+        show_to_products();
         const unsigned long long v = matrix_at(shared_address(&memory.v[turn.stage]), sizeof(memory.v[0][0]));
         pin(rows_at.sums);
         begin_products();
@@ -291,8 +249,8 @@ struct Consumer {
 };
 
 // Registers per thread of the warpgroup that copies, and of each of the others: as many as a multiprocessor has.
-constexpr int copying_registers = consumers == 2 ? 40 : consumers == 3 ? 32 : 24;
-constexpr int computing_registers = consumers == 2 ? 232 : consumers == 3 ? 160 : 112;
+constexpr int copying_registers = consumers == 2 ? 40 : 32;
+constexpr int computing_registers = consumers == 2 ? 232 : 160;
 
 KERNEL(attention_wgmma) {
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
