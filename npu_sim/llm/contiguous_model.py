@@ -124,7 +124,7 @@ class ContiguousModel(CompiledModel):
         return min(start, self.context_length - size), min(start + size, end)
 
     def step(self, batch: Batch) -> StepResult:
-        """Launch one token of the sequence, or one piece of its prompt; see `BatchModel`."""
+        """Launch one token of the sequence, or one piece of its prompt, and return its result; see `BatchModel`."""
         result = self._decode(batch) if len(batch.tokens) == 1 else self._prefill(batch)
         self._last = result
         self.end = int(batch.positions[-1]) + 1
