@@ -99,6 +99,7 @@ def check_base(python: str | Path, wheel: Path, samples: Path, constraints: Path
         has_kernels = not wheel.name.endswith("-none-any.whl")
         here.run("python", "-c", _RUN, samples, "kernels" if has_kernels else "none")
         _expect("which the package brings" if has_kernels else "no C++ compiler found", here.run("npu-sim", "doctor"))
+        _expect("benchmarks run in a checkout of the source", here.run("npu-sim", "bench", status=2))
         _expect("latency", here.run("npu-sim", "simulate", samples / "model.npubin", "--npu", "edge"))
         _pip(here, "--no-deps", MODEL)
         _expect(
