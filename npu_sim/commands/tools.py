@@ -58,7 +58,7 @@ def bench(
 
     suites = benchmark_suites()
     if not suites:
-        raise InputError(f"benchmarks run in a checkout of the source, and npu-sim is installed in '{ROOT}' without them")
+        raise InputError(f"benchmarks run in a checkout of the source; npu-sim is installed in '{ROOT}' without them")
     if suite not in suites:
         raise InputError(f"no benchmark suite '{suite}'; choose one of {', '.join(suites)}")
     command = [sys.executable, "-m", f"benchmarks.{suite}", *(arguments or ())]

@@ -637,7 +637,7 @@ def test_bench_of_a_wheel_says_where_it_works(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("npu_sim.commands.tools.ROOT", tmp_path)
     result = invoke(tmp_path, "bench")
     assert result.exit_code == 2
-    assert f"benchmarks run in a checkout of the source, and npu-sim is installed in '{tmp_path}'" in result.stderr
+    assert f"benchmarks run in a checkout of the source; npu-sim is installed in '{tmp_path}'" in result.stderr
 
 
 def test_version_and_help_in_a_real_process(folder: Path) -> None:

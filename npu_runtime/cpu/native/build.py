@@ -77,7 +77,7 @@ _UNITS = (
 )
 _SHIPPED = SOURCE_FOLDER / "shipped"  # a wheel's folder of libraries, see release/wheels.py
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build
-_NICENESS = 10
+_NICENESS = 10  # that a program has less of than the compilers beside it
 _one_at_a_time = free_lock()
 _running: set[subprocess.Popen[str]] = set()
 _compiling, _yielding = threading.Event(), threading.Event()
@@ -143,7 +143,7 @@ def yield_to_programs() -> None:
 
 def _lower_priority(process: subprocess.Popen[str]) -> None:
     with suppress(OSError):  # it has ended
-        os.setpriority(os.PRIO_PGRP, process.pid, _NICENESS)
+        os.setpriority(os.PRIO_PGRP, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 def _outcome() -> Library | str:
