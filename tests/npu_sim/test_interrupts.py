@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -126,6 +127,34 @@ def test_kernels_that_are_being_compiled_in_the_background_are_given_up(folder: 
     assert not [pid for pid in pids.read_text().split() if is_running(int(pid))]
     remove_leftovers.__wrapped__(cache)  # as the next process does
     assert not list(cache.glob(f"{UNFINISHED}*"))
+
+
+@pytest.mark.slow
+def test_an_answer_comes_before_the_kernels_and_ctrl_c_ends_the_wait_for_them(folder: Path) -> None:
+    pids, compiler, cache = folder / "pids", folder / "slow-compiler", folder / "empty"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    save_tokenizer(save_tiny(folder / "m", "llama", "bfloat16", vocab_size=320), TEMPLATE)
+    settings = {"NPU_SIM_CACHE": str(cache), "NPU_SIM_NATIVE": "compile", "CXX": str(compiler), "PIDS": str(pids)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
+    command = [sys.executable, "-W", "ignore", "-m", "npu_sim.cli", "generate", "m", "--device", "cpu", "-p", "word"]
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    assert running.stderr is not None
+    notes = []
+    for line in running.stderr:
+        notes.append(line)
+        if "prompt tokens" in line:
+            break
+    assert any("PyTorch's kernels run" in line for line in notes), notes
+    time.sleep(0.2)
+    assert running.poll() is None, "it waits for the kernels, for later starts"
+    sent = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    answer, last = running.communicate(timeout=60)
+    assert time.monotonic() - sent < MOST_SECONDS
+    assert running.returncode == 130 and answer and last.splitlines()[-1] == "interrupted", last
+    assert not [pid for pid in pids.read_text().split() if is_running(int(pid))]
 
 
 def is_running(pid: int) -> bool:

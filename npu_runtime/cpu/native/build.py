@@ -77,7 +77,7 @@ _UNITS = (
 )
 _SHIPPED = SOURCE_FOLDER / "shipped"  # a wheel's folder of libraries, see release/wheels.py
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build
-_NICENESS = 10  # that a program has less of than the compilers beside it
+_NICENESS = 10  # of compilers beside a program, added to its own
 _one_at_a_time = free_lock()
 _running: set[subprocess.Popen[str]] = set()
 _compiling, _yielding = threading.Event(), threading.Event()
