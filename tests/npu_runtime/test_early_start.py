@@ -176,7 +176,7 @@ def test_a_failed_compilation_is_said_once_and_changes_nothing(
 
 
 def test_compilers_give_way_to_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that run when a program starts, and those that start later."""
+    """The priority is that of compilers which run when a program starts, and of later ones."""
     compiler = tmp_path / "compiler"
     compiler.write_text(SLEEPING)
     compiler.chmod(0o755)
