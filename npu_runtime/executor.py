@@ -5,7 +5,8 @@ A device may run asynchronously, and several threads may run one executor. These
 1. A backend does uploads, copies, launches and downloads in the order in which it is asked for them. So an input may be
    copied or overwritten right after the launches of the previous run.
 2. Launches are prepared for fixed memory. `memory` keeps that memory for as long as they may be launched, and a change
-   of `memory` discards the launches of the calls concerned, and with them the sequence.
+   of `memory` discards the launches of the calls concerned, and with them the sequence. A change of the backend's
+   `kernels_version` discards all; launches that were prepared before it remain valid, so a later run may notice it.
 3. An output handle stands for the run that returned it. It is read only while `generation` is still that run's.
 4. A run binds and launches everything while it holds the backend's lock, so no other run comes between: the arena and
    the results of the prologue are the same for all threads. Outputs and copies of inputs belong to one thread each.

@@ -137,6 +137,18 @@ class Hardware(DeviceMemory, ABC):
                 kernels.
         """
 
+    @property
+    def kernels_version(self) -> int:
+        """A number that changes when better kernels become available, for which calls should be prepared again."""
+        return 0
+
+    def early_start(self) -> AbstractContextManager[object]:
+        """Context in which programs may run on slower kernels while better ones are being compiled.
+
+        Afterwards `compile` waits for them again.
+        """
+        return nullcontext()
+
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         """Do all work for a call on fixed memory that can be done ahead of time; the result launches the call.
 

@@ -94,7 +94,7 @@ class BoundProgram:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the arena has moved, so that `bind` must be called before the next launch."""
+        """Whether `bind` must be called before the next launch: the arena has moved, or better kernels are there."""
         return self._run.is_outdated
 
     def launch(self) -> None:
@@ -213,7 +213,7 @@ class ThreadRun:
         self._outputs = {spec.name: self._handle(spec) for spec in plan.outputs if spec.name not in plan.donations}
         self._versions: dict[str, int] = {}  # of the weights that the launches are prepared for
         self._prologue_runs = shared.prologue_runs
-        self._arena_generation = -1
+        self._arena_generation = self._kernels_version = -1
         self._launches: list[Launch | None] = [None] * len(plan.calls)
         self._sequence: Launch | None = None
         self._around: tuple[Sequence[Launch], Sequence[Launch]] = ((), ())
@@ -244,6 +244,7 @@ class ThreadRun:
         if moved:
             self._check_sharing({name: value for name, value in inputs.items() if isinstance(value, DeviceBuffer)})
         if self.is_outdated:
+            self._follow_kernels()
             self._follow_arena()
         self._shared.bind_weights(weights)
         if self._prologue_runs != self._shared.prologue_runs:
@@ -278,8 +279,17 @@ class ThreadRun:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the arena has moved since the launches were prepared."""
-        return self._arena_generation != self._shared.arena.generation
+        """Whether the arena has moved, or better kernels have become available, since the launches were prepared."""
+        return (
+            self._arena_generation != self._shared.arena.generation
+            or self._kernels_version != self._backend.kernels_version
+        )
+
+    def _follow_kernels(self) -> None:
+        version = self._backend.kernels_version  # read first: kernels that come later are followed at the next run
+        if self._kernels_version != version:
+            self._launches, self._sequence = [None] * len(self._plan.calls), None
+            self._kernels_version = version
 
     def _follow_arena(self) -> None:
         memory = self._shared.arena.memory

@@ -5,6 +5,7 @@ entries in a read-only folder of its own, so that the first answer of a small mo
 release/programs.py).
 """
 
+import functools
 import hashlib
 import json
 import sys
@@ -44,7 +45,7 @@ class Entry:
     @property
     def path(self) -> Path:
         """Path of the entry in the user's cache folder, whether or not the file exists."""
-        versions = [version(package).partition("+")[0] for package in self.packages]
+        versions = [package_version(package) for package in self.packages]
         return cache_folder() / f"{self._stem}{_digest(versions, 8) if versions else ''}.{self.suffix}"
 
     @property
@@ -163,6 +164,12 @@ def program_key(target: "CodegenTarget", options: "CompileOptions | None" = None
     if isinstance(options.quantization, Mapping):
         chosen["quantization"] = dict(options.quantization)
     return [target.key, chosen, _compiler_digest(target)]
+
+
+@functools.cache
+def package_version(package: str) -> str:
+    """Return the version of an installed package, without its local part such as `+cpu`."""
+    return version(package).partition("+")[0]
 
 
 def _digest(key: Any, length: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import warnings
@@ -34,6 +35,7 @@ from npu_runtime.cpu.levels import forced_level
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
 from npu_runtime.cpu.native.bindings import pointers
+from npu_runtime.cpu.native.build import is_compiling, yield_to_programs
 from npu_runtime.cpu.native.candidates import native_candidates
 from npu_runtime.cpu.native.threads import usable_threads
 from npu_runtime.cpu.torch_candidates import torch_candidates
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     import torch
 
 _PIECE = 4 * 2**20  # bytes
+
+_log = logging.getLogger(__name__)
 
 
 class CPUBuffer(DeviceBuffer):
@@ -122,15 +126,40 @@ class CPUBackend(Backend):
         self._wants_native = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
         self.tune = os.environ.get("NPU_SIM_TUNE", "1") != "0" if tune is None else tune
         self._wants_pytorch = pytorch
+        self._starts_early = False
+        self._read_early: list[DeviceBuffer] = []  # constants that may hold layouts that native kernels do not need
+        # The first process on a machine compiles the native kernels; it can trace and compile a model meanwhile.
+        self._builder = threading.Thread(target=_build_kernels, daemon=True)
         if self._wants_native:
             forced_level()  # which may be none that can be had
-            # The first process on a machine compiles the native kernels; it can trace and compile a model meanwhile.
-            threading.Thread(target=_build_kernels, daemon=True).start()
+            self._builder.start()
 
-    @functools.cached_property
+    @property
     def native(self) -> bool:
-        """Whether native kernels are wanted and available; waits for their compilation."""
-        return self._wants_native and native_available()
+        """Whether native kernels are wanted and available; except within `early_start`, waits for their compilation."""
+        return self._wants_native and not self._is_early and native_available()
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether programs run on other kernels because the native ones are being compiled."""
+        if not self._starts_early:
+            return False
+        while self._builder.is_alive() and not is_compiling():
+            self._builder.join(0.01)  # a library is being looked for or loaded
+        return self._builder.is_alive()
+
+    @property
+    def kernels_version(self) -> int:
+        return 0 if self._is_early else 1
+
+    @contextlib.contextmanager
+    def early_start(self) -> Iterator[None]:
+        self._starts_early = True
+        yield_to_programs()
+        try:
+            yield
+        finally:
+            self._starts_early = False
 
     @functools.cached_property
     def pytorch(self) -> bool:
@@ -165,17 +194,25 @@ class CPUBackend(Backend):
         _ = self.native
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
-        if self._wants_native and not self.native:
-            _warn_of_missing_kernels(self.pytorch)
+        early = self._is_early
+        native = not early and self.native
+        if early:
+            self._read_early += [operand.memory for operand in inputs if operand.is_constant]
+            _say_what_runs(self.pytorch)
+        else:
+            while self._read_early:
+                self._read_early.pop().prepared.clear()
+            if self._wants_native and not native:
+                _warn_of_missing_kernels(self.pytorch)
         bound = BoundCall(call, [bind(x) for x in inputs], [bind(x) for x in outputs], inputs)
         if call.kernel in COLLECTIVE_KERNELS:
             return collective_launch(bound, self.collectives)
-        implementations = candidates(bound, self.native, self.pytorch)
-        choose = self._tuner.launch if self.tune else default_launch
+        implementations = candidates(bound, native, self.pytorch)
+        choose = self._tuner.launch if self.tune and not early else default_launch
         launch = choose(bound, implementations)
         if isinstance(launch, NativeLaunch):
             launch.origin = f", for kernel '{call.kernel}' (node '{call.node}')"
-        return launch or fallback(bound, self.native, self.pytorch)
+        return launch or fallback(bound, native, self.pytorch)
 
     def join(self, rank: int, size: int, share: Share) -> None:
         from npu_runtime.cpu.gloo import GlooCollectives
@@ -189,6 +226,9 @@ class CPUBackend(Backend):
     @contextlib.contextmanager
     def without_trials(self) -> Iterator[None]:
         """Context in which the table of choices is read, but no trials add to it."""
+        if self._is_early:  # there are none, and the table will be another one
+            yield
+            return
         allowed = self._tuner.seconds_left
         try:
             self._tuner.seconds_left = 0.0
@@ -248,6 +288,12 @@ def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Cand
     if pytorch and not (possible and is_quantized(call.call)):  # which PyTorch's kernels would widen
         possible += torch_candidates(call)
     return possible
+
+
+@functools.cache
+def _say_what_runs(pytorch: bool) -> None:
+    """Log, once in a process, that a program runs before the native kernels are there."""
+    _log.info("until they are compiled, %s's kernels run, which are slower", "PyTorch" if pytorch else "NumPy")
 
 
 @functools.cache

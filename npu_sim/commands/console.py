@@ -22,7 +22,7 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 # Modules that log what takes a user's time but once on a machine: compiling kernels, or a program for longer prompts.
-_WORTH_A_WORD = ("npu_runtime.cpu.native.build", "npu_sim.llm.contiguous_model")
+_WORTH_A_WORD = ("npu_runtime.cpu.backend", "npu_runtime.cpu.native.build", "npu_sim.llm.contiguous_model")
 
 Progress = Callable[[int, int | None], None]
 

@@ -15,6 +15,7 @@ from npu_sim.commands.checks import check_not_overwritten, check_text, check_wei
 from npu_sim.commands.completion import vision_models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.options import AsJSON, Dtype, KVCache, LanguageModelName, Trace
+from npu_sim.commands.resources import answering_early
 from npu_sim.commands.settings import DeviceSettings, ModelSettings, SamplingSettings
 
 if TYPE_CHECKING:
@@ -112,32 +113,33 @@ def generate(
         checkpoint = sampling.penalized(checkpoint)
     ids = _encoded(checkpoint, prompt, prompt_settings, settings.tensor_parallel)
     chosen = device_settings.open() if opening is None else opening.result()
-    with progress(f"preparing {checkpoint.name}") as report, profiler.on_host("prepare the programs and weights"):
-        network = LanguageModel(
-            checkpoint,
-            device=chosen,
-            cache_length=prompt_settings.cache_length,
-            progress=report,
-            tensor_parallel=settings.tensor_parallel,
-        )
-        network.prepare(sampler, *([] if interactive else [len(ids)]))
-    most = prompt_settings.max_tokens
-    if interactive:
-        conversation = Conversation(network, system=prompt_settings.system, max_new_tokens=most, sampler=sampler)
-        chat_in_terminal(conversation, f"{network.device.name} ({network.device.backend.device})")
-        return
-    if prompt_settings.no_chat:
-        stream = complete(network, prompt, max_new_tokens=most, sampler=sampler)
-    else:
-        stream = chat(network, prompt_settings.messages(prompt), max_new_tokens=most, sampler=sampler)
-    text = _counted(stream, most) if json else "".join(_shown(stream))
-    if trace is not None:
-        profiler.host_spans += stream.spans
-        profiler.save_trace(trace)
-    if json:
-        _print_generation(checkpoint.name, chosen, text, stream.stats, trace)
-    else:
-        _note_generation(chosen, stream.stats, trace, most)
+    with answering_early(chosen):
+        with progress(f"preparing {checkpoint.name}") as report, profiler.on_host("prepare the programs and weights"):
+            network = LanguageModel(
+                checkpoint,
+                device=chosen,
+                cache_length=prompt_settings.cache_length,
+                progress=report,
+                tensor_parallel=settings.tensor_parallel,
+            )
+            network.prepare(sampler, *([] if interactive else [len(ids)]))
+        most = prompt_settings.max_tokens
+        if interactive:
+            conversation = Conversation(network, system=prompt_settings.system, max_new_tokens=most, sampler=sampler)
+            chat_in_terminal(conversation, f"{network.device.name} ({network.device.backend.device})")
+            return
+        if prompt_settings.no_chat:
+            stream = complete(network, prompt, max_new_tokens=most, sampler=sampler)
+        else:
+            stream = chat(network, prompt_settings.messages(prompt), max_new_tokens=most, sampler=sampler)
+        text = _counted(stream, most) if json else "".join(_shown(stream))
+        if trace is not None:
+            profiler.host_spans += stream.spans
+            profiler.save_trace(trace)
+        if json:
+            _print_generation(checkpoint.name, chosen, text, stream.stats, trace)
+        else:
+            _note_generation(chosen, stream.stats, trace, most)
 
 
 def _encoded(checkpoint: Checkpoint, prompt: str, settings: PromptSettings, ranks: int) -> list[int]:
@@ -260,19 +262,21 @@ def classify(
     picture = load_image(image)
     with step(f"preparing {model}"):
         chosen = device_settings.open()
-        classifier = Classifier(model, device=chosen, weights=weights, compute_dtype=dtype)
-    with step(f"classifying {image}"):
-        guesses = classifier.classify(picture, top=top)
-    chip = simulated(chosen)
-    if json:
-        rows = [{"label": g.label, "probability": g.probability, "index": g.index} for g in guesses]
-        time = {} if chip is None else {"chip": chip.chip.name, "simulated_seconds": chip.simulated_seconds}
-        print_json({"image": str(image), "model": model, "predictions": rows, **time})
-        return
-    for guess in guesses:
-        typer.echo(f"{guess.probability:7.2%}  {guess.label}")
-    if chip is not None:
-        note(f"simulated: {1e3 * chip.simulated_seconds:.4g} ms on chip {chip.chip.name}")
+    with answering_early(chosen):
+        with step(f"preparing {model}"):
+            classifier = Classifier(model, device=chosen, weights=weights, compute_dtype=dtype)
+        with step(f"classifying {image}"):
+            guesses = classifier.classify(picture, top=top)
+        chip = simulated(chosen)
+        if json:
+            rows = [{"label": g.label, "probability": g.probability, "index": g.index} for g in guesses]
+            time = {} if chip is None else {"chip": chip.chip.name, "simulated_seconds": chip.simulated_seconds}
+            print_json({"image": str(image), "model": model, "predictions": rows, **time})
+            return
+        for guess in guesses:
+            typer.echo(f"{guess.probability:7.2%}  {guess.label}")
+        if chip is not None:
+            note(f"simulated: {1e3 * chip.simulated_seconds:.4g} ms on chip {chip.chip.name}")
 
 
 def models(as_json: AsJSON = False) -> None:

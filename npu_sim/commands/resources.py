@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,18 @@ def _open(name: str | None, no_tune: bool) -> Device:
 
         device.backend = CPUBackend(tune=False)
     return device
+
+
+@contextmanager
+def answering_early(device: Device) -> Iterator[None]:
+    """Context in which programs run on slower kernels while the device's own are compiled, on a first start.
+
+    On exit it waits for these, with a spinner: later starts shall find them.
+    """
+    with device.backend.early_start():
+        yield
+    with step("getting ready for later starts"):
+        device.backend.compile(())
 
 
 def read_graph(path: Path, shapes: Sequence[str] | None) -> IRGraph:

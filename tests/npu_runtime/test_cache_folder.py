@@ -18,7 +18,7 @@ from npu_compiler import OpLevelTarget, files
 from npu_compiler.files import UNFINISHED, seal, unseal, working_folder, write_atomically
 from npu_runtime import cache_folder
 from npu_runtime.cpu.native.build import find_compiler
-from npu_sim.cache import cached_facts, cached_program, has_program
+from npu_sim.cache import cached_facts, cached_program, has_program, package_version
 from release.programs import bring
 
 
@@ -62,8 +62,10 @@ def test_facts_of_another_version_of_a_package_are_found_out_again(
 ) -> None:
     for number, finds in (("1.0", 1), ("1.0+cpu", 1), ("2.0", 2), ("1.0", 2)):
         monkeypatch.setattr("npu_sim.cache.version", lambda _, number=number: number)
+        package_version.cache_clear()
         cached_facts("fact", "key", lambda: 1, ["torch"])
         assert len(list(cache.iterdir())) == finds
+    package_version.cache_clear()
 
 
 def test_what_a_wheel_brings_holds_with_any_version(
@@ -77,7 +79,7 @@ def test_what_a_wheel_brings_holds_with_any_version(
     for path in cache.iterdir():
         bring(path, tmp_path / "shipped")
         path.unlink()
-    monkeypatch.setattr("npu_sim.cache.version", lambda _: pytest.fail("no version is asked for"))
+    monkeypatch.setattr("npu_sim.cache.package_version", lambda _: pytest.fail("no version is asked for"))
     assert cached_facts("fact", "key", lambda: pytest.fail("it is shipped"), ["numpy"]) == "old"
     assert has_program("program", "key", OpLevelTarget(), packages=["numpy"])
     program = cached_program("program", "key", lambda: pytest.fail("it is shipped"), packages=["numpy"])

@@ -298,9 +298,11 @@ def slow_native(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def native_backend(tune: bool) -> CPUBackend:
     """A backend that asks `native_candidates`, whether or not there is a compiler."""
-    backend = CPUBackend(native=False, tune=tune)
-    backend.native = True
-    return backend
+
+    class NativeBackend(CPUBackend):
+        native = True
+
+    return NativeBackend(native=False, tune=tune)
 
 
 def test_a_slow_native_kernel_is_given_to_pytorch_and_the_choice_is_kept(slow_native: list[str]) -> None:

@@ -619,6 +619,7 @@ main()
 def test_bench_prints_the_results_of_a_suite_as_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "pyproject.toml").touch()
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").touch()
     (tmp_path / "benchmarks" / "toy.py").write_text(SUITE)
@@ -628,6 +629,15 @@ def test_bench_prints_the_results_of_a_suite_as_json(
     assert capfd.readouterr().err == "measuring\n"
     failed = invoke(tmp_path, "bench", "toy", "--json", "--", "--size", "1")
     assert failed.stdout == "" and failed.exit_code == 1
+
+
+def test_bench_of_a_wheel_says_where_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "cpu.py").write_text(SUITE)  # another package's, beside ours
+    monkeypatch.setattr("npu_sim.commands.tools.ROOT", tmp_path)
+    result = invoke(tmp_path, "bench")
+    assert result.exit_code == 2
+    assert f"benchmarks run in a checkout of the source; npu-sim is installed in '{tmp_path}'" in result.stderr
 
 
 def test_version_and_help_in_a_real_process(folder: Path) -> None:

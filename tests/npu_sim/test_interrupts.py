@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from kernel_cache import put_kernels
 from tiny_llms import TEMPLATE, save_tiny, save_tokenizer
 
 from npu_compiler.files import UNFINISHED, remove_leftovers
+from npu_runtime.cpu.native.build import library_path
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS = 5.0  # half a second on an idle machine
@@ -40,6 +42,16 @@ COMPILER = """#!/bin/sh
 echo $$ >> "$PIDS"
 sleep 60
 """
+# Links this machine's kernels, once a file is there.
+LINKER = """#!/bin/sh
+[ "$1" = --version ] && {{ echo fake 1.0; exit; }}
+linked=
+while [ "$1" != -o ]; do [ "$1" = -shared ] && linked=1; shift; done
+[ -z "$linked" ] && {{ cat > /dev/null; echo code > "$2"; exit; }}
+while [ ! -e "{go}" ]; do sleep 0.05; done
+cp "{library}" "$2"
+"""
+GENERATE = [sys.executable, "-W", "ignore", "-m", "npu_sim.cli", "generate", "m", "--device", "cpu", "-p", "word"]
 
 
 def interrupted(folder: Path, stage: str, *command: str, **env: str) -> float:
@@ -126,6 +138,52 @@ def test_kernels_that_are_being_compiled_in_the_background_are_given_up(folder: 
     assert not [pid for pid in pids.read_text().split() if is_running(int(pid))]
     remove_leftovers.__wrapped__(cache)  # as the next process does
     assert not list(cache.glob(f"{UNFINISHED}*"))
+
+
+def first_answer(folder: Path, compiler: str) -> tuple[subprocess.Popen[str], dict[str, str]]:
+    """Start `generate` with an empty cache and a compiler, a shell script; return the process once it has answered."""
+    path = folder / "slow-compiler"
+    path.write_text(compiler)
+    path.chmod(0o755)
+    save_tokenizer(save_tiny(folder / "m", "llama", "bfloat16", vocab_size=320), TEMPLATE)
+    settings = {"NPU_SIM_NATIVE": "compile", "CXX": str(path), "PIDS": str(folder / "pids")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPU_SIM_CACHE": str(folder / "empty"), **settings}
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(GENERATE, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    assert running.stderr is not None
+    notes = []
+    for line in running.stderr:
+        notes.append(line)
+        if "prompt tokens" in line:
+            break
+    assert any("PyTorch's kernels run" in line for line in notes), notes
+    return running, environment
+
+
+@pytest.mark.slow
+def test_an_answer_comes_before_the_kernels_and_ctrl_c_ends_the_wait_for_them(folder: Path) -> None:
+    running, _ = first_answer(folder, COMPILER)
+    time.sleep(0.2)
+    assert running.poll() is None, "it waits for the kernels, for later starts"
+    sent = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    answer, last = running.communicate(timeout=60)
+    assert time.monotonic() - sent < MOST_SECONDS
+    assert running.returncode == 130 and answer and last.splitlines()[-1] == "interrupted", last
+    assert not [pid for pid in (folder / "pids").read_text().split() if is_running(int(pid))]
+
+
+@pytest.mark.slow
+def test_later_starts_find_the_kernels_that_an_answer_did_not_wait_for(folder: Path) -> None:
+    library = library_path()
+    if library is None:
+        pytest.skip("there are no native kernels")
+    running, environment = first_answer(folder, LINKER.format(library=library, go=folder / "go"))
+    (folder / "go").touch()
+    answer, _ = running.communicate(timeout=60)
+    assert running.returncode == 0 and answer
+    again = subprocess.run(GENERATE, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    assert again.returncode == 0 and again.stdout and "kernels" not in again.stderr, again.stderr
 
 
 def is_running(pid: int) -> bool:

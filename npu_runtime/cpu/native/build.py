@@ -77,8 +77,10 @@ _UNITS = (
 )
 _SHIPPED = SOURCE_FOLDER / "shipped"  # a wheel's folder of libraries, see release/wheels.py
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build
+_NICENESS = 10  # of compilers beside a program, added to its own
 _one_at_a_time = free_lock()
 _running: set[subprocess.Popen[str]] = set()
+_compiling, _yielding = threading.Event(), threading.Event()
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +127,23 @@ def compiled_library() -> Library | None:
     """
     outcome = _outcome()
     return outcome if isinstance(outcome, Library) else None
+
+
+def is_compiling() -> bool:
+    """Whether a library is being compiled, by this process or by another one that this process waits for."""
+    return _compiling.is_set()
+
+
+def yield_to_programs() -> None:
+    """Give compilers from now on a lower priority than this process, which has other work meanwhile."""
+    _yielding.set()
+    for process in tuple(_running):
+        _lower_priority(process)
+
+
+def _lower_priority(process: subprocess.Popen[str]) -> None:
+    with suppress(OSError):  # it has ended
+        os.setpriority(os.PRIO_PGRP, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 def _outcome() -> Library | str:
@@ -272,7 +291,7 @@ def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], com
     """
     folder = path.parent
     compiling = "compiling the CPU kernels, once on this machine"
-    with background_work(compiling) as say, _alone_in(folder, say):
+    with _announced(), background_work(compiling) as say, _alone_in(folder, say):
         if read_entry(path) is not None:
             return None
         with working_folder(folder) as work:
@@ -289,6 +308,16 @@ def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], com
             _run([command[0], "-shared", "-pthread", *map(str, files), "-o", str(library)])
             write_entry(path, library.read_bytes())
             return time.perf_counter() - start
+
+
+@contextmanager
+def _announced() -> Iterator[None]:
+    """Context in which `is_compiling` returns True."""
+    _compiling.set()
+    try:
+        yield
+    finally:
+        _compiling.clear()
 
 
 def _objects(units: list[tuple[Path, tuple[Path, ...]]], work: Path, command: list[str]) -> Iterator[Path]:
@@ -382,8 +411,12 @@ def _alone_in(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 def _run(command: list[str], source: str = "") -> str:
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+    # A group of its own gets no Ctrl-C from the terminal. In a session of its own a priority would have no effect, as
+    # Linux shares the processors out among sessions first.
+    with subprocess.Popen(command, text=True, process_group=0, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         _running.add(process)
+        if _yielding.is_set():
+            _lower_priority(process)
         try:
             output, errors = process.communicate(source)
         finally:
