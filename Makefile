@@ -12,10 +12,12 @@ VERSION_TESTS := tests/test_*.py tests/npu_compiler/test_exported_fusions.py tes
     $(addprefix tests/npu_sim/test_,$(addsuffix .py,trace library_models saved_module dynamic_module torch_compile \
     module_bad_input view_writes distinct_inputs decompositions llm decoders extract)) \
     tests/cuda_compiler/test_cuda_resident.py
+# Rewriting the tests' assertions takes each process seconds: it is kept, as Python does unless it is told otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples release docs/hooks.py
 
 .PHONY: venv demo screenshots gallery test test-all test-decoders test-levels test-aarch64 test-operators test-onnx test-versions lint sanitize mutants \
-    fuzz cuda-sources cuda-sanitize bench docs wheels release-check clean
+    fuzz $(FUZZED:%=fuzz-%) cuda-sources cuda-sanitize bench docs wheels release-check clean
 
 venv: $(STAMP)
 
@@ -60,6 +62,7 @@ test-operators: venv
 # Every kind of decoder that transformers knows, tiny and random: right or refused, never wrong, never a raw error.
 test-decoders: venv
 	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoders.py --results npu_sim/data/model_types.json
+	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_features.py
 	PYTHONPATH=. $(BIN)/python -m benchmarks.pages.model_types
 	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoder_variants.py --compiled
 
@@ -114,11 +117,11 @@ mutants: venv
 	$(BIN)/python tests/support/metal_mutants.py
 
 # For FUZZ_SECONDS in all, with other changes each time; FUZZ_OPTIONS='-runs=5000 -seed=1' tries the same changes again.
-# What it finds is in build/findings.
-fuzz: venv
-	for target in $(FUZZED); do \
-	    PYTHONHASHSEED=0 $(BIN)/python tests/fuzz/fuzz.py $$target $(FUZZ_OPTIONS) || exit 1; \
-	done
+# `make -j2 fuzz` runs two at a time, `make fuzz-chip` one alone. What they find is in build/findings.
+fuzz: $(FUZZED:%=fuzz-%)
+
+$(FUZZED:%=fuzz-%): fuzz-%: venv
+	PYTHONHASHSEED=0 $(BIN)/python tests/fuzz/fuzz.py $* $(FUZZ_OPTIONS)
 
 cuda-sources: venv
 	$(BIN)/python -W ignore tests/support/cuda_sources.py

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from cuda_compiler.elementwise.grouping import Group, find_groups, place_of
+from cuda_compiler.elementwise.grouping import Group, find_groups, join_neighbours
+from cuda_compiler.elementwise.inlining import inline_reads
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
+from cuda_compiler.elementwise.prologues import join_prologues
+from cuda_compiler.passes.biases import round_biases
 from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
 from cuda_compiler.passes.open_softmaxes import open_softmaxes
+from cuda_compiler.passes.operand_orders import order_operands
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
@@ -20,7 +24,7 @@ from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
-from cuda_compiler.rules.norms import SOFTMAXES, fused_softmax
+from cuda_compiler.rules.norms import rows_with_prologue
 from cuda_compiler.rules.table import expand
 from cuda_compiler.specialization.gpu import GPU
 from cuda_compiler.specialization.specializer import Specializer
@@ -51,6 +55,8 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("write_in_place", write_in_place),
         *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),
         ("products_as_convolutions", products_as_convolutions),
+        ("round_biases", round_biases),
+        ("order_operands", order_operands),
         ("lay_integers", lay_integers),
         ("open_softmaxes", open_softmaxes),
         specializing(form_resident_kernels),
@@ -80,7 +86,10 @@ def generate_kernels(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
 
     Buffers that were only read inside one fused kernel disappear.
     """
-    calls = _generate(find_groups(plan.calls), plan, make, {view.buffer for view in plan.output_views.values()})
+    read_later = {view.buffer for view in plan.output_views.values()}
+    private = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in read_later}
+    groups = join_neighbours(join_prologues(inline_reads(find_groups(plan.calls), private), private))
+    calls = _generate(groups, plan, make, read_later)
     touched = {view.buffer for call in (*plan.prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {
         name: buffer
@@ -103,61 +112,23 @@ def _generate(
         for view in group.loads:
             readers.setdefault(view.buffer, set()).add(index)
     calls: list[KernelCall] = []
-    softmaxes = _fused_softmaxes(groups, readers, plan, make)
     for index, group in enumerate(groups):
         make.invalidate(group.written_buffers)
-        if index in softmaxes:
-            calls += [softmaxes[index]] if group.calls[0].kernel in SOFTMAXES else []
-            continue
-        if not group.is_elementwise:
-            call = group.calls[0]
+        call, computed = group.calls[0], group.prologue or group
+        if not computed.is_elementwise:
             is_generated = call.source in make.sources or call.kernel == CUBLAS_GEMM
             calls += [call] if is_generated else expand(make, call)
             continue
         stored = [
             view
-            for view in group.writes
+            for view in computed.writes
             if plan.buffers[view.buffer].kind not in ("arena", "persistent")
             or readers.get(view.buffer, set()) - {index}
         ]
-        if stored:
-            alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[group.calls[0].kernel].op.name == "copy"
-            copied = transposing_copy(make, group.calls[0]) if alone and len(group.loads) == 1 else None
+        if group.prologue is not None:
+            calls.append(rows_with_prologue(make, call, group.prologue, stored))
+        elif stored:
+            alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[call.kernel].op.name == "copy"
+            copied = transposing_copy(make, call) if alone and len(group.reads) == 1 and not group.inlined else None
             calls.append(copied or generate_elementwise(group, stored, make))
     return calls
-
-
-def _fused_softmaxes(
-    groups: list[Group], readers: dict[str, set[int]], plan: ExecutionPlan, make: Specializer
-) -> dict[int, KernelCall]:
-    """The softmaxes whose logits nothing else reads, with the element-wise group that computes these.
-
-    Given:  fused_add_where;  softmax_kernel
-    Result: fused_softmax
-
-    Returns:
-        Position of the softmax among the groups, and of the element-wise group → the call that computes both.
-    """
-    fused: dict[int, KernelCall] = {}
-    for index, group in enumerate(groups):
-        call = group.calls[0]
-        if call.kernel not in SOFTMAXES or call.source:
-            continue
-        made = [at for at in range(index) if call.inputs[0].buffer in groups[at].written_buffers]
-        if len(made) != 1 or readers.get(call.inputs[0].buffer) != {index}:
-            continue
-        (at,) = made
-        logits, between = groups[at], groups[at + 1 : index]
-        others = {view.buffer for view in logits.writes} - {call.inputs[0].buffer}
-        stays = plan.buffers[call.inputs[0].buffer].kind == "arena" and not any(
-            readers.get(x, set()) - {at} for x in others
-        )
-        places = [place_of(view) for view in logits.writes]
-        if not logits.is_elementwise or place_of(call.inputs[0]) not in places or not stays:
-            continue
-        if any(logits.conflicts(other) for other in between):
-            continue
-        both = fused_softmax(make, call, logits)
-        if both is not None:
-            fused[at] = fused[index] = both
-    return fused

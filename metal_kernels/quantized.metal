@@ -14,7 +14,11 @@ constant bool data_vectorized [[function_constant(14)]];
 constant bool out_vectorized [[function_constant(15)]];
 
 // In the order in which the declarations name them (`KERNEL_CODES` in npu_compiler/target_config.py).
-enum Codes : uint { INT4, INT8, FLOAT8_E4M3 };
+enum Codes : uint { INT4, INT8, FLOAT8_E4M3, FLOAT4_E2M1, IQ4_NL };
+constant bool in_nibbles = codes == INT4 || codes == FLOAT4_E2M1 || codes == IQ4_NL;
+// The numbers of 4-bit codes that choose from a table, those of `CODE_FORMATS`.
+constant float FLOAT4_NUMBERS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constant float IQ4_NUMBERS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 enum Offsets : uint { NO_OFFSETS, MINIMUM, ZERO_POINT };
 
 struct QuantizedMatmulParams {
@@ -81,8 +85,15 @@ inline float4 from_float8(uint4 bytes) {
 
 // Four codes as numbers: those in the low 16 bits, or the four bytes.
 inline float4 numbers(uint bits) {
+    const uint4 nibbles = (uint4(bits) >> uint4(0, 4, 8, 12)) & 15u;
     switch (codes) {
-        case INT4: return float4((uint4(bits) >> uint4(0, 4, 8, 12)) & 15u);
+        case INT4: return float4(nibbles);
+        case FLOAT4_E2M1:
+            return float4(
+                FLOAT4_NUMBERS[nibbles.x], FLOAT4_NUMBERS[nibbles.y], FLOAT4_NUMBERS[nibbles.z], FLOAT4_NUMBERS[nibbles.w]
+            );
+        case IQ4_NL:
+            return float4(IQ4_NUMBERS[nibbles.x], IQ4_NUMBERS[nibbles.y], IQ4_NUMBERS[nibbles.z], IQ4_NUMBERS[nibbles.w]);
         case INT8: return float4(as_type<char4>(bits));
         case FLOAT8_E4M3: return from_float8((uint4(bits) >> uint4(0, 8, 16, 24)) & 255u);
     }
@@ -110,13 +121,13 @@ inline float4 elements(QuantizedWeight weight, uint row, uint first) {
     float4 values = float4(0.0f);
     if (in_quads(weight)) {
         const uint bits =
-            codes == INT4 ? *(device const ushort *)(data + first / 2) : *(device const uint *)(data + first);
+            in_nibbles ? *(device const ushort *)(data + first / 2) : *(device const uint *)(data + first);
         const uint group = first / weight.group;
         return weight.scale(row, group) * (numbers(bits) - weight.zero(row, group)) + weight.minimum(row, group);
     }
     for (uint i = 0; i < 4 && first + i < weight.k; i++) {
         const uint index = first + i;
-        const uint bits = codes == INT4 ? data[index / 2] >> index % 2 * 4 : data[index];
+        const uint bits = in_nibbles ? data[index / 2] >> index % 2 * 4 : data[index];
         const uint group = index / weight.group;
         values[i] = weight.scale(row, group) * (numbers(bits).x - weight.zero(row, group)) + weight.minimum(row, group);
     }
@@ -198,7 +209,7 @@ inline void dot_rows(
     for (uint row = 0; row < ROWS; row++) {
         sums[row] = 0.0f;
     }
-    const uint chunk = codes == INT4 ? 2 * CHUNK_BYTES : CHUNK_BYTES;
+    const uint chunk = in_nibbles ? 2 * CHUNK_BYTES : CHUNK_BYTES;
     if (x_vectorized && data_vectorized && weight.group % chunk == 0) {
         for (uint first = thread_index * chunk; first < weight.k; first += threads * chunk) {
             uint4 words[ROWS];
@@ -212,10 +223,10 @@ inline void dot_rows(
             float x_sum = 0.0f;
 #pragma unroll
             for (uint i = 0; i < CHUNK_BYTES / 2; i++) {
-                if (i % 2 == 1 && codes != INT4) {
+                if (i % 2 == 1 && !in_nibbles) {
                     continue;  // a word holds four codes only
                 }
-                float4 value = load4(x, x_type, first + (codes == INT4 ? 4 * i : 2 * i));
+                float4 value = load4(x, x_type, first + (in_nibbles ? 4 * i : 2 * i));
                 x_sum += (value.x + value.y) + (value.z + value.w);
                 if (codes == INT4) {
                     value = for_codes_in_place(value);

@@ -44,7 +44,7 @@ class TargetConfig:
 
 
 # Codes that the op-level kernels know, in the order of the enums `Codes` in quantized.h and quantized.metal.
-KERNEL_CODES = ("int4", "int8", "float8_e4m3")
+KERNEL_CODES = ("int4", "int8", "float8_e4m3", "float4_e2m1", "iq4_nl")
 # The kernels of the op table, for any device that has them.
 OP_LEVEL = TargetConfig(
     name="op_level", integer_kernels=True, weight_codes=KERNEL_CODES, rounds_activations=True, rounds_caches=True

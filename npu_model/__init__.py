@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from npu_model.analysis.result import CallResult, Energy, Result
     from npu_model.analysis.simulation import simulate
     from npu_model.device import NPUBackend
+    from npu_model.lowering.forms import forms_of
     from npu_model.machine.machine import Cause
     from npu_model.target import ChipOpsTarget, NPUTarget
 
@@ -28,6 +29,7 @@ __getattr__ = deferred(
         "NPUBackend": "device",
         "NPUTarget": "target",
         "PlanResult": "analysis.plan",
+        "forms_of": "lowering.forms",
         "Result": "analysis.result",
         "simulate": "analysis.simulation",
         "simulate_plan": "analysis.plan",
@@ -59,6 +61,7 @@ __all__ = [
     "Product",
     "Result",
     "array_cycles",
+    "forms_of",
     "load_chip",
     "parse_chip",
     "shipped_chips",

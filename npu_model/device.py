@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from weakref import WeakValueDictionary
@@ -18,6 +18,7 @@ from npu_model.analysis.simulation import result_of
 from npu_model.chip import Chip
 from npu_model.isa.instructions import TileProgram
 from npu_model.loading import load_tiles
+from npu_model.lowering.forms import Form, with_counted_forms
 from npu_model.lowering.program import ARENA
 from npu_model.machine.machine import Machine, Run
 from npu_model.machine.memory import Memory
@@ -65,15 +66,17 @@ class NPUBackend(Backend):
         chip: The chip.
         checked: Whether to detect reads of bytes that were never written, and races. None: if `NPU_SIM_CHECKED=1` is
             set.
+        forms: Forms of the weights in DRAM, as `forms_of` measures them. None: programs are compiled for weights of
+            which only shapes are known.
 
     Attributes:
         simulated_seconds: Simulated time of all runs so far.
     """
 
-    def __init__(self, chip: Chip, checked: bool | None = None) -> None:
+    def __init__(self, chip: Chip, checked: bool | None = None, forms: Mapping[str, Form] | None = None) -> None:
         self.chip = chip
         self.checked = os.environ.get("NPU_SIM_CHECKED") == "1" if checked is None else checked
-        self.npu_target = NPUTarget(chip)
+        self.npu_target = NPUTarget(chip, forms)
         self.config = self.npu_target.config
         self.simulated_seconds: float = 0.0
         self._host = CPUBackend(tune=False)
@@ -100,8 +103,12 @@ class NPUBackend(Backend):
         own = [launch for launch in launches if isinstance(launch, TileLaunch)]
         if not own:
             return super().sequence(launches, plan)
-        loaded = self._load(plan)
-        machine = Machine(self.chip, loaded.tiles, _memory(own, plan), self.checked)
+        loaded, memory = self._load(plan), _memory(own, plan)
+        weights = {
+            name: own.data for name, own in memory.items() if name in plan.buffers and plan.buffers[name].is_constant
+        }
+        loaded.tiles, loaded.timing = with_counted_forms(loaded.tiles, plan, self.chip, weights), None
+        machine = Machine(self.chip, loaded.tiles, memory, self.checked)
         machine.preload()
         for index, launch in enumerate(own):
             launch.section = partial(machine.run_section, index)

@@ -9,6 +9,7 @@ from npu_model.chip import Chip
 from npu_model.isa.encoding import decode
 from npu_model.isa.instructions import TileProgram
 from npu_model.isa.verifier import verify
+from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import buffers_of, chip_digest
 
 
@@ -28,7 +29,7 @@ def load_tiles(program: CompiledProgram | ExecutionPlan, chip: Chip) -> TileProg
         )
     if [(section.node, section.kernel) for section in tiles.sections] != [(c.node, c.kernel) for c in plan.calls]:
         raise ProgramFormatError("the tile program's sections are not those of the program's kernel calls")
-    if tiles.buffers != buffers_of(plan):
+    if [(b.name, b.size) for b in tiles.buffers] != [(b.name, b.size) for b in buffers_of(plan, Mapper(chip))]:
         raise ProgramFormatError("the tile program's buffers are not those of the program's kernel calls")
     verify(tiles, chip)
     return tiles

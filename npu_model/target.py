@@ -18,6 +18,7 @@ from npu_model.chip import Chip
 from npu_model.isa.encoding import encode
 from npu_model.kept_code import kept_code
 from npu_model.lowering.cores import lower_arranged
+from npu_model.lowering.forms import Form
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.program import chip_digest
 from npu_model.prices import ChipPrices
@@ -51,16 +52,18 @@ class NPUTarget(ChipOpsTarget):
 
     Args:
         chip: The chip that programs are compiled for.
+        forms: Weight → its form in DRAM, as `forms_of` measures it. None: of all weights only shapes are known.
     """
 
-    def __init__(self, chip: Chip) -> None:
+    def __init__(self, chip: Chip, forms: Mapping[str, Form] | None = None) -> None:
         super().__init__(chip)
-        self._mapper = Mapper(chip)
+        self._mapper = Mapper(chip, forms=forms)
         self.config = replace(OP_LEVEL, name=f"npu:{chip.name}", channel_alignment_bytes=1)
 
     @property
     def key(self) -> str:
-        return f"{self.config.name}:{chip_digest(self.chip)}"
+        forms = self._mapper.forms
+        return f"{self.config.name}:{chip_digest(self.chip)}" + (f":{sorted(forms.items())}" if forms else "")
 
     @cached_property
     def prices(self) -> ChipPrices:
@@ -77,7 +80,7 @@ class NPUTarget(ChipOpsTarget):
             arranged, tiles = lower_arranged(plan, self.chip, self._mapper)
             return replace(arranged, machine_code=encode(tiles))
 
-        return kept_code(plan, self.chip, lower)
+        return kept_code(plan, self.chip, lower, self._mapper.forms)
 
 
 @prices_of.register

@@ -53,7 +53,13 @@ class LlamaServer:
         parameters.cache_ram_mib, parameters.verbosity = 0, 0
         self._server = xllamacpp.Server(parameters)
 
-    def _complete(self, prompt: Sequence[int], tokens: int, reuse: bool, probabilities: int = 0) -> Any:
+    def complete(self, prompt: Sequence[int], tokens: int, reuse: bool, probabilities: int = 0) -> Any:
+        """Return the server's answer: greedy tokens after the prompt.
+
+        Args:
+            reuse: Whether to keep what is known of the prompt's beginning from the request before.
+            probabilities: Number of the most probable tokens whose log probabilities come with each token.
+        """
         return self._server.handle_completions(
             {
                 "prompt": list(prompt),
@@ -68,7 +74,7 @@ class LlamaServer:
 
     def _logits(self, prompt: Sequence[int], reuse: bool, vocabulary: int) -> Array:
         """Return the logits [vocabulary] of the token after the prompt, up to an additive constant."""
-        answer = self._complete(prompt, 1, reuse, vocabulary)
+        answer = self.complete(prompt, 1, reuse, vocabulary)
         entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         logits = np.full(vocabulary, np.nan, np.float32)
         for entry in entries:
@@ -77,7 +83,7 @@ class LlamaServer:
 
     def prefill(self, prompt: Sequence[int], vocabulary: int) -> Contender:
         def seconds() -> float:
-            return float(self._complete(prompt, 1, reuse=False)["timings"]["prompt_ms"]) / 1e3
+            return float(self.complete(prompt, 1, reuse=False)["timings"]["prompt_ms"]) / 1e3
 
         return Contender(seconds, lambda: self._logits(prompt, False, vocabulary))
 
@@ -88,7 +94,7 @@ class LlamaServer:
         """
 
         def seconds() -> float:
-            timings = self._complete(prompt, 1 + DECODED, reuse=True)["timings"]
+            timings = self.complete(prompt, 1 + DECODED, reuse=True)["timings"]
             return float(timings["predicted_ms"]) / 1e3 / (int(timings["predicted_n"]) - 1)
 
         return Contender(seconds, lambda: self._logits([*prompt, token], True, vocabulary))

@@ -20,20 +20,29 @@ def document(types: Iterable[ModelType]) -> str:
     tried = list(types)
     both = [kind.name for kind in tried if kind.generate and kind.serve]
     one = [kind for kind in tried if kind.generate != kind.serve]
+    later = sum(kind.name in both and len(kind.dtypes) == 1 for kind in tried)
+    alone = [kind for kind in tried if not kind.eager]
     refused: defaultdict[str, list[str]] = defaultdict(list)
-    for kind in tried:
+    for kind in alone:
         if not (kind.generate or kind.serve):
             refused[_cause(kind.reason)].append(kind.name)
     lines = [
         "# Model types",
         "",
-        "Every model type that transformers has as a causal language model, as a tiny random checkpoint in float32,",
-        "with a prompt longer than its window of attention. `npu-sim models` prints the same. Written by",
+        "Every model type that transformers has as a causal language model, as a tiny random checkpoint, with a prompt",
+        "longer than its window of attention, in float32 and in bfloat16. `npu-sim models` prints the same. Written by",
         "`python -m benchmarks.pages.model_types` from what `make test-decoders` found.",
         "",
-        f"**{len(both)} of {len(tried)} give the tokens of transformers**, in `generate` and in `serve`:",
+        f"**{len(both)} of the {len(alone)} that eager PyTorch runs give the tokens and log probabilities of",
+        "transformers**, in `generate` and in `serve`. In bfloat16, the error of log probabilities may be 1.5 times",
+        "that of transformers" + (f"; {later} are yet to be tried in it" if later else "") + ":",
         "",
         _listed(both) + ".",
+        "",
+        "Nothing of an earlier step can be reused where a module has no cache, or one of another kind than keys,",
+        "values and recurrent states; these compute the whole sequence at each step, and have 2²⁹ parameters at most: "
+        + (_listed(kind.name for kind in tried if kind.is_whole) or "none")
+        + ".",
         "",
     ]
     if one:
@@ -43,6 +52,14 @@ def document(types: Iterable[ModelType]) -> str:
     lines += ["Refused in a sentence:", "", "| reason | model types |", "|---|---|"]
     ordered = sorted(refused.items(), key=lambda pair: (-len(pair[1]), pair[0]))
     lines += [f"| {cause} | {_listed(names)} |" for cause, names in ordered]
+    lines += [
+        "",
+        "Not counted above, since transformers does not run them alone:",
+        "",
+        "| model type | error |",
+        "|---|---|",
+    ]
+    lines += [f"| `{kind.name}` | {_cause(kind.eager)} |" for kind in tried if kind.eager]
     return "\n".join(lines) + "\n"
 
 

@@ -1,9 +1,9 @@
-"""Groups of element-wise calls, and of gathers beside them, each of which becomes one kernel."""
+"""Groups of element-wise calls, each of which becomes one kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -38,47 +38,41 @@ def place_of(view: View) -> Place:
     return Place(view.buffer, view.dtype, view.offset, tuple(sizes), tuple(strides))
 
 
-def is_gather(call: KernelCall) -> bool:
-    """Whether each output element is one of the first input's, which the index's element of the same number chooses."""
-    return call.kernel == "gather_kernel"
-
-
 @dataclass(eq=False)
 class Group:
-    """Calls that one kernel runs in order; a call that is neither element-wise nor a gather is a group of its own.
+    """Calls that one kernel runs in order; a call that is not element-wise is a group of its own.
 
     Attributes:
-        reads: The views that the kernel loads from memory, each `Place` once; its own results stay in registers.
+        reads: The views that the calls read, each `Place` once; the group's own results stay in registers.
         writes: The views that the kernel writes, each `Place` once.
-        sources: The views in which gathers pick elements.
+        prologue: The group whose last result a call over rows takes as its first operand, without reading it from
+            memory; None where every operand is read.
+        inlined: Buffer that no kernel writes → the parts that compute its elements where the calls read them.
     """
 
     calls: list[KernelCall]
     reads: list[View] = field(default_factory=list)
     writes: list[View] = field(default_factory=list)
-    sources: list[View] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, call: KernelCall) -> Group:
-        """A group of one call."""
-        reads, sources = (call.inputs[1:], call.inputs[:1]) if is_gather(call) else (call.inputs, ())
-        return cls([call], list(dict.fromkeys(reads)), list(call.outputs), list(sources))
+    inlined: Mapping[str, Sequence[Part]] = field(default_factory=dict)
+    prologue: Group | None = None
 
     def __post_init__(self) -> None:
+        self.inner_loads = [
+            view
+            for name in dict.fromkeys(view.buffer for view in self.reads)
+            for part in self.inlined.get(name, ())
+            for view in part.group.loads
+        ]
         self.read_buffers = {view.buffer for view in self.loads}
         self.written_buffers = {view.buffer for view in self.writes}
-        self.fuses = is_elementwise(self.calls[0]) or is_gather(self.calls[0])
+        self.is_elementwise = is_elementwise(self.calls[0])
         self.numel = self.calls[0].outputs[0].numel
 
     @property
-    def is_elementwise(self) -> bool:
-        """Whether a generated kernel computes the group; a gather alone has a kernel of its own."""
-        return self.fuses and (len(self.calls) > 1 or not is_gather(self.calls[0]))
-
-    @property
     def loads(self) -> list[View]:
-        """All views that the kernel loads from memory."""
-        return [*self.reads, *self.sources]
+        """The views that the kernel loads from memory, those of inlined parts included."""
+        own = [view for view in self.reads if view.buffer not in self.inlined]
+        return list(dict.fromkeys([*own, *self.inner_loads]))
 
     def conflicts(self, other: Group) -> bool:
         """Whether two groups must keep their order: one writes a buffer that the other reads or writes."""
@@ -98,6 +92,20 @@ class Group:
         )
 
 
+@dataclass(frozen=True)
+class Part:
+    """A group that computes the elements of a buffer whose coordinate along one dimension lies in an interval.
+
+    The buffer is [outer, size, inner] in row-major order, and `group`'s result [outer, high - low, inner].
+    """
+
+    group: Group
+    size: int
+    inner: int
+    low: int
+    high: int
+
+
 def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
     """Fuse greedily: each element-wise call joins the nearest earlier group that it shares a value with.
 
@@ -106,50 +114,40 @@ def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
 
     The call moves up to the group, or the group down to the call, if nothing between them touches the same buffers in a
     way whose order matters; buffers are compared by name. A group is one loop over its elements, so its calls all have
-    the same number of elements, and a value that they share has the same `Place` in each. A gather goes through its
-    elements in the order in which its reader does.
+    the same number of elements, and a value that they share has the same `Place` in each.
     """
     groups: list[Group] = []
-    for call in _in_readers_order(calls):
-        groups.append(Group.of(call))
-        if groups[-1].fuses:
+    for call in calls:
+        groups.append(Group([call], list(dict.fromkeys(call.inputs)), list(call.outputs)))
+        if groups[-1].is_elementwise:
             _absorb(groups, len(groups) - 1)
     return groups
 
 
-def _in_readers_order(calls: Sequence[KernelCall]) -> list[KernelCall]:
-    """The calls, where a gather whose result is read transposed has its operands transposed alike."""
-    readers: dict[str, set[View]] = {}
-    for call in calls:
-        for view in call.inputs:
-            readers.setdefault(view.buffer, set()).add(view)
-    result = []
-    for call in calls:
-        read = readers.get(call.outputs[0].buffer, set()) if is_gather(call) and call.outputs[0].rank else set()
-        order = _order(call.outputs[0], next(iter(read))) if len(read) == 1 else None
-        if order is not None:
-            call = replace(
-                call,
-                inputs=tuple(view.permute(order) for view in call.inputs),
-                outputs=tuple(view.permute(order) for view in call.outputs),
-                params={**call.params, "dim": order.index(call.params["dim"])},
-            )
-        result.append(call)
-    return result
+def join_neighbours(groups: Sequence[Group]) -> list[Group]:
+    """The groups, with neighbours of equal size that read different elements of a buffer as one, to save a launch.
+
+    Given:  q = copy(x[:, :64]);  k = copy(x[:, 64:128])
+    Result: (q = copy(x[:, :64]); k = copy(x[:, 64:128]))
+    """
+    joined: list[Group] = []
+    for group in groups:
+        merged = None
+        if joined and _walks_side_by_side(joined[-1]) and _walks_side_by_side(group):
+            before = joined[-1]
+            related = before.numel == group.numel and not before.read_buffers.isdisjoint(group.read_buffers)
+            merged = merge(before, group) if related and before.written_buffers.isdisjoint(group.read_buffers) else None
+        if merged is None:
+            joined.append(group)
+        else:
+            joined[-1] = merged
+    return joined
 
 
-def _order(view: View, other: View) -> list[int] | None:
-    """The order of a view's dimensions in which it is another view of the same elements; None if there is none."""
-    dims = list(range(view.rank))
-    order = sorted(dims, key=lambda dim: (view.strides[dim], view.shape[dim]), reverse=True)
-    wanted = [dim for dim, size in enumerate(other.shape) if size > 1]
-    places = sorted(wanted, key=lambda dim: (other.strides[dim], other.shape[dim]), reverse=True)
-    large = [dim for dim in order if view.shape[dim] > 1]
-    if len(large) != len(wanted):
-        return None
-    by_place = dict(zip(places, large, strict=True))
-    chosen = [*(dim for dim in dims if view.shape[dim] == 1), *(by_place[dim] for dim in wanted)]
-    return chosen if chosen != dims and place_of(view.permute(chosen)) == place_of(other) else None
+def _walks_side_by_side(group: Group) -> bool:
+    """Whether the group is element-wise and walks consecutive elements of memory, or the same one, everywhere."""
+    places = [place_of(view) for view in (*group.loads, *group.writes)]
+    return group.is_elementwise and all(place.strides[-1:] <= (1,) for place in places)
 
 
 def _absorb(groups: list[Group], index: int) -> None:
@@ -171,7 +169,7 @@ def _partner(groups: list[Group], index: int) -> tuple[int, Group, bool] | None:
     may_move_up = True
     for at in range(index - 1, max(-1, index - 1 - _WINDOW), -1):
         other = groups[at]
-        fits = other.fuses and other.numel == group.numel and group.is_related(other)
+        fits = other.is_elementwise and other.numel == group.numel and group.is_related(other)
         if fits and (may_move_up or not any(other.conflicts(between) for between in groups[at + 1 : index])):
             merged = merge(other, group)
             if merged is not None:
@@ -187,13 +185,14 @@ def merge(first: Group, second: Group) -> Group | None:
     buffer only through the same `Place`, or through a `Place` that does not overlap that view.
     """
     calls = first.calls + second.calls
-    if len(calls) > MAX_CALLS:
+    inlined = {**first.inlined, **second.inlined}
+    inner = {view.buffer for group in (first, second) for view in group.inner_loads}
+    if len(calls) > MAX_CALLS or not inner.isdisjoint(first.written_buffers | second.written_buffers):
         return None
-    sources = list(dict.fromkeys((*first.sources, *second.sources)))
     reads: dict[Place, View] = {}
     writes: dict[Place, View] = {}
     for call in calls:
-        for view in Group.of(call).reads:
+        for view in call.inputs:
             place = place_of(view)
             if any(_overlap(place, written) for written in writes if written != place):
                 return None
@@ -204,9 +203,9 @@ def merge(first: Group, second: Group) -> Group | None:
             if any(_overlap(place, other) for other in (*writes, *reads) if other != place):
                 return None
             writes[place] = view
-    if len(reads) + len(sources) > MAX_READS or any(view.buffer in {x.buffer for x in writes} for view in sources):
+    if len(reads) > MAX_READS:
         return None
-    return Group(calls, list(reads.values()), list(writes.values()), sources)
+    return Group(calls, list(reads.values()), list(writes.values()), inlined)
 
 
 def _overlap(a: Place, b: Place) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cuda_compiler.cuda_program import KernelLaunch
-from cuda_compiler.elementwise.grouping import Group, Place, is_gather, place_of
+from cuda_compiler.elementwise.grouping import Group, Place, place_of
+from cuda_compiler.elementwise.inlining import all_calls, gathered, is_gather
 from cuda_compiler.specialization.c_text import TYPES, expression, float_text, index_type, int_text, offset_text
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import check_grid, groups
@@ -44,13 +45,12 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
         launch.params(),
         last.node,
         sum(call.flops for call in group.calls),
-        sum(distinct_bytes(view) for view in (*group.reads, *stored))
-        + sum(min(distinct_bytes(view), group.numel * itemsize(view.dtype)) for view in group.sources),
+        sum(distinct_bytes(view) for view in (*group.loads, *stored)),
     )
 
 
 def _function_name(group: Group) -> str:
-    name = "_".join("gather" if is_gather(x) else ELEMENTWISE_KERNELS[x.kernel].op.name for x in group.calls)
+    name = "_".join(ELEMENTWISE_KERNELS[call.kernel].op.name for call in group.calls)
     name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME].rstrip('_')}_{len(group.calls)}"
     return f"{name}_kernel" if len(group.calls) == 1 else f"fused_{name}"
 
@@ -60,10 +60,9 @@ def _vector_width(group: Group, stored: Sequence[View]) -> int:
 
     Fewer also if the elements of a stored view are not consecutive.
     """
-    views = [*group.reads, *stored]
     width = min(8, 16 // min(itemsize(view.dtype) for view in stored))
-    places = [place_of(view) for view in views]
-    outputs = places[len(group.reads) :]
+    outputs = [place_of(view) for view in stored]
+    places = [*(place_of(view) for view in group.reads if view.buffer not in group.inlined), *outputs]
     while width > 1 and (
         group.numel // width < _ENOUGH_THREADS
         or any(_access(place, width) == "gather" for place in outputs)
@@ -93,86 +92,104 @@ class _Body:
     """The parts of a kernel's text, as they are generated.
 
     Attributes:
-        arguments: Declarations of the pointers that the statements use.
+        inputs: View that is loaded from memory → the name of its argument.
         functions: Definition of an op's device function → its name.
         before, lane, after: Statements before, in and after the loop over a thread's elements.
         values: Place → the C variable that holds its value inside the loop, and whether that variable is an int.
-        sources: View in which a gather picks elements → the kernel's argument.
     """
 
-    arguments: list[str] = field(default_factory=list)
+    inputs: dict[View, str]
     functions: dict[str, str] = field(default_factory=dict)
     before: list[str] = field(default_factory=list)
     lane: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     values: dict[Place, tuple[str, bool]] = field(default_factory=dict)
-    sources: dict[View, str] = field(default_factory=dict)
 
 
-def _body(group: Group, stored: Sequence[View], width: int) -> _Body:
-    """The statements that compute a group's values for `width` elements, from number `first` on."""
-    body = _Body()
+@dataclass(frozen=True)
+class GroupText:
+    """The C text that computes a group.
+
+    Attributes:
+        arguments: The declarations of the kernel's arguments: those of `group.loads`, then those of the stored views.
+        functions: Definitions of the functions that the statements call.
+        statements: Statements that compute and store the elements of a thread, from number `first` on.
+    """
+
+    arguments: list[str]
+    functions: list[str]
+    statements: list[str]
+
+
+def group_text(
+    group: Group, stored: Sequence[View], width: int, bound: str = "", result: View | None = None
+) -> GroupText:
+    """The C text that computes `width` elements of a group.
+
+    Args:
+        stored: The written views that go to memory.
+        bound: The C expression of the number of elements, an upper bound of `width`; empty means `width`.
+        result: The written view whose elements are put into the array `values` too; None for none.
+    """
+    bound = bound or str(width)
     written = {view.buffer for view in stored}
+    inputs = {view: f"in{index}" for index, view in enumerate(group.loads)}
+    arguments = [
+        f"const {TYPES[view.dtype]} *{'' if view.buffer in written else '__restrict__ '}{name}"
+        for view, name in inputs.items()
+    ]
+    body = _Body(inputs)
     for index, view in enumerate(group.reads):
-        alone = "" if view.buffer in written else "__restrict__ "
-        body.arguments.append(f"const {TYPES[view.dtype]} *{alone}in{index}")
-        _read(body, view, index, width)
-    for view in group.sources:
-        body.sources[view] = f"source{len(body.sources)}"
-        body.arguments.append(f"const {TYPES[view.dtype]} *__restrict__ {body.sources[view]}")
-    outputs = {place_of(view) for view in stored}
-    last_read = {place_of(x): index for index, call in enumerate(group.calls) for x in Group.of(call).reads}
+        if view.buffer in group.inlined:
+            kind = _element_kind(view)
+            body.lane += [f"{kind} x{index};", *_inlined(body, group, view, f"x{index}", "(first + lane)", 0)]
+            body.values[place_of(view)] = (f"x{index}", kind == "int")
+        else:
+            _read(body, view, index, width, bound)
+    outputs = {place_of(view): index for index, view in enumerate(stored)}
+    last_read = {place_of(view): index for index, call in enumerate(group.calls) for view in call.inputs}
+    if result is not None:
+        last_read[place_of(result)] = len(group.calls)
     for index, call in enumerate(group.calls):
         place = place_of(call.outputs[0])
-        if is_gather(call):
-            _gather(body, call, index)
-        else:
-            _compute(body, call, index, rounds=place in outputs and last_read.get(place, -1) > index)
-    return body
-
-
-def _loop(body: _Body, width: int) -> list[str]:
-    """The statements before, in and after the loop over a thread's elements."""
-    return [
-        *(f"    {line}" for line in body.before),
+        _compute(body, call, index, rounds=place in outputs and last_read.get(place, -1) > index)
+    if result is not None:
+        body.lane.append(f"values[lane] = {body.values[place_of(result)][0]};")
+    for view in stored:
+        index = outputs[place_of(view)]
+        arguments.append(f"{TYPES[view.dtype]} *out{index}")
+        _write(body, view, index, width, bound)
+    statements = [
+        *body.before,
         "#pragma unroll",
-        f"    for (int lane = 0; lane < {width}; lane++) {{",
-        *(f"        {line}" for line in body.lane),
-        "    }",
-        *(f"    {line}" for line in body.after),
+        f"for (int lane = 0; lane < {bound}; lane++) {{",
+        *(f"    {line}" for line in body.lane),
+        "}",
+        *body.after,
     ]
-
-
-def _functions(group: Group, body: _Body) -> list[str]:
-    """The device functions that a group's statements call."""
-    kernels = [ELEMENTWISE_KERNELS[call.kernel] for call in group.calls if not is_gather(call)]
-    needed = {function.name for kernel in kernels for function in kernel.op.functions}
+    needed = {function.name for call in all_calls(group) for function in ELEMENTWISE_KERNELS[call.kernel].op.functions}
     special = [c_text(x, "__device__ __forceinline__") for name, x in FUNCTIONS.items() if name in needed]
     helpers = [f"__device__ __forceinline__ {text.replace('$', name)}" for text, name in body.functions.items()]
-    return [template_text("elementwise/elementwise.cuh"), *special, *helpers]
+    return GroupText(arguments, [*special, *helpers], statements)
 
 
 def _source(group: Group, stored: Sequence[View], width: int, block: int, name: str) -> str:
-    body = _body(group, stored, width)
-    outputs = {place_of(view): index for index, view in enumerate(stored)}
-    for view in stored:
-        index = outputs[place_of(view)]
-        body.arguments.append(f"{TYPES[view.dtype]} *out{index}")
-        _write(body, view, index, width)
+    text = group_text(group, stored, width)
     lines = [
         "    begin_in_turn();",
         f"    const index_t first = {width}u * (blockIdx.x * index_t({block}) + threadIdx.x);",
         f"    if (first >= {group.numel}u) {{",
         "        return;",
         "    }",
-        *_loop(body, width),
+        *(line if line.startswith("#") else f"    {line}" for line in text.statements),
     ]
-    signature = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(body.arguments)})'
+    signature = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(text.arguments)})'
     return "\n".join(
         [
             index_type([*group.loads, *stored]) + template_text("common/common.cuh"),
             template_text("common/overlap.cuh"),
-            *_functions(group, body),
+            template_text("elementwise/elementwise.cuh"),
+            *text.functions,
             "",
             f"{signature} {{",
             *lines,
@@ -182,58 +199,98 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
     )
 
 
-def fused_values(group: Group, result: View, width: int) -> tuple[dict[str, View], str]:
-    """The operands and the C struct `Fused`, whose `get` computes `width` elements of a group's result.
+def _element_kind(view: View) -> str:
+    return "float" if is_float(view.dtype) else "int"
+
+
+def _inlined(body: _Body, group: Group, view: View, variable: str, number: str, depth: int) -> list[str]:
+    """The statements that compute one element of a buffer that is not stored.
 
     Args:
-        result: The view that the group would write.
-        width: Number of elements; their first one's row-major number is a multiple of it.
+        group: The group that reads the buffer by `view`.
+        variable: The C variable that gets the element's value.
+        number: The C expression of the element's row-major number in `view`.
+        depth: Number of inlined reads around this one, which are in scope.
     """
-    body = _body(group, [], width)
-    value, _ = body.values[place_of(result)]
-    body.lane.append(f"values[lane] = {value};")
-    operands = {f"in{index}": view for index, view in enumerate(group.reads)}
-    operands |= {name: view for view, name in body.sources.items()}
-    members = (argument.replace("__restrict__ ", "") for argument in body.arguments)
-    lines = [
-        *_functions(group, body),
-        f"#define FUSED_OPERANDS {', '.join(operands)}",
-        "struct Fused {",
-        *(f"    {member};" for member in members),
-        f"    __device__ __forceinline__ void get(float (&values)[{width}], index_t first) const {{",
-        *(f"    {line}" for line in _loop(body, width)),
+    at, lines = f"at{depth}", []
+    parts = group.inlined[view.buffer]
+    offset = offset_text(view, number)
+    offset = f"{offset} + {view.offset}u" if view.offset else offset
+    for turn, part in enumerate(parts):
+        inside = f"row{depth}" if len(parts) > 1 else at
+        computed = [f"    {line}" for line in _element(body, part.group, variable, inside, depth + 1)]
+        if len(parts) == 1:
+            return ["{", f"    const index_t {at} = {offset};", *computed, "}"]
+        count = (part.high - part.low) * part.inner
+        lines += [
+            f"    {'} else ' * (turn > 0)}{f'if (place{depth} < {part.high}u) ' * (turn + 1 < len(parts))}{{",
+            f"        const index_t {inside} = {at} / {part.size * part.inner}u * {count}u"
+            f" + (place{depth} - {part.low}u) * {part.inner}u + {at} % {part.inner}u;",
+            *(f"    {line}" for line in computed),
+        ]
+    part = parts[0]
+    return [
+        "{",
+        f"    const index_t {at} = {offset};",
+        f"    const index_t place{depth} = {at} / {part.inner}u % {part.size}u;",
+        *lines,
         "    }",
-        "};",
-        "",
+        "}",
     ]
-    return operands, "\n".join(lines)
 
 
-def _read(body: _Body, view: View, index: int, width: int) -> None:
-    place = place_of(view)
+def _element(body: _Body, group: Group, variable: str, number: str, depth: int) -> list[str]:
+    """The statements that compute one element, with row-major number `number`, of a group's last result."""
+    if is_gather(group):
+        table, index, step, size = gathered(group.calls[0])
+        source, nothing = body.inputs[group.reads[0]], "NAN_F" if is_float(table.dtype) else "0"
+        convert = "to_float" if is_float(table.dtype) else "to_int"
+        return [
+            f"const index_t picked = unsigned({body.inputs[index]}[{offset_text(index, number)}]);",
+            f"{variable} = picked < {size}u"
+            f" ? {convert}({source}[{offset_text(table, number)} + picked * {step}u]) : {nothing};",
+        ]
+    inner = _Body(body.inputs, body.functions)
+    for each, view in enumerate(group.reads):
+        name, kind = f"x{depth}_{each}", _element_kind(view)
+        if view.buffer in group.inlined:
+            inner.lane += [f"{kind} {name};", *_inlined(inner, group, view, name, number, depth)]
+        else:
+            element = f"{body.inputs[view]}[{offset_text(view, number)}]"
+            inner.lane.append(f"const {kind} {name} = to_{kind}({element});")
+        inner.values[place_of(view)] = (name, kind == "int")
+    for each, call in enumerate(group.calls):
+        _compute(inner, call, each, rounds=False, stem=f"v{depth}_")
+    value = inner.values[place_of(group.calls[-1].outputs[0])][0]
+    return [*inner.lane, f"{variable} = {value};"]
+
+
+def _read(body: _Body, view: View, index: int, width: int, bound: str) -> None:
+    place, source = place_of(view), body.inputs[view]
     access = _access(place, width)
     item = f"pack{index}.item[lane]"
     if access == "vector":
         offset = offset_text(view, "first")
         body.before.append(
-            f"const Pack<{TYPES[view.dtype]}, {width}> pack{index} = load_pack<{width}>(in{index} + {offset});"
+            f"const Pack<{TYPES[view.dtype]}, {bound}> pack{index} = load_pack<{bound}>({source} + {offset});"
         )
     elif access == "repeated":
-        body.before.append(f"const {TYPES[view.dtype]} item{index} = in{index}[{offset_text(view, 'first')}];")
+        body.before.append(f"const {TYPES[view.dtype]} item{index} = {source}[{offset_text(view, 'first')}];")
         item = f"item{index}"
     else:
-        item = f"in{index}[{offset_text(view, '(first + lane)')}]"
+        item = f"{source}[{offset_text(view, '(first + lane)')}]"
     convert, kind = ("to_float", "float") if is_float(view.dtype) else ("to_int", "int")
     body.lane.append(f"const {kind} x{index} = {convert}({item});")
     body.values[place] = (f"x{index}", kind == "int")
 
 
-def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
+def _compute(body: _Body, call: KernelCall, index: int, rounds: bool, stem: str = "v") -> None:
     """Append the statements of one call to the kernel's body.
 
     Args:
         rounds: Round a 16-bit result here, so that readers inside the kernel see the same value as readers of the
             stored one.
+        stem: Beginning of the name of the C variable that gets the result.
     """
     op = ELEMENTWISE_KERNELS[call.kernel].op
     scalars = list(call.params["scalars"])
@@ -262,29 +319,16 @@ def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
         result = f"int(from<bool>({result}))"
     elif rounds and out.dtype in HALF_DTYPES:
         result = f"to_float(from<{TYPES[out.dtype]}>({result}))"
-    body.lane.append(f"const {'float' if is_float(out.dtype) else 'int'} v{index} = {result};")
-    body.values[place_of(out)] = (f"v{index}", not is_float(out.dtype))
+    body.lane.append(f"const {_element_kind(out)} {stem}{index} = {result};")
+    body.values[place_of(out)] = (f"{stem}{index}", not is_float(out.dtype))
 
 
-def _gather(body: _Body, call: KernelCall, index: int) -> None:
-    """Append the statements of a gather: an index that is out of range picks what stands for a missing value."""
-    (source, _), (out,), dim = call.inputs, call.outputs, call.params["dim"]
-    picked, _ = body.values[place_of(call.inputs[1])]
-    steps = tuple(0 if axis == dim else step for axis, step in enumerate(source.strides))
-    along = offset_text(replace(source, shape=out.shape, strides=steps), "(first + lane)")
-    convert, kind = ("to_float", "float") if is_float(source.dtype) else ("to_int", "int")
-    place = f"{body.sources[source]}[index_t({picked}) * {source.strides[dim]}u + {along}]"
-    value = f"unsigned({picked}) < {source.shape[dim]}u ? {convert}({place}) : missing<{kind}>()"
-    body.lane.append(f"const {kind} v{index} = {value};")
-    body.values[place_of(out)] = (f"v{index}", kind == "int")
-
-
-def _write(body: _Body, view: View, index: int, width: int) -> None:
+def _write(body: _Body, view: View, index: int, width: int, bound: str) -> None:
     place = place_of(view)
     value = f"from<{TYPES[view.dtype]}>({body.values[place][0]})"
     if _access(place, width) == "vector":
-        body.before.append(f"Pack<{TYPES[view.dtype]}, {width}> result{index};")
+        body.before.append(f"Pack<{TYPES[view.dtype]}, {bound}> result{index};")
         body.lane.append(f"result{index}.item[lane] = {value};")
-        body.after.append(f"store_pack<{width}>(out{index} + {offset_text(view, 'first')}, result{index});")
+        body.after.append(f"store_pack<{bound}>(out{index} + {offset_text(view, 'first')}, result{index});")
     else:
         body.lane.append(f"out{index}[{offset_text(view, '(first + lane)')}] = {value};")

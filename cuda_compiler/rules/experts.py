@@ -22,7 +22,7 @@ def _dense(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _quantized(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return _per_warp(make, call, min(8, code_pack(call)))
+    return _per_warp(make, call, code_pack(call))
 
 
 def _per_warp(make: Specializer, call: KernelCall, pack: int) -> list[KernelCall]:

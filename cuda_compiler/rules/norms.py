@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from cuda_compiler.elementwise.grouping import Group
-from cuda_compiler.elementwise.kernel_source import fused_values
+from cuda_compiler.elementwise.kernel_source import group_text
 from cuda_compiler.rules.channel_packs import PACK, is_packed
-from cuda_compiler.rules.rows import held_packs, shared_pack, small_teams_for, teams_for
-from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
-from cuda_compiler.specialization.sizes import groups
+from cuda_compiler.rules.rows import HELD_PACKS, held_packs, shared_pack, small_teams_for, teams_for
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS
+from cuda_compiler.specialization.sizes import Size3, groups
 from cuda_compiler.specialization.specializer import Rule, Specializer
-from npu_compiler.graph.dtypes import itemsize
+from cuda_compiler.specialization.template_files import template_text
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View, collapse, numel
 
-SOFTMAXES = ("softmax_kernel", "log_softmax_kernel")  # whose logits may be computed as they are read
 # Group norm of channels-last images.
 _CHANNEL_THREADS, _MOST_CHANNEL_THREADS = 256, 512
 _FILLING_CHUNKS = 2 * MULTIPROCESSORS
@@ -24,62 +24,99 @@ _CHUNK_PIXELS = 16  # at least
 _MOST_CHUNKS = 64  # of an image, since each block of the second kernel combines all of them
 
 
-def _softmax(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    x, *mask = call.inputs
+ROW_KERNELS = {
+    "softmax_kernel": "norms/softmax.cu",
+    "log_softmax_kernel": "norms/softmax.cu",
+    "masked_softmax_kernel": "norms/softmax.cu",
+    "rmsnorm_kernel": "norms/norms.cu",
+    "layernorm_kernel": "norms/norms.cu",
+}
+Form: TypeAlias = tuple[dict[str, bool | int | float], Size3, Size3]
+
+
+def _form(call: KernelCall, operands: Iterable[View]) -> Form:
+    """Constants, grid and block of a kernel over rows; a 16-byte access must suit all `operands`."""
     out = call.outputs[0]
-    pack = shared_pack((x, *mask, out))
-    constants, grid, block = teams_for(out.numel // out.shape[-1], groups(out.shape[-1], pack))
-    held = held_packs(out.shape[-1] // pack, block, constants["teams"])
-    return [
-        make.kernel(
-            call,
-            "norms/softmax.cu",
-            inputs={"x": x, "mask": mask[0] if mask else None},
-            outputs={"out": out},
-            grid=grid,
-            block=block,
-            constants={**constants, "pack": pack, "held_packs": held},
-        )
-    ]
-
-
-def fused_softmax(make: Specializer, call: KernelCall, group: Group) -> KernelCall | None:
-    """The call of a softmax whose logits a group of element-wise calls computes.
-
-    None if the kernel would compute them twice, as it cannot hold a row in registers, or cannot compute them in packs.
-    """
-    (x,), out = call.inputs, call.outputs[0]
-    width, pack = out.shape[-1], shared_pack((x, out))
-    while pack > 1 and width // pack < WARP:  # computing takes longer than accesses, so all lanes should have some
-        pack //= 2
-    constants, grid, block = teams_for(out.numel // width, groups(width, pack))
+    width, pack = out.shape[-1], shared_pack(operands)
+    teams = teams_for if call.kernel.endswith("softmax_kernel") else small_teams_for
+    constants, grid, block = teams(out.numel // width, groups(width, pack))
     held = held_packs(width // pack, block, constants["teams"])
-    if width % pack or width // pack > held * block[0] // int(constants["teams"]):
-        return None
-    operands, definitions = fused_values(group, x, pack)
-    kernel = make.kernel(
+    return {**constants, "pack": pack, "held_packs": held}, grid, block
+
+
+def _rows(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    constants, grid, block = _form(call, (*call.inputs, *call.outputs))
+    operands: dict[str, Any] = {}
+    if call.kernel.endswith("softmax_kernel"):
+        x, *mask = call.inputs
+        operands["inputs"] = {"x": x, "mask": mask[0] if mask else None}
+    return [make.kernel(call, ROW_KERNELS[call.kernel], grid=grid, block=block, constants=constants, **operands)]
+
+
+def _prologue_form(call: KernelCall) -> Form:
+    out, others = call.outputs[0], call.inputs[1:]
+    width, pack = out.shape[-1], shared_pack((out, *others))
+    while width % pack:
+        pack //= 2
+    constants, grid, block = small_teams_for(out.numel // width, width // pack)
+    held = groups(width // pack, block[0] // int(constants["teams"]))
+    return {**constants, "pack": pack, "held_packs": held}, grid, block
+
+
+def holds_rows(call: KernelCall) -> bool:
+    """Whether the kernel of a call over rows with a prologue keeps whole rows in registers."""
+    constants, _, block = _prologue_form(call)
+    return constants["held_packs"] <= HELD_PACKS and call.outputs[0].numel > 0
+
+
+def rows_with_prologue(make: Specializer, call: KernelCall, prologue: Group, stored: Sequence[View]) -> KernelCall:
+    """The call of a softmax or norm that computes its first operand itself.
+
+    Args:
+        prologue: The group whose last result is the first operand.
+        stored: The prologue's results that go to memory too.
+    """
+    constants, grid, block = _prologue_form(call)
+    text = group_text(prologue, stored, int(constants["pack"]), "N", result=call.inputs[0])
+    fields = [f"in{index}" for index, _ in enumerate(prologue.loads)]
+    fields += [f"out{index}" for index, _ in enumerate(stored)]
+    width = call.outputs[0].shape[-1]
+    definitions = [
+        template_text("elementwise/elementwise.cuh"),
+        *text.functions,
+        "struct Prologue {",
+        *(f"    {argument.replace('__restrict__ ', '')};" for argument in text.arguments),
+        "    index_t begin;",
+        "    template <int N>",
+        "    __device__ __forceinline__ void get(float (&values)[N], index_t column) const {",
+        "        const index_t first = begin + column;",
+        *(line if line.startswith("#") else f"        {line}" for line in text.statements),
+        "    }",
+        "    __device__ __forceinline__ Prologue row(index_t number) const {",
+        f"        return {{{', '.join(fields)}, number * {width}u}};",
+        "    }",
+        "};",
+        f"#define PROLOGUE Prologue{{{', '.join(fields)}, 0}}",
+    ]
+    decl = KERNELS[call.kernel]
+    names = [operand.name for operand in decl.inputs]
+    others = {"mask": None, **dict(zip(names, decl.bind(call), strict=False))}
+    del others["x"]
+    loads = {f"in{index}": view for index, view in enumerate(prologue.loads)}
+    fused = make.kernel(
         call,
-        "norms/softmax.cu",
-        function=f"fused_{call.kernel.removesuffix('_kernel')}",
-        inputs={"x": None, "mask": None, **operands},
-        outputs={"out": out},
+        ROW_KERNELS[call.kernel],
+        function=f"fused_{call.kernel}",
+        inputs={**loads, **others},
+        outputs={"out": call.outputs[0], **{f"out{index}": view for index, view in enumerate(stored)}},
         grid=grid,
         block=block,
-        constants={**constants, "pack": pack, "held_packs": held},
-        definitions=definitions,
+        constants=constants,
+        definitions="\n".join(definitions),
     )
-    loaded = sum(min(distinct_bytes(view), group.numel * itemsize(view.dtype)) for view in group.loads)
-    flops = call.flops + sum(each.flops for each in group.calls)
-    return replace(kernel, flops=flops, bytes_moved=loaded + distinct_bytes(out))
-
-
-def _row_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    rows, width = call.outputs[0].shape
-    pack = shared_pack((*call.inputs, *call.outputs))
-    constants, grid, block = small_teams_for(rows, groups(width, pack))
-    held = held_packs(width // pack, block, constants["teams"])
-    constants = {**constants, "pack": pack, "held_packs": held}
-    return [make.kernel(call, "norms/norms.cu", grid=grid, block=block, constants=constants)]
+    flops = call.flops + sum(each.flops for each in prologue.calls)
+    moved = sum(distinct_bytes(view) for view in (*fused.inputs, *fused.outputs))
+    return replace(fused, flops=flops, bytes_moved=moved)
 
 
 def _group_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
@@ -150,10 +187,6 @@ def _spatial_merged(view: View) -> View:
 
 
 RULES: dict[str, Rule] = {
-    "softmax_kernel": _softmax,
-    "log_softmax_kernel": _softmax,
-    "masked_softmax_kernel": _softmax,
-    "rmsnorm_kernel": _row_norm,
-    "layernorm_kernel": _row_norm,
+    **dict.fromkeys(ROW_KERNELS, _rows),
     "groupnorm_kernel": _group_norm,
 }

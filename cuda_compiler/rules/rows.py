@@ -16,7 +16,7 @@ from npu_compiler.program.views import View
 MOST_WARPS = 32  # of a block
 _MANY_ROWS = 1024  # from here on the rows fill the GPU, so each gets fewer threads with more work
 _TEAMS = 4
-_HELD_PACKS = 4
+HELD_PACKS = 4
 _BUSY = 16 * 1024  # lanes that are enough to keep many loads on their way
 _SMALL_BLOCK = 128
 
@@ -57,4 +57,4 @@ def small_teams_for(rows: int, items: int) -> tuple[dict[str, bool | int | float
 
 def held_packs(items: int, block: Size3, teams: int | float) -> int:
     """Vectors of a row that a thread keeps in registers between its passes, of the `items` vectors of a whole row."""
-    return min(groups(items, block[0] // int(teams)), _HELD_PACKS)
+    return min(groups(items, block[0] // int(teams)), HELD_PACKS)

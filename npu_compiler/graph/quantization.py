@@ -8,8 +8,9 @@ A quantized matrix [n, k] is held as two or three arrays, its parts:
 - `offsets` [n, groups]: a float `minimum` that is added to each product; or a `zero_point`, one uint8 each, that is
   subtracted from the codes before.
 
-4-bit codes are unsigned; without offsets they stand for code - 8. 8-bit codes are signed, their zero points too (as
-two's complement). Every format that checkpoints use for weights maps to these without rounding (docs/quantization.md).
+4-bit integer codes are unsigned; without offsets they stand for code - 8. Other 4-bit codes choose their number from a
+table of their format. 8-bit codes are signed, their zero points too (as two's complement). Every format that
+checkpoints use for weights maps to these without rounding (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class QuantizedFormat:
             raise InputError(f"the group size of a quantized format is {self.group!r:.80}, which is not a whole number")
         if self.scales not in FLOAT_DTYPES - {"float64"}:
             raise InputError(f"scales of dtype {self.scales!r:.80}; use float16, bfloat16 or float32")
-        if self.offsets not in OFFSETS or (self.code_format.is_float and self.offsets != "none"):
+        if self.offsets not in OFFSETS or (self.offsets != "none" and not self.code_format.takes_offsets):
             raise InputError(f"offsets {self.offsets!r:.80} of {self.codes}; known are {', '.join(OFFSETS)}")
         if self.activations not in ("none", *ROW_FORMATS):
             names = ", ".join(("none", *ROW_FORMATS))
@@ -201,10 +202,9 @@ class QuantizedArray:
     def numbers(self, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
         """The codes as numbers, minus zero points: int16 [rows, k], or float32 if codes are floats."""
         kind = self.format.code_format
-        codes = kind.unpack(self.codes[rows])
+        values = kind.numbers(kind.unpack(self.codes[rows]))
         if kind.is_float:
-            return codes.astype(np.float32)
-        values = codes.astype(np.int16)
+            return values
         if self.format.offsets == "none":
             return values - np.int16(kind.zero)
         if self.format.offsets == "minimum":
@@ -240,6 +240,8 @@ class QuantizedArray:
 
     def _loses_codes(self) -> bool:
         """Whether codes other than 0 have a scale of 0, which no writer of a checkpoint means."""
+        if self.format.code_format.table and 0 not in self.format.code_format.table:
+            return False
         rows = np.flatnonzero((self.scales == 0).any(axis=1))
         if not rows.size:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from npu_compiler.graph.dtypes import itemsize
@@ -13,6 +14,7 @@ from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
 from npu_model.isa.instructions import (
+    Buffer,
     Compute,
     Instruction,
     Multiply,
@@ -111,6 +113,7 @@ class Result:
         compulsory_bytes: DRAM traffic that no schedule avoids: the parts of weights, inputs and outputs that calls
             access, once each, without resident weights.
         kept_weight_bytes: Bytes of weights that stay in the scratchpad or the L2 from run to run.
+        weights: The weights' forms in DRAM, on a chip that knows others than as they are.
         spans: Time span of each instruction; empty unless they were asked for.
     """
 
@@ -121,6 +124,7 @@ class Result:
     energy: Energy
     compulsory_bytes: int
     kept_weight_bytes: int
+    weights: tuple[Buffer, ...] = ()
     spans: tuple[Span, ...] = ()
 
     @property
@@ -212,6 +216,7 @@ class Result:
             f"{way}_bytes": self.dram_bytes,
             f"compulsory_{way}_bytes": self.compulsory_bytes,
             "kept_weight_bytes": self.kept_weight_bytes,
+            **({"weights": [_form_dict(own) for own in self.weights]} if self.weights else {}),
             "sram_bytes": self.sram_bytes,
             **({"network_bytes": self.network_bytes} if chip.cores else {}),
             **({"l2_bytes": self.l2_bytes} if chip.l2 else {}),
@@ -228,6 +233,11 @@ class Result:
 
 def _microseconds(cycles: Mapping[Any, float], chip: Chip) -> dict[str, float]:
     return {str(name): 1e6 * chip.seconds(value) for name, value in cycles.items()}
+
+
+def _form_dict(weight: Buffer) -> dict[str, Any]:
+    form = weight.pattern or ("compressed" if weight.stored else "as it is")
+    return {"name": weight.name, "bytes": weight.size, "stored_bytes": weight.stored or weight.size, "form": form}
 
 
 def _call_dict(call: CallResult, chip: Chip) -> dict[str, Any]:
@@ -271,9 +281,13 @@ def make_result(name: str, plan: ExecutionPlan, chip: Chip, tiles: TileProgram, 
         if tile.space.has_buffers
     }
     energy = _energy(chip, run.sections, run.cycles)
-    ratio = 1.0 if chip.weights is None else chip.weights.ratio
-    compulsory = compulsory_bytes(plan, preloaded, ratio)
-    return Result(name, chip, run.cycles, calls, energy, compulsory, kept, tuple(run.spans))
+    ratios = {buffer.name: buffer.stored / buffer.size for buffer in tiles.buffers if buffer.stored}
+    compulsory = compulsory_bytes(plan, preloaded, ratios)
+    has_forms = chip.weights is not None or chip.sparsity is not None
+    weights = tuple(
+        b for b in tiles.buffers if has_forms and b.name in plan.buffers and plan.buffers[b.name].is_constant
+    )
+    return Result(name, chip, run.cycles, calls, energy, compulsory, kept, weights, tuple(run.spans))
 
 
 def _call_result(index: int, call: KernelCall, section: Section, counts: Counts, chip: Chip) -> CallResult:
@@ -301,12 +315,15 @@ def least_cycles(counts: Counts, chip: Chip) -> float:
     return sum(macs / chip.peak_macs(dtype) for dtype, macs in counts.macs.items())
 
 
-def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = (), ratio: float = 1.0) -> int:
+def compulsory_bytes(
+    plan: ExecutionPlan, kept: Iterable[str] = (), ratios: Mapping[str, float] = MappingProxyType({})
+) -> int:
     """Compulsory DRAM traffic of a plan: for each weight, input and output, the largest part that one call accesses.
 
     Args:
         kept: Buffers that stay on the chip, which are left out.
-        ratio: Stored bytes for each byte of a weight.
+        ratios: Buffer → bytes that it takes in DRAM for each byte of its values, for those that do not lie there as
+            they are.
     """
     touched: dict[tuple[str, bool], int] = {}
     left_out = {*kept, *(name for name, buffer in plan.buffers.items() if buffer.kind == "arena")}
@@ -321,7 +338,7 @@ def compulsory_bytes(plan: ExecutionPlan, kept: Iterable[str] = (), ratio: float
             if view.buffer not in left_out:
                 touched[key] = max(touched.get(key, 0), size)
     return sum(
-        int(size * ratio) if plan.buffers[name].is_constant else size
+        int(size * ratios.get(name, 1.0))
         for (name, is_write), size in touched.items()
         if is_write or name not in outputs
     )

@@ -53,7 +53,7 @@ def scratchpad_over_time(program: TileProgram, chip: Chip, width: int = 72) -> s
     The letter is the initial of the engine's name: upper case if it writes there, lower case if it reads.
     """
     run = Machine(chip, program).run(spans=True)
-    streams = Streams(program.sections, Costs(chip), token_totals(program.preload))
+    streams = Streams(program.sections, Costs(chip, program.buffers), token_totals(program.preload))
     uses: dict[tuple[str, int], list[_Use]] = {}
     ends: dict[tuple[str, int], int] = {}
     for engine in sorted({span.engine for span in run.spans}):

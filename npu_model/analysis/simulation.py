@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
 from npu_compiler.program.plan import ExecutionPlan
@@ -10,6 +12,7 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import TileProgram
 from npu_model.loading import load_tiles
 from npu_model.lowering.cores import arranged, lower_arranged
+from npu_model.lowering.forms import Form
 from npu_model.lowering.mapper import Mapper
 from npu_model.lowering.shared import Shared
 from npu_model.machine.machine import Machine, Run
@@ -26,31 +29,35 @@ def most_cycles(result: Result) -> float:
     return result.cycles * (1 + MONOTONE_WITHIN) + len(result.calls) * access
 
 
-def simulate(program: CompiledProgram, chip: Chip, *, spans: bool = False) -> Result:
+def simulate(
+    program: CompiledProgram, chip: Chip, *, spans: bool = False, forms: Mapping[str, Form] | None = None
+) -> Result:
     """Simulate one run of a program on a chip, without the preload of weights that happens once.
 
     Args:
         program: A program compiled for this chip, or an op-level program, which is lowered for the chip first.
         spans: Whether to record the time span of each instruction, for traces and charts.
+        forms: Forms of an op-level program's weights in DRAM, as `forms_of` measures them. None: only their shapes are
+            known, and the chip's file says how compressed they are.
 
     Raises:
         InputError: the program is for another kind of target, or has no kernel calls.
         ConstraintError: the chip cannot run some calls of an op-level program; the message names all of them.
         DeviceError: the program was compiled for another chip.
     """
-    tiles = lowered(program, chip)
+    tiles = lowered(program, chip, forms)
     return result_of(program, chip, tiles, Machine(chip, tiles).run(spans=spans))
 
 
-def lowered(program: CompiledProgram, chip: Chip) -> TileProgram:
+def lowered(program: CompiledProgram, chip: Chip, forms: Mapping[str, Form] | None = None) -> TileProgram:
     """The tile program of a program for a chip: decoded if it was compiled for the chip, else lowered from op level.
 
-    Raises as `simulate`.
+    Raises as `simulate`. `forms` are those of `simulate`; None: only shapes are known.
     """
     plan = checked_plan(program)
     if program.target.startswith("npu:"):
         return load_tiles(program, chip)
-    _, tiles = lower_arranged(plan, chip, Mapper(chip))
+    _, tiles = lower_arranged(plan, chip, Mapper(chip, forms=forms))
     return tiles
 
 

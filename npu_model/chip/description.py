@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 import types
 import typing
@@ -17,6 +18,8 @@ from typing import Any
 from npu_compiler.errors import InputError
 from npu_model.chip.systolic import Dataflow
 
+CODECS = ("bitmask", "deflate")
+_MOST_IN_GROUP = 64  # weights of a group of N:M sparsity
 DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
 LIMITED_DTYPES = (*DTYPES, "uint8", "int32", "bool")  # those that an op may be limited to
 _MOST_NAMED = 200  # names that an error lists
@@ -220,12 +223,31 @@ class PackedWeights:
     """Compression of weights in DRAM, and the decoder that expands them when they are loaded.
 
     Attributes:
-        ratio: Stored bytes for each byte of a weight, with the metadata of the format.
+        ratio: Stored bytes for each byte of a weight, with the metadata of the format, where only shapes are known.
         decoder_bytes_per_cycle: Decoded bytes that leave the decoder in a cycle.
+        codec: Encoding by which the stored bytes of weights that are at hand are counted; `stated`: always the ratio.
     """
 
     ratio: float = _above(0, 1)
     decoder_bytes_per_cycle: int = _from(1, 2**20)
+    codec: str = _one_of("stated", *CODECS, default="stated")
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """N:M structured sparsity of weights: of M consecutive ones along the summed dimension, at most N are not zero.
+
+    Attributes:
+        patterns: The patterns that the chip knows, such as `2:4`.
+        decoder_bytes_per_cycle: Dense bytes that leave the decoder in a cycle.
+        metadata_bits: Bits that say which of the M weights a stored one is.
+        skips_zeros: Whether the matrix engine leaves out the products with the zeros.
+    """
+
+    patterns: tuple[str, ...]
+    decoder_bytes_per_cycle: int = _from(1, 2**20)
+    metadata_bits: int = _from(1, 8, default=2)
+    skips_zeros: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,11 +277,13 @@ class Network:
         latency_ns: Nanoseconds of a hop, for data and for tokens (the counters by which engines synchronise).
         topology: Way in which cores are connected: `crossbar`, one hop between any two; `ring`; or `mesh`, as square as
             the number of cores allows.
+        multicast: Whether a transfer may go to several cores at once, and occupies the sender's link once.
     """
 
     bandwidth_gb_s: float = _above(0, 1e9)
     latency_ns: float = _from(0, 1e6, default=0.0)
     topology: str = _one_of("crossbar", "ring", "mesh", default="crossbar")
+    multicast: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,6 +445,7 @@ class Chip:
         dram: None for a chip without DRAM: its inputs come over the link, and everything else stays on the chip.
         l2: None for a chip without a memory between its scratchpads and DRAM.
         weights: None for a chip whose weights are stored uncompressed.
+        sparsity: None for a chip that stores all weights dense.
         matrix: None for a chip without systolic arrays.
         output: None for a chip without an output stage.
         cores: None for a chip of one core.
@@ -436,6 +461,7 @@ class Chip:
     dram: Dram | None = None
     l2: SharedL2 | None = None
     weights: PackedWeights | None = None
+    sparsity: Sparsity | None = None
     matrix: Matrix | None = None
     output: Output | None = None
     control: Control = Control()
@@ -601,6 +627,8 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
         return _word(item, value, path, where)
     if item.name == "functions":
         return _functions(value, path, where)
+    if item.name == "patterns":
+        return _patterns(value, path, where)
     if "names" in item.metadata:
         return _listed(value, LIMITED_DTYPES if item.name == "dtypes" else op_names(), path, where)
     if item.name == "limits":
@@ -619,6 +647,12 @@ def _part(kind: type, table: Mapping[str, Any], path: str, where: str) -> Any:
     """Build a part of a chip from its table; keys of `banks` that the table lacks are taken from its kind of DRAM."""
     if kind is not DramBanks:
         part = _fields(kind, table, f"{path}.", where)
+        if isinstance(part, Sparsity):
+            largest = max(int(pattern.split(":")[1]) for pattern in part.patterns)
+            if 1 << part.metadata_bits < largest:
+                raise InputError(
+                    f"{where}: '{path}.metadata_bits' is {part.metadata_bits}, too few to tell {largest} weights apart"
+                )
         if isinstance(part, Dram) and part.banks is not None and part.banks.interleave_bytes % part.burst_bytes:
             each = part.banks.interleave_bytes
             raise InputError(
@@ -659,6 +693,21 @@ def _functions(value: Any, path: str, where: str) -> tuple[str, ...]:
 
     assert ops
     return _listed(value, (*VECTOR_FUNCTIONS, *FUNCTIONS), path, where)
+
+
+def _patterns(value: Any, path: str, where: str) -> tuple[str, ...]:
+    """Check a list of N:M patterns. Raises `InputError` if it is none."""
+    is_list = isinstance(value, list) and bool(value)
+    texts = value if is_list else [value]
+    for text in texts:
+        is_text = is_list and isinstance(text, str)
+        match = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", text, re.ASCII) if is_text else None
+        if match is None or not int(match[1]) < int(match[2]) <= _MOST_IN_GROUP:
+            raise InputError(
+                f"{where}: '{path}' has {_shown(text)}; write a list such as [\"2:4\"], of at most "
+                f"{_MOST_IN_GROUP} weights in a group"
+            )
+    return tuple(texts)
 
 
 def op_names() -> tuple[str, ...]:

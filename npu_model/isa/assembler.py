@@ -123,6 +123,14 @@ class _Line:
             self.fail("an integer of at most 20 digits")
         return int(text)
 
+    def pattern(self) -> tuple[int, int] | None:
+        """Parse `sparse N:M`; None if something else follows."""
+        if not self.accepts("sparse"):
+            return None
+        kept = self.integer()
+        self.expect(":")
+        return kept, self.integer()
+
     def value(self) -> Value:
         sign = -1 if self.accepts("-") else 1
         if self.next in ("inf", "nan") or (self.at < len(self.words) and self.words[self.at].kind == "float"):
@@ -294,8 +302,11 @@ class _Reader:
         while (line_ := self._next()) is not None:
             line = line_
             if line.accepts("buffer"):
-                buffers.append(Buffer(line.word(), line.integer()))
+                name, size = line.word(), line.integer()
+                stored = line.integer() if line.accepts("stored") else 0
+                pattern = line.pattern() if stored else None
                 line.end()
+                buffers.append(Buffer(name, size, stored, "" if pattern is None else "{}:{}".format(*pattern)))
                 self.at += 1
             elif line.next in sections:
                 keyword = line.take("name", "a section")
@@ -408,7 +419,9 @@ def _fence(line: _Line, engine: str, depth: int) -> Fence:
 
 
 def _transfer(line: _Line, engine: str, depth: int) -> Transfer:
-    target = line.tile(depth)
+    target, others = line.tile(depth), []
+    while line.accepts("and"):
+        others.append(line.tile(depth))
     line.expect("<-")
     source, box = line.tile(depth), line.box(depth)
     sizes = [axis.size for axis in box]
@@ -427,6 +440,7 @@ def _transfer(line: _Line, engine: str, depth: int) -> Transfer:
         index=index,
         index_limit=limit,
         scatters=scatters,
+        others=tuple(other(sizes) for other in others),
     )
 
 
@@ -458,6 +472,7 @@ def _multiply(line: _Line, engine: str, depth: int) -> Multiply:
         begins=begins if adds else None,
         left_zero=line.integer() if line.accepts("left_zero") else 0,
         right_zeros=line.tile(depth)(sizes) if line.accepts("right_zeros") else None,
+        sparsity=line.pattern(),
     )
 
 

@@ -18,6 +18,7 @@ from npu_model.isa.instructions import (
     ZERO,
     Affine,
     Axis,
+    Buffer,
     Compute,
     Fence,
     Instruction,
@@ -48,11 +49,16 @@ def disassemble(program: TileProgram) -> str:
     Comments give the DRAM traffic of each section (kernel call).
     """
     lines = [f"chip {_word(program.chip)} {_word(program.digest)}"]
-    lines += [f"buffer {_word(buffer.name)} {buffer.size}" for buffer in program.buffers]
+    lines += [_buffer_line(buffer) for buffer in program.buffers]
     for keyword, sections in (("preload", program.preload), ("section", program.sections)):
         for section in sections:
             lines += ["", *section_lines(section, keyword)]
     return "\n".join(lines) + "\n"
+
+
+def _buffer_line(buffer: Buffer) -> str:
+    pattern = f" sparse {buffer.pattern}" if buffer.pattern else ""
+    return f"buffer {_word(buffer.name)} {buffer.size}" + (f" stored {buffer.stored}{pattern}" if buffer.stored else "")
 
 
 def section_lines(section: Section, keyword: str = "section") -> Iterator[str]:
@@ -119,7 +125,8 @@ def _transfer_words(instruction: Transfer, box: str) -> Iterator[str]:
     is_read, is_written = (tile.space.is_shared for tile in (instruction.source, instruction.target))
     yield "copy   " if is_read == is_written else "load   " if is_read else "store  "
     sizes = [axis.size for axis in instruction.box]
-    yield f"{_tile(instruction.target, sizes)} <- {_tile(instruction.source, sizes)} {box}"
+    targets = " and ".join(_tile(tile, sizes) for tile in instruction.writes)
+    yield f"{targets} <- {_tile(instruction.source, sizes)} {box}"
     if instruction.fill is not None:
         yield f"fill {_number(instruction.fill)}"
     if instruction.index is not None:
@@ -139,6 +146,8 @@ def _multiply_words(instruction: Multiply) -> Iterator[str]:
         yield f"left_zero {instruction.left_zero}"
     if instruction.right_zeros is not None:
         yield f"right_zeros {_tile(instruction.right_zeros, sizes)}"
+    if instruction.sparsity is not None:
+        yield f"sparse {instruction.sparsity[0]}:{instruction.sparsity[1]}"
 
 
 def _begin(depths: Sequence[int]) -> str:

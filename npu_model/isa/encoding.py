@@ -19,7 +19,7 @@ from npu_compiler.errors import ProgramFormatError
 from npu_model.isa import instructions as isa
 from npu_model.isa.instructions import MAX_LOOPS, Compute, Fence, Loop, Multiply, TileProgram, Transfer
 
-VERSION = 1
+VERSION = 2
 _KINDS = {kind.__name__: kind for kind in (Compute, Fence, Loop, Multiply, Transfer)}
 _MOST = 2**62
 _NESTING = MAX_LOOPS + 1

@@ -243,6 +243,7 @@ class Transfer(Instruction):
         index: A tile of int32, for a gather: the element at (i, j, …) is read from (index[i, j, …], j, …) of the
             source. An index outside 0 … `index_limit` − 1 is an error. None: no gather.
         scatters: The index applies to the target instead of the source.
+        others: Further targets, in the scratchpads of other cores (a multicast over the network).
     """
 
     box: tuple[Axis, ...]
@@ -252,17 +253,18 @@ class Transfer(Instruction):
     index: Tile | None = None
     index_limit: int = 0
     scatters: bool = False
+    others: tuple[Tile, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return self.box
 
     @property
-    def path(self) -> tuple[str, str] | None:
-        """The sending and the receiving core of a transfer over the network; None if it crosses no network."""
+    def path(self) -> tuple[str, ...] | None:
+        """The sending and the receiving cores of a transfer over the network; None if it crosses no network."""
         source, target = self.source, self.target
         crosses = not (source.space.is_shared or target.space.is_shared) and source.buffer != target.buffer
-        return (source.buffer, target.buffer) if crosses else None
+        return (source.buffer, *(tile.buffer for tile in self.writes)) if crosses else None
 
     @property
     def chosen(self) -> Tile | None:
@@ -275,7 +277,13 @@ class Transfer(Instruction):
 
     @property
     def writes(self) -> tuple[Tile, ...]:
-        return (self.target,)
+        return (self.target, *self.others)
+
+
+def has_whole_groups(axis: Axis, of: int) -> bool:
+    """Whether an axis has only whole groups of `of` consecutive elements, in all iterations of the loops around it."""
+    numbers = (axis.start.base, *axis.start.steps, axis.total, 0 if axis.size == axis.total else axis.size)
+    return not any(number % of for number in numbers)
 
 
 class Role(StrEnum):
@@ -302,6 +310,8 @@ class Multiply(Instruction):
             and are added to in the others; an empty tuple always adds. None: the sums always start at zero.
         left_zero: Zero point: an integer that is subtracted from each element of the left operand.
         right_zeros: Zero points of the right operand, one for each column. None: all are 0.
+        sparsity: (N, M): of M consecutive elements of the right operand along the summed axis, counted from the
+            tensor's first, at most N are not zero, and products with the zeros are left out. None: none are left out.
     """
 
     box: tuple[Axis, ...]
@@ -312,6 +322,7 @@ class Multiply(Instruction):
     begins: tuple[int, ...] | None = None
     left_zero: int = 0
     right_zeros: Tile | None = None
+    sparsity: tuple[int, int] | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -415,10 +426,18 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named buffer in DRAM and its size in bytes."""
+    """A named buffer in DRAM.
+
+    Attributes:
+        size: Bytes of its values.
+        stored: Bytes that it takes in DRAM, where it is decoded on its way; 0 for one that lies there as it is.
+        pattern: N:M sparsity of its form, as in `2:4`; empty for other forms.
+    """
 
     name: str
     size: int
+    stored: int = 0
+    pattern: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from npu_model.isa.instructions import (
     ZERO,
     Affine,
     Axis,
+    Buffer,
     Compute,
     Engine,
     Fence,
@@ -43,6 +44,7 @@ from npu_model.isa.instructions import (
     Transfer,
     core_name,
     core_of,
+    has_whole_groups,
     is_transfer,
     kind_of,
 )
@@ -89,6 +91,7 @@ class _Verifier:
         self.cores = [""] if chip.cores is None else [core_name(number) for number in range(chip.cores.count)]
         self.engines = {f"{core}.{kind}" if core else kind for core in self.cores for kind in kinds}
         self.buffers: dict[str, int] = {}
+        self.packed: set[str] = set()
         self.executions = 0
         self.raised: Counter[Token] = Counter()
         self.where: object = "the tile program"
@@ -105,6 +108,7 @@ class _Verifier:
             self.need(buffer.name not in self.buffers, f"buffer '{buffer.name:.60}' is declared twice")
             self.need(buffer.name != "", "a buffer has no name")
             self.need(0 <= buffer.size <= _MOST, f"buffer '{buffer.name:.60}' has {buffer.size} bytes")
+            self._form(buffer)
             self.buffers[buffer.name] = buffer.size
         for sections in (self.program.preload, self.program.sections):
             self.executions = 0
@@ -119,6 +123,19 @@ class _Verifier:
             for section in sections:
                 for instruction, counts in self._instructions(section):
                     self._instruction(instruction, counts)
+
+    def _form(self, buffer: Buffer) -> None:
+        name = f"buffer '{buffer.name:.60}'"
+        if not buffer.stored:
+            self.need(not buffer.pattern, f"{name} has a pattern, but lies in DRAM as it is")
+            return
+        self.need(0 < buffer.stored <= _MOST and buffer.size > 0, f"{name} takes {buffer.stored} bytes")
+        if not buffer.pattern:
+            self.need(self.chip.weights is not None, f"{name} is compressed, but the chip has no decoder for that")
+        else:
+            known = () if self.chip.sparsity is None else self.chip.sparsity.patterns
+            self.need(buffer.pattern in known, f"{name} has the pattern '{buffer.pattern:.10}', which the chip lacks")
+        self.packed.add(buffer.name)
 
     def _loops(self, nodes: Sequence[Node], counts: tuple[int, ...], rounds: int) -> None:
         self.need(len(counts) <= MAX_LOOPS, f"loops are more than {MAX_LOOPS} deep")
@@ -199,10 +216,12 @@ class _Verifier:
         size = itemsize(tile.dtype)
         for number in (tile.address.base, *tile.address.steps, *tile.strides, tile.slot_bytes):
             self.need(number % size == 0, f"{number} bytes are no multiple of {size}, for {tile.dtype}")
-        packs = tile.space is not Space.PACKED or self.chip.weights is not None
-        self.need(packs, "the chip has no weights in a form of their own")
         if tile.space.has_buffers:
             self.need(tile.buffer in self.buffers, f"there is no buffer '{tile.buffer:.60}'")
+            is_packed = tile.buffer in self.packed
+            name = f"buffer '{tile.buffer:.60}'"
+            self.need(is_packed or tile.space is Space.DRAM, f"{name} has no form of its own that could be decoded")
+            self.need(not is_packed or tile.space is Space.PACKED, f"{name} has to be decoded on its way")
         elif tile.space is Space.L2:
             self.need(self.chip.l2 is not None and not tile.buffer, f"the chip has no L2 '{tile.buffer:.60}'")
         else:
@@ -240,8 +259,14 @@ class _Verifier:
         self.need(is_transfer(instruction.engine), "only DMA engines transfer")
         self.need(len(box) <= MOST_TRANSFER_AXES, f"a transfer has {len(box)} axes, more than {MOST_TRANSFER_AXES}")
         self.need(source.dtype == target.dtype, f"it transfers {source.dtype} to {target.dtype}")
-        for axis, stride in zip(box, target.strides, strict=True):
-            self.need(stride != 0 or axis.size == 1, "several elements go to one place")
+        for tile in instruction.writes:
+            for axis, stride in zip(box, tile.strides, strict=True):
+                self.need(stride != 0 or axis.size == 1, "several elements go to one place")
+        if instruction.others:
+            self._multicast(instruction)
+            for tile in instruction.others:
+                self._written(tile, box)
+                self._inside(tile, box, counts)
         own = core_of(instruction.engine)
         inside = [tile for tile in (source, target) if not tile.space.is_shared]
         self.need(not inside or own in {tile.buffer for tile in inside}, f"it moves nothing from or to {own}")
@@ -269,6 +294,15 @@ class _Verifier:
             whole = [Axis(axis.size) for axis in box]
             self._written(target, whole)
             self._inside(target, whole, counts)
+
+    def _multicast(self, instruction: Transfer) -> None:
+        cores, tiles = self.chip.cores, (instruction.source, *instruction.writes)
+        self.need(cores is not None and cores.network.multicast, "the chip's network has no multicast")
+        inside = all(tile.space is Space.SCRATCHPAD and tile.dtype == tiles[0].dtype for tile in tiles)
+        self.need(inside, "a multicast is from a scratchpad to others, of one dtype")
+        self.need(len({tile.buffer for tile in tiles}) == len(tiles), "a multicast goes to one core twice")
+        is_plain = instruction.index is None and instruction.fill is None
+        self.need(is_plain, "a multicast neither gathers nor fills")
 
     def _fill(self, fill: float | int | None, dtype: str) -> None:
         if fill is None or is_float(dtype):
@@ -309,6 +343,8 @@ class _Verifier:
             self.need(size <= most, f"it multiplies {size} elements, more than {most}")
         self.need(abs(instruction.left_zero) < 2**31, "the zero of the left operand is out of range")
         self.need(not instruction.left_zero or is_integer, "floats have no zero that is subtracted")
+        if instruction.sparsity is not None:
+            self._sparsity(instruction, instruction.sparsity)
         if zeros is not None:
             fits = zeros.dtype in ("int8", "uint8", "int32") and zeros.space is Space.SCRATCHPAD and is_integer
             self.need(fits, "the zeros of the right operand are integers in the scratchpad, of integers")
@@ -316,6 +352,15 @@ class _Verifier:
         self._written(sums, box)
         for tile in (*instruction.reads, sums):
             self._inside(tile, box, counts)
+
+    def _sparsity(self, instruction: Multiply, sparsity: tuple[int, int]) -> None:
+        own, (kept, of) = self.chip.sparsity, sparsity
+        skips = own is not None and own.skips_zeros and f"{kept}:{of}" in own.patterns
+        self.need(skips, f"the matrix engine skips no zeros of {kept}:{of}")
+        self.need(instruction.right_zeros is None, "zeros that are skipped have no zero points")
+        axes = [axis for role, axis in zip(instruction.roles, instruction.box, strict=True) if role is Role.SUM]
+        whole = len(axes) == 1 and has_whole_groups(axes[0], of)
+        self.need(whole, f"a product with {kept}:{of} sums over parts of groups")
 
     def _compute(self, instruction: Compute, counts: Sequence[int]) -> None:
         box, inputs = instruction.box, instruction.inputs

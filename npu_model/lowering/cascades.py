@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise, product, starmap
+from itertools import chain, islice, pairwise, product, starmap, zip_longest
 from typing import TypeAlias
 
 from npu_compiler.errors import ConstraintError
@@ -30,10 +30,11 @@ from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides
 from npu_compiler.target_config import OP_LEVEL
 from npu_model.chip import Chip
-from npu_model.isa.instructions import Section, TileProgram
+from npu_model.isa.instructions import Buffer, Section, TileProgram
 from npu_model.lowering.families import CannotLower, operands_of
 from npu_model.lowering.mapper import Mapper
-from npu_model.lowering.program import check_calls, link_program, shapes
+from npu_model.lowering.program import ARENA, check_calls, link_program, shapes
+from npu_model.lowering.refinement import refined
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.shared import Shared
 from npu_model.machine.machine import Machine, Run
@@ -180,6 +181,7 @@ class Cascade:
         stripes: Number of stripes.
         keeps_halo: Whether rows that two stripes need are copied, instead of computed again.
         stages_weights: Whether weights are copied into buffers once for all stripes.
+        cores: Number of cores, each of which computes consecutive stripes and shares no halo with others.
     """
 
     first: int
@@ -187,6 +189,7 @@ class Cascade:
     stripes: int
     keeps_halo: bool
     stages_weights: bool
+    cores: int = 1
 
 
 @dataclass(frozen=True)
@@ -232,10 +235,18 @@ def stripes_of(plan: ExecutionPlan, cascade: Cascade, most: int | None = None) -
     total = last.outputs[0].shape[_RULES[last.kernel].dim]
     each = -(-total // cascade.stripes)
     writer = _Writer(plan, cascade)
-    for start in islice(range(0, total, each), most):
+    starts = range(0, total, each)
+    for number, start in islice(enumerate(starts), most):
+        if number and core_of_stripe(cascade, len(starts), number) != core_of_stripe(cascade, len(starts), number - 1):
+            writer.forget()
         if not writer.add((start, min(total, start + each))):
             return None
     return writer.stripes()
+
+
+def core_of_stripe(cascade: Cascade, stripes: int, number: int) -> int:
+    """The core that computes a stripe of so many."""
+    return number * cascade.cores // stripes
 
 
 def _stripes(plan: ExecutionPlan, cascade: Cascade, shared: Shared, most: int | None = None) -> Stripes | None:
@@ -261,6 +272,10 @@ class _Writer:
         self._staged: dict[View, View] = {}
         self._passed: dict[int, tuple[Rows, View]] = {}
         self._passing = 0
+
+    def forget(self) -> None:
+        """Let the next stripe compute all its rows: another core has those of the last one."""
+        self._passed = {}
 
     def add(self, rows: Rows) -> bool:
         """Write the calls for these rows of the chain's result.
@@ -364,11 +379,28 @@ class _Way:
 
     def linked(self, chip: Chip, mapper: Mapper) -> Arrangement:
         """Generate the instructions. Raises `ConstraintError` if some step does not fit the chip's memory."""
-        program = link_program(self.steps, chip, mapper, self.residency)
+        return Arrangement(self.plan, self._merged(link_program(self.steps, chip, mapper, self.residency)))
+
+    def _merged(self, program: TileProgram) -> TileProgram:
+        """A program of the steps with a section for each call of the plan."""
         sections = iter(program.sections)
         own = [tuple(islice(sections, count)) for count in self.counts]
         merged = tuple(_section(call, each) for call, each in zip(self.plan.calls, own, strict=True))
-        return Arrangement(self.plan, replace(program, sections=merged))
+        return replace(program, sections=merged)
+
+    def of_steps(self, arrangement: Arrangement) -> Arrangement:
+        """The arrangement of the plan, from one of its steps on several cores."""
+        plan = arrangement.plan
+        buffers = {
+            name: replace(buffer, offset=plan.buffers[name].offset if name in plan.buffers else 0)
+            for name, buffer in self.plan.buffers.items()
+        }
+        ends = [buffer.offset + buffer.size_bytes for buffer in buffers.values() if buffer.kind == "arena"]
+        own = replace(self.plan, buffers=buffers, arena_bytes=max([plan.arena_bytes, *ends]))
+        program = self._merged(arrangement.program)
+        arena = [Buffer(ARENA, own.arena_bytes)] if own.arena_bytes else []
+        others = (buffer for buffer in program.buffers if buffer.name != ARENA)
+        return Arrangement(own, replace(program, buffers=(*others, *arena)))
 
 
 def _section(call: KernelCall, steps: Sequence[Section]) -> Section:
@@ -386,14 +418,15 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     """
     check_calls(plan.calls, chip, mapper)
     residency = choose_residency(plan, chip, mapper)
-    plain = Arrangement(plan, link_program(plan, chip, mapper, residency))
+    program, before = refined(plan, chip, mapper, residency)
+    plain = Arrangement(plan, program, before)
     chosen = _chosen(plan, chip, mapper, residency)
     if not chosen:
         return plain
     ways = _ways_to_stripe(plan, chosen, chip, mapper, residency.cycles * (1 - _WORTH / 2))
     if not ways:
         return plain
-    before = Machine(chip, plain.program).run()
+    before = before or Machine(chip, plain.program).run()
     best, cycles = replace(plain, run=before), before.cycles * (1 - _WORTH)
     most = _moved(before) + _kept_between(plan, chosen, residency)
     for way in ways:
@@ -407,12 +440,73 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     return best
 
 
+@dataclass(frozen=True)
+class StripedPlan:
+    """A plan whose chains are computed in stripes by several cores at once, each core its own.
+
+    Attributes:
+        steps: The plan with the chains replaced by the calls of their stripes, of which those that cores compute at
+            once count as one, the first.
+        groups: For each call of `steps`, the calls that are computed at once and their cores; the core of a call that
+            is in no chain is None.
+    """
+
+    steps: ExecutionPlan
+    groups: Sequence[Sequence[tuple[KernelCall, int | None]]]
+    _way: _Way
+
+    def of_plan(self, arrangement: Arrangement) -> Arrangement:
+        """The arrangement of the plan, from one of the steps on several cores."""
+        return self._way.of_steps(arrangement)
+
+
+def striped(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Iterator[StripedPlan]:
+    """Ways to divide a plan's chains into stripes, of which each core computes consecutive ones."""
+    chosen = _chosen(plan, chip, mapper, choose_residency(plan, chip, mapper))
+    for factor in (1, 2) if chosen else ():
+        cascades = []
+        for each in chosen:
+            stripes = factor * chip.core_count * -(-each.stripes // chip.core_count)
+            own = replace(each, stages_weights=False, cores=chip.core_count)
+            cascades.append(_with_stripes(plan, own, stripes))
+        way = _way(plan, cascades, chip, mapper)
+        if way is not None:
+            yield _side_by_side(plan, cascades, way, mapper)
+
+
+def _side_by_side(plan: ExecutionPlan, cascades: Sequence[Cascade], way: _Way, mapper: Mapper) -> StripedPlan:
+    """Group the calls of a way's stripes: those at one place of each core's sequence are computed at once."""
+    groups: list[list[tuple[KernelCall, int | None]]] = []
+    counts: list[int] = []
+    by_first = {cascade.first: cascade for cascade in cascades}
+    while len(counts) < len(plan.calls):
+        cascade = by_first.get(len(counts))
+        if cascade is None:
+            groups.append([(plan.calls[len(counts)], None)])
+            counts.append(1)
+            continue
+        found = _stripes(plan, cascade, mapper.shared)
+        assert found is not None  # or there would be no such way
+        sequences: list[list[tuple[KernelCall, int | None]]] = [[] for _ in range(cascade.cores)]
+        for number, calls in enumerate(found.stripes):
+            core = core_of_stripe(cascade, len(found.stripes), number)
+            sequences[core] += [(call, core) for call in calls]
+        together = [[each for each in place if each is not None] for place in zip_longest(*sequences)]
+        groups += together
+        counts += [*[0] * (cascade.stop - cascade.first - 1), len(together)]
+    steps = replace(way.steps, calls=[group[0][0] for group in groups])
+    return StripedPlan(steps, groups, replace(way, steps=steps, counts=counts))
+
+
 def _ways_to_stripe(
     plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper, most: float
 ) -> list[_Way]:
     """Plans with the few numbers of stripes whose estimates are best and below `most` cycles, fastest first."""
-    striped = {tuple(_with_stripes(plan, cascade, factor) for cascade in cascades) for factor in (0.5, 1, 4, 16)}
-    ways = [way for each in striped if (way := _way(plan, each, chip, mapper)) is not None]
+    finer = {
+        tuple(_with_stripes(plan, cascade, cascade.stripes * factor) for cascade in cascades)
+        for factor in (0.5, 1, 4, 16)
+    }
+    ways = [way for each in finer if (way := _way(plan, each, chip, mapper)) is not None]
     ways = sorted(ways, key=lambda way: (way.residency.cycles, len(way.steps.calls)))
     least = min((way.residency.cycles for way in ways), default=0.0)
     return [way for way in ways[:_SIMULATED] if way.residency.cycles < min(most, least * (1 + _WORTH))]
@@ -424,11 +518,11 @@ def _kept_between(plan: ExecutionPlan, cascades: Sequence[Cascade], residency: R
     return sum(2 * plan.buffers[name].size_bytes for name in passing if name in residency.addresses)
 
 
-def _with_stripes(plan: ExecutionPlan, cascade: Cascade, factor: float) -> Cascade:
-    """Scale the number of stripes of a cascade, up to the number of rows of its result."""
+def _with_stripes(plan: ExecutionPlan, cascade: Cascade, stripes: float) -> Cascade:
+    """A cascade with about that many stripes, at most one for each row of its result."""
     last = plan.calls[cascade.stop - 1]
     rows = last.outputs[0].shape[_RULES[last.kernel].dim]
-    each = -(-rows // max(2, round(cascade.stripes * factor)))
+    each = -(-rows // max(2, round(stripes)))
     return replace(cascade, stripes=-(-rows // each))
 
 
@@ -488,7 +582,7 @@ def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
         for call, names, room in zip(plan.calls, own, residency.rooms, strict=True)
     ]
     least = _NOTABLE * sum(parts) * chip.dram_bytes_per_cycle
-    coarse = Mapper(chip, mapper.shared, _COARSE)
+    coarse = Mapper(chip, mapper.shared, _COARSE, mapper.forms)
     passes = _passing(plan)
     best: list[tuple[float, tuple[tuple[float, Cascade], ...]]] = [(0.0, ())]  # gain and cascades of the first calls
     for stop in range(1, len(plan.calls) + 1):
@@ -588,10 +682,12 @@ def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper:
 __all__ = [
     "Arrangement",
     "Cascade",
+    "StripedPlan",
     "arrange",
     "compact",
     "copy_call",
     "part_of",
+    "striped",
     "stripes_of",
     "with_cascades",
     "with_views",

@@ -160,13 +160,13 @@ class _Outer:
     columns: Axis
 
 
-@lowering("conv2d_kernel", tilings=_tilings)
+@lowering("conv2d_kernel", tilings=_tilings, multiplies_weight=True)
 def conv2d(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out = act(conv(x, weight) + bias + residual)."""
     (_lanes if tiling["lanes"] else _arrays)(e, o, tiling, 0)
 
 
-@lowering("integer_conv2d_kernel", tilings=_tilings)
+@lowering("integer_conv2d_kernel", tilings=_tilings, multiplies_weight=True)
 def integer_conv2d(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """The convolution of integers: sums in int32, then scales, bias, residual, activation and requantization."""
     (_lanes if tiling["lanes"] else _arrays)(e, o, tiling, o.zero_point)

@@ -18,10 +18,11 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
 from npu_model.isa.instructions import Section, Space, TileProgram, core_name
-from npu_model.lowering.cascades import Arrangement, arrange
+from npu_model.lowering.cascades import Arrangement, arrange, striped
 from npu_model.lowering.division import Way, divided
 from npu_model.lowering.emitter import Place
 from npu_model.lowering.families import CannotLower
+from npu_model.lowering.forms import with_sparsity
 from npu_model.lowering.l2 import Use, check_places, choose_l2, l2_place
 from npu_model.lowering.mapper import Mapper, Placed, in_sequence
 from npu_model.lowering.program import (
@@ -47,12 +48,29 @@ def arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     Raises:
         ConstraintError: the chip cannot run some calls; the message names all of them with the reason.
     """
+    arrangement = _arranged(with_sparsity(plan, mapper.forms, chip), chip, mapper)
+    return replace(arrangement, plan=replace(arrangement.plan, calls=plan.calls))
+
+
+def _arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     if chip.cores is None:
         return arrange(plan, chip, mapper)
     check_calls(plan.calls, chip, mapper)
     if chip.cores.split != "auto":
         return _fastest(_ways(plan, chip, mapper, [chip.cores.split]), chip)
-    return _fastest([_on_one_core(plan, chip, mapper), *_ways(plan, chip, mapper, [*Way, "layers"])], chip)
+    alone, ways = _on_one_core(plan, chip, mapper), _ways(plan, chip, mapper, [*Way, "layers"])
+    return _fastest([alone, *ways, *_striped(plan, chip, mapper)], chip)
+
+
+def _striped(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Iterator[Arrangement | ConstraintError]:
+    """Lower a plan with chains in stripes, each computed by one core; rows of the other calls are divided."""
+    for own in striped(plan, chip, mapper):
+        steps = [
+            [Step(call, core) for call, core in group if core is not None] or parts
+            for group, parts in zip(own.groups, _divided(own.steps, Way.ROWS, chip, mapper), strict=True)
+        ]
+        way = _linked(spread(own.steps, steps), chip, mapper)
+        yield way if isinstance(way, ConstraintError) else own.of_plan(way)
 
 
 def _on_one_core(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement | ConstraintError:
@@ -224,16 +242,16 @@ class _Linking:
             body = tuple(node for section in written for node in section.body)
             comment = f"{shapes(call)}; on {len(group.steps)} core{'s' * (len(group.steps) > 1)}"
             sections.append(Section(call.node, call.kernel, comment, body))
-        buffers = buffers_of(own.plan)
+        buffers = buffers_of(own.plan, self._mapper)
         program = TileProgram(chip.name, chip_digest(chip), buffers, tuple(preload), tuple(sections))
         return Arrangement(own.plan, program)
 
     def _outside(self) -> dict[str, Place]:
         """Buffer → its location in DRAM."""
         own = self._own
-        places = dram_places(replace(own.plan, buffers=dict(own.buffers)), self._chip)
+        places = dram_places(replace(own.plan, buffers={**own.plan.buffers, **own.buffers}), self._mapper)
         for name, (weight, first) in own.parts.items():
-            places[name] = replace(places[name], name=weight, offset=first)
+            places[name] = replace(places[name], space=places[weight].space, name=weight, offset=first)
         return places
 
     def _inside(self, outside: dict[str, Place]) -> dict[str, dict[str, Place]]:

@@ -42,6 +42,7 @@ from npu_model.isa.instructions import (
     Token,
     Transfer,
     Wait,
+    has_whole_groups,
 )
 
 DOUBLE = 2  # places of a piece within a loop
@@ -198,6 +199,7 @@ class Emitter:
         accumulators: First byte and number of bytes of the accumulators that it may allocate.
         alignment: Every allocated tile begins at a multiple of this number of bytes.
         has_output: Whether the chip has an output stage; otherwise the vector engine executes epilogues.
+        sparsity: N and M of the right operand of products, whose zeros the matrix engine skips. None: it skips none.
     """
 
     def __init__(
@@ -208,10 +210,12 @@ class Emitter:
         accumulators: tuple[int, int],
         alignment: int,
         has_output: bool = False,
+        sparsity: tuple[int, int] | None = None,
     ) -> None:
         self.places = places
         self.output_engine = Engine.OUTPUT if has_output else Engine.VECTOR
         self._queues = queues
+        self._sparsity = sparsity
         self._room = {Space.SCRATCHPAD: scratchpad, Space.ACCUMULATORS: accumulators}
         self._used = {Space.SCRATCHPAD: 0, Space.ACCUMULATORS: 0}
         self._alignment = alignment
@@ -353,6 +357,7 @@ class Emitter:
         index: Piece | None = None,
         index_limit: int = 0,
         scatters: bool = False,
+        others: Sequence[Piece] = (),
     ) -> None:
         """Emit a transfer of a box with these axes; `index` is a list of rows to gather or scatter (see `Transfer`).
 
@@ -371,9 +376,10 @@ class Emitter:
                 index=None if index is None else index.tile(*(d if d < len(index.axes) else None for d in dims)),
                 index_limit=index_limit,
                 scatters=scatters,
+                others=tuple(self._located(other, other.tile(*dims)) for other in others),
             ),
             reads=[source] if index is None else [source, index],
-            writes=[target],
+            writes=[target, *others],
         )
 
     @staticmethod
@@ -406,6 +412,7 @@ class Emitter:
                 begins=begins,
                 left_zero=left_zero,
                 right_zeros=zeros,
+                sparsity=self._sparsity if self._has_whole_groups(axes) else None,
             ),
             reads=[
                 left[0],
@@ -415,6 +422,11 @@ class Emitter:
             ],
             writes=[sums[0]],
         )
+
+    def _has_whole_groups(self, axes: Sequence[tuple[Role, Axis]]) -> bool:
+        """Whether a product's summed axis has only whole groups of the sparsity, in all iterations."""
+        own = [axis for role, axis in axes if role is Role.SUM]
+        return self._sparsity is not None and len(own) == 1 and has_whole_groups(own[0], self._sparsity[1])
 
     def compute(
         self,

@@ -43,22 +43,24 @@ class Lowering:
         tilings: Yields the tilings to try for a call on a chip, promising ones first. After a None, further ones follow
             that are tried only if no earlier one fits. Raises `CannotLower` if the chip cannot run the call.
         emit: Generates the section of a call in one of these tilings.
+        multiplies_weight: Whether all products multiply by the operand `weight`, and sum over its dimension 1.
     """
 
     tilings: Callable[[Operands, Chip], Iterable[Tiling | None]]
     emit: Callable[[Emitter, Operands, Tiling], None]
+    multiplies_weight: bool = False
 
 
 LOWERINGS: dict[str, Lowering] = {}
 
 
 def lowering(
-    *kernels: str, tilings: Callable[[Operands, Chip], Iterable[Tiling | None]]
+    *kernels: str, tilings: Callable[[Operands, Chip], Iterable[Tiling | None]], multiplies_weight: bool = False
 ) -> Callable[[Callable[[Emitter, Operands, Tiling], None]], Callable[[Emitter, Operands, Tiling], None]]:
     """Decorator that registers a function as the `emit` of these kernels' lowering."""
 
     def add(emit: Callable[[Emitter, Operands, Tiling], None]) -> Callable[[Emitter, Operands, Tiling], None]:
-        LOWERINGS.update(dict.fromkeys(kernels, Lowering(tilings, emit)))
+        LOWERINGS.update(dict.fromkeys(kernels, Lowering(tilings, emit, multiplies_weight)))
         return emit
 
     return add

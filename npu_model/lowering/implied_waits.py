@@ -22,7 +22,7 @@ _MOST_EXECUTIONS = 20_000  # of a program, a tenth of a second; longer ones keep
 
 def without_implied_waits(program: TileProgram, chip: Chip) -> TileProgram:
     """Remove redundant waits from the program's sections; a program with too many executions is returned unchanged."""
-    streams = Streams(program.sections, Costs(chip), token_totals(program.preload))
+    streams = Streams(program.sections, Costs(chip, program.buffers), token_totals(program.preload))
     if streams.executions > _MOST_EXECUTIONS:
         return program
     needed = _Order(streams, len(program.sections)).needed()

@@ -23,6 +23,7 @@ from npu_model.chip import Chip
 from npu_model.isa.instructions import Engine, Space
 from npu_model.lowering.emitter import DOUBLE, DoesNotFit, Draft, Emitter, Place
 from npu_model.lowering.families import LOWERINGS, CannotLower, Operands, Tiling, operands_of
+from npu_model.lowering.forms import Form, Pattern, SparseCall
 from npu_model.lowering.shared import Shared
 from npu_model.machine.costs import Costs, Moves, Work, work_of
 
@@ -48,6 +49,8 @@ class Candidate:
         once: Cycles of one iteration of all computing engines.
         flow: Position → cycles of all transfers of the operand, including latencies, overlapped by double buffering.
         executions: Number of executed instructions.
+        chained: Cycles if a tile's loads wait until the tile before is stored: of all computing engines, and for each
+            tile the latencies until its loads and its results are complete.
         l2: Position → cycles of the shared L2 if the operand lies there; empty on a chip without.
         l2_fill, l2_flow: `fill` and `flow` of operands that lie in the shared L2.
     """
@@ -61,6 +64,7 @@ class Candidate:
     once: float
     flow: Mapping[int, float]
     executions: int
+    chained: float
     l2: Mapping[int, float]
     l2_fill: Mapping[int, float]
     l2_flow: Mapping[int, float]
@@ -112,15 +116,15 @@ class Choices:
 
     Args:
         candidates: Its tilings that fit the chip.
-        operands: Number of the call's views.
+        inputs, outputs: Numbers of the call's views.
         serial: Whether loads wait for earlier stores; so if there are fewer than three DMA engines.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], operands: int, serial: bool) -> None:
+    def __init__(self, candidates: Sequence[Candidate], inputs: int, outputs: int, serial: bool) -> None:
         self.candidates = candidates
-        self._operands, self._serial = operands, serial
-        self._busy, self._once, self._issue = np.array(
-            [(each.busy, each.once, each.executions * _ISSUE) for each in candidates]
+        self._inputs, self._operands, self._serial = inputs, inputs + outputs, serial
+        self._busy, self._once, self._chained, self._issue = np.array(
+            [(each.busy, each.once, each.chained, each.executions * _ISSUE) for each in candidates]
         ).T
         self._scratchpad = np.array([each.scratchpad for each in candidates])
         self._room, self._dram, self._flow, self._fill, self._l2, self._l2_flow, self._l2_fill = (
@@ -151,7 +155,9 @@ class Choices:
                 fill = fill + self._l2_fill @ shared
                 flow = np.maximum(flow, (self._l2_flow * shared).max(axis=1))
             if self._serial:
-                apart = beside = self._busy + (moved + moved_l2) * (1 + _TRAFFIC) + self._issue
+                loads, stores = ~kept[: self._inputs], ~kept[self._inputs : self._operands]
+                busy = np.maximum(self._busy, self._chained) if loads.any() and stores.any() else self._busy
+                apart = beside = busy + (moved + moved_l2) * (1 + _TRAFFIC) + self._issue
             else:
                 apart, beside = (
                     np.maximum.reduce(
@@ -305,10 +311,17 @@ class Mapper:
     Args:
         shared: Cache of results that several chips share. None: a new one.
         most: Maximum number of tilings of a call that are compared.
+        forms: Weight → its form in DRAM, for those that were measured. None: of all weights only shapes are known.
     """
 
-    def __init__(self, chip: Chip, shared: Shared | None = None, most: int = MOST_CANDIDATES) -> None:
-        self.chip, self.most = chip, most
+    def __init__(
+        self,
+        chip: Chip,
+        shared: Shared | None = None,
+        most: int = MOST_CANDIDATES,
+        forms: Mapping[str, Form] | None = None,
+    ) -> None:
+        self.chip, self.most, self.forms = chip, most, forms or {}
         self.shared = shared or Shared()
         self._costs = Costs(chip)
         self._searched: dict[object, Choices | CannotLower] = {}
@@ -322,9 +335,9 @@ class Mapper:
         key = _signature(call)
         if key not in self._searched:
             try:
-                operands = len(call.inputs) + len(call.outputs)
                 serial = self.chip.dma.channels < 3
-                self._searched[key] = Choices(self._search(operands_of(call), key), operands, serial)
+                candidates = self._search(operands_of(call), key)
+                self._searched[key] = Choices(candidates, len(call.inputs), len(call.outputs), serial)
             except CannotLower as error:
                 self._searched[key] = error
         found = self._searched[key]
@@ -347,7 +360,7 @@ class Mapper:
         key = tuple(tiling.items()), own, first, chip.dma.channels, chip.sram.alignment, chip.output is not None
 
         def emit() -> Draft:
-            emitter = new_emitter(chip, places, room)
+            emitter = new_emitter(chip, places, room, _sparsity(call))
             LOWERINGS[call.kernel].emit(emitter, operands_of(call), tiling)
             return emitter.finish()
 
@@ -373,7 +386,7 @@ class Mapper:
             tried += 1
             sketch = self._sketch(operands, tiling, signature)
             if sketch is not None:
-                found.append(self._candidate(sketch))
+                found.append(self._candidate(sketch, len(call.inputs)))
         if not found:
             raise CannotLower(
                 f"its smallest tiles do not fit {self.chip.sram.size} bytes of scratchpad, or the accumulators; "
@@ -398,8 +411,9 @@ class Mapper:
             return None
         return found
 
-    def _candidate(self, sketch: Sketch) -> Candidate:
-        costs, latency = self._costs, self.chip.dram_latency_cycles
+    def _candidate(self, sketch: Sketch, inputs: int) -> Candidate:
+        """The costs of a sketch of a call with so many inputs."""
+        costs, latency, waits = self._costs, self.chip.dram_latency_cycles, 0.0
         busy: dict[str, float] = {}
         once: dict[str, float] = {}
         dram: dict[int, float] = {}
@@ -423,6 +437,9 @@ class Mapper:
             cost = costs.of(work)
             busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
             once[engine] = once.get(engine, 0.0) + cost.cycles + cost.latency
+            waits += cost.latency
+        stored = [times for position, _, times in sketch.moves if position >= inputs]
+        lag = max(stored, default=0) * (waits + latency)
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         return Candidate(
@@ -435,6 +452,7 @@ class Mapper:
             around,
             flow,
             sketch.executions,
+            sum(busy.values()) + lag,
             l2,
             l2_fill,
             l2_flow,
@@ -444,7 +462,8 @@ class Mapper:
 def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
     call = operands.call
     views = (*call.inputs, *call.outputs)
-    emitter = new_emitter(chip, {v.buffer: Place(Space.DRAM, v.buffer, 0, 2**62) for v in views}, (0, chip.sram.size))
+    places = {v.buffer: Place(Space.DRAM, v.buffer, 0, 2**62) for v in views}
+    emitter = new_emitter(chip, places, (0, chip.sram.size), _sparsity(call))
     LOWERINGS[call.kernel].emit(emitter, operands, tiling)
     positions: dict[str, int] = {"": -1}
     for position, view in enumerate(views):
@@ -462,10 +481,20 @@ def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
     return Sketch(tiling, tuple(moves), tuple(computes), room, emitter.used, emitter.used_accumulators, executions)
 
 
-def new_emitter(chip: Chip, places: Mapping[str, Place], room: tuple[int, int]) -> Emitter:
-    """Create an emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad."""
+def new_emitter(
+    chip: Chip, places: Mapping[str, Place], room: tuple[int, int], sparsity: Pattern | None = None
+) -> Emitter:
+    """Create an emitter for a section on a chip that may use `room` (first byte, size) of the scratchpad.
+
+    `sparsity` is that of its weight; None if the matrix engine skips no zeros.
+    """
     sums = chip.matrix.accumulator_bytes if chip.matrix is not None else 0
-    return Emitter(places, chip.dma.channels, room, (0, sums), chip.sram.alignment, chip.output is not None)
+    channels, has_output = chip.dma.channels, chip.output is not None
+    return Emitter(places, channels, room, (0, sums), chip.sram.alignment, has_output, sparsity)
+
+
+def _sparsity(call: KernelCall) -> Pattern | None:
+    return call.sparsity if isinstance(call, SparseCall) else None
 
 
 def _signature(call: KernelCall) -> object:
@@ -475,7 +504,7 @@ def _signature(call: KernelCall) -> object:
         (view.shape, view.strides, view.dtype, names.setdefault(view.buffer, len(names)))
         for view in (*call.inputs, *call.outputs)
     )
-    return call.kernel, views, len(call.inputs), repr(sorted(call.params.items()))
+    return call.kernel, views, len(call.inputs), repr(sorted(call.params.items())), _sparsity(call)
 
 
 __all__ = ["Candidate", "Choices", "Mapper", "Placed", "in_sequence", "new_emitter"]

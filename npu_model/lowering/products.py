@@ -88,7 +88,14 @@ def _linear_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     return product_tilings(m, o.weight.shape[0], k, chip, (itemsize(o.x.dtype), itemsize(o.weight.dtype)), staged)
 
 
-@lowering("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel", tilings=_tilings)
+@lowering(
+    "matmul_kernel",
+    "matmul_notrans_kernel",
+    "matmul_vec_kernel",
+    "matmul_vec_notrans_kernel",
+    tilings=_tilings,
+    multiplies_weight=True,
+)
 def linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out[m, n] = act(x[m, k] · weight[n, k]ᵀ + bias) + residual."""
     _tiled(e, o, tiling)
@@ -99,7 +106,7 @@ def _integer_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     return _linear_tilings(o, chip)
 
 
-@lowering("integer_linear_kernel", tilings=_integer_tilings)
+@lowering("integer_linear_kernel", tilings=_integer_tilings, multiplies_weight=True)
 def integer_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """The product of integers: sums in int32, then scales, bias, residual, activation and requantization."""
     _tiled(e, o, tiling)
@@ -152,7 +159,7 @@ def _gated_tilings(o: Operands, chip: Chip) -> Iterable[Tiling | None]:
     return product_tilings(1, o.n, o.k, chip)  # of one row, so that rows are never outside
 
 
-@lowering("gated_matmul_vec_kernel", tilings=_gated_tilings)
+@lowering("gated_matmul_vec_kernel", tilings=_gated_tilings, multiplies_weight=True)
 def gated_linear(e: Emitter, o: Operands, tiling: Tiling) -> None:
     """out[1, n] = act(gate) · up, where [gate, up] = x[1, k] · weight[2n, k]ᵀ + bias."""
     tn, tk = tiling["n"], tiling["k"]

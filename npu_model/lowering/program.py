@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,9 +32,10 @@ from npu_model.isa.instructions import (
 )
 from npu_model.lowering.emitter import DoesNotFit, Draft, Place, Touch
 from npu_model.lowering.families import CannotLower, Tiling
+from npu_model.lowering.forms import Form
 from npu_model.lowering.implied_waits import without_implied_waits
 from npu_model.lowering.l2 import Use, check_places, choose_l2, l2_place
-from npu_model.lowering.mapper import Mapper, Placed, in_sequence, new_emitter
+from npu_model.lowering.mapper import Candidate, Mapper, Placed, in_sequence, new_emitter
 from npu_model.lowering.relocation import to_core
 from npu_model.lowering.residency import Residency, choose_residency, positions
 from npu_model.lowering.tokens import without_idle_tokens
@@ -69,15 +71,52 @@ def link_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Res
     """
     check_calls(plan.calls, chip, mapper)
     try:
-        return _linked(plan, chip, mapper, residency or choose_residency(plan, chip, mapper))
+        placed = placed_program(plan, chip, mapper, residency or choose_residency(plan, chip, mapper))
+        return placed.linked(placed.candidates())
     except ConstraintError:  # values that stay leave too little room for some call
         if chip.dram is None:
             raise
-        return _linked(plan, chip, mapper, Residency({}, [chip.sram.size] * len(plan.calls)))
+        placed = placed_program(plan, chip, mapper, nothing_stays(plan, chip))
+        return placed.linked(placed.candidates())
 
 
-def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> TileProgram:
-    places = dram_places(plan, chip)
+def nothing_stays(plan: ExecutionPlan, chip: Chip) -> Residency:
+    """The residency in which no value stays in the scratchpad."""
+    return Residency({}, [chip.sram.size] * len(plan.calls))
+
+
+@dataclass(frozen=True)
+class PlacedProgram:
+    """A plan whose values have their places, before tilings are chosen.
+
+    Attributes:
+        places: Buffer → its location.
+        preload: Sections that load the weights that stay on the chip.
+        calls: The calls with the locations of their operands.
+    """
+
+    plan: ExecutionPlan
+    mapper: Mapper
+    places: Mapping[str, Place]
+    preload: tuple[Section, ...]
+    calls: Sequence[Placed]
+
+    def candidates(self) -> list[Candidate]:
+        """The best tilings by estimates."""
+        return in_sequence(self.calls)
+
+    def linked(self, candidates: Sequence[Candidate]) -> TileProgram:
+        """The tile program with a tiling for each call. Raises `ConstraintError` if the calls do not fit."""
+        linker = Linker(self.mapper, self.places, token_totals(self.preload))
+        for call, candidate, placed in zip(self.plan.calls, candidates, self.calls, strict=True):
+            linker.add(Part(call, candidate.tiling, placed.room, candidate.needs(placed.resident)))
+        chip, buffers = self.mapper.chip, buffers_of(self.plan, self.mapper)
+        return TileProgram(chip.name, chip_digest(chip), buffers, self.preload, tuple(linker.sections))
+
+
+def placed_program(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> PlacedProgram:
+    """Give the values of a plan their places: in the scratchpad as `residency` says, in the L2, or in DRAM."""
+    places = dram_places(plan, mapper)
     uses = [
         Use(call, time, Placed(mapper.choices(call), positions(call, residency.addresses), room), residency.addresses)
         for time, (call, room) in enumerate(zip(plan.calls, residency.rooms, strict=True))
@@ -91,12 +130,7 @@ def _linked(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residenc
     for name, address in residency.addresses.items():
         places[name] = Place(Space.SCRATCHPAD, "", address, places[name].size)
     places.update({name: l2_place(address, places[name].size) for name, address in l2.items()})
-    linker = Linker(mapper, places, token_totals(preload))
-    calls = [use.with_l2(l2) for use in uses]
-    for call, candidate, placed in zip(plan.calls, in_sequence(calls), calls, strict=True):
-        linker.add(Part(call, candidate.tiling, placed.room, candidate.needs(placed.resident)))
-    sections = tuple(linker.sections)
-    return TileProgram(chip.name, chip_digest(chip), buffers_of(plan), tuple(preload), sections)
+    return PlacedProgram(plan, mapper, places, tuple(preload), [use.with_l2(l2) for use in uses])
 
 
 def check_calls(calls: Sequence[KernelCall], chip: Chip, mapper: Mapper) -> None:
@@ -127,16 +161,27 @@ def preloaded(name: str, place: Place, address: int, chip: Chip, space: Space = 
     return Section(name, "preload", f"{place.size} bytes", (move,))
 
 
-def dram_places(plan: ExecutionPlan, chip: Chip) -> dict[str, Place]:
-    """Buffer → its location in DRAM: intermediate values in the arena, weights compressed if the chip has a decoder."""
+def dram_places(plan: ExecutionPlan, mapper: Mapper) -> dict[str, Place]:
+    """Buffer → its location in DRAM: intermediate values in the arena, weights in their forms."""
     places = {}
     for name, buffer in plan.buffers.items():
         if buffer.kind == "arena":
             places[name] = Place(Space.DRAM, ARENA, buffer.offset, buffer.size_bytes)
         else:
-            space = Space.PACKED if buffer.is_constant and chip.weights is not None else Space.DRAM
+            is_packed = buffer.is_constant and form_of(name, buffer, mapper) is not None
+            space = Space.PACKED if is_packed else Space.DRAM
             places[name] = Place(space, plan.donations.get(name, name), 0, buffer.size_bytes)
     return places
+
+
+def form_of(name: str, buffer: BufferAllocation, mapper: Mapper) -> Form | None:
+    """A buffer's form in DRAM: as it was measured, else by the ratio that the chip states; None if it lies as it is."""
+    weights = mapper.chip.weights
+    if not buffer.is_constant or not buffer.size_bytes:
+        return None
+    if name in mapper.forms or weights is None:
+        return mapper.forms.get(name)
+    return Form(math.ceil(buffer.size_bytes * weights.ratio))
 
 
 def touched_buffers(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
@@ -145,9 +190,14 @@ def touched_buffers(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     return {name: plan.buffers[name] for name in sorted(names)}
 
 
-def buffers_of(plan: ExecutionPlan) -> tuple[Buffer, ...]:
+def buffers_of(plan: ExecutionPlan, mapper: Mapper) -> tuple[Buffer, ...]:
     """The DRAM buffers of a tile program: those that the plan's calls access, and the arena for intermediate values."""
-    own = [Buffer(name, b.size_bytes) for name, b in touched_buffers(plan).items() if b.kind != "arena"]
+
+    def buffer(name: str, allocation: BufferAllocation) -> Buffer:
+        form = form_of(name, allocation, mapper)
+        return Buffer(name, allocation.size_bytes, *(() if form is None else (form.stored, form.pattern)))
+
+    own = [buffer(name, b) for name, b in touched_buffers(plan).items() if b.kind != "arena"]
     return (*own, *([Buffer(ARENA, plan.arena_bytes)] if plan.arena_bytes else []))
 
 
@@ -208,15 +258,24 @@ class Linker:
         self._enter([touch for part in parts for touch in self._append(part.call, self._drafted(part), part.core)])
 
     def send(self, *copies: tuple[KernelCall, str]) -> None:
-        """Append copies between cores that run concurrently, each executed by the sending core."""
+        """Append copies between cores that run concurrently, each executed by the sending core.
+
+        Copies of one source are a multicast if the chip's network has that.
+        """
         touches: list[Touch] = []
+        cores = self.mapper.chip.cores
+        together: dict[object, list[tuple[KernelCall, str]]] = {}
         for copy, core in copies:
-            (source,), (target,) = copy.inputs, copy.outputs
+            key = (core, copy.inputs) if cores is not None and cores.network.multicast else id(copy)
+            together.setdefault(key, []).append((copy, core))
+        for (copy, core), *others in together.values():
+            views = (*copy.inputs, *copy.outputs, *(other.outputs[0] for other, _ in others))
             emitter = new_emitter(self.mapper.chip, self._places(core), (0, 0))
-            sizes, (read, written) = collapse(source.shape, source.strides, target.strides)
+            sizes, strides = collapse(views[0].shape, *(view.strides for view in views))
             axes = tuple(map(Axis, sizes))
-            views = (replace(source, strides=tuple(read)), replace(target, strides=tuple(written)))
-            emitter.transfer(axes, *(emitter.whole(view, axes) for view in views), queue=_SENDING)
+            merged = (replace(view, strides=tuple(own)) for view, own in zip(views, strides, strict=True))
+            source, target, *more = (emitter.whole(view, axes) for view in merged)
+            emitter.transfer(axes, source, target, queue=_SENDING, others=more)
             touches += self._append(copy, emitter.finish(), core)
         self._enter(touches)
 

@@ -7,12 +7,12 @@ floats are multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from npu_compiler.graph.code_formats import CODE_FORMATS
 from npu_model.chip import Chip
-from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space
+from npu_model.isa.instructions import ZERO, Affine, Axis, Role, Space, Value
 from npu_model.lowering.emitter import Emitter, Piece
 from npu_model.lowering.epilogues import Factors, first_rows, float_epilogue, gated_epilogue
 from npu_model.lowering.families import CannotLower, Operands, Tiling, divided, halvings, in_tiers, lowering, parts
@@ -280,6 +280,8 @@ def _number(program: VectorProgram, o: Operands, code: int, place: int, zero: in
     kind = CODE_FORMATS[o.codes]
     if kind.is_float:
         return program.op("from_float8", code)
+    if kind.table:
+        return _chosen(program, code, kind.bits * place, kind.table)
     is_packed = kind.bits < 8
     bits = (kind.bits * place, 2**kind.bits - 1)
     value = program.op("bits", code, attrs=bits) if is_packed else program.op("signed_byte", code)
@@ -288,6 +290,19 @@ def _number(program: VectorProgram, o: Operands, code: int, place: int, zero: in
     elif zero is None and kind.zero:
         value = program.op("sub", value, float(kind.zero))
     return program.op("to_float", value)
+
+
+def _chosen(program: VectorProgram, code: int, first: int, table: Sequence[int]) -> int:
+    """Return the number of a table that the bits of `code` from bit `first` on choose; each bit halves the table."""
+    values: Sequence[Value] = [float(number) for number in table]
+    while len(values) > 1:
+        is_set = program.op("gt", program.op("to_float", program.op("bits", code, attrs=(first, 1))), 0.0)
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [program.op("where", is_set, high, low) for low, high in pairs]
+        first += 1
+    register = values[0]
+    assert isinstance(register, int)
+    return register
 
 
 __all__ = ["dequantized_tile", "quantized_gated_linear", "quantized_linear", "rows_of"]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from npu_model.isa.instructions import (
-    Buffer,
     Compute,
     Instruction,
     Loop,
@@ -60,7 +59,7 @@ class Relocation:
         """Relocate a whole program."""
         return replace(
             program,
-            buffers=tuple(Buffer(self.buffers + buffer.name, buffer.size) for buffer in program.buffers),
+            buffers=tuple(replace(buffer, name=self.buffers + buffer.name) for buffer in program.buffers),
             preload=tuple(map(self.section, program.preload)),
             sections=tuple(map(self.section, program.sections)),
         )
@@ -85,7 +84,8 @@ class Relocation:
         )
         if isinstance(moved, Transfer):
             index = None if moved.index is None else self._tile(moved.index)
-            return replace(moved, source=self._tile(moved.source), target=self._tile(moved.target), index=index)
+            source, target, *others = (self._tile(tile) for tile in (moved.source, *moved.writes))
+            return replace(moved, source=source, target=target, others=tuple(others), index=index)
         if isinstance(moved, Multiply):
             zeros = None if moved.right_zeros is None else self._tile(moved.right_zeros)
             left, right, sums = (self._tile(tile) for tile in (moved.left, moved.right, moved.sums))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple, TypeAlias
@@ -15,6 +15,7 @@ from npu_compiler.program.products import Product
 from npu_model.chip import Chip, Dataflow, Matrix
 from npu_model.chip.systolic import mapping, sram_accesses
 from npu_model.isa.instructions import (
+    Buffer,
     Compute,
     Engine,
     Fence,
@@ -74,9 +75,10 @@ class Moves(NamedTuple):
         run, runs: Length in bytes of each contiguous run in DRAM, and number of runs.
         strides, extents, item: Access pattern in DRAM: byte strides, number of elements along each, and bytes of an
             element.
-        path: The cores between which data moves over the network; None if both ends are in one core or shared memory.
+        path: The sending and the receiving cores of data that moves over the network; None if both ends are in one core
+            or shared memory.
         l2_read, l2_written: Bytes moved from and to the shared L2.
-        is_packed: Whether the source in DRAM is compressed and has to be decoded.
+        packed: Name of the source in DRAM if it has to be decoded; else empty.
     """
 
     filled: int
@@ -88,10 +90,10 @@ class Moves(NamedTuple):
     strides: tuple[int, ...]
     extents: tuple[int, ...]
     item: int
-    path: tuple[str, str] | None = None
+    path: tuple[str, ...] | None = None
     l2_read: int = 0
     l2_written: int = 0
-    is_packed: bool = False
+    packed: str = ""
 
     @property
     def in_l2(self) -> Moves:
@@ -105,6 +107,7 @@ class Multiplies(NamedTuple):
     Attributes:
         batch, rows, columns, sums, window: Elements along the axes with these roles (`Role`).
         left, right: Bytes of an element of each operand.
+        sparsity: N and M of the right operand, whose zeros are skipped; None if none are.
     """
 
     batch: int
@@ -115,6 +118,12 @@ class Multiplies(NamedTuple):
     dtype: str
     left: int
     right: int
+    sparsity: tuple[int, int] | None = None
+
+    @property
+    def kept(self) -> int:
+        """Products of a sum, over `sums`, that are not skipped."""
+        return self.sums if self.sparsity is None else math.ceil(self.sums / self.sparsity[1]) * self.sparsity[0]
 
 
 class Computes(NamedTuple):
@@ -142,10 +151,16 @@ class Costs:
     """The costs of instructions on one chip.
 
     Costs of equal products are computed once.
+
+    Args:
+        buffers: The buffers of the program, of which some lie in DRAM in another form.
     """
 
-    def __init__(self, chip: Chip) -> None:
+    def __init__(self, chip: Chip, buffers: Iterable[Buffer] = ()) -> None:
         self.chip = chip
+        self._packed = {
+            buffer.name: (buffer.stored / buffer.size, _decoder(buffer, chip)) for buffer in buffers if buffer.stored
+        }
         self._products: dict[Multiplies, tuple[int, int, int]] = {}
 
     @cached_property
@@ -191,10 +206,11 @@ class Costs:
 
     def _moves(self, work: Moves, address: int) -> Cost:
         cycles = work.filled / self.chip.sram.bandwidth
-        if work.is_packed and (weights := self.chip.weights) is not None:
-            cycles = max(cycles, work.read / weights.decoder_bytes_per_cycle)
-            stored = math.ceil(work.read * weights.ratio)  # in one run
-            work, address = work._replace(read=stored, run=stored, runs=1), int(address * weights.ratio)
+        if work.packed in self._packed:
+            ratio, decoder = self._packed[work.packed]
+            cycles = max(cycles, work.read / decoder)
+            stored = math.ceil(work.read * ratio)  # in one run
+            work, address = work._replace(read=stored, run=stored, runs=1), int(address * ratio)
             work = work._replace(strides=(1,), extents=(stored,), item=1)
         if work.read or work.written:
             burst = self.burst_bytes
@@ -207,8 +223,9 @@ class Costs:
         if work.path is not None:
             assert self.chip.cores is not None
             cycles = max(cycles, work.filled * self.chip.clock_ghz / self.chip.cores.network.bandwidth_gb_s)
-            latency = self.delay(*work.path)
-            return Cost(math.ceil(cycles), 0, 0, work.inside, latency=latency, network=work.filled)
+            sender, *receivers = work.path
+            latency, network = max(self.delay(sender, core) for core in receivers), len(receivers) * work.filled
+            return Cost(math.ceil(cycles), 0, 0, work.inside, latency=latency, network=network)
         own = work.l2_read, work.l2_written
         return Cost(math.ceil(cycles), work.read, work.written, work.inside, l2_read=own[0], l2_written=own[1])
 
@@ -220,7 +237,7 @@ class Costs:
         assert matrix is not None
         depth = _depth(matrix) if matrix.overlapped_folds else 0
         latency = math.ceil(depth / (matrix.rates[work.dtype] * matrix.efficiency))
-        macs = work.batch * work.rows * work.columns * work.sums * work.window
+        macs = work.batch * work.rows * work.columns * work.kept * work.window
         return Cost(cycles, 0, 0, accessed, macs, dtype=work.dtype, port_cycles=ports, latency=latency)
 
     def _product(self, work: Multiplies) -> tuple[int, int, int]:
@@ -230,10 +247,9 @@ class Costs:
         if rate is None:
             raise InputError(f"the matrix engine of chip '{self.chip.name}' does not multiply {work.dtype}")
         taps = 1 if matrix.windows == "columns" else work.window
-        k = work.sums * work.window // taps
-        return _array_time(
-            Product(work.rows, work.columns, k, work.batch * taps), self.chip, rate, work.left, work.right
-        )
+        product = Product(work.rows, work.columns, work.kept * work.window // taps, work.batch * taps)
+        dense = work.sums / work.kept  # the operands lie dense in the scratchpad, and are read whole
+        return _array_time(product, self.chip, rate, work.left * dense, work.right * dense)
 
     def _computes(self, work: Computes) -> Cost:
         if work.on_output:
@@ -249,6 +265,13 @@ class Costs:
         """Operations of a lane per cycle: the lowest rate among the dtypes that the program reads and writes."""
         rates = self.chip.vector.rates
         return min((rates[name] for name in dtypes if name in rates), default=min(rates.values()))
+
+
+def _decoder(buffer: Buffer, chip: Chip) -> int:
+    """Bytes per cycle that leave the decoder of a buffer's form."""
+    own = chip.sparsity if buffer.pattern else chip.weights
+    assert own is not None
+    return own.decoder_bytes_per_cycle
 
 
 def work_of(instruction: Instruction, extents: Sequence[int]) -> Work | None:
@@ -270,7 +293,8 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     filled = size * math.prod(axis.size for axis in instruction.box) if instruction.fill is not None else moved
     read, written = (moved if tile.space.has_buffers else 0 for tile in (source, target))
     index = instruction.index
-    inside = (moved if source.space is Space.SCRATCHPAD else 0) + (filled if target.space is Space.SCRATCHPAD else 0)
+    written_tiles = sum(tile.space is Space.SCRATCHPAD for tile in instruction.writes)
+    inside = (moved if source.space is Space.SCRATCHPAD else 0) + filled * written_tiles
     if index is not None:
         inside += _distinct(index, extents) * itemsize(index.dtype)
     l2_read, l2_written = (moved if tile.space is Space.L2 else 0 for tile in (source, target))
@@ -279,7 +303,8 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     outside = source if source.space.has_buffers else target
     run, runs = _walk(outside, extents, size, index if outside is instruction.chosen else None)
     walked = run, runs, outside.strides, tuple(extents), size
-    return Moves(filled, read, written, inside, *walked, None, l2_read, l2_written, source.space is Space.PACKED)
+    packed = source.buffer if source.space is Space.PACKED else ""
+    return Moves(filled, read, written, inside, *walked, None, l2_read, l2_written, packed)
 
 
 def _walk(tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> tuple[int, int]:
@@ -308,7 +333,7 @@ def _multiplies(instruction: Multiply, extents: Sequence[int]) -> Multiplies:
     batch, rows, columns, sums, window = (
         sizes[role] for role in (Role.BATCH, Role.ROW, Role.COLUMN, Role.SUM, Role.WINDOW)
     )
-    return Multiplies(batch, rows, columns, sums, window, dtype, left, right)
+    return Multiplies(batch, rows, columns, sums, window, dtype, left, right, instruction.sparsity)
 
 
 def _computes(instruction: Compute, extents: Sequence[int]) -> Computes:
@@ -348,7 +373,7 @@ def _distinct(tile: Tile, extents: Sequence[int]) -> int:
     return math.prod(extent for extent, stride in zip(extents, tile.strides, strict=True) if stride)
 
 
-def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int) -> tuple[int, int, int]:
+def _array_time(product: Product, chip: Chip, rate: float, left: float, right: float) -> tuple[int, int, int]:
     """Time of a product on all arrays: (cycles, bytes read from the scratchpad, cycles spent waiting for its ports).
 
     The fastest division among the arrays is taken. Arrays read the scratchpad at once, so that fewer of them may be
@@ -365,7 +390,7 @@ def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int
         for part, copies in _shares(product, arrays):
             cycles = fold_cycles(part, chip) / (rate * matrix.efficiency)
             accesses = sram_accesses(part, matrix.rows, matrix.columns, matrix.dataflow)
-            size = copies * (accesses.input_reads * left + accesses.weight_reads * right) // part.batch
+            size = int(copies * (accesses.input_reads * left + accesses.weight_reads * right) // part.batch)
             total = math.ceil(max(cycles, size / chip.sram.bandwidth))
             found = (total, size, total - math.ceil(cycles))
             best = found if best is None else min(best, found)

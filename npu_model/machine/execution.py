@@ -100,11 +100,12 @@ def _filled(instruction: Transfer, ranges: Ranges, memories: Memories, move: Wor
 def _transfer(instruction: Transfer, ranges: Ranges, memories: Memories) -> Work:
     if instruction.index is not None:
         return (_scatter if instruction.scatters else _gather)(instruction, instruction.index, ranges, memories)
-    source, target = (Part(tile, ranges, memories) for tile in (instruction.source, instruction.target))
+    source, *targets = (Part(tile, ranges, memories) for tile in (instruction.source, *instruction.writes))
 
     def work(counters: Sequence[int]) -> None:
         values = source.read(counters)
-        target.write(counters)[...] = values
+        for target in targets:
+            target.write(counters)[...] = values
 
     return work
 

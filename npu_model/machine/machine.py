@@ -7,8 +7,8 @@ Engines run concurrently, each on one instruction at a time and in program order
 2. A transfer from or to DRAM begins when DRAM is free, occupies it for the time of its bytes, and ends a latency later;
    its engine is free for the next transfer meanwhile. All engines share DRAM. The shared L2 serves transfers in the
    same way, independently of DRAM; a transfer between the two occupies both.
-3. A transfer between two cores' scratchpads begins when the sender's outgoing and the receiver's incoming link are
-   free, occupies both for the time of its bytes, and ends after the latency of its hops.
+3. A transfer between cores' scratchpads begins when the sender's outgoing and the receivers' incoming links are free,
+   occupies all of them for the time of its bytes, and ends after the latency of the most hops.
 4. Any other instruction occupies its engine for its cycles. With overlapped folds, a product's results are complete
    later by the depth of the array, while the engine begins the next product.
 5. If the chip's file describes the scratchpad's banks, accesses also wait for busy banks (`sram_banks.py`).
@@ -149,7 +149,7 @@ class Machine:
         self.chip, self.program = chip, program
         self.memory = memory
         self.checked = checked
-        self.costs = Costs(chip)
+        self.costs = Costs(chip, program.buffers)
         self._executions: dict[tuple[int, ...], Execution] = {}
         self._first: tuple[Run, list[Executed]] | None = None
         self._own: dict[tuple[Space, str], Memory] = {}
@@ -417,7 +417,7 @@ class _Scheduler:
             if not self._next(number, queue):
                 self._finish(queue)
 
-    def _moved(self, path: tuple[str, str] | None, start: int, cost: Cost) -> tuple[int, int]:
+    def _moved(self, path: tuple[str, ...] | None, start: int, cost: Cost) -> tuple[int, int]:
         """Begin and end of a transfer that is ready at `start`.
 
         It occupies DRAM, the L2 or network links for its cycles.
@@ -438,11 +438,12 @@ class _Scheduler:
             start = self._on_network(path, start, cycles)
         return start, start + cycles + latency
 
-    def _on_network(self, path: tuple[str, str], start: int, cycles: int) -> int:
+    def _on_network(self, path: tuple[str, ...], start: int, cycles: int) -> int:
         """Begin of a transfer between cores that is ready at `start`; it occupies their links for its cycles."""
-        sender, receiver = path
-        begin = max(start, self.out_free.get(sender, 0), self.in_free.get(receiver, 0))
-        self.out_free[sender] = self.in_free[receiver] = begin + cycles
+        sender, *receivers = path
+        begin = max(start, self.out_free.get(sender, 0), *(self.in_free.get(core, 0) for core in receivers))
+        self.out_free[sender] = begin + cycles
+        self.in_free.update(dict.fromkeys(receivers, begin + cycles))
         return begin
 
     def _finish(self, queue: _Queue) -> None:

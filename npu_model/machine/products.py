@@ -26,7 +26,25 @@ Work: TypeAlias = Callable[[Sequence[int]], None]
 def product(instruction: Multiply, ranges: Ranges, memories: Memories) -> Work:
     """Build a function of the loop counters that executes a product on the elements inside its tensors."""
     is_integer = instruction.left.dtype in ("int8", "uint8")
-    return (_integers if is_integer else _floats)(instruction, ranges, memories)
+    work = (_integers if is_integer else _floats)(instruction, ranges, memories)
+    return work if instruction.sparsity is None else _sparse(instruction, instruction.sparsity, ranges, memories, work)
+
+
+def _sparse(instruction: Multiply, sparsity: tuple[int, int], ranges: Ranges, memories: Memories, work: Work) -> Work:
+    """A product whose right operand is checked first: the engine would leave out elements beyond its pattern."""
+    right, (kept, of) = Part(instruction.right, ranges, memories), sparsity
+    axis = instruction.roles.index(Role.SUM)
+
+    def checked(counters: Sequence[int]) -> None:
+        groups = np.moveaxis(right.read(counters), axis, -1)
+        groups = groups.reshape(*groups.shape[:-1], -1, of)
+        if np.count_nonzero(groups, axis=-1).max() > kept:
+            raise MachineError(
+                f"of {of} elements more than {kept} are not zero, where zeros of {kept}:{of} are skipped"
+            )
+        work(counters)
+
+    return checked
 
 
 class _Axes:

@@ -69,7 +69,7 @@ class Prepared:
         outside: DRAM address of a transfer, if its time depends on it (on a chip with DRAM banks); else None.
         fixed: Its cost, if that is equal in all iterations; else None.
         by_extents: Its costs so far, by extents of the `varying` axes and the position of the address among DRAM rows.
-        path: The cores between which a transfer over the network moves; None for other instructions.
+        path: The sending and the receiving cores of a transfer over the network; None for other instructions.
     """
 
     instruction: Instruction
@@ -83,7 +83,7 @@ class Prepared:
     outside: Affine | None
     fixed: Cost | None
     by_extents: dict[tuple[int, ...], Cost]
-    path: tuple[str, str] | None
+    path: tuple[str, ...] | None
 
 
 @dataclass(slots=True, eq=False)

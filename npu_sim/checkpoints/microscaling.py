@@ -1,8 +1,8 @@
 """Matrices with 8-bit scales for groups of elements: MXFP4, MXFP8 and NVFP4 of compressed-tensors and gpt-oss.
 
 MX scales are powers of two, stored as exponents; NVFP4 scales are float8, all divided by one float32. A 4-bit float is
-one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. Since these are halves of integers, codes are stored as integers
-of twice the value, and scales are halved.
+one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. The format `float4_e2m1` counts them in halves, so scales are
+halved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from npu_sim.checkpoints.layouts import Parts, checked, expect, groups_of, matri
 from npu_sim.lazy_tensors import LazyTensors
 
 _MX_GROUP = 32
-_HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _EXPONENTS = np.append(np.exp2(np.arange(255, dtype=np.float64) - 127), np.nan)  # 255 is no number
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
@@ -62,7 +61,7 @@ class Microscaled:
         if self.is_divided and (parts["weight_global_scale"].size != 1):
             raise WeightError(f"its weight_global_scale has {parts['weight_global_scale'].size} elements, not one")
         scales = "float32" if self.is_divided else "bfloat16"
-        return QuantizedFormat("int8" if self.bits == 4 else "float8_e4m3", self.group, scales)
+        return QuantizedFormat("float4_e2m1" if self.bits == 4 else "float8_e4m3", self.group, scales)
 
     def array(self, parts: Parts) -> QuantizedArray:
         format, stored = self.format(parts), parts["weight_scale"]
@@ -73,7 +72,7 @@ class Microscaled:
         else:
             scales = _powers(stored, self.bits == 4)
         codes = np.ascontiguousarray(parts[self.names[0]]).view(np.uint8)
-        return checked(_array(format, codes, scales, self.bits))
+        return checked(_array(format, codes, scales))
 
 
 def _powers(exponents: np.ndarray, is_halved: bool) -> np.ndarray:
@@ -81,24 +80,22 @@ def _powers(exponents: np.ndarray, is_halved: bool) -> np.ndarray:
     return (_EXPONENTS / (1 + is_halved)).astype(ml_dtypes.bfloat16)[exponents.view(np.uint8)]
 
 
-def _array(format: QuantizedFormat, stored: np.ndarray, scales: np.ndarray, bits: int) -> QuantizedArray:
+def _array(format: QuantizedFormat, stored: np.ndarray, scales: np.ndarray) -> QuantizedArray:
     """The matrix of stored codes [n, k · bits / 8] with scales [n, groups].
 
     Codes of a group whose scale is 0 do not matter; they become 0.
     """
-    n, k = len(stored), stored.shape[1] * 8 // bits
-    codes = np.empty((n, k), np.uint8)
+    codes = np.empty_like(stored)
 
-    def unpack(piece: slice) -> np.ndarray:
-        rows = stored[piece]
-        if bits == 4:
-            rows = _HALVES[np.stack((rows & 15, rows >> 4), axis=-1)].view(np.uint8).reshape(len(rows), k)
+    def clear(piece: slice) -> np.ndarray:
+        rows, empty = stored[piece], scales[piece] == 0
         groups = rows.reshape(len(rows), scales.shape[1], -1)
-        empty = scales[piece] == 0
-        return np.where(empty[..., None], np.uint8(0), groups).reshape(len(rows), k) if empty.any() else rows
+        return np.where(empty[..., None], np.uint8(0), groups).reshape(rows.shape) if empty.any() else rows
 
-    by_rows(codes, unpack)
-    return QuantizedArray(format, (n, k), codes, np.ascontiguousarray(scales))
+    by_rows(codes, clear)
+    return QuantizedArray(
+        format, (len(stored), stored.shape[1] * 8 // format.bits), codes, np.ascontiguousarray(scales)
+    )
 
 
 class BlockTensors(LazyTensors[Any]):
@@ -119,7 +116,7 @@ class BlockTensors(LazyTensors[Any]):
 
     def __init__(self, state: Mapping[str, np.ndarray]) -> None:
         self._state = state
-        format = QuantizedFormat("int8", _MX_GROUP, "bfloat16")
+        format = QuantizedFormat("float4_e2m1", _MX_GROUP, "bfloat16")
         self.formats = {key.removesuffix(_BLOCKS): format for key in state if key.endswith(_BLOCKS)}
         if not self.formats:
             raise InputError("none of its tensors is quantized, although the quantization_config says mxfp4")
@@ -147,7 +144,7 @@ class BlockTensors(LazyTensors[Any]):
         blocks, scales = self._state[key + _BLOCKS], self._state[key + _SCALES]
         groups = scales.shape[-1]
         codes = np.ascontiguousarray(blocks).reshape(-1, groups * _MX_GROUP // 2)
-        array = _array(self.formats[key], codes, _powers(scales.reshape(-1, groups), is_halved=True), 4)
+        array = _array(self.formats[key], codes, _powers(scales.reshape(-1, groups), is_halved=True))
         try:
             return checked(array)
         except WeightError as error:

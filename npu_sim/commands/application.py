@@ -8,6 +8,7 @@ import typer
 
 from npu_sim.commands import (
     diff,
+    embed,
     graphs,
     keys,
     models,
@@ -47,6 +48,7 @@ for command in (
     keys.trust,
     models.generate,
     models.models,
+    embed.embed,
     serve.serve,
     models.classify,
     quantize.quantize,

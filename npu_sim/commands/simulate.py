@@ -13,7 +13,7 @@ from npu_sim.commands.checks import check_file, check_not_overwritten, check_out
 from npu_sim.commands.completion import chips, models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.int8 import INT8, for_timing
-from npu_sim.commands.options import AsJSON, SimulatedDtype, WeightFormat
+from npu_sim.commands.options import AsJSON, SimulatedDtype, WeightFormat, Weights
 from npu_sim.commands.serve_simulated import SimulatedModel, serve_on_chip
 from npu_sim.commands.simulate_shared import Neighbours, simulate_shared
 from npu_sim.commands.simulation_text import as_json, result_lines, slow_dtype
@@ -22,6 +22,7 @@ from npu_sim.commands.units import format_time
 if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram, IRGraph
     from npu_model import Chip, PlanResult, Result
+    from npu_model.lowering.forms import Form
 
 # The kind of a model, its name, dtype, quantization, prompt and cache length.
 _Wanted: TypeAlias = tuple[str, str, str | None, str | None, int | None, int | None]
@@ -72,6 +73,7 @@ class Outputs:
             help="Write the sweep's table; with a --trace of requests, the queue over time.",
         ),
     ] = None
+    weights: Weights = None
     full: Annotated[bool, typer.Option("--full", help="Show every kernel call by itself, in order.")] = False
     json: AsJSON = False
 
@@ -98,6 +100,8 @@ class Outputs:
             raise InputError(
                 "--with is for one run of each model; leave out --sweep, --picture, --full and .csv traces"
             )
+        if self.weights is not None and (is_shared or self.requests or self.sweep):
+            raise InputError("--weights is for one run of a program; leave out --with, --sweep and .csv traces")
         if self.csv is not None and self.sweep is None and self.requests is None:
             raise InputError("--csv is for --sweep, or for a --trace of requests")
         if self.sweep is not None and (self.trace is not None or self.full):
@@ -177,7 +181,7 @@ def simulate(
 def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
     """Simulate a model on a chip and print the result; ops that the chip lacks run on the host in between."""
     from npu_compiler.errors import ConstraintError
-    from npu_model import NPUTarget
+    from npu_model import ChipOpsTarget, NPUTarget
     from npu_model import simulate as simulate_program
 
     if outputs.picture is not None:
@@ -187,7 +191,8 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
     with step(f"preparing {wanted[1]}"):
         plan = None
         try:
-            programs, count = _programs(NPUTarget(chip), *wanted)
+            target = NPUTarget if outputs.weights is None else ChipOpsTarget  # lowered when the weights were seen
+            programs, count = _programs(target(chip), *wanted)
         except ConstraintError:
             if outputs.picture is not None or wanted[0] in ("program", "language"):
                 raise
@@ -198,9 +203,10 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
         _show_plan(plan, outputs)
         return
     results, spans = [], outputs.timeline is not None or outputs.picture is not None
+    forms = None if outputs.weights is None else _forms(wanted[0], programs[0], chip, outputs.weights)
     with progress("simulating") as report:
         for program in programs:
-            results.append(simulate_program(program, chip, spans=spans))
+            results.append(simulate_program(program, chip, spans=spans, forms=forms))
             report(len(results), len(programs))
     _save(results[-1], outputs)
     if outputs.json:
@@ -216,6 +222,21 @@ def _run(wanted: _Wanted, chip: Chip, outputs: Outputs) -> None:
             f"time to first token: {format_time(prefill.seconds)} for a prompt of {count} tokens; "
             f"then {1 / decode.seconds:.1f} tokens per second"
         )
+
+
+def _forms(kind: str, program: CompiledProgram, chip: Chip, weights: Path) -> dict[str, Form]:
+    """Read a program's weights, and measure their forms in the chip's DRAM."""
+    from npu_compiler.errors import InputError
+    from npu_model import forms_of
+    from npu_runtime import Device
+    from npu_sim.commands.resources import load_onto, weights_for
+
+    if kind not in ("ir", "program") or program.target.startswith("npu:"):
+        raise InputError(
+            "--weights is for an IR or ONNX file, or a program compiled with --target op_level; how it is lowered "
+            "depends on them"
+        )
+    return forms_of(program, chip, load_onto(Device("cpu"), program, weights_for(program, weights)))
 
 
 def _share(wanted: _Wanted, chip: Chip, neighbours: Neighbours, outputs: Outputs) -> None:

@@ -53,6 +53,7 @@ def result_lines(result: Result, full: bool) -> list[str]:
         f"  busy     {busy}",
         f"  stalls   {stalls}",
         f"  {way:<8} {format_bytes(result.dram_bytes)}, at least {format_bytes(result.compulsory_bytes)}{kept}",
+        *weight_lines(result),
         *([f"  L2       {format_bytes(result.l2_bytes)} read and written"] if chip.l2 else []),
         f"  SRAM     {format_bytes(result.sram_bytes)} read and written; a call uses up to "
         f"{format_bytes(result.sram_used)}",
@@ -72,6 +73,18 @@ def result_lines(result: Result, full: bool) -> list[str]:
         rest = sum(len(calls) for calls in groups[_ROWS:])
         lines.append(f"  … and {rest} more calls (--full)")
     return lines
+
+
+def weight_lines(result: Result) -> list[str]:
+    """A line that says how many weights lie in DRAM in which form, on a chip that knows others than as they are."""
+    from npu_compiler.program.describe import format_bytes
+
+    forms: dict[str, list[int]] = {}
+    for own in result.weights:
+        form = own.pattern or ("compressed" if own.stored else "as they are")
+        forms.setdefault(form, []).append(own.stored or own.size)
+    parts = [f"{len(sizes)} {form} ({format_bytes(sum(sizes))})" for form, sizes in forms.items()]
+    return [f"  weights  {', '.join(parts)}"] if parts else []
 
 
 def slow_dtype(results: Iterable[Result]) -> str | None:

@@ -83,6 +83,19 @@ class EmbedderFolder(EncoderFolder):
     default_prompt: str | None = None
     pools_prompt: bool = True
 
+    def prompt(self, name: str | None) -> str:
+        """The text of the prompt with that name, which is put before each text.
+
+        None stands for the model's default prompt. Raises `InputError` for an unknown name.
+        """
+        chosen = self.default_prompt if name is None else name
+        if chosen is None:
+            return ""
+        if chosen not in self.prompts:
+            known = f"its prompts are {', '.join(self.prompts)}" if self.prompts else "it has none"
+            raise InputError(f"{self.name} has no prompt '{chosen}'; {known}")
+        return self.prompts[chosen]
+
 
 @dataclass(frozen=True)
 class CrossEncoderFolder(EncoderFolder):

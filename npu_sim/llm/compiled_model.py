@@ -4,6 +4,7 @@ With several devices, this process leads and there is one more process for each 
 with its part of weights and state, and loads and runs the programs that this process names (see `ranks`).
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from npu_compiler.graph.mesh import Mesh
 from npu_sim.llm.checkpoint import Checkpoint, vocabulary_size
 from npu_sim.llm.generation_config import check_generation
-from npu_sim.llm.graph import layer_states, state_with_buffers
+from npu_sim.llm.graph import layer_states, state_form, state_with_buffers
 from npu_sim.llm.ranks import start_group
 from npu_sim.llm.state import state_inputs
 from npu_sim.llm.step_program import ProgramName, StepProgram
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from npu_runtime import Device, DeviceBuffer
 
 Report = Callable[[int, int], None]
+
+_log = logging.getLogger(__name__)
 
 
 class CompiledModel(ABC):
@@ -94,6 +97,10 @@ class CompiledModel(ABC):
         """
         from npu_runtime import NPUBuffer
 
+        if state_form(self.checkpoint).is_whole:
+            _log.warning(
+                "%s has no state that steps can continue: each computes the whole context", self.checkpoint.name
+            )
         program, names = self.compile(name), state_inputs(layer_states(self.checkpoint))
         for spec in program.input_specs:
             # A cache in few bits is two inputs, of codes and of scales, for each of the traced module's.

@@ -1,11 +1,21 @@
 """The length of a language model's context: its default and its limits."""
 
+from typing import Any
+
 from npu_compiler.errors import InputError
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.families import longest_context
 
 DEFAULT_LENGTH = 2048  # tokens
 _CHUNK = 128  # tokens, of which the default length is a multiple
+
+
+def trained_length(config: Any) -> int | None:
+    """The number of positions that a config says its model was trained for; None if it says none."""
+    stated = getattr(config, "max_position_embeddings", None)
+    if stated is None:
+        stated = config.to_dict().get("max_seq_len")
+    return stated if isinstance(stated, int) and stated > 0 else None
 
 
 def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tuple[int, int]:
@@ -18,8 +28,7 @@ def context_length(checkpoint: Checkpoint, cache_length: int | None, chunk: int)
     Raises:
         InputError: a length is below 1 or beyond the model's maximum.
     """
-    stated = getattr(checkpoint.config, "max_position_embeddings", None)
-    trained = stated if stated is not None and stated > 0 else DEFAULT_LENGTH
+    trained = trained_length(checkpoint.config) or DEFAULT_LENGTH
     fixed = longest_context(checkpoint.config.to_dict()) or trained
     length = min(DEFAULT_LENGTH, trained, fixed) if cache_length is None else cache_length
     if length < 1 or chunk < 1:

@@ -1,6 +1,6 @@
 """Weights of mixture-of-experts layers: from a file's tensors to one matrix [E · N, K] for a layer's E experts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,26 @@ class ExpertParts:
                 f"config says {count}"
             )
         return [self._names[where] for where in wanted]
+
+    def parameter(self, state: Mapping[str, Any], shape: Sequence[int], joined: Joined | None) -> Any:
+        """The parameter, from a checkpoint's tensors.
+
+        Args:
+            shape: Its shape in transformers.
+            joined: Its form if it is one matrix [E · N, K]. None: it has the shape of transformers.
+
+        Raises:
+            InputError: as in `matrix`; or its experts are stored in few bits, but not read as one matrix.
+        """
+        count, rows, width = shape
+        matrix = self.matrix(state, joined or Joined((count, rows, width), transposed=False))
+        if joined is not None:
+            return matrix
+        if isinstance(matrix, QuantizedArray):
+            raise InputError(
+                f"the experts like '{self.first}' are stored in few bits, which this model does not support"
+            )
+        return matrix.reshape(shape)
 
     def matrix(self, state: Mapping[str, Any], joined: Joined) -> Any:
         """The parameter as one matrix [E · N, K], from a checkpoint's tensors.

@@ -2,7 +2,7 @@
 
 A row is a sequence of blocks, each with its scales in front of or behind its codes. The layouts are those of
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Here, codes of 2 and 3 bits are stored in 4 bits, and
-codes of 5 and 6 bits and those that index a table of numbers in 8; the two levels of scales of the K formats are
+codes of 5 and 6 bits in 8; the two levels of scales of the K formats are
 multiplied into one, in float32 as ggml does.
 """
 
@@ -36,7 +36,7 @@ class _Encoding:
     @property
     def zero(self) -> int:
         """The code that stands for the number 0."""
-        return self.format.code_format.zero if self.format.offsets == "none" else 0
+        return self.format.code_format.zero_code if self.format.offsets == "none" else 0
 
 
 def quantized_format(encoding: str) -> QuantizedFormat | None:
@@ -153,35 +153,28 @@ def _q3_k(block: Bytes) -> Parts:
     return codes, _halves(block[:, 108:], 1).astype(np.float32) * scales, None
 
 
-def _table(encoding: str) -> NDArray[np.int8]:
-    """The numbers for which the 16 codes of a ggml type stand."""
-    from gguf import quants
-
-    return np.array(getattr(quants, encoding).kvalues, np.int8)
-
-
 def _iq4_nl(block: Bytes) -> Parts:
-    return _table("IQ4_NL")[_nibbles(block[:, 2:], 16)], _halves(block, 1), None
+    return _nibbles(block[:, 2:], 16), _halves(block, 1), None
 
 
 def _iq4_xs(block: Bytes) -> Parts:
     low = np.stack((block[:, 4:8] & 15, block[:, 4:8] >> 4), axis=2).reshape(len(block), -1)
     high = np.ascontiguousarray(block[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     scales = (low | high.astype(np.uint8) << 4).astype(np.float32) - np.float32(32)
-    return _table("IQ4_NL")[_nibbles(block[:, 8:], 16)], _halves(block, 1).astype(np.float32) * scales, None
+    return _nibbles(block[:, 8:], 16), _halves(block, 1).astype(np.float32) * scales, None
 
 
 def _mxfp4(block: Bytes) -> Parts:
     from gguf import quants
 
-    return _table("MXFP4")[_nibbles(block[:, 1:], 16)], quants.MXFP4.e8m0_to_fp32_half(block[:, :1]), None
+    return _nibbles(block[:, 1:], 16), quants.MXFP4.e8m0_to_fp32_half(block[:, :1]), None
 
 
 def _nvfp4(block: Bytes) -> Parts:
     from gguf import quants
 
     scales = quants.NVFP4.ue4m3_to_fp32(block[:, :4]).astype(np.float32)
-    return _table("NVFP4")[_nibbles(block[:, 4:], 8)], scales, None
+    return _nibbles(block[:, 4:], 8), scales, None
 
 
 def _tq2_0(block: Bytes) -> Parts:
@@ -199,10 +192,10 @@ _ENCODINGS = {
     "Q4_K": _Encoding(256, 144, QuantizedFormat("int4", 32, "float32", "minimum"), _q4_k),
     "Q5_K": _Encoding(256, 176, QuantizedFormat("int8", 32, "float32", "minimum"), _q5_k),
     "Q6_K": _Encoding(256, 210, QuantizedFormat("int8", 16, "float32"), _q6_k),
-    "IQ4_NL": _Encoding(32, 18, QuantizedFormat("int8", 32, "float16"), _iq4_nl),
-    "IQ4_XS": _Encoding(256, 136, QuantizedFormat("int8", 32, "float32"), _iq4_xs),
-    "MXFP4": _Encoding(32, 17, QuantizedFormat("int8", 32, "bfloat16"), _mxfp4),
-    "NVFP4": _Encoding(64, 36, QuantizedFormat("int8", 16, "float16"), _nvfp4),
+    "IQ4_NL": _Encoding(32, 18, QuantizedFormat("iq4_nl", 32, "float16"), _iq4_nl),
+    "IQ4_XS": _Encoding(256, 136, QuantizedFormat("iq4_nl", 32, "float32"), _iq4_xs),
+    "MXFP4": _Encoding(32, 17, QuantizedFormat("float4_e2m1", 32, "bfloat16"), _mxfp4),
+    "NVFP4": _Encoding(64, 36, QuantizedFormat("float4_e2m1", 16, "float16"), _nvfp4),
     "TQ2_0": _Encoding(256, 66, QuantizedFormat("int4", 256, "float16"), _tq2_0),
 }
 

@@ -20,7 +20,7 @@ from npu_sim.llm.adapters import Linear, adapter_ranks, check_adapter
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
 from npu_sim.llm.expert_weights import ExpertParts, Joined
 from npu_sim.llm.families import SENSES
-from npu_sim.llm.state import FULL_ATTENTION, RECURRENT, LayerState, StateForm, StateName, is_recurrent
+from npu_sim.llm.state import FULL_ATTENTION, RECURRENT, TOKENS, LayerState, StateForm, StateName, is_recurrent
 from npu_sim.llm.stored_names import Stored, find_names, first_name, parameters
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from npu_compiler.passes.quantize import Quantization
 
 INV_FREQ = "model.rotary_emb.inv_freq"
+_BY_NUMBERS = "its module chooses shapes or branches by numbers that it computes, as no program can"
 _TRACING = ("torch", "transformers", "pytorch-ir")  # packages of which another version may trace another graph
 
 
@@ -45,8 +46,7 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
         InputError: transformers cannot build a causal language model from the config.
     """
     require_torch("tracing a model")
-    import torch
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     from npu_sim.llm.experts import join_experts
 
@@ -56,20 +56,47 @@ def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = 
         AttentionInterface.register(attention.__name__, attention)
         AttentionMaskInterface.register(attention.__name__, visible)
         _register_classes(checkpoint.config.model_type, attention.__name__)
+    model = _built(checkpoint, "meta", checkpoint.dtype, "eager" if attention is None else attention.__name__)
+    join_experts(model)
+    return model
+
+
+def _built(checkpoint: Checkpoint, device: str, dtype: str, attention: str) -> Any:
+    """The checkpoint's Hugging Face module on a PyTorch device, with random weights unless that is "meta".
+
+    Args:
+        attention: The name of its attention function for transformers.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     try:
         config = copy.deepcopy(_whole(checkpoint.config))  # transformers writes the dtype into it
         config.return_dict, config.output_hidden_states = True, False
-        with torch.device("meta"):
+        if hasattr(config, "rescale_every"):  # it would change its weights, to keep float16 from overflowing
+            config.rescale_every = 0
+        with torch.device(device):
             model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=getattr(torch, checkpoint.dtype),
-                attn_implementation="eager" if attention is None else attention.__name__,
-                trust_remote_code=False,
+                config, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=False
             )
     except Exception as error:  # transformers raises errors of many types for configs that it cannot use
         raise _unsupported(checkpoint, error) from error
-    join_experts(model)
     return model.eval()
+
+
+def _placed_model(checkpoint: Checkpoint, *, paged: bool = False) -> Any:
+    """The module that is traced, with the attention function over a cache that fits the form of its state."""
+    from npu_sim.llm.attention import attend_to_pages, attend_to_rows
+    from npu_sim.llm.own_caches import OwnCache
+
+    form = state_form(checkpoint)
+    if form.is_whole:
+        return meta_model(checkpoint)
+    if form.is_own:
+        causal = meta_model(checkpoint)
+        causal.own_cache = OwnCache(causal)
+        return causal
+    return meta_model(checkpoint, attend_to_pages if paged and form.is_paged else attend_to_rows)
 
 
 def _register_classes(model_type: str, attention: str) -> None:
@@ -106,8 +133,9 @@ def layer_states(checkpoint: Checkpoint) -> list[LayerState]:
     """
     facts = _facts(checkpoint)["state"]
     rows, windows = facts["rows"], facts["windows"]
+    kind = TOKENS if facts["is_whole"] else FULL_ATTENTION
     keyed = [
-        LayerState(FULL_ATTENTION, tuple(tuple(row) for row in layer), window)
+        LayerState(kind, tuple(tuple(row) for row in layer), window)
         for layer, window in zip(rows, windows, strict=True)
     ]
     return keyed + [LayerState(RECURRENT, (tuple(row),), dtype=dtype) for _, row, dtype in facts["recurrent"]]
@@ -132,6 +160,8 @@ def state_form(checkpoint: Checkpoint) -> StateForm:
         facts["takes_pieces"],
         facts["takes_sequences"],
         tuple(whole["masks"].items()),
+        facts["is_whole"],
+        facts["is_own"],
     )
 
 
@@ -147,10 +177,9 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
     require_torch("tracing a model")
     import torch
 
-    from npu_sim.llm.attention import attend_to_rows
     from npu_sim.llm.modules import CachedCausalLM
 
-    model = CachedCausalLM(meta_model(checkpoint, attend_to_rows), state_form(checkpoint))
+    model = CachedCausalLM(_placed_model(checkpoint), state_form(checkpoint))
     with torch.device("meta"):
         input_ids = torch.empty(1, tokens, dtype=torch.long)
         positions = torch.empty(tokens, dtype=torch.long)
@@ -167,12 +196,9 @@ def extract_decode_loop(checkpoint: Checkpoint, cache_length: int, *, sampling: 
     require_torch("tracing a model")
     import torch
 
-    from npu_sim.llm.attention import attend_to_rows
     from npu_sim.llm.modules import SamplingDecode, SelfFeedingDecode
 
-    model = (SamplingDecode if sampling else SelfFeedingDecode)(
-        meta_model(checkpoint, attend_to_rows), state_form(checkpoint)
-    )
+    model = (SamplingDecode if sampling else SelfFeedingDecode)(_placed_model(checkpoint), state_form(checkpoint))
     token, position, history = (torch.empty(size, dtype=torch.long, device="meta") for size in (1, 1, cache_length))
     drawing = [torch.empty(size, dtype=torch.float32, device="meta") for size in (3, cache_length) if sampling]
     inputs = (token, position, history, *drawing, *_empty_caches(checkpoint, cache_length))
@@ -224,8 +250,8 @@ def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[s
     """
     from npu_compiler.graph.symbolic import specialize
 
-    if is_recurrent(layer_states(checkpoint)):
-        reason = "layers with a recurrent state are not simulated; choose a model of attention alone"
+    if is_recurrent(layer_states(checkpoint)) or state_form(checkpoint).is_whole:
+        reason = "layers with other state than keys and values are not simulated; choose a model of attention alone"
         raise _unsupported(checkpoint, InputError(reason))
     name = f"{checkpoint.config.model_type}-contiguous-ir"
     ir = cached_facts(name, ["contiguous", _model_key(checkpoint)], lambda: _symbolic_contiguous(checkpoint), _TRACING)
@@ -241,7 +267,6 @@ def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
     import torch
     from torch.export import Dim
 
-    from npu_sim.llm.attention import attend_to_rows
     from npu_sim.llm.modules import CachedCausalLM
 
     sequences, tokens, rows = 3, 6, 40  # any sizes will do, if each is another
@@ -250,7 +275,7 @@ def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
     symbols = [Dim(name, min=2) for name in ("sequences", "tokens", "rows")]
     dynamic: list[Any] = [{0: symbols[0], 1: symbols[1]}, {0: symbols[1]}, None]
     dynamic += [[{0: symbols[0], 2: symbols[2]}] * len(layers) for layers in caches]
-    model = CachedCausalLM(meta_model(checkpoint, attend_to_rows), state_form(checkpoint))
+    model = CachedCausalLM(_placed_model(checkpoint), state_form(checkpoint))
     return _trace_symbolic(checkpoint, model, (*inputs, *caches), dynamic, "contiguous")
 
 
@@ -265,10 +290,13 @@ def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool =
     from npu_compiler.graph.symbolic import specialize
 
     each = shape.tokens // shape.sequences if shape.lanes else 0
-    sequences = [] if each > 1 or not state_form(checkpoint).takes_sequences else [shape.sequences]
+    form = state_form(checkpoint)
     key = ["paged", sampling, shape.block_size, each, _model_key(checkpoint), *_adapters_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-paged-ir"
-    ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape.block_size, sampling, each), _TRACING)
+    ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape, sampling, each), _TRACING)
+    if not ir:  # its module asks for numbers
+        return _traced_paged(checkpoint, shape, sampling, each)
+    sequences = [] if each > 1 or not form.takes_sequences else [shape.sequences]
     given = {
         "tokens": sequences if each else [shape.tokens],
         "tables": [*sequences, shape.blocks_per_sequence],
@@ -298,54 +326,85 @@ def _sizes(ir: dict[str, Any], given: Mapping[str, list[int]]) -> dict[str, int]
     }
 
 
-def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool, each: int) -> dict[str, Any]:
-    """The IR, as JSON data, of a paged module whose sizes are symbols.
+def _symbolic_paged(checkpoint: Checkpoint, shape: PagedShape, sampling: bool, each: int) -> dict[str, Any]:
+    """The IR, as JSON data, of a paged module whose sizes are symbols; empty if the module cannot be traced so.
 
     Args:
+        shape: Sizes, of which only the number of rows of a block matters.
         each: Number of tokens of each sequence, for a model with recurrent states; above 1, or for a model that takes
             one sequence only, there is one sequence. 0: the model has no recurrent states.
     """
     require_torch("tracing a model")
-    import torch
     from torch.export import Dim
 
+    form = state_form(checkpoint)
+    if form.is_whole:
+        return {}
+    # Any sizes will do, if each is another.
+    sizes = {"tokens": 6, "outputs": 3, "sequences": 4, "blocks": 5, "history": 16, "rows": 7 * shape.block_size}
+    sizes["lanes"] = 9
+    symbols: dict[str, Any] = {name: Dim(name, min=2) for name in sizes} | {"each": None}
+    if each > 1 or not form.takes_sequences:
+        sizes["sequences"], symbols["sequences"] = 1, None
+    model, inputs, dynamic = _paged_module(checkpoint, {**sizes, "each": each}, symbols, shape.block_size, sampling)
+    try:
+        return _trace_symbolic(checkpoint, model, inputs, dynamic, "paged")
+    except InputError as error:
+        if "Constraints violated" not in str(error):
+            raise
+        return {}
+
+
+def _traced_paged(checkpoint: Checkpoint, shape: PagedShape, sampling: bool, each: int) -> dict[str, Any]:
+    """The IR of a paged module for these sizes alone; arguments as in `_symbolic_paged`."""
+    sizes = {name: getattr(shape, name) for name in ("tokens", "outputs", "sequences", "history", "lanes")}
+    sizes |= {"blocks": shape.blocks_per_sequence, "rows": shape.blocks * shape.block_size, "each": each}
+    if not state_form(checkpoint).takes_sequences:
+        sizes["sequences"] = 1
+    model, inputs, _ = _paged_module(checkpoint, sizes, dict.fromkeys(sizes), shape.block_size, sampling)
+    return _trace(checkpoint, model, inputs, "paged")
+
+
+def _paged_module(
+    checkpoint: Checkpoint, sizes: Mapping[str, int], symbols: Mapping[str, Any], block_size: int, sampling: bool
+) -> "tuple[nn.Module, tuple[Any, ...], list[Any]]":
+    """A paged module, its inputs on the meta device, and the dynamic dimensions of each as `torch.export` takes them.
+
+    Args:
+        sizes: The fields of `PagedShape`, with `blocks` for those of a sequence, `rows` of the pool, and `each`.
+        symbols: Size → its symbol, None for a fixed size.
+    """
+    import torch
+
     from npu_sim.llm.adapter_rows import add_adapters
-    from npu_sim.llm.attention import attend_to_pages, attend_to_rows
     from npu_sim.llm.modules import PagedCausalLM, PagedSampling
 
-    form = state_form(checkpoint)
-    causal = meta_model(checkpoint, attend_to_pages if form.is_paged else attend_to_rows)
-    # Any sizes will do, if each is another.
-    examples = {"tokens": 6, "outputs": 3, "sequences": 4, "blocks": 5, "history": 16, "rows": 7 * block_size}
-    examples["lanes"] = 9
-    symbols: dict[str, Any] = {name: Dim(name, min=2) for name in examples} | {"each": None}
-    if each > 1 or not form.takes_sequences:
-        examples["sequences"], symbols["sequences"] = 1, None
+    causal, each = _placed_model(checkpoint, paged=True), sizes["each"]
     batch = ["sequences", "each"] if each else ["tokens"]
     names = [*[batch] * 4, ["sequences", "blocks"], ["outputs"], ["history"], ["outputs"]]
 
-    def integers(sizes: list[str]) -> Any:
-        return torch.empty([{**examples, "each": each}[x] for x in sizes], dtype=torch.long, device="meta")
+    def integers(dims: list[str]) -> Any:
+        return torch.empty([sizes[x] for x in dims], dtype=torch.long, device="meta")
 
-    inputs = [integers(sizes) for sizes in names]
+    inputs = [integers(dims) for dims in names]
     if sampling:
-        inputs += [torch.empty(examples["outputs"], *more, device="meta") for more in ([3], [])]
+        inputs += [torch.empty(sizes["outputs"], *more, device="meta") for more in ([3], [])]
         names += [["outputs"]] * 2
-    pools = _empty_pools(checkpoint, examples["rows"])
-    dynamic: list[Any] = [{dim: symbols[x] for dim, x in enumerate(sizes)} for sizes in names]
+    pools = _empty_pools(checkpoint, sizes["rows"])
+    dynamic: list[Any] = [{dim: symbols[x] for dim, x in enumerate(dims)} for dims in names]
     dynamic += [[{0: symbols["rows"]}] * len(layers) for layers in pools]
     inputs += pools
     chosen = None
     if checkpoint.adapters:
         chosen = add_adapters(causal, adapter_ranks(checkpoint.adapters.values()), len(checkpoint.adapters))
-        inputs.append(torch.empty(examples["tokens"], dtype=torch.long, device="meta"))
+        inputs.append(integers(["tokens"]))
         dynamic.append({0: symbols["tokens"]})
     if each:
-        states = _empty_recurrent(checkpoint, examples["lanes"])
+        states = _empty_recurrent(checkpoint, sizes["lanes"])
         inputs += [None, integers(["sequences"]), states]
         dynamic += [None, {0: symbols["sequences"]}, [{0: symbols["lanes"]}] * len(states)]
-    model = (PagedSampling if sampling else PagedCausalLM)(causal, form, block_size, chosen)
-    return _trace_symbolic(checkpoint, model, tuple(inputs), dynamic, "paged")
+    model = (PagedSampling if sampling else PagedCausalLM)(causal, state_form(checkpoint), block_size, chosen)
+    return model, tuple(inputs), dynamic
 
 
 def _trace_symbolic(
@@ -607,7 +666,8 @@ def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
     if checkpoint.inv_freq_divisors is not None:
         extra[INV_FREQ] = extra[INV_FREQ] / checkpoint.inv_freq_divisors
     joined = {name: Joined(tuple(shape), transposed) for name, (shape, transposed) in facts["joined"].items()}
-    tensors: Mapping[str, Any] = _WithExtras(checkpoint.state, _stored_names(checkpoint), extra, facts["tied"], joined)
+    names, shapes = _stored_names(checkpoint), facts["shapes"]
+    tensors: Mapping[str, Any] = _WithExtras(checkpoint.state, names, extra, facts["tied"], joined, shapes)
     linears = {path: Linear(*sizes) for path, sizes in facts["linears"].items()}
     for adapter in (*([checkpoint.merged] if checkpoint.merged else []), *checkpoint.adapters.values()):
         check_adapter(adapter, linears, checkpoint.name)
@@ -711,20 +771,35 @@ def _linears(model: Any, tied: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `probe_state` finds about a module. Raises InputError if its state cannot be found."""
-    from npu_sim.llm.probe import probe_state
+    """Return what `probe_state` finds about a module, `own_state`, or `whole_state` if no step can continue another.
+
+    Raises InputError if none of them does.
+    """
+    from npu_sim.llm.probe import own_state, probe_state, whole_state
+    from npu_sim.llm.whole import MOST_PARAMETERS
 
     try:
         return probe_state(lambda attention: meta_model(checkpoint, attention))
     except InputError as error:
-        raise _unsupported(checkpoint, error) from error
+        refusal = error
     except Exception as error:  # whatever a module's own code raises
         reason = "its module does not run over a cache that others hold"
         if any(word in str(error) for word in ("nonzero", "meta tensor", "data-dependent")):
-            reason = "its module chooses shapes or branches by numbers that it computes, as no program can"
+            reason = _BY_NUMBERS
         if "ambiguous" in str(error):  # of a tensor with a number for each token, where a module expects one
             reason = "its module decides by the number of tokens in its cache, which is another for each sequence"
-        raise _unsupported(checkpoint, InputError(reason)) from error
+        refusal = InputError(reason)
+        refusal.__cause__ = error
+    with contextlib.suppress(Exception):  # whatever a module's own code raises
+        return own_state(meta_model(checkpoint))
+    if sum(x.numel() for x in meta_model(checkpoint).parameters()) > MOST_PARAMETERS:
+        raise _unsupported(checkpoint, refusal) from refusal
+    try:
+        return whole_state(_built(checkpoint, "cpu", "float32", "eager"))
+    except InputError as error:
+        raise _unsupported(checkpoint, error) from refusal
+    except Exception:  # as above
+        raise _unsupported(checkpoint, refusal) from refusal
 
 
 def _buffers(model: Any) -> tuple[dict[str, Any], dict[str, int]]:
@@ -791,8 +866,9 @@ class _WithExtras(Mapping[str, Any]):
         extra: Mapping[str, Any],
         tied: Mapping[str, str],
         joined: Mapping[str, Joined],
+        shapes: Mapping[str, list[int]],
     ) -> None:
-        self._state = state
+        self._state, self._shapes = state, shapes
         self._extra = extra
         self._joined = joined
         alias = {name: names[other] for name, other in tied.items() if name not in names and other in names}
@@ -803,7 +879,7 @@ class _WithExtras(Mapping[str, Any]):
             return self._extra[key]
         stored, joined = self._names[key], self._joined.get(key)
         if isinstance(stored, ExpertParts):
-            return stored.matrix(self._state, self._joined[key])
+            return stored.parameter(self._state, self._shapes[key], joined)
         value = self._state[stored] if isinstance(stored, str) else stored.read(self._state)
         return value if joined is None else joined.join(value)
 
@@ -822,6 +898,8 @@ def _unsupported(checkpoint: Checkpoint, error: BaseException) -> InputError:
     if isinstance(error.__cause__, InputError):  # what an attention function has refused while it was traced
         error = error.__cause__
     lines = str(error).strip().splitlines()
+    if isinstance(error, IRError) and "data-dependent" in str(error):
+        lines = [_BY_NUMBERS]
     if isinstance(error, KeyError):
         lines = [f"transformers knows no {error}"]
     if isinstance(error, ConstraintError):  # the first of what the device lacks

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 RIGHT = "right"
+FAILS = "fails"
+"""The outcome where transformers itself does not run its model."""
+WHOLE = "computes the whole sequence at each step"
+"""A note on outcomes that are right in this way (see `whole`)."""
 
 
 @dataclass(frozen=True)
@@ -13,14 +17,22 @@ class ModelType:
     """The outcome of running a model type of transformers with a tiny random checkpoint.
 
     Attributes:
-        generate, serve: Whether `npu-sim generate` and `npu-sim serve` gave the tokens that transformers gives.
+        generate, serve: Whether `npu-sim generate` and `npu-sim serve` gave the tokens and log probabilities that
+            transformers gives, in float32 and in bfloat16.
         reason: The error message if one of them refused the model.
+        eager: The error message if transformers itself does not run it alone, else empty. Where that is so in bfloat16
+            only, float32 decides.
+        is_whole: Whether each step computes the whole sequence.
+        dtypes: The dtypes in which it was tried.
     """
 
     name: str
     generate: bool
     serve: bool
     reason: str
+    eager: str
+    is_whole: bool
+    dtypes: tuple[str, ...]
 
 
 def tried_types() -> Iterator[ModelType]:
@@ -30,7 +42,16 @@ def tried_types() -> Iterator[ModelType]:
 
 
 def _model_type(name: str, outcomes: Mapping[str, Mapping[str, str]]) -> ModelType:
-    right = {route: outcome["kind"] == RIGHT for route, outcome in outcomes.items()}
-    reasons = [outcome["detail"] for route, outcome in outcomes.items() if not right[route]]
+    tried = {route: outcome for route, outcome in outcomes.items() if outcome["kind"] != FAILS}
+    reasons = [outcome["detail"] for outcome in tried.values() if outcome["kind"] != RIGHT]
     reason = (reasons or [""])[0].removeprefix(f"cannot compile model (model type '{name}'): ")
-    return ModelType(name, right.get("generate", False), right.get("serve", False), reason)
+    is_whole = any(WHOLE in outcome["detail"] for outcome in tried.values())
+    eager = outcomes.get("eager", {}).get("detail", "")
+    dtypes = ("float32", *sorted({route.partition(" ")[2] for route in outcomes} - {""}))
+    right = _is_right(tried, "generate"), _is_right(tried, "serve")
+    return ModelType(name, right[0], right[1], reason, eager, is_whole, dtypes)
+
+
+def _is_right(tried: Mapping[str, Mapping[str, str]], way: str) -> bool:
+    kinds = {outcome["kind"] for route, outcome in tried.items() if route.startswith(way)}
+    return kinds == {RIGHT}

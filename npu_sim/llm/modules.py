@@ -16,7 +16,26 @@ from npu_compiler.errors import InputError
 from npu_sim.llm.adapter_rows import AdapterRows
 from npu_sim.llm.attention import GatheredPlaces, PagePlaces, Paging, PlacedMask, Places, RowPlaces
 from npu_sim.llm.recurrent import RecurrentCache, own_states, read_lanes, write_lanes
+from npu_sim.llm.selections import Selections
 from npu_sim.llm.state import StateForm, StateName
+from npu_sim.llm.whole import kept_tokens, paged_logits, whole_logits
+
+
+class OtherStateError(InputError, AttributeError):
+    """The error of a module that calls a cache method which `PlacedCache` lacks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"its layers keep more than keys, values and recurrent states ('{name}' of the cache)")
+
+
+class _NoLayers:
+    """The layers of a cache that hold something else, such as the keys of an image: there are none."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, _: Any) -> Any:
+        raise OtherStateError("layers")
 
 
 class PlacedCache(RecurrentCache):
@@ -24,6 +43,7 @@ class PlacedCache(RecurrentCache):
 
     is_compileable = is_initialized = True
     is_sliding = ()
+    layers = _NoLayers()
 
     def __init__(self, places: Places, states: dict[StateName, torch.Tensor] | None = None) -> None:
         """Begin with these recurrent states; None: all of them begin with zeros."""
@@ -56,11 +76,7 @@ class PlacedCache(RecurrentCache):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        raise OtherStateError(f"its layers keep more than keys, values and recurrent states ('{name}' of the cache)")
-
-
-class OtherStateError(InputError, AttributeError):
-    """The error of a module that calls a cache method which `PlacedCache` lacks."""
+        raise OtherStateError(name)
 
 
 class _Cache(PlacedCache):
@@ -228,14 +244,22 @@ class CachedCausalLM(nn.Module):
         r: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
         (causal,), form = self._causal, self._form
-        rows, added = (k[0].shape[2], k[0].dtype if form.is_additive else None) if k else (0, None)
-        places = RowPlaces(positions, rows, added)
+        if form.is_whole:
+            tokens = kept_tokens(input_ids, positions, k[0])
+            rows = positions if last is None else positions.index_select(0, last)
+            return whole_logits(causal, tokens[:, 0, :, 0], rows)[None], tokens
+        length, added = (k[0].shape[2], k[0].dtype if form.is_additive else None) if k else (0, None)
+        places = RowPlaces(positions, length, added)
         lanes = torch.arange(input_ids.shape[0], device=positions.device)
         states = read_lanes(form.recurrent, r, lanes, positions[:1])
+        if form.is_own:
+            logits, new = causal.own_cache.step(causal, input_ids, list(states.values()))
+            states = dict(zip(form.recurrent, new, strict=True))
+            return (logits[:, None], *write_lanes(states, form.recurrent, r, lanes))
         cache = _Cache(positions, (k, v), places, form.layers, states)
         own = placed_masks(causal, places, form.masks)
         only = _only_row(causal.get_output_embeddings(), last)
-        with own_states(causal, cache.states), own, told_positions(causal, places), only:
+        with own_states(causal, cache.states), own, told_positions(causal, places), only, Selections():
             logits = causal(input_ids=input_ids, **placed(causal, cache, form.takes_mask)).logits
         return (logits.float(), *cache.updated(), *write_lanes(cache.states, form.recurrent, r, lanes))
 
@@ -438,13 +462,22 @@ class PagedCausalLM(nn.Module):
         earlier = history.index_select(0, (-1 - tokens).clamp(min=0))
         tokens = torch.where(tokens < 0, earlier, tokens).clamp(min=0)
         paging = Paging(positions, sequences, tables, self._block_size)
+        if form.is_whole:
+            pool = torch.index_copy(pools[0][0], 0, slots, tokens[:, None, None].to(pools[0][0].dtype))
+            logits = paged_logits(causal, paging, pool, outputs)
+            return logits, torch.index_copy(history, 0, places, choose(logits)), pool
+        if form.is_own and lanes is not None:
+            logits, new = causal.own_cache.step(causal, tokens[:, None], list(states.values()))
+            logits, states = logits.index_select(0, outputs), dict(zip(form.recurrent, new, strict=True))
+            history = torch.index_copy(history, 0, places, choose(logits))
+            return logits, history, *write_lanes(states, form.recurrent, r, lanes)
         added = pools[0][0].dtype if form.is_additive else None
         blocks = PagePlaces(paging) if form.is_paged else GatheredPlaces(paging, added)
         cache = _Cache(slots, pools, blocks, form.layers, states)
         ids = tokens[None] if lanes is None else tokens.reshape(count, -1)
         own = placed_masks(causal, blocks, form.masks)
         chosen = _chosen_rows(causal.get_output_embeddings(), outputs)
-        with own_states(causal, cache.states), own, told_positions(causal, blocks), chosen:
+        with own_states(causal, cache.states), own, told_positions(causal, blocks), chosen, Selections():
             logits = causal(input_ids=ids, **placed(causal, cache, form.takes_mask, count)).logits.float()[0]
         history = torch.index_copy(history, 0, places, choose(logits))
         written = [] if lanes is None else write_lanes(cache.states, form.recurrent, r, lanes)

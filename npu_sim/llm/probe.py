@@ -20,8 +20,11 @@ from npu_sim.llm.attention import (
     window_of,
 )
 from npu_sim.llm.modules import PlacedCache, mask_names, placed, placed_masks, told_positions
+from npu_sim.llm.own_caches import OwnCache
 from npu_sim.llm.recurrent import own_states, own_tensors
+from npu_sim.llm.selections import Selections
 from npu_sim.llm.state import StateName
+from npu_sim.llm.whole import check_causal
 
 _TOKENS, _BLOCK = 5, 16
 Build = Callable[[Callable[..., Any]], Any]
@@ -89,8 +92,8 @@ def probe_state(build: Build) -> dict[str, Any]:
     Returns:
         `layers`: number of each layer with keys and values; `rows`: the shapes of a token's keys and values in each;
         `windows`: the number of last tokens that each attends to, 0 for all; `recurrent`: name, shape and dtype of each
-        recurrent state; and `is_additive`, `is_paged`, `takes_mask`, `takes_pieces` and `takes_sequences` as in
-        `StateForm`.
+        recurrent state; and `is_additive`, `is_paged`, `takes_mask`, `takes_pieces`, `takes_sequences`, `is_whole`
+        and `is_own` as in `StateForm`.
 
     Raises:
         InputError: a layer keeps a state of another kind, or the attention is of an unsupported kind.
@@ -131,6 +134,43 @@ def probe_state(build: Build) -> dict[str, Any]:
         "takes_mask": takes_mask,
         "takes_pieces": _takes_pieces(build, run.states, takes_mask),
         "takes_sequences": is_paged or _takes_sequences(build, run.states, takes_mask),
+        **dict.fromkeys(("is_whole", "is_own"), False),
+    }
+
+
+def whole_state(causal: Any) -> dict[str, Any]:
+    """The state, as `probe_state` describes it, of a module that computes the whole sequence at each step.
+
+    Args:
+        causal: The module on the CPU, with any weights.
+
+    Raises:
+        InputError: the module is not causal. Any other error of its own is raised, too.
+    """
+    check_causal(causal)
+    return {
+        "layers": [0],
+        "rows": [[[1, 1]]],
+        "windows": [0],
+        "recurrent": [],
+        **dict.fromkeys(("is_additive", "is_paged", "takes_mask", "is_own"), False),
+        **dict.fromkeys(("takes_pieces", "takes_sequences", "is_whole"), True),
+    }
+
+
+def own_state(causal: Any) -> dict[str, Any]:
+    """The state, as `probe_state` describes it, of a module on the meta device that makes a cache of its own class.
+
+    Raises:
+        InputError: it keeps other than recurrent states there. Any error of its own is raised, too.
+    """
+    cache = OwnCache(causal)
+    return {
+        **dict.fromkeys(("layers", "rows", "windows"), []),
+        "recurrent": [[list(name), *_described(x)] for name, x in zip(cache.names(), cache.states, strict=True)],
+        **dict.fromkeys(("is_additive", "takes_mask", "takes_pieces", "is_whole"), False),
+        **dict.fromkeys(("is_paged", "is_own"), True),
+        "takes_sequences": cache.takes_sequences,
     }
 
 
@@ -216,7 +256,14 @@ def _run(
     own = placed_masks(model, places, [(name, 0) for name in masks])
     empty = [name for name, value in own_tensors(model).items() if value is None]
     kept = own_states(model, cache.states)
-    with torch.set_grad_enabled(bool(states)), torch.device("meta"), told_positions(model, places), own, kept:
+    with (
+        torch.set_grad_enabled(bool(states)),
+        torch.device("meta"),
+        told_positions(model, places),
+        own,
+        kept,
+        Selections(),
+    ):
         ids = torch.empty(sequences, len(places.queries) // sequences, dtype=torch.long)
         logits = model(input_ids=ids, **placed(model, cache, takes_mask, sequences)).logits
     if states is None:

@@ -38,6 +38,8 @@ class StateKind:
 
 
 FULL_ATTENTION = StateKind(tensors=("k", "v"), sharded_axis=0)
+TOKENS = StateKind(tensors=("k",), dtype="int64")
+"""The tokens themselves, where each step computes the whole sequence."""
 RECURRENT = StateKind(tensors=("r",), shares_prefixes=False, is_recurrent=True)
 
 
@@ -122,6 +124,8 @@ class StateForm:
             that it shows, 0 for all.
         takes_pieces: Whether a step may continue a sequence by several tokens: some recurrences would then begin with
             zeros.
+        is_whole: Whether no step continues another one: each computes the whole sequence (see `whole`).
+        is_own: Whether the recurrent states are in a cache of the module's own class (see `own_caches`).
     """
 
     layers: tuple[int, ...]
@@ -132,3 +136,5 @@ class StateForm:
     takes_pieces: bool = True
     takes_sequences: bool = True
     masks: tuple[tuple[str, int], ...] = ()
+    is_whole: bool = False
+    is_own: bool = False

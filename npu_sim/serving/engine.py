@@ -175,10 +175,7 @@ class Engine:
         if min(prompt) < 0 or max(prompt) >= vocabulary:
             bad = next(token for token in prompt if not 0 <= token < vocabulary)
             raise InputError(f"token id {bad} is outside the vocabulary, 0 to {vocabulary - 1}")
-        if request.max_new_tokens is not None and request.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
-        if request.logprobs is not None and not 0 <= request.logprobs <= vocabulary:
-            raise InputError(f"logprobs must be from 0 to {vocabulary}, not {request.logprobs}")
+        _check_counts(request, vocabulary)
         if request.timeout is not None and not request.timeout > 0:
             raise InputError(f"the timeout must be above 0 seconds, not {request.timeout}")
         if request.stop and self._tokenizer is None:
@@ -206,6 +203,7 @@ class Engine:
             sampling=sampling,
             token_filter=request.token_filter,
             logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             tenant=request.tenant,
             adapter=request.adapter,
             adapter_place=-1 if request.adapter is None else self._adapters[request.adapter],
@@ -256,3 +254,12 @@ class Engine:
 
     def _close(self) -> None:
         self._closing = True
+
+
+def _check_counts(request: Request, vocabulary: int) -> None:
+    """Raise InputError if a request's number of new tokens or of log probabilities is out of range."""
+    if request.max_new_tokens is not None and request.max_new_tokens < 0:
+        raise InputError(f"max_new_tokens must be at least 0, not {request.max_new_tokens}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(request, name)) is not None and not 0 <= wanted <= vocabulary:
+            raise InputError(f"{name} must be from 0 to {vocabulary}, not {wanted}")

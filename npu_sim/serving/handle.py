@@ -74,6 +74,7 @@ def _join(updates: list[Update]) -> Update:
         tuple(logprobs for update in updates for logprobs in update.logprobs),
         updates[-1].finish_reason,
         updates[-1].error,
+        tuple(logprobs for update in updates for logprobs in update.prompt_logprobs),
     )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from npu_compiler.errors import InputError
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.compiled_model import CompiledModel, Report
-from npu_sim.llm.context import cache_capacity
+from npu_sim.llm.context import cache_capacity, trained_length
 from npu_sim.llm.engine.batch import Batch, StepResult
 from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged, layer_states, state_form
 from npu_sim.llm.sampling import choose_by
@@ -351,7 +351,7 @@ def _context_length(checkpoint: Checkpoint, requested: int | None) -> int:
     Raises InputError if the model does not take as many.
     """
     capacity = cache_capacity(checkpoint, requested)
-    trained = getattr(checkpoint.config, "max_position_embeddings", None) or capacity
+    trained = trained_length(checkpoint.config) or capacity
     return min(capacity, trained) if requested is None else requested
 
 

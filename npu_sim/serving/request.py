@@ -27,13 +27,15 @@ class Request:
 
     Attributes:
         prompt: Token ids; at least one.
-        max_new_tokens: Maximum number of new tokens. None: until the context is full.
+        max_new_tokens: Maximum number of new tokens; 0: only the prompt is computed. None: until the context is full.
         stop_ids: Token ids that end the sequence and are not returned. None: the model's end-of-sequence ids.
         stop: Strings that end the sequence and are not returned.
         stop_token_ids: Further token ids that end the sequence.
         ignore_eos: Whether `stop_ids` do not end the sequence.
         logprobs: Number of the most probable tokens whose log probabilities come with each new token, beside its own.
             None: no log probabilities come.
+        prompt_logprobs: The same number for each token of the prompt after its first. The prompt is then computed as a
+            whole, without the prefix cache. None: no log probabilities of the prompt come.
         tenant: Name of the client; blocks of the prefix cache are shared only between requests of the same tenant.
         adapter: Name of one of the checkpoint's LoRA adapters. None: the base model without an adapter.
         token_filter: Grammar that restricts the tokens that may come next. None: any token may come.
@@ -48,6 +50,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     tenant: str = ""
     adapter: str | None = None
     token_filter: TokenFilter | None = None
@@ -63,6 +66,7 @@ class Update:
         text: New text: only whole characters, and none that could still become part of a stop string.
         error: The problem if the finish reason is "error", else None.
         finish_reason: The reason why the request has ended. None: it goes on.
+        prompt_logprobs: Log probabilities of the prompt's tokens after the first; in the first update, if wanted.
     """
 
     tokens: tuple[int, ...] = ()
@@ -70,6 +74,7 @@ class Update:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)

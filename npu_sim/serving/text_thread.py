@@ -1,13 +1,14 @@
 """`TextThread`: turns chosen tokens into updates, so that the thread that drives the device does not have to.
 
-Invariant: the fields `text`, `held_logprobs` and `written` of `ServedSequence` are used by this thread only.
+Invariant: the fields `text`, `held_logprobs`, `held_scores` and `written` of `ServedSequence` are used by this thread
+only.
 """
 
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from npu_sim.llm.engine.core import SequenceOutput
 from npu_sim.llm.engine.sequence import Sequence as EngineSequence
@@ -25,12 +26,14 @@ class ServedSequence(EngineSequence):
         handle: The handle through which the client reads updates.
         text: Turns the sequence's tokens into text.
         held_logprobs: Log probabilities of tokens whose text is held back.
+        held_scores: Log probabilities of the prompt's tokens that no update has yet.
         written: Whether the last update has been delivered.
     """
 
     handle: Handle
     text: TextOutput
     held_logprobs: deque[TokenLogprobs] = field(default_factory=deque)
+    held_scores: tuple[TokenLogprobs, ...] = ()
     written: bool = False
 
 
@@ -77,7 +80,10 @@ class TextThread:
             sequence.written = True
             if output.reason is None:
                 self._stopped(sequence)
-        return [(sequence.handle, update)] if update.tokens or update.text or update.finish_reason is not None else []
+        if not (update.tokens or update.text or update.finish_reason is not None):
+            return []
+        scores, sequence.held_scores = sequence.held_scores, ()
+        return [(sequence.handle, replace(update, prompt_logprobs=scores) if scores else update)]
 
 
 def _update(sequence: ServedSequence, output: SequenceOutput) -> Update:
@@ -87,6 +93,7 @@ def _update(sequence: ServedSequence, output: SequenceOutput) -> Update:
     tokens = tuple(token for ready, _ in pieces for token in ready)
     text = "".join(piece for _, piece in pieces)
     sequence.held_logprobs.extend(output.logprobs)
+    sequence.held_scores += tuple(output.scores)
     logprobs = tuple(sequence.held_logprobs.popleft() for _ in tokens) if sequence.held_logprobs else ()
     if sequence.text.stopped and output.reason != "error":
         return Update(tokens, text, logprobs, "stop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from metal_harness import all_cases, call_of
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import LaunchKind, kernel_launch_of
-from cuda_compiler.elementwise.grouping import MAX_CALLS, find_groups
+from cuda_compiler.elementwise.grouping import MAX_CALLS, find_groups, join_neighbours
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.op_classify import classify
 from cuda_compiler.resident.kernel import RESIDENT
@@ -138,36 +139,6 @@ def test_interleaved_columns_of_one_buffer_may_be_written_by_one_kernel() -> Non
     assert len(groups("t/2 = exp(a)\nt/2@2 = sin(a)")) == 2
 
 
-def gather(source: View, index: View, out: View, dim: int = 1) -> KernelCall:
-    return KernelCall("gather_kernel", "", (source, index), (out,), {"dim": dim}, out.buffer)
-
-
-def test_a_gather_joins_the_calls_that_read_its_result_even_transposed() -> None:
-    shape = (12, 16)
-    table, index, picked = view("table", (12, 40)), view("index", shape, "int32"), view("picked", shape)
-    params = {"scalars": [None, None], "alpha": 1}
-    for read in (picked, picked.transpose(0, 1)):
-        total, scores = view("total", read.shape), view("scores", read.shape)
-        add = KernelCall("add_kernel", "", (scores, read), (total,), params, "add")
-        (group,) = find_groups([gather(table, index, picked), add])
-        assert {x.buffer for x in group.reads} == {"index", "scores"}
-        assert [x.buffer for x in group.sources] == ["table"]
-        make = Specializer()
-        call = generate_elementwise(group, [total], make)
-        assert {x.buffer for x in call.inputs} == {"index", "scores", "table"}
-        compile_in_turn([make.sources[call.source]])
-
-
-def test_a_gather_stays_alone_where_its_source_is_written_beside_it_or_nothing_joins_it() -> None:
-    table, index, picked = view("table"), view("index", dtype="int32"), view("picked")
-    lone = gather(table, index, picked, 0)
-    (group,) = find_groups([lone])
-    assert not group.is_elementwise
-    made = KernelCall("exp_kernel", "", (view("a"),), (table,), {"scalars": [None]}, "made")
-    both = KernelCall("add_kernel", "", (picked, table), (view("b"),), {"scalars": [None, None], "alpha": 1}, "both")
-    assert [[call.node for call in group.calls] for group in find_groups([made, lone, both])][0] == ["made"]
-
-
 def biased_softmax(g: IRBuilder, op: str = "aten.softmax.int") -> Tensor:
     """The softmax of scores with positions picked from a table, as DeBERTa has it; returns the logits."""
     scores, table = g.input("scores", 4, 20, 24), g.input("table", 4, 20, 50)
@@ -184,7 +155,7 @@ def test_a_softmax_computes_the_logits_that_nothing_else_reads(op: str) -> None:
     biased_softmax(g, op)
     program = compile_cuda(g)
     (call,) = program.kernels
-    assert call.kernel == ("fused_softmax" if op == "aten.softmax.int" else "fused_log_softmax")
+    assert call.kernel == ("fused_softmax_kernel" if op == "aten.softmax.int" else "fused_log_softmax_kernel")
     compile_in_turn(program.plan.sources.values())
 
 
@@ -206,6 +177,18 @@ def test_a_reshaped_value_fuses_and_a_transposed_one_does_not() -> None:
     assert len(find_groups([first, KernelCall("exp_kernel", "", (square,), (view("u", (8, 8)),), params, "u")])) == 1
     turned = KernelCall("exp_kernel", "", (square.transpose(0, 1),), (view("u", (8, 8)),), params, "u")
     assert len(find_groups([first, turned])) == 2
+
+
+def test_neighbours_that_copy_columns_of_one_buffer_are_one_kernel() -> None:
+    whole = view("x", (8, 32))
+    parts = [replace(whole, shape=(8, 16), offset=offset) for offset in (0, 16)]
+    copies = [
+        KernelCall("copy_kernel", "", (x,), (view(f"t{x.offset}", (8, 16)),), {"scalars": [None]}, "t") for x in parts
+    ]
+    (joined,) = join_neighbours(find_groups(copies))
+    assert [x.buffer for x in joined.writes] == ["t0", "t16"]
+    turned = replace(copies[1], inputs=(parts[1].transpose(0, 1),), outputs=(view("u", (16, 8)),))
+    assert len(join_neighbours(find_groups([copies[0], turned]))) == 2
 
 
 def compile_cuda(graph: IRBuilder, dtype: str = "float16") -> CompiledProgram:
@@ -297,8 +280,8 @@ def test_every_kernel_waits_for_the_one_before_it() -> None:
     plan = compile_cuda(g).plan
     assert [call.kernel for call in plan.calls] == ["softmax_kernel", "exp_kernel"]
     assert all(kernel_launch_of(call).kind is LaunchKind.OVERLAPPING for call in plan.calls)
-    assert "{\n    begin_in_turn();" in plan.sources[plan.calls[1].source]
     assert "{ begin_in_turn(); name##_body(" in plan.sources[plan.calls[0].source]
+    assert "{\n    begin_in_turn();" in plan.sources[plan.calls[1].source]
     templates = Path(str(files("cuda_compiler") / "templates"))
     texts = [template_text(file.relative_to(templates).as_posix()) for file in templates.rglob("*.cu")]
     parts = [part for text in texts for part in text.split("\n#kernel ")]

@@ -15,6 +15,7 @@ from cuda_convolutions import CASES
 from cuda_gpu import PROBLEM, cuda_backends
 from cuda_reference import LaidOut, ReferenceBackend
 from cuda_toolchain import compile_in_turn
+from drawn import drawn
 from ir_builder import IRBuilder
 from metal_harness import Case, call_of, plan_of, run_case
 from zoo_runs import build, check, draw, extracted, run_compiled, run_torch, weights_of
@@ -51,7 +52,7 @@ CONVOLUTIONAL = [
 ]
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONAL)
+@pytest.mark.parametrize("name", drawn(CONVOLUTIONAL, 1 / 3))
 def test_the_layout_changes_no_result(name: str, seed: int) -> None:
     model, samples = build(name), draw(name, seed)
     reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples)

@@ -16,6 +16,8 @@ FORMATS = [
     QuantizedFormat("int4", 0, "float32", "minimum"),
     QuantizedFormat("int8"),
     QuantizedFormat("float8_e4m3"),
+    QuantizedFormat("float4_e2m1", 32, "bfloat16"),
+    QuantizedFormat("iq4_nl", 32, "float16"),
 ]
 
 

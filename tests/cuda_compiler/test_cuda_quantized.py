@@ -32,6 +32,8 @@ FORMATS = [
     QuantizedFormat("int8", 24, "float16", "zero_point"),
     QuantizedFormat("float8_e4m3", 64, "float32"),
     QuantizedFormat("int8", 24, "bfloat16", "minimum"),
+    QuantizedFormat("float4_e2m1", 32, "bfloat16"),
+    QuantizedFormat("iq4_nl", 3, "float16"),
 ]
 WIDTH, TOKENS = 384, 1000
 
@@ -189,6 +191,8 @@ TILED = [
     QuantizedFormat("int8", 32, "bfloat16", "minimum"),
     QuantizedFormat("int8", 64, "float16", "zero_point"),
     QuantizedFormat("float8_e4m3", 64, "float32"),
+    QuantizedFormat("float4_e2m1", 32, "bfloat16"),
+    QuantizedFormat("iq4_nl", 0, "float32"),
     QuantizedFormat("float8_e4m3"),
 ]
 

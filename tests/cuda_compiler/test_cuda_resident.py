@@ -16,6 +16,7 @@ import torch
 from cuda_llms import CACHE, CONFIGS, checkpoint, config, plan_of, step_of
 from cuda_phases import Phases
 from cuda_wirings import WIRED, AddsItsInput, NarrowValues, SoftmaxBetween, Wired, check_wired, wired_program
+from drawn import drawn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import npu_compiler
@@ -33,7 +34,7 @@ from npu_sim.llm.graph import state_with_buffers
 LONG_BYTES = 150_000  # so that some of the small models' weights are long ones
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", drawn(CONFIGS, 1 / 2))
 def test_a_decode_step_is_one_resident_kernel_behind_a_few_small_ones(name: str) -> None:
     calls = plan_of(name, 1).calls
     assert [call.kernel for call in calls].count(RESIDENT) == 1

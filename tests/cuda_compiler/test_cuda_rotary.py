@@ -13,6 +13,7 @@ import pytest
 import torch
 from cuda_llms import CONFIGS, paged_plan_of
 from cuda_llms import plan_of as plan_of_a_model
+from drawn import drawn
 from metal_harness import finished
 from reference_kernels import reference_launch
 
@@ -133,7 +134,7 @@ def test_values_that_the_rotation_makes_are_copied_after_it() -> None:
     assert kernels(finished(plan, CUDACodegenTarget())) == ["rope_kernel", "index_copy_pair_kernel"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", drawn(CONFIGS, 1 / 2))
 def test_a_prefill_has_no_launch_for_its_caches(name: str) -> None:
     found = kernels(plan_of_a_model(name, 40))
     assert "index_copy_pair_kernel" not in found
@@ -148,7 +149,7 @@ def test_a_step_over_a_paged_cache_has_none_either(tokens: int, updates: int) ->
     assert found.count("rotary_update") == updates and found.count(RESIDENT) == (0 if updates else 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", drawn(DTYPES, 1 / 3))
 def test_it_compiles(dtype: str) -> None:
     sources: dict[str, str] = {}
     for step in STEPS.values():

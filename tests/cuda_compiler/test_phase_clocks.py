@@ -65,11 +65,14 @@ def test_a_template_that_lost_a_line_is_noticed() -> None:
         clocks.with_clocks(source.replace("        grid.end_step();\n", ""), 1)
 
 
-@pytest.mark.parametrize(("name", "turn"), [("qwen3", 2), ("llama of long rows", 1)])
+@pytest.mark.parametrize(
+    ("name", "turn"), [("qwen3", 2), pytest.param("llama of long rows", 1, marks=pytest.mark.slow)]
+)
 def test_a_kernel_with_clocks_compiles(name: str, turn: int) -> None:
     cuda_toolchain.compile_in_turn([resident(plans(name)[1])[1]], turn)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of the CUDA toolkit")
 def test_a_kernel_with_clocks_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
     (tmp_path / "kernel.cu").write_text(resident(plans()[1])[1])

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_phases import Phases, resident, run_reference, run_resident
+from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -202,6 +203,8 @@ FORMATS = [
     QuantizedFormat("int8", 0, "float32", "zero_point"),
     QuantizedFormat("float8_e4m3"),
     QuantizedFormat("float8_e4m3", 32, "bfloat16"),
+    QuantizedFormat("float4_e2m1", 32, "bfloat16"),
+    QuantizedFormat("iq4_nl", 64, "float32"),
 ]
 
 
@@ -233,7 +236,7 @@ needs_gpu = pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("kind", PHASES)
+@pytest.mark.parametrize("kind", drawn(PHASES, 1 / 2))
 def test_the_phases_are_connected_and_mean_what_their_calls_do(kind: str, rows: int, seed: int) -> None:
     phases = PHASES[kind]("bfloat16", seed, rows)
     phases.check(run_reference(phases), TOLERANCE["bfloat16"])

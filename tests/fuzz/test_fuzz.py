@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import mutations
 import targets
+from drawn import drawn
 from plain_data import change
 from targets import TARGETS, Target, corpus
 
@@ -123,7 +124,7 @@ def test_what_was_found_is_an_error_that_says_what_is_wrong(
         target.prepare(tmp_path)(seal(content))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", drawn(NAMES, 1 / 2))
 def test_the_corpus_is_read_and_each_form_gives_back_what_it_opened(name: str, tmp_path: Path) -> None:
     target = TARGETS[name]
     check = target.prepare(tmp_path)
@@ -140,7 +141,7 @@ def test_the_corpus_is_read_and_each_form_gives_back_what_it_opened(name: str, t
             check(sealed)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("run", "cache")])
+@pytest.mark.parametrize("name", drawn([name for name in NAMES if name not in ("run", "cache")], 1 / 2))
 def test_changed_files_are_refused_in_words(name: str, tmp_path: Path, seed: int) -> None:
     target, files = TARGETS[name], corpus(name)
     check, refused = target.prepare(tmp_path), 0

@@ -69,10 +69,30 @@ def integers(bits: int) -> CodeFormat:
     ids=lambda row: row.name,
 )
 def test_packing_and_unpacking_are_inverse(row: CodeFormat) -> None:
-    values = np.random.default_rng(0).integers(int(row.low), int(row.high) + 1, (5, 16))
+    low, high = (0, len(row.table) - 1) if row.table else (int(row.low), int(row.high))
+    values = np.random.default_rng(0).integers(low, high + 1, (5, 16))
     packed = row.pack(values)
     assert packed.shape == (5, 16 * row.bits // 8)
     np.testing.assert_array_equal(row.unpack(packed), values)
+
+
+@pytest.mark.parametrize("row", [row for row in CODE_FORMATS.values() if row.table], ids=lambda row: row.name)
+def test_codes_of_a_table_stand_for_its_numbers_and_the_nearest_is_chosen(row: CodeFormat) -> None:
+    numbers = np.array(row.table)
+    np.testing.assert_array_equal(row.numbers(np.arange(16)), numbers)
+    np.testing.assert_array_equal(numbers[row.nearest(numbers.astype(np.float32))], numbers)
+    wanted = np.random.default_rng(0).uniform(row.low, row.high, 500).astype(np.float32)
+    distance = np.abs(numbers[row.nearest(wanted)] - wanted)
+    np.testing.assert_array_equal(distance, np.abs(numbers[:, None] - wanted).min(axis=0))
+
+
+def test_the_tables_are_those_of_the_formats() -> None:
+    import ml_dtypes
+    from gguf import quants
+
+    floats = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert CODE_FORMATS["float4_e2m1"].table == tuple(2 * floats) == tuple(quants.MXFP4.kvalues)
+    assert CODE_FORMATS["iq4_nl"].table == tuple(quants.IQ4_NL.kvalues)
 
 
 @pytest.mark.parametrize("bits", [0, 3, 5, 6, 7, 16])
@@ -105,6 +125,7 @@ def test_of_two_4_bit_codes_the_low_half_of_the_byte_is_first() -> None:
         (("int4", -1), "group size of a quantized format is -1"),
         (("int4", 32, "int8"), "scales of dtype 'int8'; use float16, bfloat16 or float32"),
         (("float8_e4m3", 32, "float32", "minimum"), "offsets 'minimum' of float8_e4m3"),
+        (("iq4_nl", 32, "float32", "zero_point"), "offsets 'zero_point' of iq4_nl"),
     ],
 )
 def test_formats_that_do_not_exist_are_refused(fields: tuple[Any, ...], message: str) -> None:

@@ -73,7 +73,7 @@ def test_codes_that_kernels_do_not_know_are_refused(target: str, ir: str) -> Non
     with pytest.raises(
         InputError,
         match=f"^the target {name} has no kernels for weights in uint2, the codes of 'w'; it knows int4, int8, "
-        "float8_e4m3: store the weight in one of these, or leave it in the compute dtype$",
+        "float8_e4m3, float4_e2m1, iq4_nl: store the weight in one of these, or leave it in the compute dtype$",
     ):
         compile(IRS[ir], TARGETS[target], options)
 

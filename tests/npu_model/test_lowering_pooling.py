@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from drawn import drawn
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
@@ -19,7 +20,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(
     shape=SIZES, window=st.integers(1, 7), stride=st.integers(1, 3), share=st.floats(0, 1), ceil=st.booleans(),
@@ -42,7 +43,7 @@ def test_windows(
     assert_close(run_on(name, g, {"x": normal(rng, *shape)}), 2e-3)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(shape=SIZES, rows=st.integers(1, 5), columns=st.integers(1, 5), seed=st.integers(0, 2**32))
 def test_bins(name: str, shape: tuple[int, ...], rows: int, columns: int, seed: int) -> None:
@@ -51,7 +52,7 @@ def test_bins(name: str, shape: tuple[int, ...], rows: int, columns: int, seed: 
     assert_close(run_on(name, g, {"x": normal(np.random.default_rng(seed), *shape)}), 2e-3)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(shape=SIZES, down=st.integers(1, 4), right=st.integers(1, 4), seed=st.integers(0, 2**32))
 def test_enlarged_images(name: str, shape: tuple[int, ...], down: int, right: int, seed: int) -> None:
@@ -61,7 +62,7 @@ def test_enlarged_images(name: str, shape: tuple[int, ...], down: int, right: in
     assert_close(run_on(name, g, {"x": normal(np.random.default_rng(seed), *shape)}), 2e-3)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(shape=SIZES, seed=st.integers(0, 2**32))
 def test_networks_of_codes_are_equal_bit_for_bit(name: str, shape: tuple[int, ...], seed: int) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from drawn import drawn
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
@@ -28,7 +29,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(
     m=st.integers(1, 40), n=st.integers(1, 300), k=st.integers(1, 300), seed=st.integers(0, 2**32),
@@ -63,7 +64,7 @@ def convolutions(draw: st.DrawFn) -> dict[str, int]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(c=convolutions(), seed=st.integers(0, 2**32), dtype=st.sampled_from(list(TOLERANCE)))
 def test_a_convolution(name: str, c: dict[str, int], seed: int, dtype: str) -> None:
@@ -86,7 +87,7 @@ def test_a_convolution(name: str, c: dict[str, int], seed: int, dtype: str) -> N
     assert_close(run_on(name, g, {"x": normal(rng, *shape)}, weights, dtype), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(c=convolutions(), seed=st.integers(0, 2**32), depthwise=st.booleans(), signed=st.booleans())
 def test_a_convolution_of_codes_is_equal_bit_for_bit(
@@ -111,7 +112,7 @@ def test_a_convolution_of_codes_is_equal_bit_for_bit(
         np.testing.assert_array_equal(outcome.ours[key], expected)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(m=st.integers(1, 20), n=st.integers(1, 100), k=st.integers(1, 300), seed=st.integers(0, 2**32))
 def test_a_linear_layer_of_codes_is_equal_bit_for_bit(name: str, m: int, n: int, k: int, seed: int) -> None:
@@ -126,7 +127,7 @@ def test_a_linear_layer_of_codes_is_equal_bit_for_bit(name: str, m: int, n: int,
         np.testing.assert_array_equal(outcome.ours[key], expected)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(
     b=st.integers(1, 2), shared=st.integers(1, 2), rep=st.integers(1, 3), t=st.integers(1, 40), keys=st.integers(1, 90),
@@ -157,7 +158,7 @@ def test_attention(
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8", "int4+int8", "int8+int8"])
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 def test_weights_in_few_bits(name: str, format: str) -> None:
     rng = np.random.default_rng(5)
     for m, n, k in ((1, 64, 256), (3, 50, 128)):
@@ -169,6 +170,7 @@ def test_weights_in_few_bits(name: str, format: str) -> None:
 
 
 BYTES = [QuantizedFormat("int8", activations="int8"), QuantizedFormat("int4", activations="int8"),
+         QuantizedFormat("float4_e2m1", activations="int8"), QuantizedFormat("iq4_nl", activations="int8"),
          QuantizedFormat("int4", scales="float16", offsets="zero_point", activations="int8")]  # fmt: skip
 
 
@@ -243,7 +245,7 @@ def test_attention_over_a_pool_of_blocks(
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(
     b=st.integers(1, 2), shared=st.integers(1, 3), rep=st.integers(1, 3), t=st.integers(1, 5),
@@ -279,7 +281,7 @@ def test_attention_over_a_cache_of_bytes(
     assert_close(outcome, 1e-5)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 def test_batched_products(name: str) -> None:
     rng = np.random.default_rng(6)
     for b, m, n, k in ((3, 5, 7, 9), (4, 64, 50, 33)):
@@ -288,7 +290,7 @@ def test_batched_products(name: str) -> None:
         assert_close(run_on(name, g, {"a": normal(rng, b, m, k), "b": normal(rng, b, k, n)}), 2e-3)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 @DRAWS
 @given(
     c=convolutions(), extra=st.integers(0, 2), seed=st.integers(0, 2**32), dtype=st.sampled_from(list(TOLERANCE))
@@ -313,7 +315,7 @@ def test_a_transposed_convolution(name: str, c: dict[str, int], extra: int, seed
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
 def test_lookups_in_tables_of_few_bits(name: str, format: str) -> None:
     rng = np.random.default_rng(7)
     g = IRBuilder()

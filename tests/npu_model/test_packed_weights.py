@@ -106,7 +106,7 @@ def test_a_program_with_packed_weights_is_read_back_from_its_text(program: Compi
     text = disassemble(tiles)
     assert "<- packed p_w0[" in text and "bytes decoded of weights" in text
     assert assemble(text) == tiles
-    with pytest.raises(ProgramFormatError, match="the chip has no weights in a form of their own"):
+    with pytest.raises(ProgramFormatError, match="buffer 'p_w0' is compressed, but the chip has no decoder"):
         verify(tiles, chip_with(None))
-    with pytest.raises(ProgramFormatError, match="weights in a form of their own are not written"):
+    with pytest.raises(ProgramFormatError, match="buffer 'relu_1' has no form of its own that could be decoded"):
         verify(assemble(text.replace("store   relu_1[", "store   packed relu_1[")), chip)

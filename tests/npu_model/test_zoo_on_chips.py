@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from drawn import drawn
 from on_chips import chip
 from zoo import ZOO
 from zoo_runs import build, check, draw, extracted, run_compiled, run_partitioned, run_torch, weights_of
@@ -12,7 +13,6 @@ from npu_compiler import ConstraintError, partition
 from npu_model import NPUBackend
 
 REFUSED = {"CRNN": "lstm_kernel"}
-SOON = ("ResNet", "UNet", "bert", "llama", "vit")  # in the fast tests
 ON_ODD_CHIP = ("ResNet", "MobileNetV3", "UNet", "YoloHead", "bert", "gpt2", "llama", "vit", "convnext", "whisper")
 
 
@@ -23,10 +23,7 @@ def check_on(name: str, chip_name: str, seed: int) -> None:
     check(ours, run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples), seed)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in ZOO if name not in REFUSED],
-)
+@pytest.mark.parametrize("name", drawn([name for name in ZOO if name not in REFUSED], 1 / 15))
 def test_models_are_right_on_edge(name: str, seed: int) -> None:
     check_on(name, "edge", seed)
 
@@ -37,6 +34,7 @@ def test_models_are_right_on_a_chip_of_odd_sizes(name: str, seed: int) -> None:
     check_on(name, "odd", seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_others_are_refused_in_words_and_run_with_the_hosts_help(name: str, seed: int) -> None:
     samples, model, device = draw(name, seed), build(name), NPUBackend(chip("edge"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quantized_networks import BACKENDS, DEQUANTIZE, DEQUANTIZE_CHANNELS, LIMITS, QUANTIZE, Network
@@ -169,12 +170,10 @@ def test_rows_of_bytes_are_multiplied_exactly(
 @pytest.mark.parametrize("taps", [3, 5])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(
-    ("channels", "height", "width"), [(16, 1, 1), (32, 5, 2), (32, 3, 7), (64, 7, 7), (80, 2, 9), (144, 4, 5)]
+    "size", drawn([(16, 1, 1), (32, 5, 2), (32, 3, 7), (64, 7, 7), (80, 2, 9), (144, 4, 5)], 1 / 3)
 )
 def test_depthwise_results_in_bytes_are_exact(
-    channels: int,
-    height: int,
-    width: int,
+    size: tuple[int, int, int],
     zeros: bool,
     taps: int,
     stride: int,
@@ -190,7 +189,7 @@ def test_depthwise_results_in_bytes_are_exact(
         pytest.skip("columns of bytes are for weights without zero points")
     monkeypatch.setattr(integer, "_choose", lambda call: algorithm)
     rng, net, (low, high) = np.random.default_rng(seed), Network(), LIMITS[dtype]
-    zero, step = low + 7, 8.0
+    zero, step, (channels, height, width) = low + 7, 8.0, size
     codes = extremes(rng, low, high, (2, channels, height, width))
     weight = extremes(rng, -128, 127, (channels, 1, taps, taps))
     scales = 2.0 ** rng.integers(-8, -4, channels)

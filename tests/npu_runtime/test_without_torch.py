@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from ir_builder import IRBuilder
 from kernel_twins import Twins
 from safetensors.torch import save_file
@@ -84,7 +85,7 @@ def results_of(outputs: dict[str, np.ndarray], prefix: str) -> list[Arrays]:
     return [[found[draw][index] for index in sorted(found[draw])] for draw in sorted(found)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", drawn(MODELS, 1 / 2))
 def test_a_process_without_pytorch_gets_pytorchs_answer(name: str, tmp_path: Path, seed: int) -> None:
     samples = draw(name, seed)
     write_model(name, tmp_path, samples)
@@ -130,7 +131,7 @@ def _ir_of(model: torch.nn.Module, images: torch.Tensor) -> dict[str, object]:
     return extract_ir(model, (images,))
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", drawn(ZOO, 1 / 3))
 def test_each_kernel_of_the_zoo_does_in_numpy_what_it_does_in_pytorch(name: str, seed: int) -> None:
     backend = Twins()
     try:

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from drawn import drawn
 from perfetto_trace import PerfettoTrace
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
@@ -368,7 +369,7 @@ def chat_command(folder: Path) -> list[str]:
     return [sys.executable, "-m", "npu_sim.cli", "generate", str(folder), *options]
 
 
-@pytest.mark.parametrize("option", [["--trace", "trace.json"], ["--json"], ["--no-chat"]])
+@pytest.mark.parametrize("option", drawn([["--trace", "trace.json"], ["--json"], ["--no-chat"]], 1 / 3))
 def test_a_chat_in_a_terminal_has_no_single_result(folder: Path, tmp_path: Path, option: list[str]) -> None:
     terminal = Terminal(*chat_command(folder), *option, cwd=tmp_path)
     try:
@@ -407,6 +408,7 @@ def test_chat_in_a_terminal(folder: Path, tmp_path: Path) -> None:
     assert len(saved[1]["content"]) >= 40
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 def test_chat_in_tmux(folder: Path, tmp_path: Path) -> None:
     def tmux(*arguments: str) -> str:

@@ -11,6 +11,8 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import decoder_answers
+import decoder_features
 import decoder_variants
 import decoders
 import numpy as np
@@ -102,9 +104,16 @@ def served(folder: Path, *settings: SamplingSettings, speculate: bool = False) -
 
 def test_every_model_type_of_transformers_was_tried_and_none_is_wrong() -> None:
     outcomes = json.loads((ROOT / "npu_sim" / "data" / "model_types.json").read_text())
-    assert set(outcomes) == set(decoders.model_types())
+    assert set(decoders.model_types()) <= set(outcomes)  # an older transformers has fewer
     kinds = {name: {outcome["kind"] for outcome in routes.values()} for name, routes in outcomes.items()}
-    assert {name: kind for name, kind in kinds.items() if not kind <= {"right", "refused"}} == {}
+    assert {name: kind for name, kind in kinds.items() if not kind <= {"right", "refused", "fails"}} == {}
+    failing = {route for routes in outcomes.values() for route, outcome in routes.items() if outcome["kind"] == "fails"}
+    assert failing <= {"eager", "generate bfloat16", "serve bfloat16"}  # of transformers itself
+
+
+def test_most_of_what_eager_pytorch_runs_is_right() -> None:
+    types = [kind for kind in tried_types() if not kind.eager]
+    assert sum(kind.generate and kind.serve for kind in types) >= 0.95 * len(types)
 
 
 def test_the_page_of_model_types_is_current() -> None:
@@ -112,29 +121,30 @@ def test_the_page_of_model_types_is_current() -> None:
     assert page == model_types.document(tried_types()), "run `python -m benchmarks.pages.model_types`"
 
 
-@pytest.mark.parametrize("model_type", ["rwkv", "prophetnet"])
+@pytest.mark.parametrize("model_type", ["xlnet", "prophetnet"])
 def test_model_types_that_are_not_computed_right_are_refused_in_a_sentence(model_type: str) -> None:
-    outcomes = decoders.tried(model_type)
+    outcomes = decoders.tried(model_type, dtypes=("float32",))
     assert {outcome.kind for outcome in outcomes.values()} == {"refused"}, outcomes
 
 
 @pytest.mark.parametrize("model_type", ["gemma2"])
 def test_a_model_type_is_right_by_both_routes(model_type: str) -> None:
     """The layers of Gemma 2 alternate between a window and all tokens, and cap their scores."""
-    outcomes = decoders.tried(model_type)
+    outcomes = decoders.tried(model_type, dtypes=("float32",))
     assert {outcome.kind for outcome in outcomes.values()} == {"right"}, outcomes
 
 
-DRAWN = Random(int(os.environ["TEST_SEED"])).sample(decoders.model_types(), 40)
+_RANDOM = Random(int(os.environ["TEST_SEED"]))
+DRAWN = [(name, _RANDOM.choice(decoders.DTYPES)) for name in _RANDOM.sample(decoders.model_types(), 12)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", DRAWN)
-def test_model_types_do_what_the_page_says_or_better(model_type: str) -> None:
-    """`make test-decoders` tries all of them; each takes a process of its own for some seconds."""
+@pytest.mark.parametrize(("model_type", "dtype"), DRAWN)
+def test_model_types_do_what_the_page_says_or_better(model_type: str, dtype: str) -> None:
+    """`make test-decoders` tries all of them in all dtypes; each takes a process of its own for some seconds."""
     known = json.loads((ROOT / "npu_sim" / "data" / "model_types.json").read_text())[model_type]
-    outcomes, _ = decoders.isolated(lambda: decoders.tried(model_type))
-    allowed = {"right"} | {outcome["kind"] for outcome in known.values()} & {"refused"}
+    outcomes, _ = decoders.isolated(lambda: decoders.tried(model_type, dtypes=(dtype,)))
+    allowed = {"right"} | {outcome["kind"] for outcome in known.values()} & {"refused", "fails"}
     assert {outcome.kind for outcome in outcomes.values()} <= allowed, outcomes
 
 
@@ -222,21 +232,20 @@ def test_buffers_that_a_model_fills_for_its_parts_are_computed(tmp_path: Path) -
         np.testing.assert_array_equal(stored[name], expected)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "feature"), [("gemma2", "sliding_window"), ("gemma2", "attn_logit_softcapping")]
-)
-def test_a_feature_that_is_dropped_is_noticed(model_type: str, feature: str, tmp_path: Path) -> None:
-    """The tokens are others than those of transformers if a window or a cap is left out of the config that we read."""
+def test_a_feature_that_is_left_out_is_noticed(tmp_path: Path) -> None:
+    """`make test-decoders` leaves out every field of the config and every kind of parameter of several model types."""
     folder = tmp_path / "whole"
-    decoders.save_tiny(model_type, folder)
-    expected = decoders.expectation(folder)
-    assert decoder_variants.computed(folder, expected).kind == "right"
-    value = 4096 if feature == "sliding_window" else None
-    if feature == "attn_logit_softcapping":
-        folder = changed(folder, tmp_path / "capped", **{feature: 1.0})
-        expected = decoders.expectation(folder)
-    dropped = changed(folder, tmp_path / "dropped", **{feature: value})
-    assert decoder_variants.computed(dropped, expected).kind == "wrong"
+    decoders.save_tiny("gpt_oss", folder)
+    eager = decoder_answers.Eager(folder)
+    tokens = eager.continued(decoder_answers.prompts()[0])
+    assert decoder_answers.compared(decoder_features.traced_answer(folder, tokens), eager).kind == "right"
+    sinks = [name for name in load_file(folder / "model.safetensors") if name.endswith("sinks")]
+    without = {
+        "sinks": decoder_features.without_parameters(folder, tmp_path / "sinks", sinks),
+        "window": decoder_features.with_field(folder, tmp_path / "window", ("sliding_window",), decoders.CONTEXT),
+    }
+    found = {name: decoder_features.noticed(eager, tokens, other).kind for name, other in without.items()}
+    assert sinks and found == {"sinks": "noticed", "window": "noticed"}
 
 
 def test_names_in_files_are_those_of_transformers_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import drawn
 from torch import nn
 from torch.export import Dim
 
@@ -123,7 +124,7 @@ OWN_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", OWN_CASES)
+@pytest.mark.parametrize("name", drawn(OWN_CASES, 1 / 2))
 def test_our_own_decompositions_equal_pytorch(name: str) -> None:
     function, *args = OWN_CASES[name]
     runs_on_device(Net(function), *args)
@@ -332,7 +333,7 @@ PICKING_CASES: dict[str, tuple[Callable[..., object], *tuple[torch.Tensor, ...]]
 }
 
 
-@pytest.mark.parametrize("name", PICKING_CASES)
+@pytest.mark.parametrize("name", drawn(PICKING_CASES, 1 / 2))
 def test_our_own_decompositions_do_what_pytorch_does(name: str) -> None:
     function, *args = PICKING_CASES[name]
     if name == "searchsorted, numbers":

@@ -17,8 +17,10 @@ from tiny_encoders import (
     save_cross_encoder,
     save_embedder,
 )
+from typer.testing import CliRunner
 
 from npu_compiler import InputError
+from npu_sim.cli import app
 from npu_sim.encoders import CrossEncoderFolder, EmbedderFolder, TextEncoder, read_encoder
 from npu_sim.encoders.folder import POOLINGS
 
@@ -82,7 +84,13 @@ def test_a_prompt_that_is_not_pooled_is_attended_to_only(tmp_path: Path) -> None
     assert cosine(found, states.mean(0)) >= 0.9999
 
 
-@pytest.mark.parametrize(("kind", "activation"), [("bert", None), ("bert", "Identity"), ("qwen3", "Sigmoid")])
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [
+        ("bert", None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bert", "Identity"), ("qwen3", "Sigmoid"))),
+    ],
+)
 def test_pairs_of_several_lengths_in_one_batch_are_scored_as_each_alone(
     tmp_path: Path, kind: str, activation: str | None
 ) -> None:
@@ -186,3 +194,39 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 def test_a_cross_encoder_says_its_activation(tmp_path: Path) -> None:
     read = read_encoder(save_cross_encoder(tmp_path, activation="Identity"))
     assert isinstance(read, CrossEncoderFolder) and read.activation == "Identity"
+
+
+def run_embed(*arguments: str, text: str | None = None) -> Any:
+    return CliRunner().invoke(app, ["embed", *arguments, "--device", "cpu"], prog_name="npu-sim", input=text)
+
+
+def test_the_command_embeds_a_text_a_line(tmp_path: Path) -> None:
+    folder = save_embedder(tmp_path / "model", "bert", [MEAN])
+    lines = [TEXTS[0], "", *TEXTS[1:], TEXTS[0]]
+    done = run_embed(str(folder), text="\n".join(lines))
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [item["index"] for item in found] == [*range(len(lines))]
+    for item, text in zip(found, lines, strict=True):
+        assert cosine(item["embedding"], expected_embedding(folder, text, MEAN)) >= 0.9999
+    (tmp_path / "texts").write_text("\n".join(lines), encoding="utf-8")
+    stored = tmp_path / "vectors.npy"
+    assert run_embed(str(folder), str(tmp_path / "texts"), "-o", str(stored), "--dimensions", "8").exit_code == 0
+    short = np.load(stored)
+    assert short.shape == (len(lines), 8) and short.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(short, axis=1), 1, rtol=1e-5)
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    folder = str(save_embedder(tmp_path / "model", "bert", [MEAN]))
+    scorer = str(save_cross_encoder(tmp_path / "scorer"))
+    for arguments, text, message in (
+        ((folder,), "", "there are no texts to embed"),
+        ((folder, "--dimensions", "999"), "a", "has embeddings of 32 dimensions, not 999"),
+        ((folder, "--prompt-name", "query"), "a", "has no prompt 'query'; it has none"),
+        ((scorer,), "a", "is a cross-encoder; embed takes an embedding model"),
+        ((folder,), "a\n" + "b " * 3000, "text 2 has "),
+    ):
+        done = run_embed(*arguments, text=text)
+        assert done.exit_code == 2 and message in " ".join(done.stderr.split()), done.output
+    assert run_embed(folder, "--truncate", text="b " * 3000).exit_code == 0

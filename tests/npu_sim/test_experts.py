@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from safetensors.torch import load_file, save_file
 from tiny_llms import VOCAB, save_tiny
 
@@ -35,7 +36,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(EXPERTS))
+@pytest.fixture(scope="module", params=drawn(EXPERTS, 1 / 2))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp(request.param), request.param, "float32", **EXPERTS[request.param])
 

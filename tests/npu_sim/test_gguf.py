@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from gguf_files import SCALES, random_blocks, save_gguf
 from kernel_cache import put_kernels
 from tiny_llms import TEMPLATE, assert_same_tokens, save_tiny, save_tokenizer, tensors, transformers
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=drawn(["llama", "qwen2"], 1 / 2))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = save_tiny(tmp_path_factory.mktemp(request.param), request.param, "float32", vocab_size=304)
     save_tokenizer(made, TEMPLATE)

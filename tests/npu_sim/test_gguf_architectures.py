@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from decoder_variants import save_model
+from drawn import drawn
 from gguf_files import save_gguf
 from tiny_llms import TEMPLATE, save_tokenizer, tensors, transformers
 
@@ -76,7 +77,7 @@ def _rebuilt(checkpoint: Checkpoint) -> Any:
     return rebuilt
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", drawn(TYPES, 1 / 3))
 def test_a_file_is_the_model_that_was_converted(name: str, tmp_path: Path) -> None:
     whole, path = _saved(name, tmp_path)
     rebuilt = _rebuilt(load_checkpoint(path, "float32"))
@@ -87,10 +88,12 @@ def test_a_file_is_the_model_that_was_converted(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "encoding"), [("gpt_oss", "MXFP4"), ("qwen3_moe", "Q3_K"), ("qwen3_moe", "IQ4_XS"), ("phi3", "Q2_K")]
+    "made",
+    drawn([("gpt_oss", "MXFP4"), ("qwen3_moe", "Q3_K"), ("qwen3_moe", "IQ4_XS"), ("phi3", "Q2_K")], 1 / 2, "-".join),
 )
-def test_matrices_stay_in_few_bits(kind: str, encoding: str, tmp_path: Path) -> None:
+def test_matrices_stay_in_few_bits(made: tuple[str, str], tmp_path: Path) -> None:
     """Logits are those of the dequantized weights, with matrices of experts in few bits too."""
+    kind, encoding = made
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
     folder = save_model(tmp_path / "model", kind, **WINDOW, **sizes, **{"num_attention_heads": 8, "head_dim": 32})
     checkpoint = load_checkpoint(save_gguf(folder, tmp_path / "m.gguf", encoding), "float32")
@@ -104,7 +107,7 @@ def test_matrices_stay_in_few_bits(kind: str, encoding: str, tmp_path: Path) -> 
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", drawn(TYPES, 1 / 3))
 def test_a_file_generates_what_the_converted_model_does(name: str, tmp_path: Path) -> None:
     whole, path = _saved(name, tmp_path)
     ids = np.random.default_rng(1).integers(0, decoders.VOCAB, 20).tolist()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cuda_gpu import DEVICES, PROBLEM
 from cuda_toolchain import compile_in_turn
+from drawn import drawn as drawn_cases
 from metal_harness import METAL_DEVICE
 from numerics import MIN_DRAWS, assert_design6
 from safetensors.torch import load_file, save_file
@@ -91,8 +92,7 @@ def assert_greedy(tokens: list[int], start: int, ref: np.ndarray, half: np.ndarr
 
 @pytest.fixture(
     scope="module",
-    params=[("llama", "bfloat16"), ("qwen2", "bfloat16"), ("qwen3", "float16")],
-    ids=lambda param: "-".join(param),
+    params=drawn_cases([("llama", "bfloat16"), ("qwen2", "bfloat16"), ("qwen3", "float16")], 1 / 3, "-".join),
 )
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     family, dtype = request.param

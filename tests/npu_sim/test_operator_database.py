@@ -10,6 +10,7 @@ from pathlib import Path
 import operator_database as database
 import pytest
 import torch
+from drawn import drawn
 from operator_database import HANG, RAW, REFUSED, RIGHT, WRONG, Problem
 from random_modules import random_module
 
@@ -36,7 +37,7 @@ def faults_of_random_modules(seeds: range) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("share", range(2))
+@pytest.mark.parametrize("share", drawn(range(2), 1 / 2))
 def test_drawn_cases_of_the_database_are_right_or_refused_in_a_sentence(share: int, seed: int) -> None:
     assert faults_of_drawn_cases(seed, 15) == [], f"seed {seed}"
 

@@ -136,6 +136,55 @@ def test_completions_take_texts_and_token_ids(client: Any, server: Served, check
     assert texts == ["the catHello, world!"] * 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_with_log_probabilities_has_those_of_the_prompt_too(
+    client: Any, checkpoint: Checkpoint, stream: bool
+) -> None:
+    options = {"model": "tiny", "prompt": [checkpoint.tokenizer.encode("the cat"), [7]], "echo": True, "logprobs": 2}
+    choices: dict[int, list[Any]] = {0: [], 1: []}
+    for reply in (
+        client.completions.create(**options, stream=True) if stream else [client.completions.create(**options)]
+    ):
+        for choice in reply.choices:
+            choices[choice.index].append(choice)
+    for index, ids in enumerate(options["prompt"]):
+        parts = [part.logprobs for part in choices[index] if part.logprobs is not None]
+        joined = {
+            name: [item for part in parts for item in getattr(part, name)]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        text = "".join(part.text for part in choices[index])
+        assert "".join(joined["tokens"]) == text and text.endswith("Hello, world!")
+        assert joined["token_logprobs"][0] is None and joined["top_logprobs"][0] is None
+        assert set(joined["token_logprobs"][1:]) == {-0.5} and all(len(top) == 2 for top in joined["top_logprobs"][1:])
+        assert joined["text_offset"] == [len("".join(joined["tokens"][:n])) for n in range(len(joined["tokens"]))]
+        assert len({len(values) for values in joined.values()}) == 1
+        if not stream:
+            assert len(joined["tokens"]) > len(ids)
+
+
+def test_max_tokens_of_0_return_the_prompt_alone(client: Any) -> None:
+    reply = client.completions.create(model="tiny", prompt="the cat", max_tokens=0, echo=True, logprobs=0)
+    (choice,) = reply.choices
+    assert (choice.text, choice.finish_reason, reply.usage.completion_tokens) == ("the cat", "length", 0)
+    assert "".join(choice.logprobs.tokens) == "the cat"
+
+
+def test_prompt_logprobs_have_the_form_of_vllm(client: Any, checkpoint: Checkpoint) -> None:
+    ids = checkpoint.tokenizer.encode("the cat")
+    extra = {"prompt_logprobs": 1}
+    reply = client.completions.create(model="tiny", prompt=ids, extra_body=extra, logprobs=3, echo=True)
+    first, *others = reply.choices[0].prompt_logprobs
+    assert first is None and [list(entry) for entry in others] == [[str(token)] for token in ids[1:]]
+    shown = "".join(entry[str(token)]["decoded_token"] for token, entry in zip(ids[1:], others, strict=True))
+    assert "the cat".endswith(shown)
+    assert all(entry[str(token)]["logprob"] == -0.5 for token, entry in zip(ids[1:], others, strict=True))
+    assert all(len(top) == 3 for top in reply.choices[0].logprobs.top_logprobs[1:])
+    chat = client.chat.completions.create(model="tiny", messages=HELLO, n=2, extra_body=extra)
+    assert chat.prompt_logprobs[0] is None and len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+    assert not hasattr(client.completions.create(model="tiny", prompt=ids).choices[0], "prompt_logprobs")
+
+
 def test_64_clients_at_once_are_each_answered(checkpoint: Checkpoint) -> None:
     def echo(request: Request) -> Script:
         text = checkpoint.tokenizer.decode(request.prompt).split("\n")[1].removesuffix("</s><|im|>assistant")
@@ -223,7 +272,12 @@ def test_a_wrong_chat_is_refused_by_name(client: Any, server: Served, wrong: dic
         ({"prompt": []}, "give 1 to 128 prompts, not 0"),
         ({"prompt": [999]}, "the model has no token 999; ids are 0 to 303"),
         ({"prompt": {"a": 1}}, "invalid 'prompt'"),
-        ({"echo": True, "logprobs": 1}, "'echo' is not supported; leave out 'logprobs', or 'echo'"),
+        ({"prompt_logprobs": 1, "stream": True}, "'prompt_logprobs' come with whole replies; leave out 'stream'"),
+        ({"prompt_logprobs": -1}, "invalid 'prompt_logprobs'"),
+        ({"prompt_logprobs": 21}, "invalid 'prompt_logprobs'"),
+        ({"prompt_logprobs": 10**30}, "invalid 'prompt_logprobs'"),
+        ({"prompt_logprobs": True}, "invalid 'prompt_logprobs'"),
+        ({"max_tokens": -1}, "invalid 'max_tokens'"),
         ({"suffix": "x"}, "unknown parameter 'suffix'"),
         ({"best_of": 2, "n": 3}, "'best_of' must be at least 'n'"),
         ({"best_of": 3, "stream": True}, "'best_of' needs whole replies; leave out 'stream'"),

@@ -262,10 +262,12 @@ def test_a_full_queue_refuses_requests() -> None:
         (Request((1,) * 49), "the prompt has 49 tokens, but a request can have 48"),
         (Request((1, VOCAB)), f"token id {VOCAB} is outside the vocabulary, 0 to {VOCAB - 1}"),
         (Request((-1,)), "token id -1 is outside"),
-        (Request((1,), 0), "max_new_tokens must be at least 1, not 0"),
+        (Request((1,), -1), "max_new_tokens must be at least 0, not -1"),
         (Request((1,), sampling=SamplingSettings(-1.0)), "temperature must be"),
         (Request((1,), sampling=SamplingSettings(1.0, seed=-1)), "seed must be at least 0, not -1"),
         (Request((1,), logprobs=-1), "logprobs must be from 0"),
+        (Request((1,), prompt_logprobs=-1), "prompt_logprobs must be from 0"),
+        (Request((1,), prompt_logprobs=VOCAB + 1), f"prompt_logprobs must be from 0 to {VOCAB}, not {VOCAB + 1}"),
         (Request((1,), timeout=0), "timeout must be above 0"),
         (Request((1,), stop=("x",)), "stop strings need a tokenizer"),
     ],
@@ -335,6 +337,78 @@ def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
         best = np.argsort(-right, kind="stable")[:3]
         assert [token for token, _ in found.top] == best.tolist()
         np.testing.assert_allclose([value for _, value in found.top], right[best], rtol=1e-5)
+
+
+def toy_scores(tokens: tuple[int, ...], window: int) -> NDArray[np.float64]:
+    """Return the toy's log probabilities [tokens - 1, VOCAB] of what follows each token but the last."""
+    rows = row_values(np.array(tokens), np.arange(len(tokens)))
+    ends = range(len(tokens) - 1)
+    logits = np.array([toy_logits(rows[: end + 1][-window:], tokens[end]) for end in ends], np.float64)
+    logits = logits.reshape(-1, VOCAB)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"runs_ahead": True},
+        {"blocks": 12, "runs_ahead": True},  # so few that sequences lose theirs
+        {"max_outputs": 3, "max_tokens": 16},
+        {"max_outputs": 1, "max_sequences": 1},
+        {"read_window": 6, "blocks": 14},
+    ],
+    ids=str,
+)
+def test_a_prompts_log_probabilities_are_those_of_the_model_whatever_else_runs(
+    sizes: dict[str, int], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, VOCAB, 20).tolist()  # whose blocks others leave in the cache
+
+    def drawn(index: int) -> Request:
+        begin = shared[: rng.integers(0, 21)] if rng.integers(0, 2) else []
+        prompt = (*begin, *rng.integers(0, VOCAB, rng.integers(1, 20)).tolist())
+        wanted = [None, 0, 1, VOCAB][rng.integers(0, 4)]
+        new = int(rng.integers(0, 9))
+        return Request(prompt, new, SamplingSettings(float(rng.integers(0, 2)), seed=index), prompt_logprobs=wanted)
+
+    asked = [drawn(index) for index in range(24)]
+    window = sizes.get("read_window", 0)
+    with Engine(ToyModel(**sizes)) as engine:
+        answers = engine.generate(asked)
+        assert engine.stats().blocks_used == 0
+    for request, answer in zip(asked, answers, strict=True):
+        assert answer.finish_reason == "length" and len(answer.tokens) == min(request.max_new_tokens or 0, 9)
+        if not window and request.max_new_tokens:
+            assert answer.tokens == alone(request, LIMIT)
+        if request.prompt_logprobs is None:
+            assert answer.prompt_logprobs == ()
+            continue
+        assert [entry.token for entry in answer.prompt_logprobs] == list(request.prompt[1:])
+        for entry, right in zip(answer.prompt_logprobs, toy_scores(request.prompt, window), strict=True):
+            np.testing.assert_allclose(entry.logprob, right[entry.token], rtol=1e-5)
+            assert entry.rank == 1 + (right > right[entry.token]).sum()
+            best = np.argsort(-right, kind="stable")[: request.prompt_logprobs]
+            assert [token for token, _ in entry.top] == best.tolist()
+
+
+def test_a_recurrent_model_scores_prompts_one_token_a_step() -> None:
+    prompt = (5, 1, 7, 7, 2)
+    with Engine(ToyModel(recurrent=True)) as engine:
+        scored, plain = engine.generate([Request(prompt, 3, prompt_logprobs=2), Request(prompt, 3)])
+        assert scored.tokens == plain.tokens and len(scored.prompt_logprobs) == 4
+        again = [engine.generate([Request(prompt[:end], 1, logprobs=2)])[0] for end in range(1, 5)]
+    assert [entry.top for entry in scored.prompt_logprobs] == [answer.logprobs[0].top for answer in again]
+
+
+def test_logits_of_a_prompt_that_are_not_finite_end_its_request_with_an_error() -> None:
+    model = ToyModel()
+    model.not_finite = {9}
+    with Engine(model) as engine:
+        wrong, right = engine.generate([Request((1, 9, 2, 3), 2, prompt_logprobs=0), Request((1, 2), 0)])
+    assert wrong.finish_reason == "error" and "not finite" in (wrong.error or "")
+    assert (right.finish_reason, right.tokens, right.prompt_logprobs) == ("length", (), ())
 
 
 def test_a_stop_token_ends_the_answer_and_is_not_returned(engine: Engine) -> None:

@@ -44,6 +44,29 @@ def draft_model(folder: Path, large: Checkpoint) -> ModelDrafter:
     )
 
 
+def test_the_log_probabilities_of_prompts_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
+    import torch
+    import transformers
+
+    folder = save_tiny(tmp_path, "llama", "float32")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rng = np.random.default_rng(seed)
+    # A prompt longer than a step, one of a single token, and one whose first blocks others leave in the cache.
+    prompts = [tuple(rng.integers(3, VOCAB, size).tolist()) for size in (41, 1, 9)]
+    prompts.append((*prompts[0][:30], 5))
+    paged = PagedModel(load_checkpoint(folder, "float32"), device="cpu", context_length=48, block_size=4, max_tokens=16)
+    with Engine(paged) as engine:
+        pairs = zip(prompts, (1, 0, 3, 2), strict=True)
+        answers = engine.generate(Request(prompt, new, prompt_logprobs=3) for prompt, new in pairs)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            right = reference(torch.tensor([prompt])).logits[0].double().log_softmax(-1).numpy()
+        assert [entry.token for entry in answer.prompt_logprobs] == [*prompt[1:]]
+        for entry, row in zip(answer.prompt_logprobs, right, strict=False):
+            assert entry.logprob == pytest.approx(row[entry.token], abs=1e-4)
+            assert [value for _, value in entry.top] == pytest.approx(np.sort(row)[:-4:-1], abs=1e-4)
+
+
 def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
     checkpoints = []
     for name, vocab in (("small", VOCAB), ("large", VOCAB), ("larger", VOCAB + 8)):

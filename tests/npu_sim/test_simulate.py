@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ir_builder import IRBuilder
 from typer.testing import CliRunner
@@ -63,6 +64,22 @@ def test_a_chip_without_an_energy_table_has_no_line_of_energy(program: Path, tmp
     text = (Path(__file__).parents[2] / "npu_model/chip/chips/edge.toml").read_text()
     (tmp_path / "chip.toml").write_text(text[: text.index("[energy]")])
     assert "energy" not in npu_sim("simulate", program, "--npu", tmp_path / "chip.toml")
+
+
+def test_weights_are_measured_and_their_forms_named(program: Path, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "npu_model/chip/chips/edge.toml").read_text()
+    table = '[sparsity]\npatterns = ["2:4"]\ndecoder_bytes_per_cycle = 64\nskips_zeros = true\n'
+    (tmp_path / "chip.toml").write_text(text + table)
+    mask = np.tile(np.array([1, 0, 0, 1], np.float32), 64)
+    np.savez(tmp_path / "net.npz", a=np.ones((512, 256), np.float32) * mask, b=np.ones((256, 512), np.float32))
+    args = ("simulate", program, "--npu", tmp_path / "chip.toml", "--weights", tmp_path / "net.npz")
+    assert "weights  1 2:4 (144.0 KiB), 1 as they are (256.0 KiB)" in npu_sim(*args)
+    found, dense = (json.loads(npu_sim(*own, "--json")) for own in (args, args[:4]))
+    assert [own["form"] for own in found["weights"]] == ["2:4", "as it is"]
+    assert found["macs"] == 0.75 * dense["macs"] and found["latency_us"] < dense["latency_us"]
+    for more in (["--sweep", "sram=1M"], ["--with", program]):
+        refused = CliRunner().invoke(app, [str(arg) for arg in (*args, *more)], prog_name="npu-sim")
+        assert refused.exit_code == 2 and "--weights is for one run of a program" in refused.output
 
 
 def test_json_has_every_call_and_adds_up(program: Path) -> None:

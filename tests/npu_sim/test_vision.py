@@ -378,7 +378,7 @@ def program_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("device", [*DEVICES, METAL_DEVICE])
+@pytest.mark.parametrize("device", [*DEVICES, pytest.param(METAL_DEVICE, marks=pytest.mark.slow)])
 def test_lite0_agrees_with_pytorch_on_photographs(tmp_path: Path, device: str) -> None:
     model = efficientnet_lite0().eval()
     model.load_state_dict(torch.load(efficientnet_lite0_checkpoint(), weights_only=True))

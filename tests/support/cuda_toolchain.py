@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import hashlib
 import importlib.util
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from cuda_runtime.source_check import check_source
 ARCHITECTURES = (70, 80, 90)
 # What a source asks for that only compute capability 9.0 has; sources for it are made for no other GPU.
 HOPPER_ONLY = "__CUDA_ARCH_FEAT_SM90_ALL"
+# An empty file for each source, architecture and compiler with which it compiled; `make clean` removes them.
+COMPILED = Path(__file__).parents[2] / "build" / "compiled"
 
 
 @cache
@@ -36,6 +38,13 @@ def _nvrtc() -> ctypes.CDLL | None:
         except OSError:
             continue
     return None
+
+
+def _version() -> str:
+    assert (library := _nvrtc()) is not None
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    assert library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) == 0
+    return f"{major.value}.{minor.value} {library._name}"
 
 
 def architectures() -> tuple[int, ...]:
@@ -81,10 +90,19 @@ def _is_for(text: str, arch: int) -> bool:
 def _compile(jobs: Sequence[tuple[str, int]]) -> None:
     for text, _ in jobs:
         check_source("of a test", text)
-    with ThreadPoolExecutor() as pool:
-        logs = list(pool.map(lambda job: compile_log(*job), jobs))
-    failed = [log for log in logs if log]
-    assert not failed, f"{len(failed)} of {len(logs)} do not compile, the first:\n{failed[0]}"
+    failed = [log for job in jobs if (log := _log_once(*job))]  # in one thread, as pytest's workers share the cores
+    assert not failed, f"{len(failed)} of {len(jobs)} do not compile, the first:\n{failed[0]}"
+
+
+def _log_once(text: str, arch: int) -> str:
+    """Return `compile_log`, but leave out what the same compiler has compiled before, in any process or run."""
+    mark = COMPILED / hashlib.sha256(f"{_version()} {arch} {text}".encode()).hexdigest()
+    if mark.exists():
+        return ""
+    if not (log := compile_log(text, arch)):
+        COMPILED.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    return log
 
 
 def compile_log(text: str, arch: int) -> str:

@@ -26,7 +26,8 @@ import decoders
 import numpy as np
 import torch
 import transformers
-from decoders import CONTEXT, NEW, VOCAB, WINDOW, Outcome, attempt
+from decoder_answers import NEAR_TIE, NEW, PROMPT, VOCAB, Outcome, Route, generated, prompts, served
+from decoders import CONTEXT, WINDOW, attempt
 from gguf_files import save_gguf
 from quantized_folders import (
     Compress,
@@ -676,7 +677,7 @@ def variants() -> dict[str, Save]:
 
 
 def continued(folder: Path | None) -> list[tuple[list[int], list[float]]] | None:
-    """Return `decoders.reference`'s result per prompt, by transformers' `generate`, which reads the generation config.
+    """Return tokens and margins for each prompt, by transformers' `generate`, which reads the generation config.
 
     None where it opens no such folder, or where it makes up weights that the files lack.
     """
@@ -689,7 +690,7 @@ def continued(folder: Path | None) -> list[tuple[list[int], list[float]]] | None
         model.config.return_dict = True  # its own `generate` fails without
         if report["missing_keys"] or report["mismatched_keys"]:
             return None
-        return [_generate(model.eval(), prompt) for prompt in decoders.prompts()]
+        return [_generate(model.eval(), prompt) for prompt in prompts()]
     except Exception:
         return None
 
@@ -716,6 +717,26 @@ def _generate(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
     return tokens, gaps
 
 
+def compared(ours: list[int], expected: list[int], gaps: list[float]) -> Outcome:
+    """Compare tokens with those of transformers; `gaps` are the margins of each over the second greatest logit."""
+    for place, (mine, theirs, gap) in enumerate(zip(ours, expected, gaps, strict=False)):
+        if mine != theirs:
+            if gap < NEAR_TIE:
+                return Outcome("right", f"a near-tie at token {place}")
+            return Outcome("wrong", f"token {place} is {mine}, not {theirs} (gap {gap:.3g})")
+    if len(ours) != len(expected):
+        return Outcome("wrong", f"{len(ours)} tokens instead of {len(expected)}")
+    return Outcome("right")
+
+
+def compiled(route: Route, folder: Path, expected: list[tuple[list[int], list[float]]]) -> Outcome:
+    """The outcome of programs that are compiled for a folder."""
+    each = [
+        compared(answer.tokens, *theirs) for answer, theirs in zip(route(folder, "float32"), expected, strict=False)
+    ]
+    return next((outcome for outcome in each if outcome.kind != "right"), each[0])
+
+
 def computed(folder: Path, expected: list[tuple[list[int], list[float]]]) -> Outcome:
     """The outcome of the modules that we trace, run by PyTorch with the weights that the programs are given."""
     from npu_runtime.packing import to_numpy
@@ -730,7 +751,7 @@ def computed(folder: Path, expected: list[tuple[list[int], list[float]]]) -> Out
 
     checkpoint = load_checkpoint(folder, "float32")
     check_generation(checkpoint)
-    length = cache_capacity(checkpoint, decoders.PROMPT + NEW)
+    length = cache_capacity(checkpoint, PROMPT + NEW)
     state = Widened(state_with_buffers(checkpoint), "float32")
     causal = meta_model(checkpoint, attend_to_rows).to_empty(device="cpu")
     for name, value in state.items():
@@ -742,7 +763,7 @@ def computed(folder: Path, expected: list[tuple[list[int], list[float]]]) -> Out
         else:
             held._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
     model = CachedCausalLM(causal, state_form(checkpoint))
-    for prompt, (tokens, gaps) in zip(decoders.prompts(), expected, strict=True):
+    for prompt, (tokens, gaps) in zip(prompts(), expected, strict=True):
         cache = [torch.zeros(shape) for layer in kv_shapes(checkpoint, length) for shape in layer]
         seen, ours = list(prompt), list[int]()
         given = torch.tensor([prompt])
@@ -758,13 +779,13 @@ def computed(folder: Path, expected: list[tuple[list[int], list[float]]]) -> Out
             ours.append(token)
             seen.append(token)
             given = torch.tensor([[token]])
-        outcome = decoders.compared(ours, tokens, gaps)
+        outcome = compared(ours, tokens, gaps)
         if outcome.kind != "right":
             break
     return outcome
 
 
-ROUTES = {"eager": computed, "generate": decoders.generated, "serve": decoders.served}
+ROUTES = {"eager": computed, "generate": partial(compiled, generated), "serve": partial(compiled, served)}
 
 
 def tried(save: Save, routes: Iterable[str] = ("eager",)) -> dict[str, Outcome]:

@@ -3,16 +3,17 @@
     python tests/support/decoders.py [--results npu_sim/data/model_types.json] [MODEL_TYPE ...]
 
 For each model type a folder is saved and read by `LanguageModel` and by the serving engine, with a window of attention
-that the prompt exceeds. The outcome is `right`
-(the greedy tokens are those of transformers up to a near-tie), `refused` (an `NPUError` of one sentence), `wrong`, or
-`raw` (any other error, a crash or a hang). The last two are faults. Where transformers does not build a tiny model of a
-type, its own default config stands for it, which must be refused.
+that the prompt exceeds, in float32 and in bfloat16. The outcome is `right` (the greedy tokens and log probabilities are
+those of transformers: see `decoder_answers`), `refused` (an `NPUError` of one sentence), `wrong`, or `raw` (any other
+error, a crash or a hang). The last two are faults. Where transformers itself builds or runs no tiny model of a type
+(`eager` then says why), the type's default config stands for it, which must be refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import multiprocessing
@@ -24,25 +25,25 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
+from decoder_answers import ROUTES, VOCAB, Eager, Outcome, judged
 from safetensors.torch import save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from npu_compiler.errors import NPUError
-from npu_sim.llm.modules import first_position
+from npu_sim.llm.model_types import WHOLE
 
-PROMPT, NEW, WINDOW, CONTEXT, VOCAB = 60, 24, 16, 128, 160
-SECONDS = 120  # per model type, after which it counts as a hang
-NEAR_TIE = 2e-3  # between the two greatest logits
+WINDOW, CONTEXT = 16, 128
+DTYPES = ("float32", "bfloat16")
+SECONDS = 600  # per model type, after which it counts as a hang
 
 _WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "attention_chunk_size")
 _WINDOWS += ("sliding_window_size", "local_attention")
@@ -84,6 +85,8 @@ _SIZES: dict[str, Any] = {
     "indexer_kv_heads": 1,
     "indexer_compress_ratio": 4,
     "n_shared_experts": 1,
+    "zero_expert_num": 2,
+    "first_k_dense_replace": 1,
     "num_kv_shared_layers": 0,
     "bos_token_id": 1,
     "pad_token_id": 0,
@@ -102,21 +105,12 @@ _TOGETHER: dict[str, dict[str, Any]] = {
     "attention_hidden_size": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "expand": {"num_heads": 8},
     "num_random_blocks": {"attention_type": "original_full"},  # the only one of a decoder
-    "qk_dim_factor": {"num_blocks": 2},
+    "qk_dim_factor": {"num_blocks": 2, "hidden_size": 128, "embedding_dim": 128},  # whose half is a multiple of 64
     "cca_time0": {"num_experts_per_tok": 1},
     "num_dense_layers": {"num_dense_layers": 1},
     "axial_pos_shape": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 48], "hash_seed": 0},
     "default_language": {"default_language": "en_XX"},
 }
-_NO_TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **_: "")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a model type by one route."""
-
-    kind: str
-    detail: str = ""
 
 
 def model_types() -> list[str]:
@@ -198,41 +192,6 @@ def randomize(model: Any, seed: int = 0) -> None:
         model.get_input_embeddings().weight.mul_(0.1)
 
 
-def prompts() -> list[list[int]]:
-    drawn = np.random.default_rng(5)
-    return [drawn.integers(3, VOCAB, size).tolist() for size in (PROMPT, PROMPT - 23)]
-
-
-def reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """Return transformers' greedy tokens, and the margin of each over the second greatest logit.
-
-    Where padding has a position of its own, what follows a padding token has too, and so no margin here.
-    """
-    last = model.config.pad_token_id if first_position(model) else None
-    ids = torch.tensor([prompt])
-    tokens: list[int] = []
-    gaps: list[float] = []
-    with torch.no_grad():
-        for _ in range(NEW):
-            logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
-            best = logits.topk(2)
-            gaps.append(0.0 if last in tokens else float(best.values[0] - best.values[1]))
-            tokens.append(int(best.indices[0]))
-            ids = torch.cat((ids, best.indices[:1][None]), 1)
-    return tokens, gaps
-
-
-def compared(ours: list[int], expected: list[int], gaps: list[float]) -> Outcome:
-    for place, (mine, theirs, gap) in enumerate(zip(ours, expected, gaps, strict=False)):
-        if mine != theirs:
-            if gap < NEAR_TIE:
-                return Outcome("right", f"a near-tie at token {place}")
-            return Outcome("wrong", f"token {place} is {mine}, not {theirs} (gap {gap:.3g})")
-    if len(ours) != len(expected):
-        return Outcome("wrong", f"{len(ours)} tokens instead of {len(expected)}")
-    return Outcome("right")
-
-
 def attempt(action: Callable[[], Outcome]) -> Outcome:
     """The outcome of an action; an error of ours of one sentence is a refusal, any other is raw."""
     try:
@@ -263,60 +222,46 @@ def built(folder: Path) -> Outcome:
     return Outcome("wrong", "it was taken without its weights")
 
 
-def expectation(folder: Path) -> list[tuple[list[int], list[float]]]:
-    """Return the tokens that eager transformers generates after each prompt."""
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model = load(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    return [reference(model, prompt) for prompt in prompts()]
-
-
-def generated(folder: Path, expected: Any) -> Outcome:
-    from npu_sim.llm import LanguageModel, load_checkpoint
-
-    checkpoint = load_checkpoint(folder, "float32")
-    model = LanguageModel(checkpoint, device="cpu", chunk=64)
-    ours = list(model.generate(prompts()[0], NEW, stop=checkpoint.eos_ids))
-    return compared(ours, *expected[0])
-
-
-def served(folder: Path, expected: Any) -> Outcome:
+def computes_whole(folder: Path) -> bool:
+    """Whether no step can continue another one; False where the checkpoint is refused."""
     from npu_sim.llm import load_checkpoint
-    from npu_sim.llm.sampling import NOT_FINITE
-    from npu_sim.serving.engine import Engine
-    from npu_sim.serving.paged_model import PagedModel
-    from npu_sim.serving.request import Request
+    from npu_sim.llm.graph import state_form
 
-    checkpoint = replace(load_checkpoint(folder, "float32"), load_tokenizer=lambda: _NO_TOKENIZER)
-    model = PagedModel(checkpoint, device="cpu", max_tokens=64, max_sequences=2)
-    with Engine(model, checkpoint) as engine:
-        updates = engine.generate([Request(tuple(prompt), NEW) for prompt in prompts()])
-    for update, (tokens, gaps) in zip(updates, expected, strict=True):
-        if update.error:
-            return Outcome("refused" if update.error == NOT_FINITE else "raw", f"the engine says: {update.error[:300]}")
-        outcome = compared(list(update.tokens), tokens, gaps)
-        if outcome.kind != "right":
-            break
-    return outcome
+    with contextlib.suppress(NPUError):
+        return state_form(load_checkpoint(folder, "float32")).is_whole
+    return False
 
 
-def tried(model_type: str, changes: Mapping[str, Any] | None = None) -> dict[str, Outcome]:
-    """The outcomes of a model type by route; by `open` alone where the checkpoint is refused."""
+def tried(
+    model_type: str, changes: Mapping[str, Any] | None = None, dtypes: Iterable[str] = DTYPES
+) -> dict[str, Outcome]:
+    """The outcomes of a model type by route.
+
+    They are `generate` and `serve` for float32, and the same with another dtype behind a space; `open` alone where the
+    checkpoint is refused, beside `eager` where transformers does not run its own model.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         try:
             save_tiny(model_type, folder, changes)
-            expected = expectation(folder)
-        except Exception:  # transformers does not build such a model
+            eager = Eager(folder)
+        except Exception as error:  # transformers does not run such a model
             shutil.rmtree(folder, ignore_errors=True)
             save_default(model_type, folder)
-            return {"open": attempt(lambda: built(folder))}
+            reason = (str(error).strip().splitlines() or [""])[0]
+            failed = Outcome("fails", f"{type(error).__name__}: {reason:.200}")
+            return {"eager": failed, "open": attempt(lambda: built(folder))}
         opening = attempt(lambda: opened(folder))
         if opening.kind != "right":
             return {"open": opening}
-        return {
-            "generate": attempt(lambda: generated(folder, expected)),
-            "serve": attempt(lambda: served(folder, expected)),
-        }
+        outcomes, note = {}, WHOLE if computes_whole(folder) else ""
+        for dtype, (name, route) in product(dtypes, ROUTES.items()):
+            judge = partial(judged, eager, dtype)
+            label = name if dtype == "float32" else f"{name} {dtype}"
+            outcome = attempt(lambda route=route, judge=judge, dtype=dtype: judge(route(folder, dtype)))
+            noted = ", ".join(filter(None, (note, outcome.detail))) if outcome.kind == "right" else outcome.detail
+            outcomes[label] = replace(outcome, detail=noted)
+        return outcomes
 
 
 def save_tiny(model_type: str, folder: Path, changes: Mapping[str, Any] | None = None) -> None:
@@ -342,6 +287,7 @@ def save_default(model_type: str, folder: Path) -> None:
 
 def _child(send: Any, action: Callable[[], dict[str, Outcome]]) -> None:
     start = time.monotonic()
+    torch.set_num_threads(1)  # a forked process lacks the others, and PyTorch crashes where it asks for them
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         outcomes = action()
     send.send((outcomes, time.monotonic() - start))
@@ -371,15 +317,28 @@ def _without_place(outcome: Outcome) -> Outcome:
     return replace(outcome, detail=re.sub(r"/\S*/(?=model\b)", "", outcome.detail))
 
 
-def main(names: Iterable[str], results: Path | None) -> int:
+def _import() -> None:
+    """Import what the processes then have, which takes most of the time of trying a type."""
+    modules = (
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "transformers.modeling_utils",
+        "transformers.modeling_layers",
+    )
+    for module in (*modules, "npu_sim.llm", "npu_sim.module.trace", "npu_sim.serving.paged_model"):
+        importlib.import_module(module)
+
+
+def main(names: Iterable[str], results: Path | None, dtypes: Iterable[str]) -> int:
     """Try model types, and merge their outcomes into a file of results, if one is given."""
+    _import()
     known = json.loads(results.read_text()) if results is not None and results.is_file() else {}
     counts: Counter[str] = Counter()
     for name in names or model_types():
-        outcomes, seconds = isolated(partial(tried, name))
+        outcomes, seconds = isolated(partial(tried, name, dtypes=dtypes))
         for route, outcome in outcomes.items():
             counts[outcome.kind] += 1
-            print(f"{name:24} {route:9} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
+            print(f"{name:24} {route:17} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
         known[name] = {route: asdict(_without_place(outcome)) for route, outcome in outcomes.items()}
         if results is not None:
             ordered = {kind: known[kind] for kind in sorted(known)}
@@ -391,8 +350,9 @@ def main(names: Iterable[str], results: Path | None) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--results", type=Path, help="JSON file of outcomes that is updated")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # many small products
     arguments = parser.parse_args()
-    sys.exit(main(arguments.names, arguments.results))
+    sys.exit(main(arguments.names, arguments.results, arguments.dtypes))

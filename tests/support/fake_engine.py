@@ -184,6 +184,12 @@ class FakeHandle:
 
     async def _updates(self) -> AsyncIterator[Update]:
         shown = ""
+        if self.request.prompt_logprobs is not None:
+            top = self.request.prompt_logprobs
+            yield Update(prompt_logprobs=tuple(self._logprobs(token, top) for token in self.request.prompt[1:]))
+        if self.request.max_new_tokens == 0:
+            yield Update(finish_reason="length")
+            return
         for token in self._tokens():
             await asyncio.sleep(self.script.delay)
             if self.engine.closed or self.cancelled:
@@ -191,7 +197,7 @@ class FakeHandle:
                 return
             self.new += 1
             before, shown = shown, shown + self._decoder.push(token)
-            logprobs = () if self.request.logprobs is None else (self._logprobs(token),)
+            logprobs = () if self.request.logprobs is None else (self._logprobs(token, self.request.logprobs),)
             if found := [shown.find(stop) for stop in self.request.stop if stop in shown]:
                 yield Update((token,), shown[len(before) : min(found)], logprobs, "stop")
                 return
@@ -230,10 +236,8 @@ class FakeHandle:
                 return int(token)
         return None
 
-    def _logprobs(self, token: int) -> TokenLogprobs:
-        return TokenLogprobs(
-            token, -0.5, tuple((token + rank, -0.5 - rank) for rank in range(self.request.logprobs or 0))
-        )
+    def _logprobs(self, token: int, top: int) -> TokenLogprobs:
+        return TokenLogprobs(token, -0.5, tuple((token + rank, -0.5 - rank) for rank in range(top)))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from npu_runtime.cpu.arrays import BFLOAT16
 from npu_runtime.cpu.native.bindings import layout
 
 INTEGERS = [(codes, offsets) for codes in ("int4", "int8") for offsets in ("none", "minimum", "zero_point")]
-KINDS = [*INTEGERS, ("float8_e4m3", "none")]
+KINDS = [*INTEGERS, ("float8_e4m3", "none"), ("float4_e2m1", "none"), ("iq4_nl", "none")]
 SCALES = ("float16", "bfloat16", "float32")
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 # Outputs, elements of a row and of a group: whole panels and blocks, parts of them, and rows of several slices.
@@ -52,6 +52,8 @@ def whole_numbers(format: QuantizedFormat, n: int, k: int) -> QuantizedArray:
     low, high = (max(-60, format.code_range[0]), min(60, format.code_range[1]))
     if format.codes == "float8_e4m3":
         codes = random.integers(-15, 16, (n, k)).astype(np.float32).astype("float8_e4m3fn").view(np.uint8)
+    elif format.code_format.table:
+        codes = random.integers(0, 256, (n, k // 2), np.uint8)
     else:
         codes = format.code_format.pack(random.integers(low, high + 1, (n, k)))
     scales = random.choice(np.array([0.5, 1, 2], numpy_dtype(format.scales)), parts["scales"][0])

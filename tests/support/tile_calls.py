@@ -159,7 +159,7 @@ def run_on_chip(
     plan = ExecutionPlan([], [call], buffers, [], [], {}, {}, {}, {})
     program = trimmed(link_program(plan, chip, Mapper(chip)), chip)
     if mapper is not None:
-        linker = Linker(mapper, dram_places(plan, chip), {})
+        linker = Linker(mapper, dram_places(plan, mapper), {})
         candidate = mapper.ranked(call, (), chip.sram.size)[0]
         linker.add(Part(call, candidate.tiling, chip.sram.size, candidate.scratchpad))
         program = replace(program, sections=tuple(linker.sections))

@@ -32,11 +32,17 @@ struct Factors {
                 pair[i] = multiply_add_pairs((word >> 4 * i & 0x000f000fu) | integral, one, zero);
             }
         } else {
-            const uint2 words = *reinterpret_cast<const uint2 *>(codes);
+            uint2 words;
+            if constexpr (has_table) {
+                const unsigned word = *reinterpret_cast<const unsigned *>(codes);
+                words = make_uint2(table_bytes(word), table_bytes(word >> 16));
+            } else {
+                words = *reinterpret_cast<const uint2 *>(codes);
+            }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const unsigned word = i < 2 ? words.x : words.y;
-                pair[i] = is_int8 ? of_int8(word, i % 2) : of_float8(word, i % 2);
+                pair[i] = is_int8 || has_table ? of_int8(word, i % 2) : of_float8(word, i % 2);
                 if constexpr (has_zero_point) {
                     pair[i] = multiply_add_pairs(pair[i], one, zero);
                 }

@@ -1,18 +1,17 @@
 // Weights in few bits as operands of the tensor cores, and x as the other one. Expects `param::codes`, `param::offsets`,
 // `Offset`, and `tensor_cores.cuh`.
 
-constexpr bool is_int4 = param::codes == param::CodesKind::int4_;
-constexpr bool is_int8 = param::codes == param::CodesKind::int8_;
-static_assert(is_int4 || is_int8 || param::codes == param::CodesKind::float8_e4m3_);
+#include "common/code_kinds.cuh"
+
 constexpr bool has_minimum = param::offsets == param::OffsetsKind::minimum_;
 constexpr bool has_zero_point = param::offsets == param::OffsetsKind::zero_point_;
 constexpr int symmetric_zero = is_int4 && param::offsets == param::OffsetsKind::none_ ? 8 : 0;
 
-constexpr int codes_per_byte = is_int4 ? 2 : 1;
+constexpr int codes_per_byte = in_nibbles ? 2 : 1;
 constexpr int span = 16 * codes_per_byte;  // elements of 16 bytes of codes
 constexpr int span_packs = span / 8;
 constexpr int span_words = span / 2;  // of x: two bytes for each element
-constexpr bool integers = is_int4 || is_int8;
+constexpr bool integers = in_nibbles || is_int8;
 constexpr int lane_words = integers ? span_words / 2 : span_words;  // of the one plane that a lane has
 
 // What is common to a span of x as integers: what they are multiples of, and their sum: -8 times it for symmetric 4-bit codes,
@@ -140,11 +139,14 @@ struct Operand {
         }
     }
 
-    // Elements 0, 2, … of a word, and elements 1, 3, ….
+    // The two halves of a word's elements: elements 0, 2, … and 1, 3, …; of codes with a table the first four and the last four.
     __device__ __forceinline__ static void take_apart(unsigned word, unsigned &even, unsigned &odd) {
         if constexpr (is_int4) {
             even = word & 0x0f0f0f0fu;
             odd = word >> 4 & 0x0f0f0f0fu;
+        } else if constexpr (has_table) {
+            even = table_bytes(word);
+            odd = table_bytes(word >> 16);
         } else {
             even = wide_floats(word << 8);
             odd = wide_floats(word);

@@ -1,12 +1,12 @@
 // Reading weights in few bits as floats, `pack` elements at a time. Expects `pack`, `param::k`,
 // `param::groups`, `param::codes`, `param::offsets`, and the operands `data`, `scales`, `offset`.
 
-constexpr bool is_int4 = param::codes == param::CodesKind::int4_;
-constexpr bool is_int8 = param::codes == param::CodesKind::int8_;
-static_assert(is_int4 || is_int8 || param::codes == param::CodesKind::float8_e4m3_);
+#include "common/code_kinds.cuh"
+
 constexpr bool has_minimum = param::offsets == param::OffsetsKind::minimum_;
 constexpr bool has_zero_point = param::offsets == param::OffsetsKind::zero_point_;
-constexpr int pack_bytes = is_int4 ? pack / 2 : pack;
+constexpr bool is_shifted = is_int4 || has_minimum || has_zero_point;  // codes stand for multiples of a scale and more
+constexpr int pack_bytes = in_nibbles ? pack / 2 : pack;
 constexpr index_t group = param::k / param::groups;
 constexpr bool in_one_group = group % pack == 0;  // all elements of a pack
 
@@ -48,7 +48,7 @@ struct Group {
 using Codes = Pack<unsigned char, pack_bytes>;
 
 __device__ __forceinline__ const unsigned char *codes_at(const unsigned char *data, index_t row, index_t column) {
-    return data + row * Data::stride(0) + (is_int4 ? column / 2 : column);
+    return data + row * Data::stride(0) + (in_nibbles ? column / 2 : column);
 }
 
 // Four bytes between 0 and 255 as floats.
@@ -78,11 +78,14 @@ __device__ __forceinline__ void to_codes(float (&values)[pack], const Codes &cod
         const unsigned *words = reinterpret_cast<const unsigned *>(&codes);
 #pragma unroll
         for (int word = 0; word < pack_bytes / 4; word++) {
-            constexpr int codes_of_word = is_int4 ? 8 : 4;
+            constexpr int codes_of_word = in_nibbles ? 8 : 4;
             float found[2][4];
             if constexpr (is_int4) {
                 bytes_to_floats(found[0], words[word] & 0x0f0f0f0fu, 0.0f);
                 bytes_to_floats(found[1], words[word] >> 4 & 0x0f0f0f0fu, 0.0f);
+            } else if constexpr (has_table) {
+                bytes_to_floats(found[0], table_bytes(words[word]) ^ 0x80808080u, 128.0f);
+                bytes_to_floats(found[1], table_bytes(words[word] >> 16) ^ 0x80808080u, 128.0f);
             } else if constexpr (is_int8) {
                 bytes_to_floats(found[0], words[word] ^ 0x80808080u, 128.0f);
             } else {
@@ -91,16 +94,18 @@ __device__ __forceinline__ void to_codes(float (&values)[pack], const Codes &cod
             }
 #pragma unroll
             for (int i = 0; i < codes_of_word; i++) {
-                values[codes_of_word * word + i] = is_int4 ? found[i % 2][i / 2] : found[0][i % 4];
+                values[codes_of_word * word + i] = is_int4 ? found[i % 2][i / 2] : found[i / 4][i % 4];
             }
         }
         return;
     }
 #pragma unroll
     for (int i = 0; i < pack; i++) {
-        const unsigned byte = codes.item[is_int4 ? i / 2 : i];
+        const unsigned byte = codes.item[in_nibbles ? i / 2 : i];
         if constexpr (is_int4) {
             values[i] = float(i % 2 ? byte >> 4 : byte & 15u);
+        } else if constexpr (has_table) {
+            values[i] = float((signed char)(table_bytes(byte >> i % 2 * 4)));
         } else if constexpr (is_int8) {
             values[i] = float((signed char)(byte));
         } else {

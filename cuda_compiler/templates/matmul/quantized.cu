@@ -5,7 +5,6 @@
 
 #kernel quantized_matvec
 constexpr int rows = param::m;
-constexpr bool is_shifted = is_int4 || has_minimum || has_zero_point;  // codes stand for multiples of a scale and more
 
 #include "matmul/matvec_warps.cuh"
 

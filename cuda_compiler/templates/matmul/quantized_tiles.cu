@@ -16,7 +16,7 @@ using Half = X::type;
 #include "matmul/linear_result.cuh"
 
 constexpr int step_bytes = 64;  // of a row of the weight
-constexpr int tile_k = is_int4 ? 2 * step_bytes : step_bytes;
+constexpr int tile_k = in_nibbles ? 2 * step_bytes : step_bytes;
 constexpr int x_packs = tile_k / 8;  // of a row
 constexpr int blocks_k = tile_k / 32;
 constexpr int scaled_blocks = param::groups == 1 ? blocks_k : scaled_terms / 32;  // whose sum has one scale
@@ -27,7 +27,7 @@ constexpr int n_fragments = warp_n / 8;
 constexpr int weight_bytes = tile_n * step_bytes;
 constexpr int stage_bytes = weight_bytes + tile_m * tile_k * 2;
 constexpr int sum_stage = tile_n + 4;  // so that a column's elements lie in different banks
-constexpr index_t row_bytes = is_int4 ? param::k / 2 : param::k;
+constexpr index_t row_bytes = in_nibbles ? param::k / 2 : param::k;
 constexpr unsigned steps = (unsigned(param::k) + tile_k - 1) / tile_k;
 constexpr unsigned tiles_m = (unsigned(param::m) + tile_m - 1) / tile_m;
 
@@ -41,7 +41,7 @@ constexpr int sharers = 1;
 
 // Where 16 bytes of a staged row lie, so that the lanes of a warp read from different banks.
 __device__ __forceinline__ int staged_codes(int row, int chunk) {
-    return row * step_bytes + (chunk ^ (is_int4 ? row / 2 % 4 : row / 2 % 2 * 2)) * 16;
+    return row * step_bytes + (chunk ^ (in_nibbles ? row / 2 % 4 : row / 2 % 2 * 2)) * 16;
 }
 __device__ __forceinline__ int staged_x(int row, int pack) { return row * tile_k * 2 + (pack ^ row % 2 * 4) * 16; }
 
@@ -153,7 +153,7 @@ WAITING_KERNEL(quantized_tiles) {
 #pragma unroll
                 for (int n = 0; n < n_fragments; n++) {
                     const int row = warp_column + 8 * n + lane / 4;
-                    const int byte = (block * 32 + lane % 4 * 8) / (is_int4 ? 2 : 1);
+                    const int byte = (block * 32 + lane % 4 * 8) / (in_nibbles ? 2 : 1);
                     const Factors made(codes + staged_codes(row, byte / 16) + byte % 16, common.zeros[n]);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {

@@ -7,7 +7,7 @@ using Half = X::type;
 #include "matmul/streamed_layout.cuh"
 #include "common/code_factors.cuh"
 
-constexpr int row_bytes = is_int4 ? part_terms / 2 : part_terms;
+constexpr int row_bytes = in_nibbles ? part_terms / 2 : part_terms;
 constexpr int row_packs = row_bytes / 16;
 constexpr int groups = int(param::groups);
 constexpr int parts = pieces / scaled_pieces;  // of a warp's terms, each with one scale
@@ -39,7 +39,7 @@ static_assert(group % 32 == 0 && param::n % unit_rows == 0 && row_packs % 8 == 0
 
 // Where 16 bytes of codes of a row of a unit lie, so that the lanes of a warp read from different banks.
 __device__ __forceinline__ int place_of(int row, int pack) {
-    return row * row_bytes + (pack ^ (is_int4 ? row : row % 4 * 2)) * 16;
+    return row * row_bytes + (pack ^ (in_nibbles ? row : row % 4 * 2)) * 16;
 }
 
 struct Weights {
@@ -57,11 +57,11 @@ struct Weights {
         const unsigned char *data, const Scales::type *scales, const Offset::type *offset, unsigned first_unit,
         int first_term, int terms
     )
-        : data(data + (is_int4 ? first_term / 2 : first_term)),
+        : data(data + (in_nibbles ? first_term / 2 : first_term)),
           scales(scales),
           offset(offset),
           first_unit(first_unit),
-          bytes(is_int4 ? terms / 2 : terms),
+          bytes(in_nibbles ? terms / 2 : terms),
           first_piece(first_term / 32 + int(threadIdx.x) / WARP * pieces) {}
 
     __device__ __forceinline__ void copy(unsigned turn, unsigned char *unit) const {
@@ -121,7 +121,7 @@ struct Weights {
             Sums partial = {};
 #pragma unroll
             for (int i = part * scaled_pieces; i < (part + 1) * scaled_pieces; i++) {
-                const int byte = (warp * pieces + i) * (is_int4 ? 16 : 32) + lane % 4 * (is_int4 ? 4 : 8);
+                const int byte = (warp * pieces + i) * (in_nibbles ? 16 : 32) + lane % 4 * (in_nibbles ? 4 : 8);
                 const Factors weight(unit + place_of(lane / 4, byte / 16) + byte % 16, zero);
                 multiply_piece(partial, own, i, weight.pair);
             }

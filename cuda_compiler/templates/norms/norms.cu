@@ -46,15 +46,27 @@ __device__ __forceinline__ void normalize(const Values &values, Place place) {
     held.template each<true>(values, place, PutNormalized<Values>{values, mean, scale});
 }
 
-#kernel rmsnorm_kernel
+#kernel rmsnorm_kernel layernorm_kernel
+struct Stored {
+    const X::type *x;
+
+    template <int N>
+    __device__ __forceinline__ void get(float (&values)[N], index_t first) const { get_floats(values, x + first); }
+
+    __device__ __forceinline__ Stored row(index_t number) const { return {x + number * X::stride(0)}; }
+};
+#define PROLOGUE Stored{x}
+
+#kernel rmsnorm_kernel fused_rmsnorm_kernel
+template <typename Source>
 struct Row {
     static constexpr index_t count = param::width;
-    const X::type *x;
+    Source x;
     const Weight::type *weight;
     Out::type *out;
 
     template <int N>
-    __device__ __forceinline__ void get(float (&values)[N], index_t first) const { get_floats(values, x + first); }
+    __device__ __forceinline__ void get(float (&values)[N], index_t first) const { x.get(values, first); }
 
     template <int N>
     __device__ __forceinline__ void put(float (&values)[N], index_t first) const {
@@ -70,23 +82,32 @@ struct Row {
     }
 };
 
-KERNEL(rmsnorm_kernel) {
+template <typename Sources>
+__device__ __forceinline__ void normalize_row(const Sources &x, const Weight::type *weight, Out::type *out) {
     const Place place;
     if (place.row < param::rows) {
-        normalize<false>(Row{x + place.row * X::stride(0), weight, out + place.row * Out::stride(0)}, place);
+        using Source = decltype(x.row(0));
+        normalize<false>(Row<Source>{x.row(place.row), weight, out + place.row * Out::stride(0)}, place);
     }
 }
 
-#kernel layernorm_kernel
+#kernel rmsnorm_kernel
+KERNEL(rmsnorm_kernel) { normalize_row(PROLOGUE, weight, out); }
+
+#kernel fused_rmsnorm_kernel
+KERNEL(fused_rmsnorm_kernel) { normalize_row(PROLOGUE, weight, out); }
+
+#kernel layernorm_kernel fused_layernorm_kernel
+template <typename Source>
 struct Row {
     static constexpr index_t count = param::width;
-    const X::type *x;
+    Source x;
     const Weight::type *weight;
     const Bias::type *bias;
     Out::type *out;
 
     template <int N>
-    __device__ __forceinline__ void get(float (&values)[N], index_t first) const { get_floats(values, x + first); }
+    __device__ __forceinline__ void get(float (&values)[N], index_t first) const { x.get(values, first); }
 
     template <int N>
     __device__ __forceinline__ void put(float (&values)[N], index_t first) const {
@@ -109,12 +130,22 @@ struct Row {
     }
 };
 
-KERNEL(layernorm_kernel) {
+template <typename Sources>
+__device__ __forceinline__ void normalize_row(
+    const Sources &x, const Weight::type *weight, const Bias::type *bias, Out::type *out
+) {
     const Place place;
     if (place.row < param::rows) {
-        normalize<true>(Row{x + place.row * X::stride(0), weight, bias, out + place.row * Out::stride(0)}, place);
+        using Source = decltype(x.row(0));
+        normalize<true>(Row<Source>{x.row(place.row), weight, bias, out + place.row * Out::stride(0)}, place);
     }
 }
+
+#kernel layernorm_kernel
+KERNEL(layernorm_kernel) { normalize_row(PROLOGUE, weight, bias, out); }
+
+#kernel fused_layernorm_kernel
+KERNEL(fused_layernorm_kernel) { normalize_row(PROLOGUE, weight, bias, out); }
 
 #kernel groupnorm_kernel
 constexpr index_t channels = X::size(1) / param::groups;  // of a group

@@ -1,23 +1,20 @@
 // softmax, log_softmax and masked softmax over the last dimension: a team per row. A row that fits is held in registers
-// between the two passes; others are read twice. Logits may also be computed by a fused group of element-wise calls.
+// between the two passes; others are read twice.
 
 #include "common/reduction.cuh"
 
 constexpr int last = Out::rank - 1;
 constexpr index_t width = Out::size(last);
 
-// A row of scale · x (+ mask).
+// A row of scale · x (+ mask), with x from `Source`.
+template <typename Source>
 struct Logits {
-    const X::type *x;
+    Source x;
     const Mask::type *mask;
 
     template <int N>
     __device__ __forceinline__ void get(float (&values)[N], index_t column) const {
-        if constexpr (N > 1) {
-            load_floats(values, x + column);
-        } else {
-            values[0] = to_float(x[column * X::stride(last)]);
-        }
+        x.get(values, column);
 #pragma unroll
         for (int i = 0; i < N; i++) {
             values[i] *= param::scale;
@@ -56,8 +53,8 @@ __device__ __forceinline__ void normalize(float (&values)[N], const ExpSum &sum)
     }
 }
 
-template <bool logarithm, typename Logits>
-__device__ __forceinline__ void softmax_row(const Logits &logits, Out::type *out, Place place) {
+template <bool logarithm, typename Source>
+__device__ __forceinline__ void softmax_row(const Logits<Source> &logits, Out::type *out, Place place) {
     constexpr index_t packs = width / pack;
     ExpSum sum;
     float held[held_packs][pack];
@@ -102,58 +99,55 @@ __device__ __forceinline__ void softmax_row(const Logits &logits, Out::type *out
     }
 }
 
-template <bool logarithm>
-__device__ __forceinline__ void softmax(const X::type *x, const Mask::type *mask, Out::type *out) {
+// `Sources` has `row(number)`, a row's source.
+template <bool logarithm, typename Sources>
+__device__ __forceinline__ void softmax(const Sources &sources, const Mask::type *mask, Out::type *out) {
     const Place place;
     if (place.row >= Out::numel / width) {
         return;
     }
-    Logits logits{x + leading_offset<X, last>(place.row), mask};
+    using Source = decltype(sources.row(0));
+    Logits<Source> logits{sources.row(place.row), mask};
     if constexpr (Mask::present) {
         logits.mask += leading_offset<Mask, last>(place.row);
     }
     softmax_row<logarithm>(logits, out + leading_offset<Out, last>(place.row), place);
 }
 
-#kernel softmax_kernel
-KERNEL(softmax_kernel) { softmax<false>(x, mask, out); }
-
-#kernel masked_softmax_kernel
-KERNEL(masked_softmax_kernel) { softmax<false>(x, mask, out); }
-
-#kernel log_softmax_kernel
-KERNEL(log_softmax_kernel) { softmax<true>(x, mask, out); }
-
-#kernel fused_softmax fused_log_softmax
-// A row of scale · what `Fused` computes, in packs.
-struct FusedLogits {
-    Fused fused;
-    index_t start;
+#kernel softmax_kernel masked_softmax_kernel log_softmax_kernel
+struct StoredRow {
+    const X::type *x;
 
     template <int N>
     __device__ __forceinline__ void get(float (&values)[N], index_t column) const {
-        static_assert(width % pack == 0, "a row has no elements beyond its packs");
-        if constexpr (N == pack) {
-            fused.get(values, start + column);
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                values[i] *= param::scale;
-            }
+        if constexpr (N > 1) {
+            load_floats(values, x + column);
+        } else {
+            values[0] = to_float(x[column * X::stride(last)]);
         }
     }
 };
 
-template <bool logarithm>
-__device__ __forceinline__ void fused_softmax_of(const Fused &fused, Out::type *out) {
-    const Place place;
-    if (place.row < Out::numel / width) {
-        const FusedLogits logits{fused, place.row * width};
-        softmax_row<logarithm>(logits, out + leading_offset<Out, last>(place.row), place);
-    }
-}
+struct Stored {
+    const X::type *x;
+    __device__ __forceinline__ StoredRow row(index_t number) const { return {x + leading_offset<X, last>(number)}; }
+};
+#define PROLOGUE Stored{x}
 
-#kernel fused_softmax
-KERNEL(fused_softmax) { fused_softmax_of<false>(Fused{FUSED_OPERANDS}, out); }
+#kernel softmax_kernel
+KERNEL(softmax_kernel) { softmax<false>(PROLOGUE, mask, out); }
 
-#kernel fused_log_softmax
-KERNEL(fused_log_softmax) { fused_softmax_of<true>(Fused{FUSED_OPERANDS}, out); }
+#kernel masked_softmax_kernel
+KERNEL(masked_softmax_kernel) { softmax<false>(PROLOGUE, mask, out); }
+
+#kernel log_softmax_kernel
+KERNEL(log_softmax_kernel) { softmax<true>(PROLOGUE, mask, out); }
+
+#kernel fused_softmax_kernel
+KERNEL(fused_softmax_kernel) { softmax<false>(PROLOGUE, mask, out); }
+
+#kernel fused_masked_softmax_kernel
+KERNEL(fused_masked_softmax_kernel) { softmax<false>(PROLOGUE, mask, out); }
+
+#kernel fused_log_softmax_kernel
+KERNEL(fused_log_softmax_kernel) { softmax<true>(PROLOGUE, mask, out); }

@@ -362,6 +362,26 @@ NPU_INLINE IVec quad_products(ByteVec a, ByteVec b) {
          (x >> 24) * (y >> 24);
 }
 
+// The entries of a table of 16 bytes that the bytes of `places`, from 0 to 15, choose.
+NPU_INLINE ByteVec choose_bytes(const int8_t (&table)[16], ByteVec places) {
+#if defined(NPU_AVX512)
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return bit_cast<ByteVec>(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), bit_cast<__m512i>(places)));
+#elif defined(NPU_AVX2)
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return bit_cast<ByteVec>(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), bit_cast<__m256i>(places)));
+#elif defined(NPU_X86)
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return bit_cast<ByteVec>(_mm_shuffle_epi8(entries, bit_cast<__m128i>(places)));
+#elif defined(__aarch64__)
+  return bit_cast<ByteVec>(vqtbl1q_s8(vld1q_s8(table), bit_cast<uint8x16_t>(places)));
+#else
+  ByteVec bytes;
+  for (int i = 0; i < 4 * kLanes; ++i) bytes[i] = table[places[i]];
+  return bytes;
+#endif
+}
+
 // sum + a * b over quads, the bytes of a from 0 to 255: in one instruction where kHasByteQuads.
 #if defined(NPU_VNNI)
 inline constexpr bool kHasByteQuads = true;

@@ -50,9 +50,12 @@ def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
     Args:
         logits: [vocab].
     """
-    scores = logits.astype(np.float64)
-    scores -= scores.max()
-    scores -= np.log(np.exp(scores).sum())
-    best = np.argpartition(-scores, top - 1)[:top] if 0 < top < len(scores) else np.arange(len(scores) if top else 0)
-    best = best[np.argsort(-scores[best], kind="stable")]
-    return TokenLogprobs(token, float(scores[token]), tuple((int(index), float(scores[index])) for index in best))
+    highest = logits.max()
+    total = float(highest) + np.log(np.exp(logits - highest).sum(dtype=np.float64))
+    best = np.argpartition(-logits, top - 1)[:top] if 0 < top < len(logits) else np.arange(len(logits) if top else 0)
+    best = best[np.argsort(-logits[best], kind="stable")]
+    values = logits[best].astype(np.float64) - total
+    rank = 1 + int(np.count_nonzero(logits > logits[token]))
+    return TokenLogprobs(
+        token, float(logits[token]) - float(total), tuple(zip(best.tolist(), values.tolist(), strict=True)), rank
+    )

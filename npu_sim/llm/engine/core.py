@@ -36,6 +36,7 @@ class SequenceOutput:
     """New tokens of a sequence, or its end.
 
     Attributes:
+        scores: Log probabilities of the prompt's tokens after the first, with the first output if they are wanted.
         reason: The reason why the sequence has ended. None: it has not.
         error: The error if the reason is "error", else None.
     """
@@ -43,6 +44,7 @@ class SequenceOutput:
     sequence: Sequence
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
     error: Exception | None = None
 
@@ -273,6 +275,7 @@ class EngineCore:
         ]
         self._counts["new_tokens"] += len(waited)
         self._between.add_all(waited)
+        self._score(step, chosen, logits)
         for choice in choices + step.choices:
             sequence = choice.sequence
             if sequence.ended:
@@ -287,6 +290,23 @@ class EngineCore:
                 self._forget(sequence, output.reason)
             outputs.append(output)
         self._outputs += outputs
+
+    def _score(self, step: PlannedStep, chosen: list[int], logits: Logits | None) -> None:
+        """Compute the log probabilities of the prompt tokens that a step scores."""
+        for scored in step.scored:
+            sequence, outputs = scored.sequence, range(scored.first, scored.first + scored.count)
+            if sequence.ended:
+                continue
+            if min(chosen[output] for output in outputs) < 0:
+                self.scheduler.stop_sharing(sequence)
+                self._outputs.append(SequenceOutput(sequence, reason="error", error=NPUError(NOT_FINITE)))
+                self._forget(sequence, "error")
+                continue
+            assert logits is not None and sequence.prompt_logprobs is not None
+            tokens = sequence.tokens[scored.token : scored.token + scored.count]
+            wanted = sequence.prompt_logprobs
+            pairs = zip(outputs, tokens, strict=True)
+            sequence.add_scores([token_logprobs(logits[output], token, wanted) for output, token in pairs])
 
     def _append_plain(
         self, sequence: Sequence, token: int, now: float, outputs: list[SequenceOutput], waited: list[float]
@@ -319,7 +339,11 @@ class EngineCore:
         """The output of a sequence in a step: its next token, and one more for each drafted token that proved right."""
         sequence = choice.sequence
         room = sequence.limit - len(sequence.tokens)
-        output = SequenceOutput(sequence)
+        output = SequenceOutput(sequence, scores=sequence.scores)
+        sequence.scores = []
+        if not room:  # only the prompt was to be computed
+            output.reason = "length"
+            return output
         tokens = output.tokens
         for index, guess in enumerate((*choice.draft, None)):
             token = chosen[choice.first + index]

@@ -24,6 +24,22 @@ class Choice:
 
 
 @dataclass(slots=True)
+class Scored:
+    """Outputs of a step after tokens of a prompt whose next tokens are known, for the log probabilities of these.
+
+    Attributes:
+        first: Index of the first of the outputs among those of the step.
+        token: Index, in the sequence, of the token whose log probability the first output gives.
+        count: Number of outputs, which are those of consecutive tokens.
+    """
+
+    sequence: Sequence
+    first: int
+    token: int
+    count: int
+
+
+@dataclass(slots=True)
 class PlannedStep:
     """The next step: sequences that compute one token each (`singles`), then all others.
 
@@ -32,7 +48,8 @@ class PlannedStep:
             target of one at most, and never both.
         singles: The sequences that compute one token and choose one; output i is that of the i-th of them.
         others: All other sequences of the step.
-        choices: The outputs after those of `singles`.
+        choices: The outputs after those of `singles` that choose tokens.
+        scored: The outputs that score tokens of prompts.
         prompt_tokens: Tokens that belong to pieces of prompts.
         cost_shares: Sequence → its share, a weight, of the time by which drafts make this step longer.
         drafting_seconds: Time that the drafter took for this step.
@@ -43,6 +60,7 @@ class PlannedStep:
     singles: list[Sequence] = field(default_factory=list)
     others: list[Sequence] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
     prompt_tokens: int = 0
     cost_shares: dict[Sequence, int] = field(default_factory=dict)
     drafting_seconds: float = 0.0
@@ -82,8 +100,18 @@ class PlannedStep:
             sequence.pending += 1
             sequence.output = index
 
-    def add(self, sequence: Sequence, tokens: list[int], outputs: int, draft: tuple[int, ...] = ()) -> None:
-        """Add tokens of a sequence to compute; after each of the last `outputs` of them, a new token is chosen."""
+    @property
+    def more_outputs(self) -> int:
+        """Number of outputs beyond one for each sequence that chooses a token."""
+        return sum(len(choice.draft) for choice in self.choices) + sum(scored.count for scored in self.scored)
+
+    def add(
+        self, sequence: Sequence, tokens: list[int], outputs: int, draft: tuple[int, ...] = (), scored: int = 0
+    ) -> None:
+        """Add tokens of a sequence to compute; after each of the last `outputs` of them, a new token is chosen.
+
+        The outputs of the `scored` tokens before these give the log probabilities of the tokens that follow them.
+        """
         start = sequence.computed
         self._rows += [len(self.singles) + len(self.others)] * len(tokens)
         self.others.append(sequence)
@@ -92,6 +120,12 @@ class PlannedStep:
         sequence.computed = start + len(tokens)
         if not draft:
             self.prompt_tokens += len(tokens)
+        if scored:
+            first = len(tokens) - outputs - scored
+            self.scored.append(Scored(sequence, len(self._outputs), start + first + 1, scored))
+            self._outputs += range(len(self._tokens) - outputs - scored, len(self._tokens) - outputs)
+            self._choosers += [-1] * scored
+            self._uniforms += [0.0] * scored
         if outputs:
             sequence.output = len(self._outputs)
             self.choices.append(Choice(sequence, sequence.output, draft))
@@ -106,7 +140,7 @@ class PlannedStep:
 
         Args:
             tables: [slots, T], the blocks of the sequence that holds each slot.
-            settings: [slots, 3], as in `Batch`.
+            settings: [slots + 1, 3], as in `Batch`; the last ones are those of outputs that choose nothing.
         """
         sequences, upcoming = self.sequences, None
         width = max(len(sequence.table) for sequence in sequences)

@@ -32,7 +32,7 @@ from npu_compiler.errors import InputError
 from npu_sim.llm.engine.batch import NO_DRAFTS, BatchModel
 from npu_sim.llm.engine.blocks import BlockPool
 from npu_sim.llm.engine.planned_step import Choice, PlannedStep
-from npu_sim.llm.engine.sequence import Sequence
+from npu_sim.llm.engine.sequence import GREEDY, Sequence
 from npu_sim.llm.engine.step_times import StepTimes
 from npu_sim.llm.speculation.lookup import Drafter
 from npu_sim.llm.speculation.planner import Speculation
@@ -70,7 +70,8 @@ class Scheduler:
         self.max_rows = min(model.context_length, model.blocks * model.block_size)
         self.pool = BlockPool(model.blocks)
         self._tables = np.zeros((self.max_running, -(-self.max_rows // model.block_size)), np.int32)
-        self._settings = np.zeros((self.max_running, 3), np.float32)
+        self._settings = np.zeros((self.max_running + 1, 3), np.float32)
+        self._settings[-1] = GREEDY
         self._slots = list(range(self.max_running - 1, -1, -1))
         self.running: list[Sequence] = []
         self._waiting: dict[str, list[tuple[int, Sequence]]] = {}  # by tenant, heaps by arrival
@@ -247,7 +248,8 @@ class Scheduler:
         ready = [
             sequence
             for sequence in self.running
-            if sequence.computed + 1 == len(sequence.tokens) + sequence.pending < sequence.limit
+            if sequence.computed + 1 == len(sequence.tokens) + sequence.pending
+            and sequence.computed < max(sequence.limit - 1, sequence.prompt_length)
         ]
         for sequence in [sequence for sequence in ready if sequence.computed >= sequence.rows]:
             if sequence.slot < 0 or not self._make_room(sequence, step):
@@ -326,9 +328,20 @@ class Scheduler:
         self._share(sequence, step)
         length = len(sequence.tokens)
         if sequence.computed < sequence.rows or self._make_room(sequence, step):
-            end = self._extend(sequence, min(length, sequence.computed + tokens))
-            sequence.computed, end = self._model.piece(sequence.computed, end)
-            step.add(sequence, sequence.tokens[sequence.computed : end], 1 if end == length else 0)
+            last = min(length, sequence.computed + tokens)
+            if sequence.is_scoring:
+                last = min(last, max(sequence.computed, sequence.scored - 1) + self._scoring_outputs(step))
+            sequence.computed, end = self._model.piece(sequence.computed, self._extend(sequence, last))
+            first = max(sequence.computed, sequence.scored - 1)
+            scored = max(0, min(end, sequence.prompt_length - 1) - first) if sequence.is_scoring else 0
+            step.add(sequence, sequence.tokens[sequence.computed : end], int(end == length), scored=scored)
+
+    def _scoring_outputs(self, step: PlannedStep) -> int:
+        """Number of outputs that a step has for a prompt whose tokens are scored: each scored token takes one.
+
+        Only a model that rewinds gives several outputs for one sequence.
+        """
+        return 1 + max(0, self._spare_outputs - step.more_outputs) if self._model.rewinds else 1
 
     def _admit(self, step: PlannedStep) -> Sequence | None:
         """Let the next waiting sequence run and return it; None if none waits or it has no slot or blocks yet."""
@@ -370,8 +383,10 @@ class Scheduler:
         """Give a sequence those cached blocks that hold its next tokens.
 
         The last token is always computed, for its logits: where its block is cached too, the sequence gets a copy of
-        this block, unless `copy` is False.
+        this block, unless `copy` is False. A prompt whose tokens are to be scored is computed from its first token.
         """
+        if sequence.is_scoring:
+            return
         size, length = self._block_size, len(sequence.tokens)
         while self._model.shares_prefixes and sequence.computed == sequence.rows and sequence.computed + size <= length:
             index = len(sequence.table)

@@ -27,11 +27,17 @@ class TokenFilter(Protocol):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The natural log probability of a chosen token, before temperature, top-k and top-p, and of the best tokens."""
+    """The natural log probability of a token, before temperature, top-k and top-p, and those of the best tokens.
+
+    Attributes:
+        top: Ids and log probabilities of the most probable tokens, in descending order.
+        rank: Place of the token among all tokens, the most probable one first; 1 is the first place.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +55,9 @@ class Sequence:
         token_filter: Grammar that the new tokens follow. None: any token may come.
         logprobs: Number of the most probable tokens whose log probabilities come with each new token. None: no log
             probabilities come.
+        prompt_logprobs: The same for the tokens of the prompt after its first. None: none come.
+        scored: Number of prompt tokens whose log probabilities are known, the first one, which has none, included.
+        scores: Log probabilities of these tokens, until an output takes them.
         tenant: Name of the client; sequences share blocks only with others of this tenant.
         adapter: Name of its LoRA adapter; blocks are shared only with sequences of the same adapter. None: the base
             model without an adapter.
@@ -83,6 +92,9 @@ class Sequence:
     sampler: Sampler | None = None
     token_filter: TokenFilter | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    scored: int = 1
+    scores: list[TokenLogprobs] = field(default_factory=list)
     tenant: str = ""
     adapter: str | None = None
     adapter_place: int = -1
@@ -112,8 +124,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
         self.budget = DraftBudget(self.prompt_length)
-        by_host = self.sampler is not None or self.token_filter is not None or self.sampling.by_host
-        self.reads_logits = by_host or self.logprobs is not None
+        self.reads_logits = self.is_scoring or self._chooses_by_host
         how = self.sampling
         sampler = make_sampler(how.temperature, top_k=how.top_k, top_p=how.top_p, seed=how.seed)
         if isinstance(sampler, Drawing):
@@ -121,6 +132,22 @@ class Sequence:
             self.settings = (temperature, top_k, top_p)
             self.draws = True
             self.generator = self.generator or sampler.generator()
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log probabilities of tokens of the prompt are wanted and not known yet."""
+        return self.prompt_logprobs is not None and self.scored < self.prompt_length
+
+    @property
+    def _chooses_by_host(self) -> bool:
+        by_host = self.sampler is not None or self.token_filter is not None or self.sampling.by_host
+        return by_host or self.logprobs is not None
+
+    def add_scores(self, scores: list[TokenLogprobs]) -> None:
+        """Note the log probabilities of the next tokens of the prompt."""
+        self.scores += scores
+        self.scored += len(scores)
+        self.reads_logits = self.is_scoring or self._chooses_by_host
 
     def next_uniform(self) -> float:
         """The random number for the next token that no step has chosen yet; it does not depend on the step."""

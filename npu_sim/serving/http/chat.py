@@ -39,6 +39,7 @@ def chat_requests(service: Service, body: ChatRequest, tenant: str, param: str =
             sampling=body.sampling(choice, service.model.text.sampling),
             **body.ends,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=None if choice else body.prompt_logprobs,
             tenant=tenant,
             adapter=service.adapter(body.model),
             token_filter=_filter(text, body),
@@ -88,7 +89,9 @@ class ChatWriter(ChunkWriter):
         self._reasons: list[str | None] = [None for _ in self._parsers]
         self._wants_logprobs = bool(body.logprobs)
         self._is_stream = bool(body.stream)
-        if self._wants_logprobs:
+        self._scores: list[TokenLogprobs] = []  # of the prompt, which all choices have in common
+        self._wants_scores = body.prompt_logprobs is not None
+        if self._wants_logprobs or self._wants_scores:
             self._text.prepare_token_bytes()
         self.prompts: Sequence[int] = (0,)
 
@@ -97,6 +100,7 @@ class ChatWriter(ChunkWriter):
             yield self._chunk(choice, {"role": "assistant", "content": ""})
 
     def chunks(self, choice: int, update: Update) -> Iterator[dict[str, Any]]:
+        self._scores += update.prompt_logprobs
         parser = self._parsers[choice]
         content, calls = parser.push(update.text)
         if update.finish_reason is not None:
@@ -133,7 +137,8 @@ class ChatWriter(ChunkWriter):
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         choices = [self._choice(choice) for choice in range(len(self._parsers))]
-        return {"object": "chat.completion", **self._fields, "choices": choices, "usage": usage}
+        reply = {"object": "chat.completion", **self._fields, "choices": choices, "usage": usage}
+        return {**reply, "prompt_logprobs": scored_prompt(self._text, self._scores)} if self._wants_scores else reply
 
     def _choice(self, choice: int) -> dict[str, Any]:
         content, calls = "".join(self._contents[choice]), self._calls[choice]
@@ -148,6 +153,23 @@ def logprob_entry(text: ModelText, logprobs: TokenLogprobs) -> dict[str, Any]:
     """A token's log probability in the form in which chat replies have it."""
     top = [_token(text, token, value) for token, value in logprobs.top]
     return {**_token(text, logprobs.token, logprobs.logprob), "top_logprobs": top}
+
+
+def scored_prompt(text: ModelText, scores: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    """The log probabilities of a prompt's tokens in the form of vLLM's `prompt_logprobs`.
+
+    The first token, of which `scores` says nothing, has none. All others have those of the most probable tokens and
+    their own, by token id.
+    """
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": text.token_bytes(token).decode(errors="replace")}
+
+    prompt: list[dict[str, Any] | None] = [None]
+    for score in scores:
+        best = {str(token): entry(token, value, rank) for rank, (token, value) in enumerate(score.top, 1)}
+        prompt.append({**best, str(score.token): entry(score.token, score.logprob, score.rank)})
+    return prompt
 
 
 def _token(text: ModelText, token: int, logprob: float) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from npu_sim.serving.http.errors import APIError, unsupported
+from npu_sim.serving.http.chat import scored_prompt
+from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.replies import ChunkWriter
 from npu_sim.serving.http.schemas import CompletionRequest
 from npu_sim.serving.http.service import Service
@@ -23,8 +25,8 @@ def completion_requests(service: Service, body: CompletionRequest, tenant: str) 
     Raises:
         APIError: a prompt holds unknown token ids, or prompt and reply are too long for the context or the limits.
     """
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo", "leave out 'logprobs', or 'echo'")
+    wanted = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    scored = max((number for number in wanted if number is not None), default=None)
     requests = []
     for number, prompt in enumerate(_prompts(service, body)):
         most = service.check_lengths(prompt, body.max_tokens, "prompt")
@@ -37,6 +39,7 @@ def completion_requests(service: Service, body: CompletionRequest, tenant: str) 
                 sampling=body.sampling(number * body.drawn + choice, service.model.text.sampling),
                 **body.ends,
                 logprobs=0 if body.logprobs is None and body.drawn > body.choices else body.logprobs,
+                prompt_logprobs=scored,
                 tenant=tenant,
                 adapter=service.adapter(body.model),
                 token_filter=service.model.text.guided(body.guided_regex, body.guided_grammar),
@@ -78,8 +81,14 @@ class CompletionWriter(ChunkWriter):
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in requests]
         self._reasons: list[str | None] = [None for _ in requests]
         self._wants_logprobs = body.logprobs is not None
+        self._top = body.logprobs or 0
+        self._prompts = [request.prompt for request in requests]
+        self._scores: list[list[TokenLogprobs]] = [[] for _ in requests]
+        self._top_scores = body.prompt_logprobs
+        # Choices whose prompt is to come with log probabilities, which begin their first update.
+        self._unechoed = {*range(len(requests))} if body.echo and self._wants_logprobs else set[int]()
         self._is_stream = bool(body.stream)
-        if self._wants_logprobs:
+        if self._wants_logprobs or self._top_scores is not None:
             self._text.prepare_token_bytes()
         self._likelihoods: list[list[float]] = [[] for _ in requests]  # log probabilities of tokens, for `best_of`
         self._drawn, self._kept = body.drawn, body.choices
@@ -87,11 +96,17 @@ class CompletionWriter(ChunkWriter):
 
     def begin(self) -> Iterator[dict[str, Any]]:
         for choice, echo in enumerate(self._echoes):
-            if echo:
+            if echo and choice not in self._unechoed:
                 yield self._chunk(choice, echo)
 
     def chunks(self, choice: int, update: Update) -> Iterator[dict[str, Any]]:
         self._reasons[choice] = update.finish_reason
+        self._scores[choice] += update.prompt_logprobs
+        if choice in self._unechoed:
+            self._unechoed.remove(choice)
+            prompt = self._prompt_chunk(choice, update.prompt_logprobs)
+            self._logprobs[choice].append(prompt)
+            yield self._chunk(choice, self._echoes[choice], prompt)
         self._likelihoods[choice] += [entry.logprob for entry in update.logprobs]
         shown = self._wants_logprobs and update.logprobs
         logprobs = self._logprobs_chunk(choice, update.logprobs) if shown else None
@@ -100,6 +115,14 @@ class CompletionWriter(ChunkWriter):
             self._logprobs[choice] += [] if logprobs is None else [logprobs]
         if update.text or logprobs or update.finish_reason:
             yield self._chunk(choice, update.text, logprobs, update.finish_reason)
+
+    def _prompt_chunk(self, choice: int, scores: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The log probabilities of a prompt's tokens, the first of which has none, in the form of `/v1/completions`."""
+        first = self._shown(self._prompts[choice][0])
+        self._lengths[choice] = len(first)
+        begun = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        rest = self._logprobs_chunk(choice, scores)
+        return {name: begun[name] + rest[name] for name in begun}
 
     def _logprobs_chunk(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Log probabilities in the form of `/v1/completions`.
@@ -114,7 +137,9 @@ class CompletionWriter(ChunkWriter):
         return {
             "tokens": tokens,
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{self._shown(token): value for token, value in entry.top} for entry in entries],
+            "top_logprobs": [
+                {self._shown(token): value for token, value in entry.top[: self._top]} for entry in entries
+            ],
             "text_offset": offsets,
         }
 
@@ -143,10 +168,18 @@ class CompletionWriter(ChunkWriter):
                 "text": "".join(self._texts[choice]),
                 "logprobs": self._joined(choice) if self._wants_logprobs else None,
                 "finish_reason": self._reasons[choice],
+                **self._scored(choice),
             }
             for index, choice in enumerate(self._best())
         ]
         return {"object": "text_completion", **self._fields, "choices": choices, "usage": usage}
+
+    def _scored(self, choice: int) -> dict[str, Any]:
+        """The field of a choice for the log probabilities of its prompt, if the request asks for them."""
+        if self._top_scores is None:
+            return {}
+        scores = [replace(score, top=score.top[: self._top_scores]) for score in self._scores[choice]]
+        return {"prompt_logprobs": scored_prompt(self._text, scores)}
 
     def _best(self) -> list[int]:
         """Numbers of the choices to return: for each prompt, those with the highest mean log probability of a token."""

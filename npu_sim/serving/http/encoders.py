@@ -8,12 +8,12 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 
-from npu_compiler.errors import NPUError
+from npu_compiler.errors import InputError, NPUError
 from npu_sim.encoders.folder import EmbedderFolder
 from npu_sim.encoders.text import EncodedText
 from npu_sim.serving.encoder_engine import EncoderEngine, Results
@@ -191,13 +191,10 @@ class EncoderService(Workers):
         """
         folder = self.model.encoder.folder
         assert isinstance(folder, EmbedderFolder)
-        chosen = folder.default_prompt if name is None else name
-        if chosen is None:
-            return ""
-        if chosen not in folder.prompts:
-            known = f"its prompts are {', '.join(folder.prompts)}" if folder.prompts else "it has none"
-            raise APIError(400, f"{self.model.name} has no prompt '{chosen}'; {known}", param="prompt_name")
-        return folder.prompts[chosen]
+        try:
+            return replace(folder, name=self.model.name).prompt(name)
+        except InputError as error:
+            raise APIError(400, str(error), param="prompt_name") from error
 
     def _truncation(self, wanted: int | None) -> int | None:
         most = self.model.encoder.context_length

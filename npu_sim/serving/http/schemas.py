@@ -60,6 +60,7 @@ class _Sampled(Body):
     stop_token_ids: Annotated[Array[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     guided_regex: NonEmpty | None = None
     guided_grammar: NonEmpty | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -73,6 +74,8 @@ class _Sampled(Body):
     def _options_need_a_stream(self) -> _Sampled:
         if self.stream_options is not None and not self.stream:
             raise ValueError("'stream_options' is for 'stream': true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("'prompt_logprobs' come with whole replies; leave out 'stream'")
         if self.guided_regex is not None and self.guided_grammar is not None:
             raise ValueError("'guided_regex' and 'guided_grammar' exclude each other")
         if wrong := [token for token in self.logit_bias or () if not token.isascii() or not token.isdigit()]:
@@ -132,6 +135,7 @@ class CompletionRequest(_Sampled):
     """The body of `/v1/completions`."""
 
     prompt: str | Array[str] | Array[int] | Array[Array[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

@@ -95,7 +95,7 @@ class Service(Workers):
             message = f"the prompt has {len(prompt)} tokens, but this server takes {limits.prompt_tokens}"
             raise APIError(400, message, param=param, code="prompt_too_long")
         room = context - len(prompt)
-        if room < (new_tokens or 1):
+        if room < (1 if new_tokens is None else new_tokens):
             reply = f" and the reply up to {new_tokens}" if new_tokens else ""
             message = f"the prompt has {len(prompt)} tokens{reply}, but the context holds {context}"
             raise APIError(400, message, param=param, code="context_length_exceeded")

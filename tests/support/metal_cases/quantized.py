@@ -23,6 +23,8 @@ FORMATS = [
     ("int8", "zero_point", "float16"),
     ("float8_e4m3", "none", "compute"),
     ("float8_e4m3", "none", "float32"),
+    ("float4_e2m1", "none", "bfloat16"),
+    ("iq4_nl", "none", "float16"),
 ]
 INT4, INT8, FLOAT8 = FORMATS[1], FORMATS[5], FORMATS[6]
 OUTSIDE = [3, -1, 0, 5, 4, -(2**31), 2**31 - 1]  # of five rows

@@ -191,7 +191,7 @@ void run_rounded(const QuantizedLinearArgs& q) {
 }
 
 void quantized_linear(const QuantizedLinearArgs& q) {
-  const bool bytes = q.format.codes != Codes::float8_e4m3 && q.format.group <= kMaxByteGroup;
+  const bool bytes = are_integers(q.format.codes) && q.format.group <= kMaxByteGroup;
   if (q.activations == RowFormat::none) exact_linear(q);
   else if (q.activations == RowFormat::int8 && bytes) run_bytes(q);
   else if (q.linear.x.dtype == Dtype::f32) run_rounded<float>(q);
@@ -207,7 +207,7 @@ void exact_linear(const QuantizedLinearArgs& q) {
     const bool fits = a.x.dtype == Dtype::bf16 && rows.rows >= kTileRows && a.k % (2 * kTileSteps) == 0;
     if (fits && f.group % 2 == 0 && tiles_allowed()) return run_quantized_tiles(q);
   }
-  const bool integers = f.codes != Codes::float8_e4m3 && a.x.dtype != Dtype::f32;
+  const bool integers = are_integers(f.codes) && a.x.dtype != Dtype::f32;
   if (integers && (kHasIntegerPairs || rows.rows == 1)) return run_integers(q);
   with_type(a.x.dtype, [&](auto* type) {
     using From = std::remove_pointer_t<decltype(type)>;

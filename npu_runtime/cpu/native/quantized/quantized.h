@@ -17,18 +17,26 @@
 
 namespace npu {
 
-enum class Codes : int64_t { int4 = 0, int8 = 1, float8_e4m3 = 2 };
+enum class Codes : int64_t { int4 = 0, int8 = 1, float8_e4m3 = 2, float4_e2m1 = 3, iq4_nl = 4 };
 enum class Offsets : int64_t { none = 0, minimum = 1, zero_point = 2 };
 
 // Bits of a code.
 constexpr int64_t code_bits(Codes codes) {
   switch (codes) {
-    case Codes::int4: return 4;
+    case Codes::int4:
+    case Codes::float4_e2m1:
+    case Codes::iq4_nl: return 4;
     case Codes::int8:
     case Codes::float8_e4m3: return 8;
   }
   throw std::invalid_argument("unknown codes");
 }
+
+// Whether codes stand for integers, offsets aside.
+constexpr bool are_integers(Codes codes) { return codes != Codes::float8_e4m3; }
+
+// Whether codes of 4 bits choose their number from a table.
+constexpr bool have_table(Codes codes) { return codes == Codes::float4_e2m1 || codes == Codes::iq4_nl; }
 
 // Rows that are multiplied at once as integers: besides two accumulators a row, registers hold the panel's two vectors, the
 // broadcast of x and a product.

@@ -277,7 +277,10 @@ def _native_format(weight: QuantizedArray) -> _Format:
 
 def _numbers(format: QuantizedFormat) -> np.ndarray:
     """The number that each of the 256 codes stands for, without its scale: float32 [256]."""
-    numbers: np.ndarray = np.arange(256, dtype=np.uint8).view(format.code_format.dtype).astype(np.float32)
+    kind = format.code_format
+    codes = np.arange(len(kind.table) or 256, dtype=np.uint8).view(kind.dtype)
+    numbers = np.zeros(256, np.float32)
+    numbers[: len(codes)] = kind.numbers(codes)
     if format.offsets == "none":
-        numbers -= np.float32(format.code_format.zero)
+        numbers -= np.float32(kind.zero)
     return numbers

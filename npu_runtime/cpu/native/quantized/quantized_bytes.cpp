@@ -22,7 +22,7 @@ NPU_INLINE void add_small_units(int64_t units, const char*& panel, const int32_t
     for (int step = 0; step < 2; ++step, quads += kRows) {
       ByteVec codes[2];
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) codes[v] = bit_cast<ByteVec>(in_register(unit[v] >> 4 * step & 0x0f0f0f0fu));
+      for (int v = 0; v < 2; ++v) codes[v] = half_bytes<Codes::int4>(unit[v], step);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const ByteVec value = bit_cast<ByteVec>(splat_bits(quads[r]));
@@ -50,15 +50,25 @@ NPU_INLINE void multiply_group(int64_t units, const char*& panel, const int32_t*
       if (kIsShort) break;
     }
   } else {
+    constexpr int kSteps = have_table(kCodes) ? 2 : 1;
     std::fill(&sum[0][0], &sum[0][0] + 2 * kRows, IVec{});
-    for (int64_t u = 0; u < units; ++u, panel += kUnitBytes, quads += kRows) {
+    for (int64_t u = 0; u < units; ++u, panel += kUnitBytes) {
       UVec unit[2];
       load_unit(panel, unit);
+#pragma GCC unroll 2
+      for (int step = 0; step < kSteps; ++step, quads += kRows) {
+        ByteVec codes[2];
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          if constexpr (have_table(kCodes)) codes[v] = half_bytes<kCodes>(unit[v], step);
+          else codes[v] = bit_cast<ByteVec>(unit[v]);
+        }
 #pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        const ByteVec value = bit_cast<ByteVec>(splat_bits(quads[r]));
-        sum[r][0] = add_quads(sum[r][0], bit_cast<ByteVec>(unit[0]), value);
-        sum[r][1] = add_quads(sum[r][1], bit_cast<ByteVec>(unit[1]), value);
+        for (int r = 0; r < kRows; ++r) {
+          const ByteVec value = bit_cast<ByteVec>(splat_bits(quads[r]));
+          sum[r][0] = add_quads(sum[r][0], codes[0], value);
+          sum[r][1] = add_quads(sum[r][1], codes[1], value);
+        }
       }
       if (kRows == 1) prefetch_page_ahead<64>(panel);
     }
@@ -67,7 +77,7 @@ NPU_INLINE void multiply_group(int64_t units, const char*& panel, const int32_t*
 
 template <Codes kCodes, Offsets kOffsets, bool kIsShort, int kRows>
 void multiply_bytes_of(const QuantizedFormat& f, const ByteRows& x, const char* panel, float* sums) {
-  constexpr int32_t kBias = kCodes == Codes::int8 ? kQuadBias : 0;
+  constexpr int32_t kBias = kCodes == Codes::int4 ? 0 : kQuadBias;
   constexpr bool kHasZero = kBias || kOffsets == Offsets::zero_point || (kCodes == Codes::int4 && kOffsets == Offsets::none);
   const int64_t units = f.group_blocks() * f.block / kUnit<kCodes>;
   const int32_t *quads = x.quads, *x_sums = x.sums;
@@ -112,7 +122,7 @@ void order_codes(const int8_t* codes, int64_t count, int8_t* out) {
   typedef int8_t Eight __attribute__((vector_size(8)));
   for (int64_t i = 0; i < count; i += 8) {
     const Eight from = load_bits<Eight>(codes + i);
-    const Eight to = kCodes == Codes::int4 ? __builtin_shufflevector(from, from, 0, 4, 1, 5, 2, 6, 3, 7)
+    const Eight to = code_bits(kCodes) == 4 ? __builtin_shufflevector(from, from, 0, 4, 1, 5, 2, 6, 3, 7)
                                            : __builtin_shufflevector(from, from, 0, 2, 1, 3, 4, 6, 5, 7);
     std::memcpy(out + i, &to, sizeof(to));
   }
@@ -139,7 +149,7 @@ float make_bytes(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t r
       int32_t total = 0;
       for (int i = 0; i < kLanes; ++i) total += sum[i];
       out.sums[g * rows + row] = f.offsets == Offsets::minimum ? bit_cast<int32_t>(float(total)) : total;
-      if (f.codes == Codes::int4) order_codes<Codes::int4>(codes, 4 * quads, ordered);
+      if (f.bits() == 4) order_codes<Codes::int4>(codes, 4 * quads, ordered);
       else order_codes<Codes::int8>(codes, 4 * quads, ordered);
       int32_t* target = out.quads + g * quads * rows + row;
       for (int64_t i = 0; i < quads; ++i) target[i * rows] = load_bits<int32_t>(ordered + 4 * i);
@@ -154,7 +164,7 @@ void multiply_bytes(const QuantizedFormat& f, int64_t rows, const ByteRows& x, c
       if (f.group_blocks() * f.block <= 4 * kSmallSteps)
         return kRowTable<Codes::int4, offsets.value, true>.of[rows - 1](f, x, panel, sums);
     }
-    if constexpr (codes.value != Codes::float8_e4m3)
+    if constexpr (are_integers(codes.value))
       kRowTable<codes.value, offsets.value, false>.of[rows - 1](f, x, panel, sums);
   });
 }

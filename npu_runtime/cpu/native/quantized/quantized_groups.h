@@ -39,11 +39,13 @@ void with_format(const QuantizedFormat& f, const F& body) {
       case Offsets::zero_point: return body(codes, std::integral_constant<Offsets, Offsets::zero_point>());
     }
   };
+  const auto without_offsets = [&](auto codes) { return body(codes, std::integral_constant<Offsets, Offsets::none>()); };
   switch (f.codes) {
     case Codes::int4: return with_offsets(std::integral_constant<Codes, Codes::int4>());
     case Codes::int8: return with_offsets(std::integral_constant<Codes, Codes::int8>());
-    case Codes::float8_e4m3:
-      return body(std::integral_constant<Codes, Codes::float8_e4m3>(), std::integral_constant<Offsets, Offsets::none>());
+    case Codes::float8_e4m3: return without_offsets(std::integral_constant<Codes, Codes::float8_e4m3>());
+    case Codes::float4_e2m1: return without_offsets(std::integral_constant<Codes, Codes::float4_e2m1>());
+    case Codes::iq4_nl: return without_offsets(std::integral_constant<Codes, Codes::iq4_nl>());
   }
 }
 
@@ -51,5 +53,23 @@ constexpr int64_t kUnitBytes = 4 * kPanel;
 
 template <Codes kCodes>
 constexpr int kUnit = 32 / code_bits(kCodes);
+
+// The numbers that codes of 4 bits choose from: those of `CODE_FORMATS` in npu_compiler/graph/code_formats.py.
+template <Codes kCodes>
+constexpr int8_t kTable[16] = {};
+template <>
+inline constexpr int8_t kTable<Codes::float4_e2m1>[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+template <>
+inline constexpr int8_t kTable<Codes::iq4_nl>[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                     1,    13,   25,  38,  53,  69,  89,  113};
+
+// The codes of a unit whose half bytes lie at the same place, 0 or 1, in bytes; as the numbers that they choose where there
+// is a table.
+template <Codes kCodes>
+NPU_INLINE ByteVec half_bytes(UVec unit, int place) {
+  const ByteVec codes = bit_cast<ByteVec>(in_register(unit >> 4 * place & 0x0f0f0f0fu));
+  if constexpr (have_table(kCodes)) return choose_bytes(kTable<kCodes>, codes);
+  else return codes;
+}
 
 }  // namespace npu

@@ -11,6 +11,8 @@ NPU_INLINE ShortVec pair_of(UVec unit, int pair) {
     typedef uint16_t UShortVec __attribute__((vector_size(4 * kLanes)));
     const UShortVec shifted = bit_cast<UShortVec>(unit) >> 4 * pair;
     return bit_cast<ShortVec>(pair == 3 ? shifted : shifted & 15);
+  } else if constexpr (have_table(kCodes)) {
+    return pair_of<Codes::int8>(bit_cast<UVec>(half_bytes<kCodes>(unit, pair % 2)), pair / 2);
   } else {
     const ShortVec halves = bit_cast<ShortVec>(unit);
     return (pair == 0 ? halves << 8 : halves) >> 8;
@@ -23,6 +25,9 @@ NPU_INLINE Vec number_of(UVec unit, int k, IVec zero) {
   const int half = k % 2 * 16, position = k / 2;
   if constexpr (kCodes == Codes::int4) {
     return __builtin_convertvector(bit_cast<IVec>(unit >> (half + 4 * position) & 15u) - zero, Vec);
+  } else if constexpr (have_table(kCodes)) {
+    const UVec numbers = bit_cast<UVec>(half_bytes<kCodes>(unit, position % 2));
+    return number_of<Codes::int8>(numbers, k % 2 + position / 2 * 2, zero);
   } else {
     const IVec top = bit_cast<IVec>(unit << (24 - half - 8 * position));
     if constexpr (kCodes == Codes::int8) return __builtin_convertvector((top >> 24) - zero, Vec);
@@ -171,7 +176,7 @@ template <int... i>
 constexpr Table make_table(std::integer_sequence<int, i...>) {
   return {{{multiply_blocks_of<i + 1, false>...}, {multiply_blocks_of<i + 1, true>...}}};
 }
-constexpr Table kTable = make_table(std::make_integer_sequence<int, kMaxIntegerRows>());
+constexpr Table kMultiplies = make_table(std::make_integer_sequence<int, kMaxIntegerRows>());
 
 template <Codes kCodes, Offsets kOffsets, class W>
 void dequantize_blocks_of(const QuantizedFormat& f, const char* panel, int64_t first, int64_t count, W* out) {
@@ -216,7 +221,7 @@ uint32_t codes_at(const QuantizedFormat& f, const uint8_t* row, int64_t first, i
 
 // Codes one after the other as a unit: those of even k into the low half.
 uint32_t unit_of(Codes codes, uint32_t x) {
-  if (codes != Codes::int4) return (x & 0xff0000ffu) | (x >> 8 & 0xff00u) | (x << 8 & 0xff0000u);
+  if (code_bits(codes) == 8) return (x & 0xff0000ffu) | (x >> 8 & 0xff00u) | (x << 8 & 0xff0000u);
   const auto evens = [](uint32_t y) {
     y &= 0x0f0f0f0fu;
     y = (y | y >> 4) & 0x00ff00ffu;
@@ -306,21 +311,21 @@ void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t
 
 void stream_rows(const QuantizedFormat& f, int64_t rows, const IntegerRows& x, const char* panel, float* sums) {
   with_format(f, [&](auto codes, auto offsets) {
-    if constexpr (codes.value != Codes::float8_e4m3)
+    if constexpr (are_integers(codes.value))
       kStreams<codes.value, offsets.value>.of[rows - 1](f, x, panel, sums);
   });
 }
 
 void unpack_blocks(const QuantizedFormat& f, const char* panel, int64_t first, int64_t count, IntegerPanel& out) {
   with_format(f, [&](auto codes, auto offsets) {
-    if constexpr (codes.value != Codes::float8_e4m3)
+    if constexpr (are_integers(codes.value))
       unpack_blocks_of<codes.value, offsets.value>(f, panel, first, count, out);
   });
 }
 
 void multiply_blocks(const QuantizedFormat& f, int64_t rows, const IntegerRows& x, const IntegerPanel& panel,
                      int64_t first, int64_t count, float* sums) {
-  kTable.multiply[f.offsets == Offsets::minimum][rows - 1](f, x, panel, first, count, sums);
+  kMultiplies.multiply[f.offsets == Offsets::minimum][rows - 1](f, x, panel, first, count, sums);
 }
 
 template <class W>

@@ -1,0 +1,143 @@
+"""Computes gathered and concatenated elements where an element-wise kernel reads them, instead of storing them first.
+
+Given:  g = gather(x, dim=-1, index);  (u = g / s; v = u + y)
+Result: (u = x[…, index] / s; v = u + y)
+
+Given:  t[..., 0] = neg(b);  t[..., 1] = copy(a);  (u = t * s; v = u + y)
+Result: (u = (neg(b) or a, by the last coordinate) * s; v = u + y)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from cuda_compiler.elementwise.grouping import MAX_CALLS, MAX_READS, Group, Part, place_of
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View, numel
+
+GATHER = "gather_kernel"
+_REACH = 48  # groups between a part and its reader
+
+
+def inline_reads(groups: Sequence[Group], private: Collection[str]) -> list[Group]:
+    """The groups, those without that compute parts of a buffer which a single element-wise group reads.
+
+    Args:
+        private: The buffers that nothing but these groups reads.
+    """
+    left: list[Group | None] = list(groups)
+    writers: dict[str, list[int]] = {}
+    readers: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        for name in group.written_buffers:
+            writers.setdefault(name, []).append(index)
+        for name in group.read_buffers:
+            readers.setdefault(name, []).append(index)
+    for index, group in enumerate(groups):
+        if not group.is_elementwise:
+            continue
+        for view in group.reads:
+            at = writers.get(view.buffer, [])
+            if view.buffer not in private or readers[view.buffer] != [index] or not at or not _is_near(at, index):
+                continue
+            parts = _parts(view.buffer, [left[each] for each in at], readers, private)
+            reader = left[index]
+            assert reader is not None
+            if parts and _may_move(parts, at, index, left) and (joined := _inlined(reader, view, parts)) is not None:
+                left[index] = joined
+                for each in at:
+                    left[each] = None
+    return [group for group in left if group is not None]
+
+
+def _is_near(writers: Sequence[int], reader: int) -> bool:
+    return all(0 < reader - each <= _REACH for each in writers)
+
+
+def _parts(
+    buffer: str, groups: Sequence[Group | None], readers: dict[str, list[int]], private: Collection[str]
+) -> list[Part]:
+    """The groups as the parts of a buffer that they compute; empty if they do anything else or do not cover it."""
+    results: list[tuple[Group, View]] = []
+    for group in groups:
+        if group is None or not (group.is_elementwise or is_gather(group)):
+            return []
+        stored = [view for view in group.writes if view.buffer not in private or view.buffer in readers]
+        if len(stored) != 1 or stored[0] != group.calls[-1].outputs[0] or stored[0].buffer != buffer:
+            return []
+        results.append((group, stored[0]))
+    if len(results) == 1:
+        ((group, view),) = results
+        whole = view.is_contiguous and view.offset == 0
+        return [Part(group, 1, view.numel, 0, 1)] if whole and is_gather(group) else []
+    return _split(results)
+
+
+def is_gather(group: Group) -> bool:
+    return group.calls[0].kernel == GATHER
+
+
+def _split(results: Sequence[tuple[Group, View]]) -> list[Part]:
+    """The results as parts of one buffer that differ in the interval of one of its dimensions; empty if they do not."""
+    views = [view for _, view in results]
+    first = views[0]
+    if any(view.strides != first.strides or view.rank != first.rank for view in views):
+        return []
+    dims = [dim for dim in range(first.rank) if any(view.shape[dim] > 1 for view in views)]
+    steps = [first.strides[dim] for dim in dims]
+    steps += [] if steps and steps[-1] == 1 else [1]
+    total = sum(view.numel for view in views)
+    bounds = [total, *steps]
+    if any(step <= 0 or bound % step for bound, step in zip(bounds, steps, strict=False)):
+        return []
+    extents = [bound // step for bound, step in zip(bounds, steps, strict=False)]
+    intervals = []
+    for view in views:
+        sizes = [view.shape[dim] for dim in dims] + [1] * (len(steps) - len(dims))
+        lows = [view.offset % bound // step for bound, step in zip(bounds, steps, strict=False)]
+        if any(low + size > extent for low, size, extent in zip(lows, sizes, extents, strict=True)):
+            return []
+        intervals.append([(low, low + size) for low, size in zip(lows, sizes, strict=True)])
+    parted = [at for at, extent in enumerate(extents) if any(interval[at] != (0, extent) for interval in intervals)]
+    if len(parted) != 1 or any(view.offset >= total for view in views):
+        return []
+    (at,) = parted
+    order = sorted(range(len(views)), key=lambda each: intervals[each][at])
+    ends = [0, *(intervals[each][at][1] for each in order)]
+    if ends[-1] != extents[at] or any(intervals[each][at][0] != ends[turn] for turn, each in enumerate(order)):
+        return []
+    return [Part(results[each][0], extents[at], steps[at], *intervals[each][at]) for each in order]
+
+
+def _may_move(parts: Sequence[Part], at: Sequence[int], index: int, left: Sequence[Group | None]) -> bool:
+    """Whether the parts, now groups `at`, may be computed by group `index`, which writes nothing that they read."""
+    read = {view.buffer for part in parts for view in part.group.loads}
+    between = [left[each] for each in range(min(at), index + 1) if each not in at]
+    return all(group is None or group.written_buffers.isdisjoint(read) for group in between)
+
+
+def _inlined(reader: Group, view: View, parts: list[Part]) -> Group | None:
+    """The reader that computes the parts where it reads `view`; None if it reads other elements too, or too much."""
+    places = [place_of(each) for each in reader.reads if each.buffer == view.buffer]
+    if len(places) != 1 or 0 in places[0].strides or numel(places[0].sizes) != reader.numel:
+        return None
+    joined = Group(reader.calls, reader.reads, reader.writes, {**reader.inlined, view.buffer: parts})
+    too_many = len(joined.loads) > MAX_READS or len(all_calls(joined)) > MAX_CALLS
+    return None if too_many else joined
+
+
+def all_calls(group: Group) -> list[KernelCall]:
+    """The element-wise calls of a group and of the parts that it computes."""
+    inner = [call for parts in group.inlined.values() for part in parts for call in all_calls(part.group)]
+    return [call for call in (*group.calls, *inner) if call.kernel != GATHER]
+
+
+def gathered(call: KernelCall) -> tuple[View, View, int, int]:
+    """The table and the index of a gather, both walked in the order of its result, and the table's step and size.
+
+    Element e of the result is the table's element e, plus `step` for each row that index element e counts.
+    """
+    x, index = call.inputs
+    dim, shape = call.params["dim"], call.outputs[0].shape
+    strides = tuple(0 if at == dim else stride for at, stride in enumerate(x.strides))
+    return View(x.buffer, shape, strides, x.offset, x.dtype), index, x.strides[dim], x.shape[dim]

@@ -1,0 +1,144 @@
+"""Gathers, concatenations and chains before a softmax or norm that the CUDA target computes where they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cuda_on_cpu import run_on_cpu
+from ir_builder import IRBuilder
+
+import npu_compiler
+from cuda_compiler import CUDACodegenTarget
+from npu_compiler.compiled_program import CompiledProgram
+
+RNG = np.random.default_rng(0)
+
+
+def compiled(graph: IRBuilder, dtype: str = "float32") -> CompiledProgram:
+    options = npu_compiler.CompileOptions(compute_dtype=dtype)
+    return npu_compiler.compile(graph.ir(), target=CUDACodegenTarget(), options=options)
+
+
+def results(program: CompiledProgram, folder: Path, **inputs: torch.Tensor) -> list[torch.Tensor]:
+    plan = program.plan
+    values = {name: x.numpy() for name, x in inputs.items()} | dict(plan.constants)
+    memory = run_on_cpu(plan, values, folder)
+    return [torch.from_numpy(memory[view.buffer]).reshape(view.shape) for view in plan.output_views.values()]
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.from_numpy(RNG.standard_normal(shape, np.float32))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_chain_reads_gathered_elements_in_its_own_order(turned: bool, tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y, index = g.input("x", 3, 7, 11), g.input("y", 3, 7, 7), g.input("index", 3, 7, 7, dtype="int64")
+    picked = g("aten.gather.default", x, -1, index)
+    picked = g("aten.transpose.int", picked, 1, 2) if turned else picked
+    g.output(g("aten.exp.default", g("aten.add.Tensor", picked, y)))
+    program = compiled(g)
+    assert [call.kernel for call in program.plan.calls] == ["fused_add_exp"]
+    assert program.plan.arena_bytes == 0
+    values = drawn(3, 7, 11), drawn(3, 7, 7)
+    at = torch.from_numpy(RNG.integers(0, 11, (3, 7, 7)))
+    (result,) = results(program, tmp_path, x=values[0], y=values[1], index=at.int())
+    gathered = values[0].gather(-1, at)
+    expected = torch.exp((gathered.transpose(1, 2) if turned else gathered) + values[1])
+    torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_pairs_are_rotated_by_one_kernel(dtype: str, tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, cos, sin = g.input("x", 2, 9, 8), g.input("cos", 9, 8), g.input("sin", 9, 8)
+    even, odd = (g("aten.slice.Tensor", x, 2, first, 8, 2) for first in (0, 1))
+    turned = g("aten.stack.default", [g("aten.neg.default", odd), even], -1)
+    turned = g("aten.reshape.default", turned, [2, 9, 8])
+    g.output(g("aten.add.Tensor", g("aten.mul.Tensor", x, cos), g("aten.mul.Tensor", turned, sin)))
+    program = compiled(g, dtype)
+    assert len(program.plan.calls) == 1
+    values = {
+        name: drawn(*shape).to(getattr(torch, dtype))
+        for name, shape in [("x", (2, 9, 8)), ("cos", (9, 8)), ("sin", (9, 8))]
+    }
+    (result,) = results(program, tmp_path, **values)
+    whole, c, s = (value.float() for value in values.values())
+    rotated = torch.stack([-whole[..., 1::2], whole[..., ::2]], -1).reshape(2, 9, 8)
+    torch.testing.assert_close(result.float(), whole * c + rotated * s, atol=4e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_concatenation_of_any_pieces_is_read_where_it_is_used(dim: int, tmp_path: Path) -> None:
+    g = IRBuilder()
+    shapes = [tuple(size if at == dim else 4 for at in range(3)) for size in (1, 5, 2)]
+    pieces = [g.input(f"x{at}", *shape) for at, shape in enumerate(shapes)]
+    whole = tuple(8 if at == dim else 4 for at in range(3))
+    y = g.input("y", *whole)
+    ops = ("aten.exp.default", "aten.neg.default", "aten.tanh.default")
+    parts = [g(op, piece) for op, piece in zip(ops, pieces, strict=True)]
+    g.output(g("aten.mul.Tensor", g("aten.cat.default", parts, dim), y))
+    program = compiled(g)
+    assert len(program.plan.calls) == 1 and program.plan.arena_bytes == 0
+    values = {f"x{at}": drawn(*shape) for at, shape in enumerate(shapes)} | {"y": drawn(*whole)}
+    (result,) = results(program, tmp_path, **values)
+    joined = torch.cat([values["x0"].exp(), -values["x1"], values["x2"].tanh()], dim)
+    torch.testing.assert_close(result, joined * values["y"])
+
+
+def test_what_others_read_too_is_stored() -> None:
+    g = IRBuilder()
+    x, index = g.input("x", 7, 11), g.input("index", 7, 7, dtype="int64")
+    picked = g("aten.gather.default", x, -1, index)
+    g.output(picked)
+    g.output(g("aten.exp.default", picked))
+    assert [call.kernel for call in compiled(g).plan.calls] == ["gather_kernel", "exp_kernel"]
+
+
+def test_what_is_read_more_than_once_is_stored() -> None:
+    g = IRBuilder()
+    x, index, y = g.input("x", 7, 11), g.input("index", 7, 7, dtype="int64"), g.input("y", 9, 7, 7)
+    g.output(g("aten.add.Tensor", g("aten.gather.default", x, -1, index), y))
+    assert [call.kernel for call in compiled(g).plan.calls] == ["gather_kernel", "add_kernel"]
+
+
+@pytest.mark.parametrize("width", [6, 40])
+def test_a_softmax_computes_its_logits(width: int, tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y, index = g.input("x", 5, width, 11), g.input("y", width), g.input("index", 5, width, width, dtype="int64")
+    picked = g("aten.transpose.int", g("aten.gather.default", x, -1, index), 1, 2)
+    g.output(g("aten.softmax.int", g("aten.mul.Tensor", picked, y), -1))
+    program = compiled(g)
+    assert [call.kernel for call in program.plan.calls] == ["fused_softmax_kernel"]
+    values, at = {"x": drawn(5, width, 11), "y": drawn(width)}, torch.from_numpy(RNG.integers(0, 11, (5, width, width)))
+    (result,) = results(program, tmp_path, index=at.int(), **values)
+    logits = values["x"].gather(-1, at).transpose(1, 2) * values["y"]
+    torch.testing.assert_close(result, logits.softmax(-1))
+
+
+@pytest.mark.parametrize("width, dtype", [(8, "float32"), (40, "float16"), (36, "float32")])
+def test_a_norm_computes_its_sums_and_stores_them_for_others(width: int, dtype: str, tmp_path: Path) -> None:
+    g = IRBuilder()
+    x, y, scale = g.input("x", 7, width), g.input("y", 7, width), g.input("s", width)
+    total = g("aten.add.Tensor", x, g("aten.mul.Tensor", y, scale))
+    normed = g("aten.layer_norm.default", total, [width], g.input("w", width), g.input("b", width), 1e-5)
+    g.output(normed, g("aten.neg.default", g("aten.t.default", total)))
+    program = compiled(g, dtype)
+    assert [call.kernel for call in program.plan.calls] == ["fused_layernorm_kernel", "neg_kernel"]
+    kind = getattr(torch, dtype)
+    shapes = {"x": (7, width), "y": (7, width), "s": (width,), "w": (width,), "b": (width,)}
+    values = {name: drawn(*shape).to(kind) for name, shape in shapes.items()}
+    result, turned = results(program, tmp_path, **values)
+    x, y, s, w, b = (value.float() for value in values.values())
+    tolerance = {"atol": 1e-2, "rtol": 1e-2} if dtype == "float16" else {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(turned.float(), -(x + y * s).t(), **tolerance)
+    torch.testing.assert_close(result.float(), torch.nn.functional.layer_norm(x + y * s, (width,), w, b), **tolerance)
+
+
+def test_rows_too_long_for_registers_are_stored() -> None:
+    g = IRBuilder()
+    g.output(g("aten.softmax.int", g("aten.exp.default", g.input("x", 2, 200_000)), -1))
+    assert [call.kernel for call in compiled(g).plan.calls] == ["exp_kernel", "softmax_kernel"]
