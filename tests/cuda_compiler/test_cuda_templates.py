@@ -335,3 +335,24 @@ def test_residuals_that_repeat_a_row_are_not_for_cublas() -> None:
     case = linear(9, 16, 64, residual="compute")
     inputs = [*case.inputs[:2], replace(case.inputs[2], strides=(0, 1))]
     assert names(replace(case, inputs=inputs)) == ["cublas_gemm", "linear_epilogue"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "warpgroups", "turns"),
+    [
+        ((16, 4096, 4096, 8, 40), 3, True),
+        ((16, 257, 257, 12, 64), 3, True),
+        ((32, 197, 197, 12, 64), 2, False),
+        ((1, 2048, 2048, 12, 128), 2, True),
+    ],
+    ids=str,
+)
+def test_narrow_heads_have_three_warpgroups_and_many_keys_turns(
+    shape: tuple[int, int, int, int, int], warpgroups: int, turns: bool
+) -> None:
+    batch, queries, keys, heads, width = shape
+    case = attention_cases.attention("many", queries, keys, width, heads=(heads, heads), batch=batch)
+    (call,), make = expand(case)
+    assert call.kernel == "attention_wgmma"
+    assert kernel_launch_of(call).block[0] == 128 * (warpgroups + 1)
+    assert f"constexpr bool takes_turns = {str(turns).lower()};" in make.sources[call.source]
