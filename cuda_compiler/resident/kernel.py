@@ -18,7 +18,7 @@ from cuda_compiler.resident.exchanges import connect_ranks, exchanging, with_ran
 from cuda_compiler.resident.layout import ALL_THREADS, LEAST_SHARED, least_shared
 from cuda_compiler.resident.mailboxes import connect_mailboxes
 from cuda_compiler.resident.phases import Phase
-from cuda_compiler.resident.products import PRODUCTS, product_phase
+from cuda_compiler.resident.products import PRODUCTS, fit_slots, product_phase
 from cuda_compiler.resident.quantized_products import QUANTIZED_PRODUCTS, quantized_product_phase
 from cuda_compiler.resident.source import RESIDENT, kernel_source
 from cuda_compiler.rules.gates import with_gate
@@ -162,7 +162,7 @@ def _with_gate(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[
 def resident_call(run: Run, make: Specializer) -> KernelCall:
     """The call of the resident kernel of a run; its operands are all views that its phases read and write."""
     phases, exchange = connect_ranks(run.phases, make, run.calls[-1].node)
-    phases, mailbox_size = connect_mailboxes(phases)
+    phases, mailbox_size = connect_mailboxes(fit_slots(phases))
     mailbox_size = groups(mailbox_size, 8) * 8
     last = run.calls[-1]
     memory = make.counters(f"{last.node}.grid", 4 + 3 * mailbox_size // 2)

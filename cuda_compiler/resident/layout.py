@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cuda_compiler.resident.phases import Phase
+from cuda_compiler.resident.phases import IN_FLIGHT, Phase
 from cuda_compiler.specialization.gpu import WARP
 from cuda_compiler.specialization.sizes import groups
 
@@ -13,11 +13,9 @@ ALL_THREADS = THREADS + 4 * WARP  # with a warp each that fetches weights, runs 
 WARPS = THREADS // WARP
 UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
 LINE_BYTES = 128  # of each row that a warp takes at a time
-SLOT_BYTES = UNIT_ROWS * 3072
+SLOT_BYTES = UNIT_ROWS * 3072  # at most, of a weight in 16 bits
 QUANTIZED_SLOT_BYTES = 12 * 3072  # of the codes of a weight in few bits; scales and offsets come on top
 PREFETCH_DEPTH = 3  # steps that may be prefetched at a time
-IN_FLIGHT = 2  # slots being copied; the ring has as many at least, because a product holds two at a time
-MAX_IN_FLIGHT = 4  # while a block goes through a long weight
 UNITS_AHEAD = 8  # of a weight in 16 bits, after the ring: prefetched into the L2 cache while the ring is full
 AHEAD_NS = 500  # from one such prefetch to the next
 LIMIT_BARRIER_BYTES = 16  # after the ring
@@ -44,7 +42,7 @@ def least_shared(phases: Sequence[Phase]) -> int:
 
 
 def slot_bytes(phases: Sequence[Phase]) -> int:
-    return max(SLOT_BYTES, *(whole_lines(phase.stream.slot_bytes) for phase in phases if phase.stream is not None))
+    return max(whole_lines(phase.stream.slot_bytes) for phase in phases if phase.stream is not None)
 
 
 def whole_lines(size: int) -> int:

@@ -77,8 +77,6 @@ def _constants(phases: Sequence[Phase], operands: int, grid_memory: int, mailbox
         "PREFETCHED_BYTES": layout.prefetched_bytes(phases),
         "PREFETCH_QUEUE_BYTES": layout.prefetch_queue_bytes(phases),
         "PREFETCH_DEPTH": layout.PREFETCH_DEPTH,
-        "IN_FLIGHT": layout.IN_FLIGHT,
-        "MAX_IN_FLIGHT": layout.MAX_IN_FLIGHT,
         "UNITS_AHEAD": layout.UNITS_AHEAD,
         "AHEAD_NS": layout.AHEAD_NS,
         "LIMIT_BARRIER_BYTES": layout.LIMIT_BARRIER_BYTES,
