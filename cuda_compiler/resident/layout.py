@@ -16,6 +16,7 @@ LINE_BYTES = 128  # of each row that a warp takes at a time
 SLOT_BYTES = UNIT_ROWS * 3072  # at most, of a weight in 16 bits
 QUANTIZED_SLOT_BYTES = 12 * 3072  # of the codes of a weight in few bits; scales and offsets come on top
 PREFETCH_DEPTH = 3  # steps that may be prefetched at a time
+MOST_OWN_TURNS = 20  # lines of x that a warp keeps in registers, where it receives them itself
 UNITS_AHEAD = 8  # of a weight in 16 bits, after the ring: prefetched into the L2 cache while the ring is full
 AHEAD_NS = 500  # from one such prefetch to the next
 LIMIT_BARRIER_BYTES = 16  # after the ring

@@ -77,6 +77,7 @@ def _constants(phases: Sequence[Phase], operands: int, grid_memory: int, mailbox
         "PREFETCHED_BYTES": layout.prefetched_bytes(phases),
         "PREFETCH_QUEUE_BYTES": layout.prefetch_queue_bytes(phases),
         "PREFETCH_DEPTH": layout.PREFETCH_DEPTH,
+        "MOST_OWN_TURNS": layout.MOST_OWN_TURNS,
         "UNITS_AHEAD": layout.UNITS_AHEAD,
         "AHEAD_NS": layout.AHEAD_NS,
         "LIMIT_BARRIER_BYTES": layout.LIMIT_BARRIER_BYTES,

@@ -62,7 +62,7 @@ PHASE(product) {
         addends = Addends(bias, residual, first_own.row, first_own.column);
     }
     stage_x(grid, scratch, x, gain);
-    const HeldColumns held_columns(grid, scratch, x);
+    const HeldColumns held_columns(grid, scratch, x, gain);
     if (is_long && threadIdx.x == 0) {
         ring.raise_limit();
     }
@@ -102,6 +102,7 @@ PHASE(product) {
         static_assert(batch * own_rows * rows <= THREADS, "a thread has one result of a batch");
         const Result own(this_thread(), start);
         if (own.turn < batch && own.column < int(param::n)) {
+            const float scale = scale_of_sums(scratch);
             float sum = 0.0f;
             float up = 0.0f;
 #pragma unroll
@@ -110,6 +111,10 @@ PHASE(product) {
                 if constexpr (gated) {
                     up += scratch.sums[buffer][other][own.turn][own_rows + own.index][own.row];
                 }
+            }
+            if constexpr (scales_sums) {
+                sum *= scale;
+                up *= scale;
             }
 #ifdef EXCHANGED
             if constexpr (ranks > 1) {

@@ -125,7 +125,7 @@ struct HeldColumns {
     Lane lane;
     SomeTurns<held_turns> turns;
 
-    __device__ __forceinline__ HeldColumns(const Grid &, const Scratch &scratch, const Element *) : turns(scratch, lane, 0) {}
+    __device__ __forceinline__ HeldColumns(const Grid &, Scratch &scratch, const Element *, const Gain::type *) : turns(scratch, lane, 0) {}
 };
 
 // The part of x that a warp multiplies with the lines of one chunk.
@@ -282,5 +282,8 @@ __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldCol
 }
 
 constexpr bool long_columns = false;
+constexpr bool scales_sums = false;
+
+__device__ __forceinline__ float scale_of_sums(const Scratch &) { return 1.0f; }
 
 #include "resident/product_phase.cuh"
