@@ -29,7 +29,9 @@ def scratch_bytes(phases: Sequence[Phase]) -> int:
 
 
 def prefetch_queue_bytes(phases: Sequence[Phase]) -> int:
-    return PREFETCH_DEPTH * prefetched_bytes(phases) + whole_lines(16 * PREFETCH_DEPTH)
+    operands = max(len(phase.operands) for phase in phases)
+    step = groups(8 + 8 * operands, 16) * 16  # the C struct `StepOperands`
+    return whole_lines(PREFETCH_DEPTH * (step + prefetched_bytes(phases)) + 16 * PREFETCH_DEPTH)
 
 
 def prefetched_bytes(phases: Sequence[Phase]) -> int:

@@ -32,8 +32,9 @@ static_assert(
 __device__ __forceinline__ void compute(Ring &ring, PrefetchQueue &queue, const Operands &operands, char *shared) {
     Grid grid(operands.at[GRID_MEMORY]);
     for (; grid.step < STEPS; grid.step++) {
-        const Step &step = steps[grid.step];
-        switch (step.phase) {
+        queue.wait();
+        const StepOperands &step = queue.step();
+        switch (__shfl_sync(0xffffffffu, step.phase, 0)) {
 ${compute_cases}
         }
         queue.release();
@@ -47,6 +48,7 @@ __device__ __forceinline__ void prefetch(PrefetchQueue &queue, const Operands &o
     for (int index = 0; index < STEPS; index++) {
         const Step &step = steps[index];
         queue.claim();
+        queue.store_step(step, operands);
         switch (step.phase) {
 ${prefetch_cases}
         }
