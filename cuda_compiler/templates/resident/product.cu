@@ -50,7 +50,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
         pad(scratch);
         Pack<Element, pack> values[held] = {};
         const Receiver own;
-        receive_x(grid, own, scratch.squares, x, gain, values);
+        receive_x<false>(grid, own, scratch.squares, x, gain, values);
 #pragma unroll
         for (int i = 0; i < held; i++) {
             if (own.takes(i)) {
@@ -273,15 +273,7 @@ struct HeldColumns : ArrivingColumns<keeps_all ? packs : line> {
 
 // The norm's scale, where it is a factor of the sums: after a barrier behind `HeldColumns`.
 __device__ __forceinline__ float scale_of_sums(const Scratch &scratch) {
-    if constexpr (!scales_sums) {
-        return 1.0f;
-    }
-    float total = 0.0f;
-#pragma unroll
-    for (float squares : scratch.squares) {
-        total += squares;
-    }
-    return rsqrtf(total / float(depth) + norm_eps);
+    return scales_sums ? scale_of_norm(scratch.squares) : 1.0f;
 }
 
 // A warp's partial sums of a unit. Rows 0 to 7 of a fragment are the unit's rows with one piece of their lines, rows 8 to 15

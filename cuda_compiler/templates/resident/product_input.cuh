@@ -45,7 +45,19 @@ struct Receiver {
     __device__ __forceinline__ bool takes(int i) const { return row < rows && pack(i) < packs; }
 };
 
-// Receives x, RMS-normalized with `normed`. In `squares` the warps that share a row tell each other what they have found.
+// The scale of the norm, where only the squares of the warps' parts of x are known: after a barrier of the block.
+__device__ __forceinline__ float scale_of_norm(const float (&squares)[warps]) {
+    float total = 0.0f;
+#pragma unroll
+    for (float part : squares) {
+        total += part;
+    }
+    return rsqrtf(total / float(depth) + norm_eps);
+}
+
+// Receives x, RMS-normalized with `normed`. In `squares` the warps that share a row tell each other what they have found; with
+// `scales_later`, only that is left there, and x is not scaled by it.
+template <bool scales_later, int held, typename Receiver>
 __device__ __forceinline__ void receive_x(
     Grid &grid, const Receiver &own, float (&squares)[warps], const Element *x, const Gain::type *gain,
     Pack<Element, pack> (&values)[held]
@@ -97,7 +109,12 @@ __device__ __forceinline__ void receive_x(
             }
         }
         total = warp_sum(total);
-        if constexpr (row_warps > 1) {
+        float scale = 1.0f;
+        if constexpr (scales_later) {
+            if (this_thread() % WARP == 0) {
+                squares[this_thread() / WARP] = total;
+            }
+        } else if constexpr (row_warps > 1) {
             const int warp = this_thread() / WARP;
             if (this_thread() % WARP == 0) {
                 squares[warp] = total;
@@ -109,7 +126,9 @@ __device__ __forceinline__ void receive_x(
                 total += squares[warp / row_warps * row_warps + other];
             }
         }
-        const float scale = rsqrtf(total / float(depth) + norm_eps);
+        if constexpr (!scales_later) {
+            scale = rsqrtf(total / float(depth) + norm_eps);
+        }
 #pragma unroll
         for (int i = 0; i < held; i++) {
             float read[pack];

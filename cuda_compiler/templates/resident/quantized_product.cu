@@ -39,7 +39,46 @@ struct Scratch {
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
+// One row of x is received by the warps that multiply its columns, so no warp waits for another one's part. The scale of its norm is
+// a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
+constexpr bool own_columns = rows == 1 && (!normed || IsBrain<Element>::value);
+constexpr bool scales_sums = own_columns && normed;
+constexpr int line_packs = line_spans * span_packs;
+
+// The packs of the lines that a warp takes, a lane's.
+struct OwnReceiver {
+    static constexpr int row = 0;
+    static constexpr int held = (turns * line_packs + WARP - 1) / WARP;
+
+    __device__ __forceinline__ int pack(int i) const {
+        const int thread = this_thread();
+        const int number = i * WARP + thread % WARP;
+        return (number / line_packs * warps + thread / WARP) * line_packs + number % line_packs;
+    }
+    __device__ __forceinline__ bool takes(int i) const { return pack(i) < packs; }
+    __device__ __forceinline__ bool is_in_lines(int i) const { return pack(i) < lines * line_packs; }
+};
+
+__device__ __forceinline__ float scale_of_sums(const Scratch &scratch) {
+    return scales_sums ? scale_of_norm(scratch.squares) : 1.0f;
+}
+
 __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
+    if constexpr (own_columns) {
+        const OwnReceiver own;
+        Pack<Element, pack> values[OwnReceiver::held] = {};
+        receive_x<scales_sums>(grid, own, scratch.squares, x, gain, values);
+#pragma unroll
+        for (int i = 0; i < OwnReceiver::held; i++) {
+            const int at = own.pack(i);
+            const SpanPack<Element> made(values[i]);
+            if (own.is_in_lines(i)) {  // the last line is read whole
+                made.store(scratch.x[0][at / span_packs], scratch.spans[0][at / span_packs], at % span_packs);
+            }
+        }
+        __syncwarp();
+        return;
+    }
     // The last line is read whole.
     constexpr int spans = depth / span;
     const int thread = this_thread();
@@ -53,7 +92,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
     }
     Pack<Element, pack> values[held] = {};
     const Receiver own;
-    receive_x(grid, own, scratch.squares, x, gain, values);
+    receive_x<false>(grid, own, scratch.squares, x, gain, values);
 #pragma unroll
     for (int i = 0; i < held; i++) {
         const int at = own.pack(i);
@@ -282,8 +321,5 @@ __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldCol
 }
 
 constexpr bool long_columns = false;
-constexpr bool scales_sums = false;
-
-__device__ __forceinline__ float scale_of_sums(const Scratch &) { return 1.0f; }
 
 #include "resident/product_phase.cuh"
