@@ -16,7 +16,7 @@ from cuda_compiler.resident import clocks
 from cuda_compiler.resident.attention import MOST_CALLS, attention_phase, match_attention
 from cuda_compiler.resident.exchanges import connect_ranks, exchanging, with_rank_sum
 from cuda_compiler.resident.layout import ALL_THREADS, LEAST_SHARED, least_shared
-from cuda_compiler.resident.mailboxes import connect_mailboxes
+from cuda_compiler.resident.mailboxes import MAILBOXES, connect_mailboxes
 from cuda_compiler.resident.phases import Phase
 from cuda_compiler.resident.products import PRODUCTS, fit_slots, product_phase
 from cuda_compiler.resident.quantized_products import QUANTIZED_PRODUCTS, quantized_product_phase
@@ -165,7 +165,7 @@ def resident_call(run: Run, make: Specializer) -> KernelCall:
     phases, mailbox_size = connect_mailboxes(fit_slots(phases))
     mailbox_size = groups(mailbox_size, 8) * 8
     last = run.calls[-1]
-    memory = make.counters(f"{last.node}.grid", 4 + 3 * mailbox_size // 2)
+    memory = make.counters(f"{last.node}.grid", 4 + MAILBOXES * mailbox_size // 2)
     if count := max(phase.partials for phase in phases):
         partials = make.counters(f"{last.node}.partials", 2 * count)
         phases = [

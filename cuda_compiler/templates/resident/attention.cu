@@ -208,9 +208,7 @@ PHASE(attend_keys) {
     Prefetched &prefetched = *reinterpret_cast<Prefetched *>(queue.current_memory());
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = threadIdx.x / WARP;
-    if constexpr (!from_mailbox) {
-        grid.wait();  // I11, I17
-    }
+    grid.wait<from_mailbox>();  // I11, I17
     bool idle = true;
     for (int number = blockIdx.x; number < items; number += gridDim.x) {
         const Item item(number);
@@ -270,9 +268,6 @@ PHASE(attend_keys) {
             }
         }
         combine_warps(problem, item.first_row, state, scratch.memory, send, used);
-    }
-    if constexpr (from_mailbox) {
-        grid.wait();  // I11
     }
     if (idle) {
         // Polling (I8) slows down the blocks that still have keys to attend to.

@@ -30,7 +30,7 @@ static_assert(
 
 // The job of the computing warps.
 __device__ __forceinline__ void compute(Ring &ring, PrefetchQueue &queue, const Operands &operands, char *shared) {
-    Grid grid(operands.at[GRID_MEMORY]);
+    Grid grid(operands.at[GRID_MEMORY], Progress(ring.progress_place()));
     for (; grid.step < STEPS; grid.step++) {
         queue.wait();
         const StepOperands &step = queue.step();
@@ -63,6 +63,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __gri
     PrefetchQueue queue(shared);
     ring.initialize();
     queue.initialize();
+    if (threadIdx.x == 0) {
+        Progress(ring.progress_place()).initialize();
+    }
     __syncthreads();
     if (threadIdx.x < THREADS) {
         take_registers<COMPUTING_REGISTERS>();
@@ -72,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __gri
     give_registers<OTHERS_REGISTERS>();
     switch (threadIdx.x / WARP - warps) {
         case 0: ring.fill(operands); break;
-        case 1: run_barrier_warp(operands.at[GRID_MEMORY]); break;
+        case 1: run_barrier_warp(operands.at[GRID_MEMORY], Progress(ring.progress_place())); break;
         case 2: prefetch(queue, operands); break;
     }
 #else

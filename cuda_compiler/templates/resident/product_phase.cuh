@@ -53,9 +53,7 @@ PREFETCH {
 PHASE(product) {
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = this_thread() / WARP;
-    if constexpr (!from_mailbox) {
-        grid.wait();  // I11
-    }
+    grid.wait<from_mailbox>();  // I11
     const Result first_own(this_thread(), 0);
     Addends addends;  // read before the sums are complete, and even before the barrier (I19)
     if (first_own.turn < batch && first_own.column < int(param::n)) {
@@ -92,12 +90,8 @@ PHASE(product) {
         if (is_long && threadIdx.x == 0 && start + batch * int(gridDim.x) >= units) {
             ring.lower_limit();
         }
-        // After this the sums of the previous batch may be overwritten (I18), and memory may be written (I11).
-        if (from_mailbox && start == 0) {
-            grid.wait();
-        } else {
-            sync_block();
-        }
+        // After this the sums of the previous batch may be overwritten (I18).
+        sync_block();
         static_assert(batch % units_together == 0, "pairs of units do not extend over two batches (I3)");
         static_assert(batch * own_rows * rows <= THREADS, "a thread has one result of a batch");
         const Result own(this_thread(), start);
@@ -118,6 +112,7 @@ PHASE(product) {
             }
 #ifdef EXCHANGED
             if constexpr (ranks > 1) {
+                grid.wait_for_all();  // I23
                 const unsigned long long *memory = reinterpret_cast<const unsigned long long *>(peers);
                 sum = grid.sum_of_ranks<ranks>(memory, own.row * int(param::n) + own.column, sum);
             }
