@@ -9,10 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cuda_compiler.resident.phases import BACKOFF_NS, Phase
+from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.views import View
 
 MAILBOXES = 5  # as in `grid.cuh` (I13)
+COPIES = 4  # of each mailbox; a power of two
+_GRID_BYTES = 128  # before the mailboxes
+_ALIGNMENT = 64  # values of a mailbox, in a line of the L2 cache
+
+
+def memory_words(mailbox_size: int) -> int:
+    """Number of 32-bit words of the memory that holds the grid barrier's counter and the mailboxes."""
+    return (_GRID_BYTES + 2 * MAILBOXES * COPIES * mailbox_size) // 4
 
 
 def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
@@ -31,7 +40,7 @@ def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
             constants["backoff_ns"] = BACKOFF_NS
         result[index] = replace(after, inputs=inputs, constants=constants)
         size = max(size, out.numel)
-    return result, size
+    return result, groups(size, _ALIGNMENT) * _ALIGNMENT
 
 
 def _can_connect(before: Phase, after: Phase) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from string import Template
 
-from cuda_compiler.resident import layout
+from cuda_compiler.resident import layout, mailboxes
 from cuda_compiler.resident.phases import Phase
 from cuda_compiler.specialization.c_text import TYPES, index_type
 from cuda_compiler.specialization.template_files import template_text
@@ -85,6 +85,7 @@ def _constants(phases: Sequence[Phase], operands: int, grid_memory: int, mailbox
         "AHEAD_NS": layout.AHEAD_NS,
         "LIMIT_BARRIER_BYTES": layout.LIMIT_BARRIER_BYTES,
         "MAILBOX_SIZE": mailbox_size,
+        "MAILBOX_COPIES": mailboxes.COPIES,
         "GRID_MEMORY": grid_memory,
         "MAX_OPERANDS": max(len(phase.operands) for phase in phases),
         "OPERANDS": operands,

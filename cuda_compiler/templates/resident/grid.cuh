@@ -37,6 +37,7 @@
 static_assert(STEPS > 1, "the numbers for the next run are stored after a barrier (I15)");
 
 constexpr int MAILBOXES = 5;
+constexpr int GRID_WORDS = 32;  // before the mailboxes
 
 // How far a block has come: two numbers in its shared memory, written by one thread each (I12).
 struct Progress {
@@ -83,7 +84,8 @@ __device__ __forceinline__ void run_barrier_warp(void *memory, const Progress &p
 }
 
 // The grid as a step of a computing thread sees it. Its memory has the barrier's counter, the number of steps that earlier
-// runs took, the mailbox that the next run fills first, and the mailboxes.
+// runs took, the mailbox that the next run fills first, and the mailboxes. There are several copies of each: where all blocks
+// poll one place, what is stored there waits for their reads.
 struct Grid {
     unsigned *memory;
     Progress progress;
@@ -114,8 +116,8 @@ struct Grid {
     __device__ __forceinline__ void end_step() {
         const int read = before(mailbox, 3);
         const int at = (blockIdx.x * THREADS + threadIdx.x) * 8;
-        for (int i = at; i < MAILBOX_SIZE; i += gridDim.x * THREADS * 8) {
-            *reinterpret_cast<uint4 *>(message(read, i)) = make_uint4(0, 0, 0, 0);
+        for (int i = at; i < MAILBOX_COPIES * MAILBOX_SIZE; i += gridDim.x * THREADS * 8) {
+            *reinterpret_cast<uint4 *>(message(read, 0, i)) = make_uint4(0, 0, 0, 0);
         }
         mailbox = before(mailbox, MAILBOXES - 1);
         sync_block();
@@ -141,8 +143,8 @@ struct Grid {
         }
     }
 
-    __device__ __forceinline__ unsigned short *message(int mailbox, int index) const {
-        return reinterpret_cast<unsigned short *>(memory + 4) + mailbox * MAILBOX_SIZE + index;
+    __device__ __forceinline__ unsigned short *message(int mailbox, int copy, int index) const {
+        return reinterpret_cast<unsigned short *>(memory + GRID_WORDS) + (mailbox * MAILBOX_COPIES + copy) * MAILBOX_SIZE + index;
     }
 
     // A value as a message, never 0 (I14).
@@ -154,15 +156,21 @@ struct Grid {
     // Passes a value to the next step. After `wait` (I13).
     template <typename T>
     __device__ __forceinline__ void send(int index, const T &value) const {
-        asm volatile("st.relaxed.gpu.global.u16 [%0], %1;"
-                     :: "l"(message(mailbox, index)), "h"(encoded(value)) : "memory");
+#pragma unroll
+        for (int copy = 0; copy < MAILBOX_COPIES; copy++) {
+            asm volatile("st.relaxed.gpu.global.u16 [%0], %1;"
+                         :: "l"(message(mailbox, copy, index)), "h"(encoded(value)) : "memory");
+        }
     }
 
     template <typename T>
     __device__ __forceinline__ void send(int index, const T (&values)[4]) const {
-        asm volatile("st.relaxed.gpu.global.v4.u16 [%0], {%1, %2, %3, %4};"
-                     :: "l"(message(mailbox, index)), "h"(encoded(values[0])), "h"(encoded(values[1])),
-                        "h"(encoded(values[2])), "h"(encoded(values[3])) : "memory");
+#pragma unroll
+        for (int copy = 0; copy < MAILBOX_COPIES; copy++) {
+            asm volatile("st.relaxed.gpu.global.v4.u16 [%0], {%1, %2, %3, %4};"
+                         :: "l"(message(mailbox, copy, index)), "h"(encoded(values[0])), "h"(encoded(values[1])),
+                            "h"(encoded(values[2])), "h"(encoded(values[3])) : "memory");
+        }
     }
 
     // Reads eight values of the step before, from `index` on, if they are `wanted`; returns whether all have been written, or
@@ -182,7 +190,7 @@ struct Grid {
         asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n"
                      "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                      : "+r"(found[0]), "+r"(found[1]), "+r"(found[2]), "+r"(found[3])
-                     : "l"(message(before(mailbox, 1), index)), "r"(unsigned(wanted)) : "memory");
+                     : "l"(message(before(mailbox, 1), blockIdx.x % MAILBOX_COPIES, index)), "r"(unsigned(wanted)) : "memory");
     }
 
     // Whether one of eight messages has not been written.
