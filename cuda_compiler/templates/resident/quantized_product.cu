@@ -11,14 +11,15 @@
 // A tile of 16 weight rows is one operand of the tensor cores' products. The other is a span of x for each of the four lanes of
 // a group: its planes are columns of their own, zero for the other lanes' terms. So a lane's sums are those of its own span,
 // which may have its own scale, for a row and for the eighth one after it. The columns are divided among the warps, a line of
-// 128 bytes at a time.
+// 128 bytes at a time, or of 64 where rows are so short that half of the warps would have none.
 
 #include "matmul/linear_result.cuh"
 #include "resident/product_input.cuh"
 #include "common/quantized.cuh"
 
 constexpr int row_bytes = depth / codes_per_byte;
-constexpr int line_bytes = 128;
+constexpr int line_bytes = rows == 1 && row_bytes <= warps * 64 ? 64 : 128;
+constexpr int pieces = line_bytes / 64;  // of four spans, one for each lane of a group
 constexpr int line_spans = line_bytes / 16;
 constexpr int lines = (row_bytes + line_bytes - 1) / line_bytes;
 constexpr int turns = (lines + warps - 1) / warps;  // lines of a row that a warp takes
@@ -139,20 +140,20 @@ struct Columns {
 };
 
 // Where there are registers for a lane's part of x, it stays there instead of being read again for every unit.
-constexpr bool x_in_registers = rows == 1 && chunks == 1 && 2 * turns * (lane_words + 2) <= 110;
+constexpr bool x_in_registers = rows == 1 && chunks == 1 && pieces * turns * (lane_words + 2) <= 110;
 constexpr int held_turns = x_in_registers ? turns : 1;
 constexpr int chunk_columns = rows == 1 ? chunk_turns : 1;
 
 template <int count>
 struct SomeTurns {
-    Columns of[count][2];
+    Columns of[count][pieces];
 
     __device__ __forceinline__ SomeTurns(const Scratch &scratch, const Lane &lane, int first) {
 #pragma unroll
         for (int turn = 0; turn < count; turn++) {
             if (lane.takes(first + turn)) {
 #pragma unroll
-                for (int piece = 0; piece < 2; piece++) {
+                for (int piece = 0; piece < pieces; piece++) {
                     of[turn][piece] = Columns(scratch, lane, 0, first + turn, piece);
                 }
             }
@@ -195,10 +196,13 @@ struct SideRows {
         const int copy = row / side_rows;
         const int first = copy * side_rows;
         const bool partner = gated && first >= own_rows;
-        const unsigned global = unit * own_rows + first + (partner ? int(param::n) - own_rows : 0);
-        constexpr bool aligned = side_rows * side_row % 16 == 0 && side_chunk % 16 == 0
-            && (!gated || param::n * side_row % 16 == 0);
-        const unsigned slack = aligned ? 0 : (global * side_row + chunk * side_chunk) % 16;
+        constexpr bool partner_alike = !gated || param::n * side_row % 16 == 0;
+        constexpr bool aligned = side_rows * side_row % 16 == 0 && side_chunk % 16 == 0 && partner_alike;
+        unsigned before = unit * own_rows * side_row + chunk * side_chunk;  // is the same for all lanes
+        if constexpr (side_rows != own_rows || !partner_alike) {
+            before += (first + (partner ? int(param::n) - own_rows : 0)) * side_row;
+        }
+        const unsigned slack = aligned ? 0 : before % 16;
         const int skipped = side_chunk == 0 && groups > 1 ? chunk * chunk_groups * (side_row / groups) : 0;
         return side_place + copy * side_stride + slack + (row - first) * side_row + skipped;
     }
@@ -236,22 +240,27 @@ struct Sums {
             const int at = (turn * warps + lane.warp) * line_bytes + lane.part * 16;
 #pragma unroll
             for (int tile = 0; tile < tiles; tile++) {
-                Words read[2][2];  // half, piece
+                Words read[2][pieces];  // half, piece
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    // Odd rows begin with the second piece, so that lanes that read at the same time use different banks.
-                    const int odd = row[tile][half] % 2;
                     const char *codes = slot + row[tile][half] * chunk_bytes + at;
+                    if constexpr (pieces == 1) {
+                        read[half][0] = *reinterpret_cast<const Words *>(codes);
+                        continue;
+                    }
+                    // Where rows begin in the same bank, odd ones begin with the second piece, so that lanes that read at the
+                    // same time use different banks.
+                    const int odd = chunk_bytes % 128 == 0 ? row[tile][half] % 2 : 0;
                     const Words first = *reinterpret_cast<const Words *>(codes + odd * 64);
                     const Words second = *reinterpret_cast<const Words *>(codes + (odd ^ 1) * 64);
 #pragma unroll
                     for (int word = 0; word < 4; word++) {
                         read[half][0].at[word] = odd ? second.at[word] : first.at[word];
-                        read[half][1].at[word] = odd ? first.at[word] : second.at[word];
+                        read[half][pieces - 1].at[word] = odd ? first.at[word] : second.at[word];
                     }
                 }
 #pragma unroll
-                for (int piece = 0; piece < 2; piece++) {
+                for (int piece = 0; piece < pieces; piece++) {
                     const Operand operand(read[0][piece], read[1][piece]);
                     int place = ((turn * warps + lane.warp) * line_spans + piece * 4 + lane.part) * span / group;
                     if constexpr (groups == 1) {
