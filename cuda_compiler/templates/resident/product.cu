@@ -230,15 +230,15 @@ struct Gains {
 // receives them itself.
 constexpr bool keeps_all = own_columns || (staged && chunks + (last_packs != 0) == 1);
 
-struct HeldColumns : ArrivingColumns<keeps_all ? packs : line> {
-    using Kept = ArrivingColumns<keeps_all ? packs : line>;
+template <int kept>
+struct KeptColumns : ArrivingColumns<kept> {
     const Source from;
 
-    __device__ __forceinline__ HeldColumns(
+    __device__ __forceinline__ KeptColumns(
         const Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain
-    ) : Kept(Lane()), from{grid, x} {
+    ) : ArrivingColumns<kept>(Lane()), from{grid, x} {
         if constexpr (own_columns) {
-            const Gains<packs> gains(*this, gain);
+            const Gains<kept> gains(*this, gain);
             back_off();
             this->begin(from, 0);
             this->finish(from, 0);
@@ -252,7 +252,7 @@ struct HeldColumns : ArrivingColumns<keeps_all ? packs : line> {
                 }
             }
         } else if constexpr (staged) {
-            static_cast<Columns<keeps_all ? packs : line> &>(*this) = Columns<keeps_all ? packs : line>(Lane(), scratch, 0);
+            static_cast<Columns<kept> &>(*this) = Columns<kept>(Lane(), scratch, 0);
         }
     }
 
@@ -270,6 +270,8 @@ struct HeldColumns : ArrivingColumns<keeps_all ? packs : line> {
         return part;
     }
 };
+
+using HeldColumns = KeptColumns<keeps_all ? packs : line>;
 
 // The norm's scale, where it is a factor of the sums: after a barrier behind `HeldColumns`.
 __device__ __forceinline__ float scale_of_sums(const Scratch &scratch) {
