@@ -210,7 +210,7 @@ PHASE(attend_pool) {
             load(key_words, problem, key, row);
             load(values, problem, key, row);
         }
-        // Before the barrier and the update of the pool (I8, I21).
+        // Before the update of the pool (I8, I21).
         stage_rows<Index>(
             grid, prefetched.small, scratch, item, unrotated, key_source, value_source, k, v, message
         );

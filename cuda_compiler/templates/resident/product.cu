@@ -10,9 +10,8 @@
 // Invariants, besides those of `ring.cuh` (I1 to I5), `prefetch.cuh` (I6, I7) and `grid.cuh` (I8 to I17)
 // I18. Batch b leaves its sums in buffer b mod 2. The computing warps of the block wait for each other between writing and
 //      reading them. So after the wait of batch b + 1 no warp reads the sums of batch b, and batch b + 2 may overwrite them.
-// I19. Before the barrier a phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it
-//      (gain and bias), and a residual that is older than the step before (`connect_mailboxes`). It writes nothing outside
-//      shared memory.
+// I19. A phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it (gain and bias), and
+//      a residual that is older than the step before. What it writes, the step before does not use (`connect_mailboxes`).
 
 #include "matmul/linear_result.cuh"
 #include "resident/product_input.cuh"

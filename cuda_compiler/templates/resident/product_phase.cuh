@@ -55,7 +55,7 @@ PHASE(product) {
     const int warp = this_thread() / WARP;
     grid.wait<from_mailbox>();  // I11
     const Result first_own(this_thread(), 0);
-    Addends addends;  // read before the sums are complete, and even before the barrier (I19)
+    Addends addends;  // read before the sums are complete, and even before x is there (I19)
     if (first_own.turn < batch && first_own.column < int(param::n)) {
         addends = Addends(bias, residual, first_own.row, first_own.column);
     }
