@@ -97,14 +97,11 @@ PHASE(product) {
         const Result own(this_thread(), start);
         if (own.turn < batch && own.column < int(param::n)) {
             const float scale = scale_of_sums(scratch);
-            float sum = 0.0f;
+            const auto &sums = scratch.sums[buffer];
+            float sum = sum_of_warps([&](int other) { return sums[other][own.turn][own.index][own.row]; });
             float up = 0.0f;
-#pragma unroll
-            for (int other = 0; other < warps; other++) {
-                sum += scratch.sums[buffer][other][own.turn][own.index][own.row];
-                if constexpr (gated) {
-                    up += scratch.sums[buffer][other][own.turn][own_rows + own.index][own.row];
-                }
+            if constexpr (gated) {
+                up = sum_of_warps([&](int other) { return sums[other][own.turn][own_rows + own.index][own.row]; });
             }
             if constexpr (scales_sums) {
                 sum *= scale;
