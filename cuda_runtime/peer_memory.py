@@ -75,7 +75,13 @@ class PeerMemory:
         self._gone[:] = 1
 
     def _addresses(self, own: int) -> list[int]:
-        """The addresses, mapped on this GPU, of the memory that each rank passes as `own`."""
+        """Exchange memory with the other ranks: return, in their order, where each one's memory lies for this GPU.
+
+        All ranks of the group call this together.
+
+        Args:
+            own: Address of this rank's memory on its own GPU.
+        """
         with self._device.active("cannot share memory"):
             base = _allocation(own)
             handle = bytes(self._device.runtime.ipcGetMemHandle(base))

@@ -106,7 +106,11 @@ class MTLDevice(NSObject):
         return buffer
 
     def _buffer(self, length: int, options: int, *, clean: bool) -> MTLBuffer | None:
-        """A new buffer; None, which is Metal's nil, if there is no memory for it."""
+        """A new buffer; None, which is Metal's nil, if there is no memory for it.
+
+        Args:
+            clean: Whether the buffer begins with zeros, else with poison (see `Storage`).
+        """
         self._emulator.check()
         if length > self.maxBufferLength():
             return None

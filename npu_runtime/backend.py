@@ -23,7 +23,7 @@ class Backend(Hardware):
     def execute(
         self, program: CompiledProgram, inputs: Mapping[str, DeviceBuffer], weights: Mapping[str, DeviceBuffer]
     ) -> dict[str, DeviceBuffer]:
-        """Run a program once; keep an `Executor` to run it again."""
+        """Run a program once and return its outputs by name; keep an `Executor` to run it again."""
         return self.create_executor(program).run(inputs, weights)
 
 

@@ -59,7 +59,7 @@ class CPUPartition:
         return {name: tensor_to_numpy(value) for name, value in results.items()}
 
     def run_tensors(self, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> dict[str, torch.Tensor]:
-        """Run the partition on tensors of its device, where the results stay.
+        """Run the partition on tensors of its device; return its outputs by name, which stay there.
 
         Raises:
             DeviceError: an op failed.
@@ -93,7 +93,7 @@ class CPUPartition:
 def execute_cpu_partition(
     graph: IRGraph, inputs: Mapping[str, np.ndarray], weights: Mapping[str, Any] | None = None
 ) -> dict[str, np.ndarray]:
-    """Run a graph once on the CPU with PyTorch's own ops; see `CPUPartition.run`."""
+    """Run a graph once on the CPU with PyTorch's ops; return its outputs by name. See `CPUPartition.run`."""
     return CPUPartition(graph, weights or {}).run(inputs)
 
 
@@ -305,6 +305,8 @@ def decode_attr(name: str, value: Any, kind: str, device: torch.device | None = 
     """An attribute as torch expects it: torch objects from their names, complex numbers from their parts.
 
     Args:
+        name, value: The attribute in the IR.
+        kind: Its type in the op's schema, as text; where that is a string, names of torch objects stay text.
         device: Device of the tensors that the op creates; None means the CPU.
     """
     if name == "device":

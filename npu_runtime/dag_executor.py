@@ -235,6 +235,11 @@ class DAGExecutor:
         """The buffer from which a partition reads an input.
 
         Copies and uploads reuse one, so that launches stay prepared.
+
+        Args:
+            index: Number of the partition.
+            is_donated: Whether the partition overwrites the input by an output; a value that is read afterwards is
+                copied then.
         """
         uploads, value = self._uploads, values.made[spec.name]
         buffer = uploads.get((index, spec.name))

@@ -85,7 +85,7 @@ class Profiler:
 
     @contextmanager
     def on_host(self, name: str, **args: Any) -> Iterator[None]:
-        """Context that records an activity of the host for the trace."""
+        """Context that records an activity of the host for the trace, with the facts `args` shown beside it."""
         start = self.clock()
         yield
         self.host_spans.append(Span(name, start, self.clock(), args))
@@ -103,7 +103,11 @@ class Profiler:
         self.timeline().save(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Milliseconds per run by kernel and transfer, most expensive first."""
+        """The totals as JSON data: runs, milliseconds of a run, and a list each of kernels and of transfers.
+
+        An entry has milliseconds and calls per run, and its share of the time of all entries; the most expensive kernel
+        comes first, transfers come in the order in which they first happened, with their bytes per run.
+        """
         runs = max(self.runs, 1)
         spent = sum(e.seconds for e in (*self.kernels.values(), *self.transfers.values())) or 1.0
         ordered = sorted(self.kernels.items(), key=lambda item: -item[1].seconds)

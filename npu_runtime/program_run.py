@@ -98,12 +98,15 @@ class BoundProgram:
         return self._run.is_outdated
 
     def launch(self) -> None:
-        """Launch the program; the caller holds the backend's lock."""
+        """Launch the program without waiting for its end.
+
+        The caller holds the backend's lock, and has called `bind` again if `is_outdated`.
+        """
         self._run.launch()
         self._backend.ran(self._program)
 
     def run(self) -> None:
-        """Launch the program on the contents of `inputs`, without waiting for its end."""
+        """Launch the program on the contents of `inputs` without waiting for its end; bind it again if needed."""
         with self._backend.lock:
             if self.is_outdated:
                 self.bind()

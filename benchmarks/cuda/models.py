@@ -1,6 +1,7 @@
 """Models of vision, language and diffusion in float16 on the CUDA device, against `torch.compile`.
 
     python -m benchmarks.cuda.models [--only convnext,…] [--batches 1,many] [--peers reduce-overhead,…] [--accounts]
+    python -m benchmarks.cuda.models --draw SEED [--count 40] [--batches 1,16] …   models of timm drawn at random
 
 Programs and peers are compiled in several processes at a time. When all of these are ready, each in turn has the GPU
 for itself and times all contenders of its row in turns. Each is compared with PyTorch in float32.
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 import npu_compiler
 from benchmarks.cuda.timing import Contender, account, medians, time_in_turn, torch_contender
-from benchmarks.cuda.zoo import ENTRIES, Entry, seeded
+from benchmarks.cuda.zoo import ENTRIES, Entry, drawn, entry_of, seeded
 from benchmarks.peers import compiled
 from cuda_runtime import CUDABackend
 from npu_runtime import Executor, NPUBuffer, load_weights
@@ -111,7 +112,7 @@ def measure(
         with_account: Whether to list our time by kernel.
         folder, others: As for `alone`.
     """
-    entry = ENTRIES[name]
+    entry = entry_of(name)
     module, inputs = seeded(entry), entry.inputs(batch, 1)
     ours = Ours(entry, module, inputs)
     on_gpu = [x.cuda() for x in inputs]
@@ -159,6 +160,8 @@ def _guarded(*arguments: Any) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ENTRIES), help="comma-separated models (default: %(default)s)")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="measure models of timm drawn at random instead")
+    parser.add_argument("--count", type=int, default=40, help="models to draw (default: %(default)s)")
     parser.add_argument("--batches", default="1,many", help="comma-separated sizes (default: %(default)s)")
     parser.add_argument("--peers", default="", help=f"modes of torch.compile, of {', '.join(PEERS)} (default: none)")
     parser.add_argument("--accounts", action="store_true", help="list our kernels by time")
@@ -167,9 +170,10 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "npu-sim-inductor")))
     peers = tuple(filter(None, arguments.peers.split(",")))
+    names = arguments.only.split(",") if arguments.draw is None else drawn(arguments.draw, arguments.count)
     rows = [
-        (name, ENTRIES[name].many if batch == "many" else int(batch))
-        for name in arguments.only.split(",")
+        (name, entry_of(name).many if batch == "many" else int(batch))
+        for name in names
         for batch in arguments.batches.split(",")
     ]
     started, status = time.perf_counter(), 0

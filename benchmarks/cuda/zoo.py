@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -105,6 +106,54 @@ class UNetBlock(nn.Module):
         return attended
 
 
+class DiffusionBlocks(nn.Module):
+    """Blocks of the diffusion transformer DiT: attention and an MLP, scaled and shifted by a conditioning vector.
+
+    Args:
+        width: Features of a token.
+        heads: Heads of the attention; DiT-XL's 16 heads are 72 wide.
+        depth: Number of blocks.
+    """
+
+    def __init__(self, width: int = 1152, heads: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.modulations = nn.ModuleList([nn.Linear(width, 6 * width) for _ in range(depth)])
+        self.qkv = nn.ModuleList([nn.Linear(width, 3 * width) for _ in range(depth)])
+        self.projections = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])
+        self.mlps = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+                for _ in range(depth)
+            ]
+        )
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """Map tokens x [N, tokens, width] and a vector [N, width] to a tensor of the shape of x."""
+        for modulation, qkv, projection, mlp in zip(
+            self.modulations, self.qkv, self.projections, self.mlps, strict=True
+        ):
+            shift, scale, gate, shift2, scale2, gate2 = modulation(F.silu(condition))[:, None].chunk(6, -1)
+            q, k, v = qkv(self.norm(x) * (1 + scale) + shift).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            x = x + gate * projection(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            x = x + gate2 * mlp(self.norm(x) * (1 + scale2) + shift2)
+        return x
+
+
+class BidirectionalLSTM(nn.Module):
+    """Two layers of LSTM in both directions, 512 features each, over a batch of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(512, 512, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [N, steps, 512] to the hidden states [N, steps, 1024]."""
+        states: Tensor = self.lstm(x)[0]
+        return states
+
+
 def _transformers(kind: str, config: str, output: str, argument: str, **settings: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import transformers
@@ -142,6 +191,7 @@ def _timm(name: str) -> Callable[[], nn.Module]:
 
 
 _IMAGES = {"output": "logits", "argument": "pixel_values"}
+_PIXELS = {"output": "last_hidden_state", "argument": "pixel_values"}
 _HIDDEN = {"output": "last_hidden_state", "argument": "input_ids"}
 _UNET = ((320, 64, 64), (1280,), (77, 768))
 
@@ -191,15 +241,115 @@ ENTRIES = {
     ),
     "gpt2": Entry("GPT-2 prefill, 512 tokens", _gpt2, ((512,),), 16, integers=True),
     "whisper": Entry("Whisper-small encoder, 30 s", _whisper, ((80, 3000),), 16),
+    "eva02": Entry("EVA02-S/14", _timm("eva02_small_patch14_224"), (IMAGE,), 16),
+    "deberta": Entry(
+        "DeBERTa-v2-base, 128 tokens",
+        _transformers(
+            "DebertaV2Model",
+            "DebertaV2Config",
+            **_HIDDEN,
+            hidden_size=768,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            intermediate_size=3072,
+            relative_attention=True,
+            position_buckets=256,
+            pos_att_type=["p2c", "c2p"],
+            norm_rel_ebd="layer_norm",
+            share_att_key=True,
+            position_biased_input=False,
+        ),
+        ((128,),),
+        16,
+        integers=True,
+    ),
+    "lstm": Entry("LSTM, 2 layers, both directions, 128 steps", BidirectionalLSTM, ((128, 512),), 8),
+    "dit": Entry("DiT-XL, 4 blocks, 16 heads of 72", DiffusionBlocks, ((256, 1152), (1152,)), 2),
+    "clip": Entry(
+        "CLIP ViT-L/14",
+        _transformers(
+            "CLIPVisionModel",
+            "CLIPVisionConfig",
+            **_PIXELS,
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            patch_size=14,
+        ),
+        (IMAGE,),
+        8,
+    ),
+    "deit3": Entry("DeiT3-B/16", _timm("deit3_base_patch16_224"), (IMAGE,)),
+    "dinov2": Entry(
+        "DINOv2-B/14", _transformers("Dinov2Model", "Dinov2Config", **_PIXELS, image_size=224), (IMAGE,), 16
+    ),
+    "wav2vec2": Entry(
+        "wav2vec 2.0 base, 5 s",
+        _transformers("Wav2Vec2Model", "Wav2Vec2Config", output="last_hidden_state", argument="input_values"),
+        ((80000,),),
+        8,
+    ),
+    "modernbert": Entry(
+        "ModernBERT-base, 512 tokens",
+        _transformers("ModernBertModel", "ModernBertConfig", **_HIDDEN),
+        ((512,),),
+        16,
+        True,
+    ),
+    "roberta": Entry(
+        "RoBERTa-base, 128 tokens",
+        _transformers("RobertaModel", "RobertaConfig", **_HIDDEN, max_position_embeddings=514),
+        ((128,),),
+        integers=True,
+    ),
+    "densenet": Entry("DenseNet-121", _timm("densenet121"), (IMAGE,), 16),
+    "efficientnetv2": Entry("EfficientNetV2-S", _timm("efficientnetv2_rw_s"), (IMAGE,), 16),
+    "mobilenetv4": Entry("MobileNetV4-M", _timm("mobilenetv4_conv_medium"), (IMAGE,), 16),
 }
 
 
+def entry_of(name: str) -> Entry:
+    """Return the entry of this name, or one for a model of timm with 16 images of the size that it is made for."""
+    if name in ENTRIES:
+        return ENTRIES[name]
+    import timm
+
+    return Entry(name, _timm(name), (timm.create_model(name).default_cfg["input_size"],), 16)
+
+
+def drawn(seed: int, count: int) -> list[str]:
+    """Return names of models of timm drawn at random, each of another module of timm, so of another family.
+
+    Each has at most 100 million parameters and images of at most 256 × 256 pixels.
+    """
+    import timm
+
+    random, models = Random(seed), []
+    for family in random.sample(modules := timm.list_modules(), len(modules)):
+        names = timm.list_models(module=family)
+        for name in random.sample(names, min(4, len(names))):
+            with torch.device("meta"):
+                model = timm.create_model(name)
+            if max(model.default_cfg["input_size"]) <= 256 and sum(each.numel() for each in model.parameters()) <= 1e8:
+                models.append(name)
+                break
+        if len(models) == count:
+            break
+    return models
+
+
+@torch.no_grad()
 def seeded(entry: Entry) -> nn.Module:
-    """Return the model with its library's random initialization, and batch norms that are not the identity."""
+    """Return the model with its library's random initialization, and batch norms with the statistics of random inputs.
+
+    Without these, the activations of a deep model would leave the range of float16.
+    """
     torch.manual_seed(0)
-    module = entry.make().eval()
-    for part in module.modules():
-        if isinstance(part, nn.BatchNorm2d):
-            part.running_mean.normal_(0.0, 0.1)  # type: ignore[union-attr]
-            part.running_var.uniform_(0.5, 1.5)  # type: ignore[union-attr]
-    return module
+    module = entry.make()
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        for norm in norms:
+            norm.momentum = 1.0
+        module.train()(*entry.inputs(4, 2))
+    return module.eval()

@@ -144,7 +144,14 @@ class _Integers:
         operands.calls.append(replace(call, kernel=TILED, inputs=inputs, params=params))
 
     def _packed(self, call: KernelCall, x: View, weight: View) -> tuple[KernelCall, View, View]:
-        """The call, its input and its weight with channels innermost, padded to whole packs of `_LEAST_PACK`."""
+        """Append copies of the operands, where needed, with channels innermost and padded with zeros to whole packs.
+
+        A pack is `_LEAST_PACK` channels, the fewest that a thread reads at a time. If that pays, squares of pixels are
+        folded into channels instead (`PackedOperands.fold`).
+
+        Returns:
+            The call, whose operands are still the old ones, and its new input and weight.
+        """
         operands, zero_point = self._operands, call.params["zero_point"]
         factor = fold_factor(call, weight, _WIDEST_PACK)
         if factor > 1:

@@ -98,7 +98,12 @@ class PackedOperands:
         return packed
 
     def buffer(self, stem: str, shape: Shape, dtype: str, kind: BufferKind, order: tuple[int, ...] = IMAGES) -> View:
-        """A view of shape `shape` over a new buffer, whose dimensions lie in memory in the order `order`."""
+        """A view of shape `shape` over a new buffer, whose dimensions lie in memory in the order `order`.
+
+        Args:
+            stem: Beginning of the buffer's name.
+            kind: Kind of the buffer, which tells how long it lives.
+        """
         index = len(self.buffers)
         while (name := f"{stem}.last{index}") in self.plan.buffers or name in self.buffers:
             index += 1

@@ -138,7 +138,7 @@ def _scales(call: KernelCall, x: View, gates: str) -> bool:
 
 
 def _is_undisturbed(calls: Sequence[KernelCall], chain: _Chain, source: str) -> bool:
-    """Whether nothing writes the images between the pooling and the multiplication."""
+    """Whether no call from the pooling to the one before the multiplication writes `source`, the images' buffer."""
     first, *_, last = chain.places
     between = [call for place, call in enumerate(calls[first : last + 1], first) if place != last]
     return not any(view.buffer == source for call in between for view in call.outputs)

@@ -188,7 +188,12 @@ def _find_origins(views: Sequence[View], makers: Mapping[str, KernelCall]) -> li
 
 
 def _origin_operands(origins: Sequence[HeadOrigin], paged: bool) -> dict[str, View | None]:
-    """Operands of the phase by name: queries and new keys before rotation, the gains of their norms, the angles."""
+    """Operands of the phase by name: queries and new keys before rotation, the gains of their norms, the angles.
+
+    Args:
+        origins: The origins of the queries and, if the phase computes them, of the new keys.
+        paged: Whether the attention is paged: its operands are [tokens, heads, D], the views [1, heads, tokens, D].
+    """
     operands: dict[str, View | None] = {}
     for origin, source, gain in zip(origins, ("unrotated", "key_source"), ("query_gain", "key_gain"), strict=False):
         operands[source] = origin.view.squeeze(0).transpose(0, 1) if paged else origin.view

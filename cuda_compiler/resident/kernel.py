@@ -129,7 +129,12 @@ def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]
 
 
 def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers: bool) -> tuple[int, Phase | None]:
-    """The number of calls from `index` on that one phase can compute, and that phase; 1 and None if there is none."""
+    """The number of calls from `index` on that one phase can compute, and that phase; 1 and None if there is none.
+
+    Args:
+        readers: Buffer → how many operands of calls and program outputs read it.
+        reaches_peers: As in `find_runs`.
+    """
     calls = plan.calls
     first = calls[index]
     if first.kernel in _PRODUCT_PHASES:

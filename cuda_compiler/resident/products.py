@@ -124,7 +124,10 @@ def stream_constants(stream: Stream) -> dict[str, bool | int | float]:
 
 
 def own_rows(rows: int, most: int) -> int:
-    """Rows of a weight that a block processes at a time, so that the busiest multiprocessor has as few as possible."""
+    """Rows that a block processes at a time of a weight with `rows` rows, at most `most` and more than half of that.
+
+    The busiest multiprocessor has as few rows as possible.
+    """
 
     def busiest(own: int) -> int:
         return groups(groups(rows, own), MULTIPROCESSORS) * own

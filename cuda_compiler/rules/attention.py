@@ -422,9 +422,13 @@ def _paged_tokens(
 def _paged_pieces(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], constants: Mapping[str, int], head_groups: int
 ) -> KernelCall:
-    """The call of paged attention for prompts, whose tiles have rows for all warps of a block; most tiles are full.
+    """The call of paged attention for steps with prompts: a block computes a tile of several tokens of a sequence.
 
-    A cluster of blocks shares the keys of a tile.
+    Most tiles are full, so each warp of the block has rows of its own. A cluster of blocks shares the keys of a tile.
+
+    Args:
+        constants: Constants of the kernel's template.
+        head_groups: Number of blocks that divide the heads of a tile.
     """
     q, v, tables = call.inputs[0], call.inputs[2], call.inputs[3]
     context, rows = tables.shape[1] * call.params["block_size"], _WARPS * BLOCK_ROWS

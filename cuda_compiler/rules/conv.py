@@ -172,6 +172,9 @@ def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
 
     Packs and tiles are the larger the more there is to compute. Large windows take smaller packs, since a thread has
     all products of a tile's row in registers.
+
+    Args:
+        function: Name of the kernel in its template.
     """
     images, channels, rows, columns = call.outputs[0].shape
     taps = call.inputs[1].shape[2] * call.inputs[1].shape[3]
@@ -358,7 +361,13 @@ def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def packed_copy(make: Specializer, call: KernelCall, function: str) -> KernelCall:
-    """The call of a copy to channels-last, in which each thread moves a pack of channels."""
+    """The call of a copy to channels-last, in which each thread moves a pack of channels.
+
+    Args:
+        call: The copy; its parameters say how many pixels become channels (`fold`, see `PackedOperands.fold`), and
+            where the image lies in a padded one (`top`, `left`; `fill` is the value around it).
+        function: Name of the kernel in `conv/conv.cu`.
+    """
     out = call.outputs[0]
     packs = BYTE_PACKS if itemsize(out.dtype) == 1 else (PACK,)
     pack = next(pack for pack in packs if is_packed(out, pack))

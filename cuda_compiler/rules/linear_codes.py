@@ -130,7 +130,12 @@ def linear_codes(
 
 @cache
 def _tiling(m: int, n: int, k: int, is_made: bool, shared_memory: int) -> _Tiling | None:
-    """The tiling whose busiest block finishes first; None if none fits in shared memory."""
+    """The tiling whose busiest block finishes first; None if none fits in shared memory.
+
+    Args:
+        is_made: Whether the result is the product of a gate and what it multiplies, half as wide as the weight.
+        shared_memory: Bytes of shared memory that a block may have.
+    """
     best, least = None, math.inf
     for weight_rows in _WEIGHT_ROWS:
         width = weight_rows // 2 if is_made else weight_rows

@@ -119,15 +119,23 @@ def warpgroup_product(
 
 @cache
 def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> WarpgroupDivision | None:
-    """The division in which a block reads the fewest bytes; None if none fits.
+    """The division of a product in which a block reads the fewest bytes; None if none fits.
 
     Of equal ones, one is chosen of which two blocks fit on a multiprocessor.
+
+    Args:
+        m, n, k: Rows and columns of the result, and terms of a sum.
+        gated: Whether the weight holds the rows of a gate, then those of what it multiplies.
+        shared_memory: Bytes of shared memory that a block may have.
     """
     return min(_divisions(m, n, k, gated, shared_memory), key=lambda division: division[0], default=(0, None))[1]
 
 
 def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Iterator[tuple[int, WarpgroupDivision]]:
-    """All divisions that fit, each after its cost: the bytes that a block could read in the time that it runs."""
+    """All divisions that fit, each after its cost: the bytes that a block could read in the time that it runs.
+
+    Arguments as in `divided`.
+    """
     unit, parts = (4, 2) if gated else (8, 1)
     steps, held = groups(k, _SLABS * _SLAB_TERMS), 8 * groups(m, 8)
     for splits in CLUSTERS:

@@ -101,7 +101,11 @@ def _matvec(
 def _matvec_along_terms(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View, gated: bool
 ) -> KernelCall:
-    """The call of a kernel with one warp per output column, or several if one would not saturate memory bandwidth."""
+    """The call of a kernel with one warp per output column, or several if one would not saturate memory bandwidth.
+
+    Args:
+        gated: Whether the weight holds the rows of a gate, then those of what it multiplies.
+    """
     n, k = call.params["n"], call.params["k"]
     pack = min(vector_width(weight), vector_width(x), 16 // itemsize(weight.dtype))
     packs = groups(k, pack)
@@ -137,7 +141,7 @@ def matvec_splits(teams: int, packs: int) -> int:
 
 
 def unrolled(steps: int, most: int) -> int:
-    """The unrolling factor of a loop: the largest divisor in the upper half of the range, or else its maximum."""
+    """Factor to unroll a loop of `steps` steps by: their largest divisor from most / 2 + 1 to `most`, else `most`."""
     return max((count for count in range(most // 2 + 1, most + 1) if steps % count == 0), default=most)
 
 

@@ -63,7 +63,12 @@ def _group_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
 def _group_norm_by_pixels(make: Specializer, call: KernelCall, x: View, out: View, threads: int) -> list[KernelCall]:
     """The calls of a group norm of channels-last images, in chunks of pixels.
 
-    One kernel computes the means and squares of the chunks, another one applies them.
+    One kernel computes, for each chunk and group, the mean and the sum of squared deviations from it; the other one
+    combines the chunks and normalizes.
+
+    Args:
+        x, out: The images and the result [images, channels, pixels].
+        threads: Threads of a block, which has a chunk of one image.
     """
     images, _, pixels = x.shape
     _, weight, bias, _ = KERNELS[call.kernel].bind(call)

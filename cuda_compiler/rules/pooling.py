@@ -31,7 +31,11 @@ def _upsample(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def per_pack(make: Specializer, call: KernelCall, file: str, function: str) -> list[KernelCall]:
-    """The call of a kernel whose threads compute a pack of channels of one output pixel each."""
+    """The call of a kernel whose threads compute a pack of channels of one output pixel each.
+
+    Args:
+        file, function: The template, and the name of the kernel in it.
+    """
     out = call.outputs[0]
     pack = channel_pack(*call.inputs, out)
     while pack > 1 and out.numel // pack < _FULL:

@@ -68,7 +68,11 @@ def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], 
 
 
 def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> KernelCall:
-    """The call of a kernel with a warp for one or two results, or several warps if memory would not be saturated."""
+    """The call of a kernel with a warp for one or two results, or several warps if memory would not be saturated.
+
+    Args:
+        gated: As in `linear`.
+    """
     n, k = call.params["n"], call.params["k"]
     pack = code_pack(call)
     loads = n * groups(k, pack * WARP)  # of a warp, in all
@@ -112,7 +116,7 @@ def _suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None
 def _tiles(make: Specializer, call: KernelCall, inputs: dict[str, View | None]) -> KernelCall:
     """The call of a product by tiles of rows and columns.
 
-    With few tiles, the blocks of a cluster divide a tile's terms.
+    If tiles are few, the blocks of a cluster divide the sums of a tile: each adds a part of the k terms.
     """
     m, n, k = (call.params[name] for name in "mnk")
     step = CODE_FORMATS[call.params["codes"]].per_byte * _STEP_BYTES

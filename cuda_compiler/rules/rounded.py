@@ -118,7 +118,16 @@ def scales_products(make: Specializer, call: KernelCall) -> bool:
 
 
 def row_teams(origin: RowOrigin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
-    """The constants, and the grid and block, of the call that rounds rows; and whether its threads hold a whole row."""
+    """The division of rows among teams of threads (see `rows.py`), for the kernel that rounds them to 8 bits.
+
+    Args:
+        origin: The computation of the rows.
+        out: The view of the rounded rows.
+
+    Returns:
+        The constants of the kernel's template, its grid and block, and whether the registers of a team hold a whole
+        row.
+    """
     views = (origin.x, origin.other, origin.residual, origin.total, origin.weight, out)
     pack = shared_pack(view for view in views if view is not None)
     for scales in (origin.column_scales, origin.other_scales):

@@ -1,4 +1,8 @@
-"""Teams of warps: how kernels that process rows divide them among warps."""
+"""Teams: how kernels that process rows divide them among threads.
+
+A team is the warps, or the lanes of a part of a warp, that process one row together; a block has several if rows are
+short. The templates take the division as C constants.
+"""
 
 from __future__ import annotations
 
@@ -52,5 +56,5 @@ def small_teams_for(rows: int, items: int) -> tuple[dict[str, bool | int | float
 
 
 def held_packs(items: int, block: Size3, teams: int | float) -> int:
-    """Vectors of a row that a thread keeps in registers between its passes."""
+    """Vectors of a row that a thread keeps in registers between its passes, of the `items` vectors of a whole row."""
     return min(groups(items, block[0] // int(teams)), _HELD_PACKS)

@@ -152,6 +152,9 @@ def divided(
     """The first division of which two blocks fit on a multiprocessor, or else the first that fits; None if none does.
 
     Args:
+        m, n, k: Rows and columns of the result, and terms of a sum.
+        gated: Whether the weight holds the rows of a gate, then those of what it multiplies.
+        shared_memory: Bytes of shared memory that a block may have.
         bits: Bits of an element of the weight.
         sides: Bytes of a whole row's scales and of its offsets, for a quantized weight.
     """

@@ -58,7 +58,11 @@ class Specializer:
         return buffer is not None and buffer.kind in ("weight", "constant")
 
     def temporary(self, stem: str, shape: tuple[int, ...], dtype: str) -> View:
-        """A view of a new row-major arena buffer, for a value that passes from one kernel of a call to another."""
+        """A view of a new row-major arena buffer, for a value that passes from one kernel of a call to another.
+
+        Args:
+            stem: Beginning of the buffer's name.
+        """
         return self._buffer(stem, "arena", shape, dtype)
 
     def cached(self, subject: tuple[View, Hashable]) -> View | None:
@@ -80,7 +84,11 @@ class Specializer:
         self._cached = {subject: result for subject, result in self._cached.items() if subject[0].buffer not in written}
 
     def counters(self, stem: str, count: int = 1) -> View:
-        """A view of new persistent int32 memory: 0 when the program is loaded, kept from run to run."""
+        """A view [count] of new persistent int32 memory: 0 when the program is loaded, kept from run to run.
+
+        Args:
+            stem: Beginning of the buffer's name.
+        """
         return self._buffer(stem, "persistent", (count,), "int32")
 
     def _buffer(self, stem: str, kind: BufferKind, shape: tuple[int, ...], dtype: str) -> View:

@@ -216,7 +216,14 @@ class Rewriter:
     def node(
         self, stem: str, op_type: str, inputs: tuple[str, ...], like: str, shape: tuple[int, ...], **attrs: object
     ) -> str:
-        """Add a node before the fused one; returns its output tensor."""
+        """Add a node before the fused one, and return the name of its output tensor.
+
+        Args:
+            stem: Name of the node and its output, to which a number is added if it is taken.
+            like: The tensor whose dtype the output has.
+            shape: Shape of the output.
+            attrs: The node's attributes.
+        """
         name = unique_name(stem, self.tensors)
         self.tensors[name] = replace(self.tensors[like], name=name, shape=shape)
         self.added.append(OpNode(name, op_type, inputs, (name,), dict(attrs)))
@@ -291,5 +298,5 @@ def _widens(match: Match, graph: IRGraph) -> bool:
 
 
 def fused(op_type: str, match: Match, inputs: tuple[str, ...], **attrs: object) -> OpNode:
-    """The node that replaces a match; it has the name and the outputs of the match's last node."""
+    """The node of `op_type` that replaces a match; it has the name and the outputs of the match's last node."""
     return OpNode(match.root.name, op_type, inputs, match.root.outputs, attrs)

@@ -296,7 +296,12 @@ class _Fuser:
         return name
 
     def _follow(self, node: OpNode, tensor: str, may_add: bool) -> _Chain:
-        """The chain of a sum, an activation and a rounding after `node`, each the only reader of the one before."""
+        """The chain of a sum, an activation and a rounding after `node`, each the only reader of the one before.
+
+        Args:
+            tensor: The output of `node` from which the chain goes on.
+            may_add: Whether the chain may have a sum.
+        """
         chain = _Chain(node, [node], {**_NO_RESIDUAL, **_NO_RESULT, "activation": "none"})
         shape = self.tensors[tensor].shape
         reader = self._only_reader(tensor)

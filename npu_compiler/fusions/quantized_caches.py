@@ -115,7 +115,12 @@ def _add_scales(name: str, tensors: dict[str, TensorSpec]) -> str:
 
 
 def _attending(node: OpNode, scales: dict[str, str], format: str) -> OpNode:
-    """The node, changed to read codes and scales if it is attention over a quantized cache."""
+    """The node, changed to read codes and scales if it is attention over a quantized cache.
+
+    Args:
+        scales: Tensor of keys or values that is now codes → the tensor of its scales.
+        format: The cache's format, one of `ROW_FORMATS`.
+    """
     if node.base not in _ATTENTION or node.inputs[1] not in scales:
         return node
     query, key, value, *mask = node.inputs

@@ -22,7 +22,8 @@ class CodeFormat:
 
     Attributes:
         name: The name by which formats and programs choose it.
-        bits: Bits of a code: 1, 2, 4 or 8. Codes of less than 8 bits share a byte, the first in the lowest bits.
+        bits: Bits of a code: 1, 2, 4 or 8. Codes of less than 8 bits share a byte, the first in the lowest bits. Codes
+            of 3 bits would cross bytes; docs/quantization.md, "A new format", says what becomes of them.
         dtype: The NumPy dtype of a byte with one code: uint8 for less than 8 bits.
         low, high: The smallest and the largest value of a code.
         zero: The code that stands for 0 without offsets.
@@ -52,7 +53,11 @@ class CodeFormat:
         return 8 // self.bits
 
     def range(self, has_offsets: bool) -> tuple[float, float]:
-        """The smallest and the largest number to which elements are rounded."""
+        """The smallest and the largest number to which elements are rounded.
+
+        Args:
+            has_offsets: Whether groups have offsets, so that all codes are used.
+        """
         return (self.low if has_offsets else int(self.zero - self.largest)), self.high
 
     def unpack(self, stored: np.ndarray) -> np.ndarray:

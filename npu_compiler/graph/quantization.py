@@ -89,7 +89,7 @@ class QuantizedFormat:
         return self.code_format.range(self.offsets != "none")
 
     def groups(self, k: int) -> int:
-        """The number of groups in a row of k elements."""
+        """The number of groups in a row of k elements; `problem` tells whether k is a whole number of groups."""
         return k // self.group if self.group else 1
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
@@ -292,7 +292,11 @@ def quantize_rows(rows: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def dequantize_rows(codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:
-    """The float32 rows [..., k] that codes and scales from `quantize_rows` stand for."""
+    """The float32 rows [..., k] that codes and scales from `quantize_rows` stand for.
+
+    Args:
+        kind: The format of the codes, one of `ROW_FORMATS`.
+    """
     rows: np.ndarray = CODE_FORMATS[kind].unpack(codes).astype(np.float32) * scales[..., None].astype(np.float32)
     return rows
 

@@ -101,7 +101,14 @@ def view_op(
     is_pure: bool = True,
     lower: LowerFn = lower_view,
 ) -> Callable[[ViewFn], ViewFn]:
-    """Return a decorator that adds rows of ops whose output view the decorated function computes from the input's."""
+    """Return a decorator that adds rows of ops whose output view the decorated function computes from the input's.
+
+    Args:
+        names: The ops' names, separated by spaces.
+        may_copy, write_back: Fields of the ops' `ViewRule`.
+        tensors, unsupported, identity, is_pure: As for `register_op`.
+        lower: The ops' lowering.
+    """
 
     def add(function: ViewFn) -> ViewFn:
         rule = ViewRule(function, may_copy, None, write_back)

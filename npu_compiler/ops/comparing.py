@@ -19,7 +19,11 @@ MOST_FLAGS = 2**24
 
 
 def too_many_flags(places: int, indices: int, what: str) -> str | None:
-    """The reason to refuse a node that needs a flag for too many pairs; None if the pairs are few enough."""
+    """The reason to refuse a node that needs a flag for each pair of a place and an index; None if they are few enough.
+
+    Args:
+        what: Noun for the node's operation, with which the reason begins.
+    """
     return f"{what} of {indices} indices over {places} places" if places * indices > MOST_FLAGS else None
 
 

@@ -127,7 +127,12 @@ def _pair(value: Any, default: int = 1) -> list[int]:
 
 
 def _padding(node: OpNode, kernel: tuple[int, ...], dilation: list[int], rank1: bool) -> list[int]:
-    """The padding as [top, bottom, left, right]; for 'same', an odd pixel is at the end, as in PyTorch."""
+    """The padding as [top, bottom, left, right]; for 'same', an odd pixel is at the end, as in PyTorch.
+
+    Args:
+        kernel, dilation: For height and width.
+        rank1: Whether the node is a 1-D convolution, which has a width only.
+    """
     value = node.attrs.get("padding", 0)
     if value == "valid":
         return [0, 0, 0, 0]
@@ -141,7 +146,11 @@ def _padding(node: OpNode, kernel: tuple[int, ...], dilation: list[int], rank1: 
 
 
 def _per_axis(value: Any, default: int, rank1: bool) -> list[int]:
-    """A conv attribute as [height, width]; in 1-D the height is a dummy axis of size 1."""
+    """A conv attribute as [height, width].
+
+    Args:
+        default: Value for an axis for which the node has none, such as the height of a 1-D convolution (`rank1`).
+    """
     if rank1:
         size = value if isinstance(value, int) else value[0] if value else default
         return [default, size]

@@ -129,6 +129,9 @@ class Lowering:
         """Append a kernel call, unless it would write no elements.
 
         Args:
+            kernel: Name of an op-level kernel, for which the target names its own; or, with `source`, the target's.
+            flops: Floating-point operations, for reports.
+            source: Name of the target's source file. None: as the target says for the kernel.
             bytes_moved: Bytes that the kernel touches, if that is only a part of a view (a row of a table); None means
                 all of its views.
         """
@@ -210,7 +213,11 @@ class Lowering:
         return converted
 
     def finish(self, view: View, index: int = 0) -> None:
-        """Make a view the node's output: an alias if it has the right shape and storage dtype, else a copy."""
+        """Make a view the node's output: an alias if it has the right shape and storage dtype, else a copy.
+
+        Args:
+            index: Number of the output among the node's outputs.
+        """
         assert self.node is not None
         name = self.node.outputs[index]
         spec = self.spec(name)

@@ -51,7 +51,12 @@ def _reduced_dims(view: View, dims: object) -> list[int]:
 
 
 def reduce(ctx: Lowering, op: str, view: View, dims: object, out: View, **params: float) -> None:
-    """Emit a reduction of `view` over `dims` into `out`, whose shape may keep the reduced dimensions as 1."""
+    """Emit a reduction of `view` over `dims` into `out`, whose shape may keep the reduced dimensions as 1.
+
+    Args:
+        op: Name of the reduction, as in the kernel `{op}_kernel`.
+        params: Parameters of the kernel, if they differ from the usual ones (`correction` 0, `order` 2).
+    """
     reduced = _reduced_dims(view, dims)
     kept = [d for d in range(view.rank) if d not in reduced]
     kept_shape = tuple(view.shape[d] for d in kept)

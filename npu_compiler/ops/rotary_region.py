@@ -73,7 +73,7 @@ def _is_interleaved(node: OpNode, graph: IRGraph) -> bool:
 
 
 def _is_sliced(name: str, graph: IRGraph) -> bool:
-    """Whether any node slices a tensor, directly or after reshapes and casts."""
+    """Whether any node slices a tensor, directly or after it was cast, expanded, or given or rid of dimensions of 1."""
     passing = {"getitem", "aten.unsqueeze", "aten.to", "aten.squeeze", "aten.expand"}
     for node in graph.consumers().get(name, []):
         if node.base == "aten.slice":

@@ -319,7 +319,12 @@ def _ticks(seconds: float) -> int:
 
 
 def _price(units: Sequence[UnitPrice], problem: Problem, on_device: Sequence[bool], bound: int) -> PlanPrice:
-    """The price of a division, in which each unit on the host has a reason for being there."""
+    """The price of a division, in which each unit on the host has a reason for being there.
+
+    Args:
+        on_device: For each unit, whether it is on the device.
+        bound: A lower bound on the price of every division, in the units of `problem`.
+    """
     islands = _islands(problem, on_device)
     decided = []
     for index, (unit, there) in enumerate(zip(units, on_device, strict=True)):

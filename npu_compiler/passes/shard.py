@@ -221,7 +221,7 @@ class _Weights:
         return self._add(name, (), self.tensors[name].shape, on_first_rank(self.weights[name]))
 
     def first_row(self, rows: int) -> str:
-        """The name of a weight that holds the first row of a rank's part of a table, if each rank has `rows` rows."""
+        """The name of a weight [1] with the number of the first row of a rank's part of a table, `rows` rows each."""
         key = "", ((0, rows),)
         if key not in self.names:
             name = self.names[key] = unique_name("first_row", self.tensors)

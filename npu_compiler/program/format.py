@@ -47,6 +47,10 @@ def encode(program: Program) -> bytes:
 def decode(kind: type[P], data: bytes, origin: str) -> P:
     """The program in a file's content, with the trust that its authentication deserves.
 
+    Args:
+        kind: The class of the program.
+        origin: Name of the file, for messages.
+
     Raises:
         ProgramFormatError: it is truncated, corrupted, of another format version, or inconsistent.
     """

@@ -674,7 +674,7 @@ def op_names() -> tuple[str, ...]:
 
 
 def _listed(value: Any, allowed: tuple[str, ...], path: str, where: str) -> tuple[str, ...]:
-    """Check that a value is a list of names from `allowed`. Raises `InputError` otherwise."""
+    """Return a list of names from `allowed` as a tuple. Raises `InputError` for any other value."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise InputError(f"{where}: '{path}' is {_shown(value)}; write a list of names in quotes")
     if unknown := sorted(set(value) - set(allowed)):
@@ -685,9 +685,13 @@ def _listed(value: Any, allowed: tuple[str, ...], path: str, where: str) -> tupl
 
 
 def check_number(owner: Any, name: str, value: Any, where: str) -> Any:
-    """Check a number against the limits of a field of `owner`, a part of a chip.
+    """Return a value as a number for the field `name` of `owner`, a part of a chip.
 
-    Raises `InputError` if it is out of range.
+    Args:
+        where: Origin of the value, for messages, such as a chip's file.
+
+    Raises:
+        InputError: the value is no such number, or is beyond the field's limits.
     """
     item = next(item for item in dataclasses.fields(owner) if item.name == name)
     whole = typing.get_type_hints(type(owner))[name] is int

@@ -82,7 +82,10 @@ class _Part:
 
 
 def _parts(own: Own) -> list[tuple[Own, tuple[int, int, int]]]:
-    """Split a tile into halves along the first axis of even size, with the offset of each; no split if all are odd."""
+    """Split a query tile with the axes `own` along the first one of even size; one part if all sizes are odd.
+
+    Return the axes of each part, and its offset in the tile along each of them.
+    """
     groups, heads, queries = own
     if groups.size % 2 == 0:
         return [((part, heads, queries), (at, 0, 0)) for part, at in _halves(groups)]
@@ -194,7 +197,7 @@ def _clamped(program: VectorProgram, value: int, count: int) -> int:
 
 
 def _block_rows(e: Emitter, o: Operands, table: Piece, blocks: Axis, keys: Axis) -> Piece:
-    """The numbers of the pool's rows in some blocks of a block table."""
+    """Compute the numbers of the pool's rows in the blocks that `table`, a tile of a block table, names: [keys]."""
     block = o.block_size
     places = e.room((blocks, Axis(block)), "int32")
     program = VectorProgram((blocks, Axis(block)))

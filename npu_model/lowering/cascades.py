@@ -92,6 +92,10 @@ def _under(rows: Rows, height: int, window: int, stride: int, dilation: int, top
     """Input rows under the windows of some result rows, and the rows of padding above and below.
 
     None if all is padding.
+
+    Args:
+        height: Rows of the input.
+        window, stride, dilation, top: Of the windows, along the rows; `top` is the padding above the input.
     """
     first, stop = rows[0] * stride - top, (rows[1] - 1) * stride - top + (window - 1) * dilation + 1
     inside = max(0, first), min(height, stop)

@@ -208,7 +208,12 @@ def _arrays(e: Emitter, o: Operands, tiling: Tiling, zero: int) -> None:
 
 
 def _input(e: Emitter, o: Operands, window: _Window, box: _Outer, part: Affine, tiling: Tiling, zero: int) -> Piece:
-    """Load the input rows and columns that an output tile needs, including its halo and padding."""
+    """Load the input rows and columns that an output tile needs, including its halo and padding.
+
+    Args:
+        part: Number of the part of a group's channels.
+        zero: The input's zero point, which is the value of padding; 0 for floats.
+    """
     channels = tiling["groups"] * tiling["c"]
     first = box.group * window.channels + part * tiling["c"]
     return e.load(
@@ -319,7 +324,11 @@ def _grouped(piece: Piece, dim: int, box: _Outer) -> Piece:
 
 
 def _lanes(e: Emitter, o: Operands, tiling: Tiling, zero: int) -> None:
-    """Emit a depthwise convolution on the vector engine: one vector program for each tile."""
+    """Emit a depthwise convolution on the vector engine: one vector program for each tile.
+
+    Args:
+        zero: The input's zero point; 0 for floats.
+    """
     window, (images, _, rows, columns) = _window(o), o.out.shape
     tg, tp = tiling["groups"], tiling["p"]
     is_integer = o.x.dtype in ("int8", "uint8")

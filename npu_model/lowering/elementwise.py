@@ -21,7 +21,11 @@ _CALL = re.compile(r"([a-z_]\w*)\(")
 
 
 def need_functions(chip: Chip, op: Elementwise, over_floats: bool) -> None:
-    """Raise `CannotLower` if an op calls a function that the chip's vector engine does not compute."""
+    """Raise `CannotLower` if an op calls a function that the chip's vector engine does not compute.
+
+    Args:
+        over_floats: Whether the operands are floats; the op may have another expression over integers.
+    """
     expression = op.expr if over_floats else op.integer or op.expr
     missing = sorted(set(_CALL.findall(expression)) - {"int", *chip.vector.functions})
     if missing:

@@ -581,7 +581,7 @@ def _common(first: _Item, second: _Item) -> int:
 
 
 def _same_round(others: Sequence[_Item], item: _Item, depth: int) -> bool:
-    """Whether, in sequential order, another one precedes `item` within an iteration of the outer `depth` loops."""
+    """Whether one of `others` precedes `item` in sequential order, within an iteration of the outer `depth` loops."""
     return any(
         (common := _common(other, item)) > depth or (common == depth and other.order < item.order) for other in others
     )

@@ -22,7 +22,11 @@ class CannotLower(Exception):
 
 @dataclass(frozen=True)
 class Operands:
-    """A call with its views and parameters as attributes, by the names in the kernel's declaration."""
+    """A call with its views and parameters as attributes, by the names in the kernel's declaration.
+
+    Attributes:
+        names: The attributes, as `getattr(o.names, name, default)` reads one that not every kernel has.
+    """
 
     call: KernelCall
     names: SimpleNamespace

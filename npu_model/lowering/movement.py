@@ -194,7 +194,13 @@ def upsample_nearest(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def nearest_places(count: int, size: int, scale: float, exact: bool) -> list[int]:
-    """Index of the nearest input element for each of `count` output positions, in float32 as on the CPU device."""
+    """Index of the nearest input element for each of `count` output positions, in float32 as on the CPU device.
+
+    Args:
+        size: Number of input elements.
+        scale: Input elements per output element.
+        exact: Whether positions are taken at the centers of elements, not at their beginnings.
+    """
     shift = np.float32(0.5 if exact else 0.0)
     places = ((np.arange(count, dtype=np.float32) + shift) * np.float32(scale)).astype(np.int64)
     return [int(place) for place in np.minimum(places, size - 1)]

@@ -141,9 +141,14 @@ def rows_of(e: Emitter, o: Operands, first: Affine, count: int) -> Piece:
 
 
 def _rounded(program: VectorProgram, x: Piece, kind: str) -> tuple[int, int]:
-    """Quantize rows to 8 bits with a scale for each row, as on every device.
+    """Add steps that quantize rows to 8 bits, as `npu_compiler.graph.quantization.quantize_rows` does.
 
-    Return the registers of codes and scales.
+    Args:
+        x: A tile of rows [rows, k] in floats; each row gets a scale of its own.
+        kind: The format, one of `ROW_FORMATS`: `int8` or `float8_e4m3`.
+
+    Returns:
+        The registers of the codes [rows, k], as floats, and of the scales [rows].
     """
     value = program.input(x, 0, 1)
     most = float(CODE_FORMATS[kind].largest)

@@ -86,7 +86,15 @@ def _join(
     result: Piece,
     begins: tuple[int, ...],
 ) -> None:
-    """Combine a tile of elements with the running values of each place, and store the result so far."""
+    """Combine a tile of elements with the running values of each place, and store the result so far.
+
+    Args:
+        turn: The tile of the result; its only piece holds the values before.
+        named: The places that elements name along dimension 0, and the elements.
+        state: The running value and the number of elements of each place.
+        result: The tile to store to.
+        begins: Depths of the loops over elements; the state starts anew in their first iterations.
+    """
     reduction, join = _JOINS[o.reduce]
     identity = _IDENTITIES[o.reduce]
     dims = [0, *(d for d in range(1, len(turn.box)) if turn.box[d][1] > 1)]

@@ -49,7 +49,16 @@ def _count(
     begins: tuple[int, ...],
     dtype: str,
 ) -> None:
-    """Add the number of `others` that precede each element, and store the running counts and the elements' indices."""
+    """Count, for each element of a tile, those of `others` that come before it in the sorted order.
+
+    Args:
+        turn: The tile; its only piece holds the elements to sort, along dimension 0.
+        others: Elements of the same rows to compare with.
+        targets: The tiles to store to: the counts so far as float32, the same counts as int32, and the elements'
+            indices along dimension 0 as int32.
+        begins: Depths of the loops over `others`; the counts start at 0 in their first iterations.
+        dtype: Dtype of the elements.
+    """
     before, places, numbers = targets
     dims = [0, *(d for d in range(1, len(turn.box)) if turn.box[d][1] > 1)]
     last = len(dims)

@@ -100,7 +100,12 @@ class Moves(NamedTuple):
 
 
 class Multiplies(NamedTuple):
-    """The amount of work of a product, independent of the chip; `left` and `right` are bytes of an element."""
+    """The amount of work of a product, independent of the chip.
+
+    Attributes:
+        batch, rows, columns, sums, window: Elements along the axes with these roles (`Role`).
+        left, right: Bytes of an element of each operand.
+    """
 
     batch: int
     rows: int
@@ -348,6 +353,10 @@ def _array_time(product: Product, chip: Chip, rate: float, left: int, right: int
 
     The fastest division among the arrays is taken. Arrays read the scratchpad at once, so that fewer of them may be
     faster where its ports are the bottleneck.
+
+    Args:
+        rate: Multiply-accumulates of a processing element per cycle.
+        left, right: Bytes of an element of each operand.
     """
     matrix = chip.matrix
     assert matrix is not None

@@ -80,7 +80,11 @@ class Banks:
         return held
 
     def _visits(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Channel, row and bytes of each visit to a row, sorted by channel and then in the order of the transfer."""
+        """Channel, row and bytes of each visit to a row, sorted by channel and then in the order of the transfer.
+
+        Args:
+            starts: First address of each run of `length` consecutive bytes.
+        """
         row_bytes = self._banks.row_bytes
         owner, first, end = self._pieces(starts, length)
         first, end = first // self._burst * self._burst, _up(end, self._burst)

@@ -167,7 +167,7 @@ class Machine:
         return self._run(self.program.preload, {})
 
     def run(self, *, spans: bool = False, lanes: Sequence[Sequence[int]] | None = None) -> Run:
-        """Run the program once.
+        """Run the program once, and return its cycles and statistics.
 
         Args:
             spans: Whether to record the span of each instruction for a trace.
@@ -271,7 +271,7 @@ class _Queue:
         ended: Cycle in which all earlier instructions have ended.
         ready, missing: Earliest cycle in which the next instruction can start as far as is known, and the number of
             tokens whose count it still waits for.
-        lane: The lane whose sections it executes; None before it is assigned.
+        lane: The lane (sequence of sections, see `_Lane`) that it executes; None before it is assigned.
     """
 
     name: str
@@ -289,7 +289,7 @@ class _Lane:
     """A sequence of sections that are launched in order.
 
     Attributes:
-        batches: Batches of sections that are not launched yet; a batch is launched at once.
+        batches: Batches of sections that are not launched yet; the sections of a batch are launched together.
         launched: The sections of the batch that was launched last.
         ended: Cycle in which all sections of earlier batches had ended.
         queues: Numbers of the engines that execute the lane's sections.

@@ -53,7 +53,14 @@ class _Box:
 
 
 class _Accesses:
-    """Reads or writes of a memory: for each engine, the bytes of an access → its clock at the latest one."""
+    """The reads, or the writes, of one memory in a run.
+
+    A time is the engine's own entry in its clock: the number of its instructions up to the one that accessed.
+
+    Attributes:
+        by_engine: For each engine, the bytes of an access → the time of the engine's latest access to them.
+        latest: For each engine, the time of its latest access to any bytes; 0 before the first.
+    """
 
     def __init__(self, engines: int) -> None:
         self.by_engine: list[dict[_Box, int]] = [{} for _ in range(engines)]

@@ -252,7 +252,11 @@ def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Cand
 
 @functools.cache
 def _warn_of_missing_kernels(pytorch: bool) -> None:
-    """Warn that there are no native kernels, once in a process, before a program runs."""
+    """Warn that there are no native kernels, once in a process, before a program runs.
+
+    Args:
+        pytorch: Whether PyTorch's kernels run instead; otherwise NumPy's do, which are far slower.
+    """
     reason = (failure_reason() or "no reason given").splitlines()[0]
     library = "PyTorch" if pytorch else "NumPy"
     warnings.warn(

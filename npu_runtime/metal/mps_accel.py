@@ -116,11 +116,15 @@ def _matrix(view: View, batch: tuple[int, int]) -> tuple[Matrix, bool] | None:
 def _fitting(
     view: View, rows: int, columns: int, row_stride: int, batch: tuple[int, int], transposed: bool
 ) -> tuple[Matrix, bool] | None:
-    """A matrix of whole rows, and `transposed`.
+    """The matrix as MPS describes it, and `transposed` as given.
 
-    None if it begins inside a longer row, or matrices are not whole rows apart.
+    None if it begins inside a longer row, or the matrices of a batch are not whole rows apart: MPS counts a matrix as
+    whole rows, so such a matrix could end beyond its buffer.
 
-    MPS counts a matrix as whole rows, so such a matrix could end beyond its buffer.
+    Args:
+        rows, columns, row_stride: Sizes, and elements from row to row, in memory.
+        batch: Number of matrices, and elements from one to the next.
+        transposed: Whether the view is the transpose of the matrix in memory.
     """
     count, distance = batch
     stride = row_stride if rows > 1 else columns

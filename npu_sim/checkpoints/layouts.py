@@ -239,7 +239,7 @@ class Plain:
         group = format.group or k
 
         def spread(values: np.ndarray) -> np.ndarray:
-            """Repeat a value for each block as a value for each group of each row."""
+            """Repeat a value for each block as a value for each group of each row: [n, groups]."""
             by_block = _per_row(values, -(-n // rows), -(-k // columns))
             by_group = by_block[:, np.arange(0, k, group) // columns]
             return np.ascontiguousarray(np.repeat(by_group, rows, axis=0)[:n])

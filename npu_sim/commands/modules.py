@@ -70,6 +70,7 @@ def run_module(
     Args:
         inputs: Assignments as for `choose_inputs`, by the names that `describe` shows. None: random inputs with the
             smallest sizes that the module allows.
+        allow_code: Let the code in the file run, whoever made it (see `npu_sim.load`).
         seed: Seed of random inputs. Default: a random one.
 
     Returns:

@@ -296,7 +296,11 @@ class Subject:
 
 
 def load(path: Path, allow_code: bool) -> Subject:
-    """Load a compiled program as the subject of a report."""
+    """Load a compiled program as the subject of a report.
+
+    Args:
+        allow_code: Let the program's code run, whoever compiled it (see `CompiledProgram.load`).
+    """
     from npu_compiler import CompiledProgram
 
     program = CompiledProgram.load(path, allow_code)

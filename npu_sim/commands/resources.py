@@ -46,7 +46,7 @@ def open_device_for(program: CompiledProgram, name: str | None, no_tune: bool) -
 
 
 def open_in_background(name: str | None, no_tune: bool = False) -> Future[Device]:
-    """Start `open_device` in a thread, so that loading libraries and starting a driver overlap with other work."""
+    """Start `open_device` in a thread, so that starting a driver overlaps with other work; return its future result."""
     pool = ThreadPoolExecutor(1, "open-device")
     opening = pool.submit(_open, name, no_tune)
     pool.shutdown(wait=False)

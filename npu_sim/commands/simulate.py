@@ -361,9 +361,13 @@ def _programs(
     tokens: int | None,
     cache_length: int | None,
 ) -> tuple[list[CompiledProgram], int | None]:
-    """Compile a model's programs. For a language model, they are prefill and decode, returned with the prompt's length.
+    """Compile a model's programs: for a language model prefill and decode, else one.
 
-    The second result is None for other models.
+    Args:
+        kind: The kind of the model, from `_check_model`.
+
+    Returns:
+        The programs, and the length of a language model's prompt (None for other models).
     """
     from npu_compiler import CompiledProgram, CompileOptions
     from npu_compiler import compile as compile_ir

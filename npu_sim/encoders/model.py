@@ -143,7 +143,7 @@ class TextEncoder:
         return scaled
 
     def _inputs(self, texts: Sequence[EncodedText], rows: int, length: int) -> dict[str, torch.Tensor]:
-        """The input tensors of a batch, padded to `rows` texts of `length` tokens.
+        """The input tensors of a batch by name, padded to `rows` texts of `length` tokens.
 
         Rows beyond the texts repeat the first text, so that no row is empty.
         """

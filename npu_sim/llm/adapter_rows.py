@@ -50,7 +50,11 @@ def _sizes(module: Any) -> tuple[int, int]:
 
 
 def _adding(chosen: AdapterRows, is_head: bool) -> Any:
-    """A forward hook that adds the outputs of the rows' adapters to those of a linear layer."""
+    """A forward hook that adds the outputs of the rows' adapters to those of a linear layer.
+
+    Args:
+        is_head: Whether the layer is the output embeddings, which see only the rows whose logits are wanted.
+    """
 
     def add(module: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         rows = chosen.rows

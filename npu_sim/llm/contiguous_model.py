@@ -75,6 +75,7 @@ class ContiguousModel(CompiledModel):
             self.chunks, self._fixed_chunk = (), 1
         self._has_fixed_chunk = chunk is not None
         self._last: _TokenResult | None = None
+        self._divisions: dict[tuple[int, int], list[int]] = {}  # by tokens and compiled programs: asked thrice a prompt
         self._begin(DECODE, length, progress)
         target = self.device.backend.target
         self._compiled = {x for x in self.chunks if has_prefill(checkpoint, x, length, target, self._mesh)}
@@ -113,7 +114,10 @@ class ContiguousModel(CompiledModel):
             singly = rest < 2 or not self.rewinds
             return whole * [self._fixed_chunk] + (rest * [1] if singly else [self._fixed_chunk])
         run = GPU_RUN if self.runs_ahead else CPU_RUN
-        return divide(count, self._compiled, self.chunks, run, may_pad=self.rewinds)
+        question = count, len(self._compiled)  # no program is ever taken out
+        if question not in self._divisions:
+            self._divisions[question] = divide(count, self._compiled, self.chunks, run, may_pad=self.rewinds)
+        return self._divisions[question]
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
         """The next piece of a prompt of which the tokens `start` to `end` are left, as (first, last + 1).
@@ -124,7 +128,7 @@ class ContiguousModel(CompiledModel):
         return min(start, self.context_length - size), min(start + size, end)
 
     def step(self, batch: Batch) -> StepResult:
-        """Launch one token of the sequence, or one piece of its prompt; see `BatchModel`."""
+        """Launch one token of the sequence, or one piece of its prompt, and return its result; see `BatchModel`."""
         result = self._decode(batch) if len(batch.tokens) == 1 else self._prefill(batch)
         self._last = result
         self.end = int(batch.positions[-1]) + 1

@@ -111,7 +111,12 @@ class _Cache(PlacedCache):
 
 
 def placed(causal: Any, cache: PlacedCache, takes_mask: bool, sequences: int = 1) -> dict[str, Any]:
-    """Keyword arguments that give a Hugging Face model its cache and positions, of those that its `forward` accepts."""
+    """Keyword arguments that give a Hugging Face model its cache and positions, of those that its `forward` accepts.
+
+    Args:
+        takes_mask: As in `StateForm`.
+        sequences: Number of sequences, each with the same number of tokens.
+    """
     taken, positions = inspect.signature(causal.forward).parameters, cache.places.queries
     own = positions[None] if sequences == 1 else positions.reshape(sequences, -1)
     given: dict[str, Any] = {"position_ids": own + first_position(causal), "cache_position": positions}

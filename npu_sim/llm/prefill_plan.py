@@ -44,7 +44,12 @@ def _cost(plan: Sequence[int], run: int) -> int:
 
 
 def _divide(tokens: int, sizes: Sequence[int], run: int, may_pad: bool) -> list[int]:
-    """The cheapest division into runs of these sizes and decode steps, larger runs first."""
+    """The cheapest division of `tokens` tokens into runs of these sizes and decode steps (size 1), larger runs first.
+
+    Args:
+        run: Cost of a run besides that of its tokens, in tokens that take as long.
+        may_pad: Whether the last run may be larger than what is left.
+    """
     if not sizes:
         return tokens * [1]
     largest = max(sizes)

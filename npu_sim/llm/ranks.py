@@ -27,7 +27,7 @@ def start_group(
     settings: Mapping[str, Any],
     start_worker: StartWorker = LocalWorker,
 ) -> RankGroup:
-    """Start the processes of ranks 1 to ranks - 1 and connect their devices with this one.
+    """Start the processes of ranks 1 to ranks - 1, connect their devices with this one, and return the group.
 
     A rank is the number of a process; its device is that many places after this one's.
 

@@ -46,7 +46,15 @@ class RecurrentCache:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Append new columns [sequences, channels, tokens]; return the kept columns followed by the new ones."""
+        """Append new columns [sequences, channels, tokens]; return the kept columns followed by the new ones.
+
+        Only the last columns stay. Models of transformers call this, with transformers' argument names.
+
+        Args:
+            conv_states: The new columns.
+            layer_idx, state_idx: Number of the layer, and of the state among the layer's.
+            conv_kernel_size: Number of columns to keep, in the first call. None: that of `conv_states`.
+        """
         name = StateName("conv", layer_idx, state_idx)
         kept = self.states.get(name)
         if kept is None:

@@ -386,7 +386,7 @@ class Generation(Iterator[int]):
         return sequence.tokens[: min(length, sequence.computed)]
 
     def _next_output(self) -> SequenceOutput:
-        """Run steps until the next token is known."""
+        """Run steps until the next token is known, and return it."""
         stats, sequence, start = self.stats, self._sequence, self._clock()
         while not self._outputs:
             self._model._claim(self)

@@ -17,8 +17,7 @@ class StateKind:
     Rows of tokens lie in the blocks of a pool; the row of a sequence lies in a lane, which the sequence holds while it
     runs. The kind determines the inputs of a traced step, the memory of the pool, whether the scheduler shares
     prefixes, and how the state is divided among devices. To add a kind (such as a latent from which keys and values are
-    computed), add an instance below, let `probe.py` find its layers, and add to `modules.py` the cache that updates its
-    tensors.
+    computed), see "A new kind" in docs/engine.md, which lists the places.
 
     Attributes:
         tensors: Arguments of the traced modules, each a list with one tensor for each layer that has such a state. The
@@ -86,7 +85,7 @@ def is_recurrent(states: Iterable[LayerState]) -> bool:
 
 
 def read_window(states: Iterable[LayerState]) -> int:
-    """Number of last tokens whose rows at least one layer reads. 0: all."""
+    """Number of last tokens whose keys and values at least one layer still attends to. 0: all tokens."""
     windows = [state.window for state in states if not state.kind.is_recurrent]
     return 0 if 0 in windows else max(windows, default=0)
 

@@ -94,7 +94,6 @@ def find_names(model: Any, stored: Iterable[str]) -> dict[str, Any]:
     from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
-        apply_renamings,
         dot_natural_key,
         rename_source_key,
     )
@@ -115,7 +114,8 @@ def find_names(model: Any, stored: Iterable[str]) -> dict[str, Any]:
         place, operations = rule.source_patterns.index(pattern), rule.operations
         kinds = [(type(x).__name__, getattr(x, "dim", None)) for x in operations]
         if kinds in _EXPERTS:
-            number = re.search(pattern.replace("*.", r"(\d+)\."), apply_renamings(name, renamings))
+            renamed, _ = rename_source_key(name, renamings, [])
+            number = re.search(pattern.replace("*.", r"(\d+)\."), renamed)
             parts = found["experts"].setdefault(target, [len(rule.source_patterns), []])[1]
             parts.append([int(number[1]) if number else 0, place, name])
         elif kinds == [("Concatenate", 0)]:

@@ -51,7 +51,9 @@ def load_gguf_tokenizer(path: Path, digest: str) -> Any:
 
 
 def _stored(digests: Mapping[str, str], load: Callable[[], Any]) -> Any:
-    """The tokenizer that `load` returns, or a `StoredTokenizer` made from it now or earlier.
+    """A `StoredTokenizer` in place of the tokenizer that `load` returns, or that tokenizer if none can replace it.
+
+    What the former needs is kept in the cache, so that `load` is called at the first time only.
 
     Args:
         digests: File name → hash of the contents, for everything that `load` reads.

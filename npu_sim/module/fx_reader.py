@@ -252,7 +252,14 @@ class Nodes:
         return self.read(graph_module, arguments, prefix)
 
     def _on_pairs(self, node: Node, values: Mapping[Node, Value], prefix: str) -> Value:
-        """Read a call on complex tensors as what it does with their parts; None if it has no such form."""
+        """Read a call on complex tensors, which are pairs of real ones (`Pair`), as ops on their parts.
+
+        None if the call has no such form, or an output that is None.
+
+        Args:
+            values: Node of PyTorch's graph → its value here, for all nodes before this one.
+            prefix: Beginning of the names of nodes that are added.
+        """
         given = [values[x] for x in operands(node)]
         if not isinstance(node.target, torch._ops.OpOverload):
             return None

@@ -183,7 +183,7 @@ class LoadedModule:
         return next(reversed(self._programs.values())).made
 
     def call_leaves(self, leaves: Sequence[Any]) -> Any:
-        """Run the module on the leaves (tensors and other values) of its arguments, in order of `content.inputs`."""
+        """Run the module on the leaves of its arguments, in order of `content.inputs`, and return its result."""
         return self._call(self._arguments.chosen(leaves))
 
     def laid_out(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -25,6 +25,9 @@ class InputShapes:
         ranges: Symbol → smallest and largest value (None: no limit).
         names: Symbol → its name in messages, for symbols that have one.
         strides: Index of an input → the strides that it must have; inputs without an entry may have any.
+
+    Raises:
+        IRError: a symbol is never the whole size of a dimension, so its value cannot be read.
     """
 
     def __init__(

@@ -539,7 +539,15 @@ def _paths(spec: pytree.TreeSpec) -> list[str]:
 def _split(
     keys: Mapping[str, str], state: Mapping[str, Any], exported: ExportedProgram, written: set[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Split tensors into those to load as weights, and those whose values become constants of the graph."""
+    """Split the tensors under `keys` into weights to load, and those whose values become constants of the graph.
+
+    Args:
+        keys: Name in the graph → key in `state`.
+        written: Keys of the tensors that the graph changes, which are weights.
+
+    Returns:
+        Both by key.
+    """
     saved = exported.state_dict.keys()
     weights: dict[str, torch.Tensor] = {}
     constants: dict[str, torch.Tensor] = {}

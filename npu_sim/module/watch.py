@@ -170,7 +170,11 @@ def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[tuple[tuple[
 
 
 def live_tensor(module: nn.Module, key: str, original: torch.Tensor, plain: PlainTensors) -> torch.Tensor:
-    """Return the module's current tensor under a key, or `original`, its former value, if there is none now."""
+    """Return the module's current tensor under a key, or `original`, its former value, if there is none now.
+
+    Args:
+        key: Key of a parameter, of a buffer, or of one of the `plain` tensors, which lie in other attributes.
+    """
     owned, name = _owner(module, key)
     value: torch.Tensor | None = owned.get(name)
     if value is None:

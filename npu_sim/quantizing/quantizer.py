@@ -280,7 +280,14 @@ def _by_weights(
 def _by_layers(
     network: Layerwise, ids: torch.Tensor, format: QuantizedFormat, fractions: tuple[float, ...], compensate: bool
 ) -> Iterator[tuple[QuantizedArray, LayerReport]]:
-    """Yield the weights in the order of execution, each rounded for the inputs that the quantized layers produce."""
+    """Yield the weights in the order of execution, each rounded for the inputs that the quantized layers produce.
+
+    Args:
+        ids: Token ids of the calibration text.
+        fractions: Fractions of each group's range to try, as for `rounding.fit`.
+        compensate: Whether later columns make up for the rounding errors of earlier ones, else each element is rounded
+            by itself.
+    """
     hidden = exact = network.embedded(ids)
     for layer in network.layers(ids.shape[1]):
         original = layer.copy()

@@ -107,7 +107,11 @@ def fit_rows(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[
 
 
 def assemble(codes: torch.Tensor, scales: Scales, format: QuantizedFormat) -> QuantizedArray:
-    """Return the quantized matrix that consists of codes [n, k], from `codes`, and of its groups' scales."""
+    """Return the quantized matrix that consists of these codes and of its groups' scales.
+
+    Args:
+        codes: One number for each element [n, k], not packed yet, as the function `codes` returns them.
+    """
     n, k = codes.shape
     codes, scales = codes.cpu(), Scales(scales.scale.cpu(), scales.zero.cpu())
     offsets = None

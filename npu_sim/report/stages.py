@@ -23,9 +23,10 @@ class StageGraphs:
         nodes: Distinct nodes: `[name, op, inputs, outputs, attributes]`.
         types: Distinct tensor types as text.
         graphs: One dict for each stage that changed something, in order: `name`; `stages`, the names of this stage and
-            of later ones that changed nothing; `nodes` (numbers of nodes, in order), `inputs`, `outputs`; `types`
-            (tensor → number of its type, if that differs from the graph before); `made` (node → the nodes of the graph
-            before that it replaces); `runs` (see `repeats`); and `parts` (for partitions, `[device, nodes]` of each).
+            of later ones that changed nothing; `nodes` (numbers of nodes, in order), `inputs`, `outputs`; `weights`
+            (tensor → its recipe as text) and `constants` (tensors); `types` (tensor → number of its type, if that
+            differs from the graph before); `made` (node → the nodes of the graph before that it replaces); `runs` (see
+            `repeats`); and `parts` (for partitions, `[device, nodes]` of each).
     """
 
     nodes: list[list[Any]] = field(default_factory=list)

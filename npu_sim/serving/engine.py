@@ -3,7 +3,8 @@
 One thread drives the device: it calls the functions that other threads have left in `_inbox`, then lets `EngineCore`
 advance by a step. Another thread turns tokens into text (`text_thread`).
 
-docs/engine.md, "Where everything is", names the file of each part.
+docs/engine.md follows a request through the files ("From a request to its tokens"), and names the file of each part
+("Where everything is").
 
 Invariants:
 1. The core is used by the engine's thread only; other threads put functions into `_inbox`. Its `stats` only reads.
@@ -100,7 +101,7 @@ class Engine:
         self.close()
 
     def submit(self, request: Request) -> Handle:
-        """Take a request. Any thread may call it.
+        """Take a request, and return the handle to read its tokens by. Any thread may call it.
 
         Raises:
             InputError: the request is wrong in itself, or too long for the model's context or KV pool.
@@ -165,7 +166,7 @@ class Engine:
         self._text.close()
 
     def _sequence(self, request: Request) -> ServedSequence:
-        """Check a request and make its sequence. Raises InputError if it can never run."""
+        """Check a request and return its sequence. Raises InputError if it can never run."""
         prompt, rows, vocabulary = request.prompt, self._core.scheduler.max_rows, self._model.vocab_size
         if not prompt:
             raise InputError("the prompt is empty; give at least one token")

@@ -194,7 +194,9 @@ class PagedModel(CompiledModel):
         return start, end
 
     def step(self, batch: Batch) -> StepResult:
-        """Launch one step without waiting for it. The next step may be launched before this one's result is read.
+        """Launch one step without waiting for it, and return the result, which is read later.
+
+        The next step may be launched before that.
 
         Raises:
             InputError: the batch exceeds the model's limits or refers to blocks outside the pool.
@@ -220,9 +222,11 @@ class PagedModel(CompiledModel):
         return result
 
     def _run(self, batch: Batch, place: int) -> StepProgram:
-        """Launch a run, and return its program.
+        """Launch the program of the smallest size that holds a batch, without waiting for it; return that program.
 
-        `place` is the number of the row in the history for the tokens that it chooses.
+        Args:
+            batch: The tokens of a step, or of one of its runs if the model has recurrent states.
+            place: Number of the step among the `KEPT_STEPS` in the history, which is where its chosen tokens go.
         """
         sequences, tables = batch.sequences, batch.tables
         if self.rewinds:

@@ -22,6 +22,9 @@ def weight_memory(size: int) -> np.ndarray:
     """Uninitialized bytes that begin on a cache line.
 
     Less than a huge page is taken from a chunk of several, which lives as long as anything taken from it.
+
+    Raises:
+        MemoryError: there is not enough memory.
     """
     global _chunk
     if size >= _HUGE_PAGE:
@@ -34,7 +37,12 @@ def weight_memory(size: int) -> np.ndarray:
 
 
 def _huge_pages(size: int) -> np.ndarray:
-    memory = mmap.mmap(-1, size + _HUGE_PAGE)
+    # Shared memory, which is the default of `mmap`, gets no huge pages unless the machine's owner has allowed them.
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    try:
+        memory = mmap.mmap(-1, size + _HUGE_PAGE, **private)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes for packed weights: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # this kernel has none
             memory.madvise(mmap.MADV_HUGEPAGE)

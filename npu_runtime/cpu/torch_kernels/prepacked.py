@@ -110,7 +110,7 @@ def _packed_linear_weight(call: TensorCall, dtype: torch.dtype) -> Tensor:
 
 
 def packed_linear(call: TensorCall) -> Launch | None:
-    """The product by oneDNN, of a weight that it has packed; None where it cannot be."""
+    """A launch of a linear by oneDNN, which packs the weight once; None if oneDNN does not take the call."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _has_onednn() or not _can_prepare(call, bias) or call.out.shape[0] < _FEWEST_PACKED_ROWS:
         return None
@@ -128,7 +128,7 @@ def packed_linear(call: TensorCall) -> Launch | None:
 
 
 def plain_linear(call: TensorCall) -> Launch | None:
-    """The product by the library for matrices, of a float32 copy of the weight; None where it cannot be."""
+    """A launch of a linear by PyTorch's product in float32, with a copy of the weight, if `_can_prepare`; else None."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _can_prepare(call, bias):
         return None
@@ -178,7 +178,7 @@ def half_linear(call: TensorCall) -> Launch | None:
 
 
 def gated_linear(call: TensorCall) -> Launch | None:
-    """The two halves of a gated product by one product of a float32 copy of both weights; None where it cannot be."""
+    """A launch of a gated linear as one product by a float32 copy of both weights, if `_can_prepare`; else None."""
     (bias,) = call.optional(("has_bias",), 2)
     if not _can_prepare(call, bias):
         return None
@@ -237,7 +237,7 @@ def _conv_epilogue(call: TensorCall, activation: str, residual: int | None) -> C
 
 
 def packed_conv(call: TensorCall) -> Launch | None:
-    """The convolution by oneDNN, of a weight that it has packed; None where it cannot be."""
+    """A launch of a convolution by oneDNN, which packs the weight once; None if oneDNN does not take the call."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _has_onednn() or not _can_prepare(call, bias):
         return None
@@ -264,7 +264,7 @@ def packed_conv(call: TensorCall) -> Launch | None:
 
 
 def plain_conv(call: TensorCall) -> Launch | None:
-    """PyTorch's convolution, of a float32 copy of the weight; None where it cannot be."""
+    """A launch of PyTorch's convolution in float32 with a copy of the weight, if `_can_prepare`; else None."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _can_prepare(call, bias):
         return None
@@ -299,7 +299,7 @@ def pointwise_conv(call: TensorCall) -> Launch | None:
 
 
 def unprepared(call: TensorCall) -> Launch | None:
-    """A launch of PyTorch's kernel as it is, for a call without a weight to prepare."""
+    """A launch of the kernel in `TORCH_KERNELS` as it is, on the call's operands; never None."""
     return partial(TORCH_KERNELS[call.name], call.inputs, call.outputs, call.params)
 
 

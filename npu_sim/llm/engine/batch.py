@@ -98,7 +98,9 @@ class BatchModel(Protocol):
     rewinds: bool
 
     def step(self, batch: Batch) -> StepResult:
-        """Launch one step without waiting for it. The next step may be launched before this one's result is read.
+        """Launch one step without waiting for it, and return the result, which is read later.
+
+        The next step may be launched before that.
 
         Raises:
             InputError: the batch exceeds the model's limits or refers to blocks outside the pool.

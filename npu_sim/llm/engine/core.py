@@ -222,7 +222,11 @@ class EngineCore:
                 self.end(sequence, "error", late)
 
     def _launch(self, step: PlannedStep, idle_since: float | None) -> None:
-        """Launch a step; if that fails, end its sequences with the error."""
+        """Launch a step; if that fails, end its sequences with the error.
+
+        Args:
+            idle_since: Time from which on the device had nothing to do. None: it was busy.
+        """
         try:
             if step.copies:
                 self._model.copy_blocks(step.copies)

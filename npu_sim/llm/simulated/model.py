@@ -68,7 +68,7 @@ class SimulatedModel:
         self._loaded: Cost | None = None
 
     def step(self, batch: Batch) -> _Zeros:
-        """Move the clock by the time that the step costs."""
+        """Move the clock by the time that the step costs; return zeros for its tokens and logits."""
         self._on_step()
         count = len(batch.tokens)
         if count == len(batch.tables):

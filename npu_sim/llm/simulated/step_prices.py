@@ -102,6 +102,7 @@ class StepPrices:
 
         Args:
             contexts: Numbers of cache rows attended to, ascending; the result has a cost for each.
+            decoding: Whether each row is the token of another sequence.
         """
         first, last = _place(self._contexts, contexts[0])[0], _place(self._contexts, contexts[-1])[1]
         lengths = self._contexts[first : last + 1]
@@ -109,7 +110,7 @@ class StepPrices:
         return np.array([np.interp(contexts, lengths, values) for values in zip(*costs, strict=True)])
 
     def _attention_at(self, rows: int, length: int, decoding: bool) -> Cost:
-        """The cost of attention at a context length that is simulated."""
+        """The cost of attention at a context length that is simulated; see `_attention`."""
         key = (rows, length, decoding)
         if key not in self._interpolated:
             sizes = self._sequences if decoding else self._tokens

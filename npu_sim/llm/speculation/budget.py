@@ -41,11 +41,19 @@ class DraftBudget:
         self._resume = self._resume_matching = 0
 
     def acceptance_rate(self, long_match: bool = False) -> float:
-        """The estimated probability that a drafted token is accepted if those before it are."""
+        """The estimated probability that a drafted token is accepted if those before it are.
+
+        Args:
+            long_match: Whether the draft follows a long match (see the class).
+        """
         return max(self._accepted / (self._accepted + self._rejected), _LONG_MATCH_RATE * long_match)
 
     def length(self, tokens: int, long_match: bool = False) -> int:
-        """Number of tokens to draft for a sequence that now has `tokens` tokens; 0: draft none."""
+        """Number of tokens to draft for a sequence that now has `tokens` tokens; 0: draft none.
+
+        Args:
+            long_match: Whether the draft would follow a long match (see the class).
+        """
         if long_match:
             return MAX_DRAFT
         return self._length if tokens >= self._resume and self._balance_at(tokens) > 0 else 0
@@ -101,7 +109,9 @@ class DraftBudget:
     def pause(self, tokens: int, long_match: bool = False) -> None:
         """Draft nothing for some tokens, since a draft was not worth its time; each time for more tokens.
 
-        `tokens` is the present length of the sequence.
+        Args:
+            tokens: The present length of the sequence.
+            long_match: Whether the draft followed a long match (see the class); then no draft follows one either.
         """
         self._resume = tokens + self._pause
         if long_match:

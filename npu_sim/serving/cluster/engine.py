@@ -57,7 +57,7 @@ class RemoteEngine:
         self._asking.start()
 
     def submit(self, request: Request) -> RemoteHandle:
-        """Send a request to the replica that the router chooses. Any thread may call it.
+        """Send a request to the replica that the router chooses; return its handle. Any thread may call it.
 
         Raises the errors of `EngineLike.submit`.
         """
@@ -157,7 +157,7 @@ class RemoteHandle(RequestHandle):
             self._ended(self)
 
     async def _next(self) -> Update:
-        """Wait for the next update of the replica.
+        """Wait for the next update of the replica and return it.
 
         If the request's time is over, the replica is lost or the request has been cancelled, the result is a last
         update that says so (invariant 1).

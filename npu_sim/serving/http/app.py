@@ -132,7 +132,11 @@ def make_encoder_application(
 
 
 def _application(service: Service | EncoderService, keys: APIKeys, only_loopback: bool) -> tuple[Application, FastAPI]:
-    """The application with the routes that do not depend on the kind of model, and its FastAPI object to add more."""
+    """The application with the routes that do not depend on the kind of model, and its FastAPI object to add more.
+
+    Args:
+        only_loopback: Whether only this machine can reach the server, as for `make_application`.
+    """
     app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
     guard = GuardMiddleware(app, keys, service.limits, service.metrics, only_loopback=only_loopback)
     _add_health(app, guard, service)
@@ -249,9 +253,9 @@ async def _generate(
             the engine, and the writer of the reply.
     """
     data, tenant = await read_body(request, service.limits), request.state.call.key
-    body, sequences, writer = await service.in_thread(lambda: prepare(parse_json(data), tenant))
+    body, requests, writer = await service.in_thread(lambda: prepare(parse_json(data), tenant))
     return await reply(
-        request, lambda: service.generate(sequences), writer, stream=bool(body.stream), with_usage=body.with_usage
+        request, lambda: service.generate(requests), writer, stream=bool(body.stream), with_usage=body.with_usage
     )
 
 

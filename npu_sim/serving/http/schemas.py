@@ -320,7 +320,8 @@ def parse(kind: type[Parsed], data: Any, lenient: bool = False) -> Parsed:
     """The object of class `kind` for a body's JSON.
 
     Args:
-        lenient: Whether to ignore parameters that are unknown, or have values that this server does not support.
+        lenient: Whether to ignore all parameters that are not fields of `kind`. Otherwise those that have no effect
+            here are ignored, such as `store: false`, and others are errors. Values of fields are always checked.
 
     Raises:
         APIError: 400, with the name of the first parameter that is wrong.

@@ -89,7 +89,11 @@ def conv2d(
 
 
 def _choose(weight: np.ndarray, window: Window, groups: int, out: np.ndarray, pairs: bool) -> str:
-    """The fastest algorithm for a convolution, by measurements on a Zen 4 (16 lanes) and a Zen 3 (8 lanes)."""
+    """The fastest algorithm for a convolution, by measurements on a Zen 4 (16 lanes) and a Zen 3 (8 lanes).
+
+    Args:
+        pairs: Whether the kernel multiplies pairs of bfloat16 numbers.
+    """
     out_channels, in_channels = weight.shape[:2]
     pixels = out.shape[2] * out.shape[3]
     if in_channels == 1:

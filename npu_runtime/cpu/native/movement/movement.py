@@ -144,7 +144,11 @@ def index_copy(
 def index_copy_pair(
     targets: Sequence[np.ndarray], dim: int, index: np.ndarray, sources: Sequence[np.ndarray], checked: bool = True
 ) -> NativeLaunch | None:
-    """Prepare `index_copy` of two sources into two targets with one index; None without a native kernel for both."""
+    """Prepare `index_copy` of two sources into two targets with one index; None without a native kernel for both.
+
+    Args:
+        checked: As in `index_copy`.
+    """
     first, second = (_along(dim, index, t, s, True, checked) for t, s in zip(targets, sources, strict=True))
     if first is None or second is None:
         return None
@@ -167,6 +171,10 @@ def _along(
     """The argument block for rows of `indexed` along a dimension, selected by `index`, and their copies in `rows`.
 
     None if the kernel does not handle the arrays.
+
+    Args:
+        writes: Whether the kernel copies from `rows` to `indexed`, rather than the other way.
+        checked: Whether every index is known to be in range.
     """
     if indexed.ndim == 0 or rows.ndim != indexed.ndim or rows.dtype != indexed.dtype or index.ndim > 1:
         return None
