@@ -24,13 +24,17 @@ _LABELS = "clocked_steps"  # the parameter with a name for each step
 # once, those of a phase once for each shape: products, attention.
 _IN_KERNEL = {
     "    int mailbox;  // that this step fills": "    Clocks clocks;",
-    "    Grid grid(operands.at[GRID_MEMORY], progress, inbox);": "    grid.clocks.begin_run(operands.at[CLOCK_MEMORY]);",
+    "    Grid grid(operands.at[GRID_MEMORY], progress, inbox);": (
+        "    grid.clocks.begin_run(operands.at[CLOCK_MEMORY]);"
+    ),
     "        grid.end_step();": "        grid.clocks.mark(grid.step, 2);",
     "    grid.end_run();": "    grid.clocks.end_run();",
 }
 _IN_PHASES = {
     "    const HeldColumns held_columns(grid, scratch, x, gain);": "    grid.clocks.mark(grid.step, 0);",
-    "        // After this the sums of the previous batch may be overwritten (I18).": "        grid.clocks.mark(grid.step, 1);",
+    "        // After this the sums of the previous batch may be overwritten (I18).": (
+        "        grid.clocks.mark(grid.step, 1);"
+    ),
     "        insert_new_rows(key_words, values, prefetched, scratch, key);": "        grid.clocks.mark(grid.step, 0);",
     "        combine_warps(problem, item.first_row, state, scratch.memory, send, used);": (
         "        grid.clocks.mark(grid.step, 1);"

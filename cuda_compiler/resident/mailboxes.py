@@ -46,7 +46,7 @@ def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
 
 
 def _can_connect(before: Phase, after: Phase) -> bool:
-    """Whether phase `after` may read the result of `before` from a mailbox, and not wait for the barrier between (I11)."""
+    """Whether phase `after` may read the result of `before` from a mailbox, without the barrier between them (I11)."""
     out = before.outputs["out"]
     assert out is not None
     names = ("x",) if after.stream else ("unrotated", "key_source", "value_source")
