@@ -9,7 +9,7 @@ from cuda_compiler.specialization.gpu import WARP
 from cuda_compiler.specialization.sizes import groups
 
 THREADS = 256  # of a block that compute
-ALL_THREADS = THREADS + 4 * WARP  # with a warp each that fetches weights, runs the grid barrier, prefetches, and receives x
+ALL_THREADS = THREADS + 4 * WARP  # with a warp each that fetches weights, runs the grid barrier, prefetches, and idles
 WARPS = THREADS // WARP
 UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
 LINE_BYTES = 128  # of each row that a warp takes at a time

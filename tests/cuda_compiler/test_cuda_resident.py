@@ -182,28 +182,6 @@ def test_every_step_but_the_first_reads_the_mailbox_of_the_one_before() -> None:
     assert received.count("true") == sent.count("true") > 3
 
 
-def received(plan: ExecutionPlan) -> list[bool]:
-    """Return, for each product phase that is connected by a mailbox, whether a warp receives its x for the others."""
-    (source,) = resident_sources(plan)
-    flags = [
-        re.findall(rf"constexpr bool {name} = (\w+);", phase)
-        for phase in source.split("namespace phase")[1:]
-        for name in ("from_mailbox", "in_inbox")
-    ]
-    return [
-        inbox == ["true"]
-        for mailbox, inbox in zip(flags[::2], flags[1::2], strict=True)
-        if inbox and mailbox == ["true"]
-    ]
-
-
-def test_one_warp_receives_a_row_of_x_that_needs_no_scale_before_the_products() -> None:
-    assert all(received(plan_of("qwen2", 1))) and len(received(plan_of("qwen2", 1))) > 3
-    assert not any(received(plan_of("qwen2", 3)))
-    # In float16, a row whose norm comes first has to be scaled before it is multiplied.
-    assert set(received(plan_of("qwen2", 1, "float16"))) == {False, True}
-
-
 def test_products_after_long_ones_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
     (source,) = resident_sources(plan_of("qwen2", 1))

@@ -181,7 +181,7 @@ def moved(kind: str, before: str) -> Callable[[list[Access]], list[Access]]:
 
 CHAIN = Protocol((True, True, True), (False, False, False, False), idle=0)
 BROKEN = {
-    "four mailboxes": (replace(CHAIN, mailboxes=4), "I13|poll"),
+    "two mailboxes": (replace(CHAIN, mailboxes=2), "poll"),
     "a mailbox filled before the barrier": (replace(CHAIN, edit=moved("send", before="wait")), "I13|poll"),
     "a mailbox emptied before the barrier": (replace(CHAIN, edit=moved("empty", before="wait")), "poll"),
     "a barrier after the step": (replace(CHAIN, edit=moved("wait", before="arrive")), "I13|poll"),
