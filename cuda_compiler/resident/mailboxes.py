@@ -36,8 +36,6 @@ def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
         inputs = after.inputs if after.stream else {**after.inputs, "message": out}
         result[index - 1] = replace(before, constants={**before.constants, "to_mailbox": True})
         constants = {**after.constants, "from_mailbox": True}
-        if after.stream:
-            constants["in_inbox"] = after.received_values > 0
         if before.stream and after.stream and before.stream.is_long:
             constants["backoff_ns"] = BACKOFF_NS
         result[index] = replace(after, inputs=inputs, constants=constants)

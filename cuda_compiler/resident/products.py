@@ -117,7 +117,6 @@ def stream_constants(stream: Stream) -> dict[str, bool | int | float]:
         "unit_rows": stream.unit_rows,
         "units_together": stream.units_together,
         "from_mailbox": False,
-        "in_inbox": False,
         "to_mailbox": False,
         "backoff_ns": 0,
     }

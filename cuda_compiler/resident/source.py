@@ -36,7 +36,7 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
                 streamed[index] = place[phase.operands[name]]
         operands = ", ".join(str(place[view]) for view in phase.operands.values())
         weight, *sides = streamed
-        received = phase.received_values if phase.constants.get("in_inbox") else 0
+        received = phase.received_values if phase.constants["from_mailbox"] else 0
         steps.append(f"    {{{number}, {stream}, {weight}, {{{sides[0]}, {sides[1]}}}, {received}, {{{operands}}}}},")
         computing, prefetching = (
             "".join(

@@ -13,6 +13,7 @@ constexpr int row_warps = warps / (rows > 4 ? 8 : rows > 2 ? 4 : rows);  // warp
 constexpr int row_threads = row_warps * WARP;
 constexpr int held = (packs + row_threads - 1) / row_threads;  // packs of its row that a thread receives
 constexpr int line = 8;  // packs, 128 bytes
+constexpr bool in_inbox = own_columns && from_mailbox && 2 * depth <= INBOX_BYTES;
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
 
 // The number of the thread, asked for anew every time: else the compiler would compute the addresses of all steps ahead of the
