@@ -24,7 +24,7 @@ _LABELS = "clocked_steps"  # the parameter with a name for each step
 # once, those of a phase once for each shape: products, attention.
 _IN_KERNEL = {
     "    int mailbox;  // that this step fills": "    Clocks clocks;",
-    "    Grid grid(operands.at[GRID_MEMORY], progress, inbox);": (
+    "    Grid grid(operands.at[GRID_MEMORY], Progress(ring.progress_place()));": (
         "    grid.clocks.begin_run(operands.at[CLOCK_MEMORY]);"
     ),
     "        grid.end_step();": "        grid.clocks.mark(grid.step, 2);",

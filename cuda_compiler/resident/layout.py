@@ -16,22 +16,16 @@ LINE_BYTES = 128  # of each row that a warp takes at a time
 SLOT_BYTES = UNIT_ROWS * 3072  # at most, of a weight in 16 bits
 QUANTIZED_SLOT_BYTES = 12 * 3072  # of the codes of a weight in few bits; scales and offsets come on top
 PREFETCH_DEPTH = 3  # steps that may be prefetched at a time
+MOST_OWN_TURNS = 10  # lines of x that a warp keeps in registers, where it receives them itself
 UNITS_AHEAD = 8  # of a weight in 16 bits, after the ring: prefetched into the L2 cache while the ring is full
 AHEAD_NS = 500  # from one such prefetch to the next
-LIMIT_BARRIER_BYTES = 16  # after the ring
-PROGRESS_BYTES = 128  # before the inbox: how far the block has come, and the inbox's barriers
+LIMIT_BARRIER_BYTES = 16  # after the ring, with the block's progress
 LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 
 
 def scratch_bytes(phases: Sequence[Phase]) -> int:
-    """Bytes of shared memory before the ring of weight slots: prefetch queue, the largest phase's scratch, inbox."""
-    scratch = max(phase.scratch for phase in phases)
-    return prefetch_queue_bytes(phases) + scratch + PROGRESS_BYTES + inbox_bytes(phases)
-
-
-def inbox_bytes(phases: Sequence[Phase]) -> int:
-    """Bytes of shared memory for the x that a warp receives for the others."""
-    return whole_lines(max(2 * phase.received_values for phase in phases))
+    """Bytes of shared memory before the ring of weight slots: the prefetch queue and the largest phase's scratch."""
+    return prefetch_queue_bytes(phases) + max(phase.scratch for phase in phases)
 
 
 def prefetch_queue_bytes(phases: Sequence[Phase]) -> int:

@@ -14,14 +14,13 @@ from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.views import View
 
 MAILBOXES = 5  # as in `grid.cuh` (I13)
-COPIES = 4  # of each mailbox; a power of two
 _GRID_BYTES = 128  # before the mailboxes
 _ALIGNMENT = 64  # values of a mailbox, in a line of the L2 cache
 
 
 def memory_words(mailbox_size: int) -> int:
     """Number of 32-bit words of the memory that holds the grid barrier's counter and the mailboxes."""
-    return (_GRID_BYTES + 2 * MAILBOXES * COPIES * mailbox_size) // 4
+    return (_GRID_BYTES + 2 * MAILBOXES * mailbox_size) // 4
 
 
 def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:

@@ -13,7 +13,6 @@ from npu_compiler.program.views import View
 BACKOFF_NS = 1000  # polling for what is not there yet slows down the blocks that are still writing it
 IN_FLIGHT = 2  # slots being copied; the ring has as many at least, because a product holds two at a time
 MOST_IN_FLIGHT = 4  # while a block goes through a long weight
-_MOST_INBOX_BYTES = 20 * 1024  # of x that one warp of a block receives for the others
 _LONG_BYTES = 16 << 20  # of a weight, from which on it is a long one
 
 
@@ -112,12 +111,6 @@ class Phase:
     ranks: int = 1
     stream: Stream | None = None
     streamed: tuple[str, ...] = ()
-
-    @property
-    def received_values(self) -> int:
-        """Number of values of its x that one warp receives for the others, if they come through a mailbox; else 0."""
-        few = self.constants.get("own_columns") and 2 * self.call.params["k"] <= _MOST_INBOX_BYTES
-        return int(self.call.params["k"]) if few else 0
 
     @property
     def operands(self) -> dict[str, View]:

@@ -18,7 +18,6 @@ PRODUCTS = ("matmul_kernel", "matmul_vec_kernel", "gated_matmul_vec_kernel")
 MAX_ROWS = 8
 _MAX_STAGED_BYTES = 64 * 1024  # of a product's input that a block holds in shared memory
 _MOST_UNITS = 8  # of a batch
-_MOST_OWN_LINES = 20  # of x that a warp keeps in registers
 CONSTANT = ("gain", "bias")  # operands that are prefetched
 _NOT_NORMED = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
 
@@ -53,10 +52,8 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None
     batch = 2 * max(pairs, 1)  # a block takes units in pairs, and a thread finishes a result of a batch
     constants |= {"gated": gated, **stream_constants(stream), "chunk_packs": stream.chunk_bytes // 16, "batch": batch}
     constants["direct"] = direct
-    own_columns = takes_own_columns(inputs, m, bool(constants["normed"])) and not direct
-    constants["own_columns"] = own_columns = own_columns and groups(row_bytes, WARPS * LINE_BYTES) <= _MOST_OWN_LINES
     sums = 4 * 2 * WARPS * UNIT_ROWS * m * batch
-    x_bytes = 16 if direct or own_columns else m * groups(row_bytes, LINE_BYTES) * LINE_BYTES
+    x_bytes = 16 if direct else m * groups(row_bytes, LINE_BYTES) * LINE_BYTES
     scratch = x_bytes + 4 * WARPS + sums
     return Phase(
         call,
@@ -132,17 +129,6 @@ def own_rows(rows: int, most: int) -> int:
         return groups(groups(rows, own), MULTIPROCESSORS) * own
 
     return min(range(most, most // 2, -1), key=busiest)
-
-
-def takes_own_columns(inputs: dict[str, View | None], m: int, normed: bool) -> bool:
-    """Whether each warp may take its own columns of x [m, k] without waiting for the others.
-
-    There is one row, and its norm's scale, which needs all columns, may be a factor of the sums: bfloat16 has
-    the range for x without it.
-    """
-    x = inputs["x"]
-    assert x is not None
-    return m == 1 and (not normed or x.dtype == "bfloat16")
 
 
 def in_chunks(stream: Stream, chunk: int) -> Stream:

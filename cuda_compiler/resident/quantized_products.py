@@ -14,7 +14,6 @@ from cuda_compiler.resident.products import (
     fits_shared,
     product_operands,
     stream_constants,
-    takes_own_columns,
 )
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups
@@ -70,7 +69,6 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelC
         "copied_rows": stream.copied_rows,
         "side_rows": stream.side_rows,
         "batch": batch,
-        "own_columns": takes_own_columns(inputs, m, bool(constants["normed"])),
         **_side_constants("scale", scales),
         **_side_constants("offset", offsets),
     }

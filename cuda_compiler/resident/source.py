@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from string import Template
 
-from cuda_compiler.resident import layout, mailboxes
+from cuda_compiler.resident import layout
 from cuda_compiler.resident.phases import Phase
 from cuda_compiler.specialization.c_text import TYPES, index_type
 from cuda_compiler.specialization.template_files import template_text
@@ -36,8 +36,7 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
                 streamed[index] = place[phase.operands[name]]
         operands = ", ".join(str(place[view]) for view in phase.operands.values())
         weight, *sides = streamed
-        received = phase.received_values if phase.constants["from_mailbox"] else 0
-        steps.append(f"    {{{number}, {stream}, {weight}, {{{sides[0]}, {sides[1]}}}, {received}, {{{operands}}}}},")
+        steps.append(f"    {{{number}, {stream}, {weight}, {{{sides[0]}, {sides[1]}}}, {{{operands}}}}},")
         computing, prefetching = (
             "".join(
                 f", static_cast<{TYPES[view.dtype]} *>({memory_of.format(index)})"
@@ -78,16 +77,14 @@ def _constants(phases: Sequence[Phase], operands: int, grid_memory: int, mailbox
         "SLOT_BYTES": layout.slot_bytes(phases),
         "SIDES": max(len(phase.stream.sides) for phase in phases if phase.stream is not None),
         "SCRATCH_BYTES": layout.scratch_bytes(phases),
-        "PROGRESS_BYTES": layout.PROGRESS_BYTES,
-        "INBOX_BYTES": layout.inbox_bytes(phases),
         "PREFETCHED_BYTES": layout.prefetched_bytes(phases),
         "PREFETCH_QUEUE_BYTES": layout.prefetch_queue_bytes(phases),
         "PREFETCH_DEPTH": layout.PREFETCH_DEPTH,
+        "MOST_OWN_TURNS": layout.MOST_OWN_TURNS,
         "UNITS_AHEAD": layout.UNITS_AHEAD,
         "AHEAD_NS": layout.AHEAD_NS,
         "LIMIT_BARRIER_BYTES": layout.LIMIT_BARRIER_BYTES,
         "MAILBOX_SIZE": mailbox_size,
-        "MAILBOX_COPIES": mailboxes.COPIES,
         "GRID_MEMORY": grid_memory,
         "MAX_OPERANDS": max(len(phase.operands) for phase in phases),
         "OPERANDS": operands,

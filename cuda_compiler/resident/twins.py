@@ -168,9 +168,8 @@ def accesses(
         exchanges: Whether the blocks exchange tagged partial sums, as in attention.
     """
     if from_mailbox:
-        yield "wait", step - 3  # the receiving warp, which may be ahead of the others (I25)
-        yield "receive", (step - 1) % mailboxes
         yield "wait", step - 2
+        yield "receive", (step - 1) % mailboxes
     else:
         yield "wait", step - 1
     if exchanges:

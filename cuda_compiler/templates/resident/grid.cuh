@@ -20,9 +20,6 @@
 //      read in step s - 2, which all blocks have ended (I11). It is filled next in step s + 2, behind the barrier of step s, and
 //      read next in step s + 3. So a reader finds zero or the value of the step before.
 // I14. No message is 0: only the complement of 0xffff is, a NaN with a sign, and no result is one.
-// I25. The inbox belongs to the receiving warp from the time when all computing warps have taken the x before from it until it has
-//      the x of a step, and to the computing warps then. That warp reads the mailbox of step s - 1 for step s after the barrier
-//      of step s - 3, so it finds zero or the value of the step before, as in I13.
 // I15. Steps are counted on from run to run, in the tags and in the order of the mailboxes; between runs the kernel's end takes
 //      the barrier's place. The last step stores the number of steps so far and the mailbox that the next one fills, after the
 //      barrier of step 0, which a block reaches only when it has read both. So a kernel has at least two steps.
@@ -40,7 +37,6 @@
 static_assert(STEPS > 1, "the numbers for the next run are stored after a barrier (I15)");
 
 constexpr int MAILBOXES = 5;
-constexpr int PROGRESS_PLACE = SCRATCH_BYTES - INBOX_BYTES - PROGRESS_BYTES;
 constexpr int GRID_WORDS = 32;  // before the mailboxes
 
 // How far a block has come: two numbers in its shared memory, written by one thread each (I12).
@@ -48,8 +44,7 @@ struct Progress {
     unsigned ended;  // the address of the number of steps that the block has ended
     unsigned passed;  // and of those that all blocks have
 
-    __device__ __forceinline__ Progress(char *shared)
-        : ended(shared_address(shared + PROGRESS_PLACE)), passed(ended + 4) {}
+    __device__ __forceinline__ Progress(unsigned at) : ended(at), passed(at + 4) {}
 
     // By one thread, before anybody reads or writes them.
     __device__ __forceinline__ void initialize() const {
@@ -88,35 +83,11 @@ __device__ __forceinline__ void run_barrier_warp(void *memory, const Progress &p
     }
 }
 
-constexpr int MOST_SCRATCH = PROGRESS_PLACE - PREFETCH_QUEUE_BYTES;  // of a phase
-
-// The x of a step, which the receiving warp receives for the computing ones, by turns (I25).
-struct Inbox : Pipeline {
-    char *memory;
-
-    __device__ __forceinline__ Inbox(char *shared)
-        : Pipeline(shared_address(shared + PROGRESS_PLACE + 16), 1), memory(shared + SCRATCH_BYTES - INBOX_BYTES) {}
-
-    __device__ __forceinline__ void initialize() const { Pipeline::initialize(1, warps); }
-
-    // By all computing warps, each for itself: the x, once it is there.
-    template <typename T>
-    __device__ __forceinline__ const T *take() const {
-        wait_until_full();
-        return reinterpret_cast<const T *>(memory);
-    }
-
-    // After its last read.
-    __device__ __forceinline__ void give_back() { hand_over(free()); }
-};
-
 // The grid as a step of a computing thread sees it. Its memory has the barrier's counter, the number of steps that earlier
-// runs took, the mailbox that the next run fills first, and the mailboxes. There are several copies of each: where all blocks
-// poll one place, what is stored there waits for their reads.
+// runs took, the mailbox that the next run fills first, and the mailboxes.
 struct Grid {
     unsigned *memory;
     Progress progress;
-    Inbox inbox;
     unsigned base;
     int step = 0;
     int mailbox;  // that this step fills
@@ -124,9 +95,8 @@ struct Grid {
     int half = 0;  // of the ranks' memory that the next exchange uses (I23)
 #endif
 
-    // Before the block arrives at any barrier (I15).
-    __device__ __forceinline__ Grid(void *memory, const Progress &progress, const Inbox &inbox)
-        : memory(static_cast<unsigned *>(memory)), progress(progress), inbox(inbox), base(static_cast<unsigned *>(memory)[1]),
+    __device__ __forceinline__ Grid(void *memory, const Progress &progress)
+        : memory(static_cast<unsigned *>(memory)), progress(progress), base(static_cast<unsigned *>(memory)[1]),
           mailbox(static_cast<int *>(memory)[2]) {
 #ifdef EXCHANGED
         half = static_cast<int *>(memory)[3];
@@ -145,17 +115,15 @@ struct Grid {
     __device__ __forceinline__ void end_step() {
         const int read = before(mailbox, 3);
         const int at = (blockIdx.x * THREADS + threadIdx.x) * 8;
-        for (int i = at; i < MAILBOX_COPIES * MAILBOX_SIZE; i += gridDim.x * THREADS * 8) {
-            *reinterpret_cast<uint4 *>(message(read, 0, i)) = make_uint4(0, 0, 0, 0);
+        for (int i = at; i < MAILBOX_SIZE; i += gridDim.x * THREADS * 8) {
+            *reinterpret_cast<uint4 *>(message(read, i)) = make_uint4(0, 0, 0, 0);
         }
-        next_mailbox();
+        mailbox = before(mailbox, MAILBOXES - 1);
         sync_block();
         if (threadIdx.x == 0) {
             Progress::write(progress.ended, step + 1);
         }
     }
-
-    __device__ __forceinline__ void next_mailbox() { mailbox = before(mailbox, MAILBOXES - 1); }
 
     // The mailbox that was filled so many steps earlier than this one.
     __device__ __forceinline__ static int before(int mailbox, int steps) {
@@ -174,8 +142,8 @@ struct Grid {
         }
     }
 
-    __device__ __forceinline__ unsigned short *message(int mailbox, int copy, int index) const {
-        return reinterpret_cast<unsigned short *>(memory + GRID_WORDS) + (mailbox * MAILBOX_COPIES + copy) * MAILBOX_SIZE + index;
+    __device__ __forceinline__ unsigned short *message(int mailbox, int index) const {
+        return reinterpret_cast<unsigned short *>(memory + GRID_WORDS) + mailbox * MAILBOX_SIZE + index;
     }
 
     // A value as a message, never 0 (I14).
@@ -187,21 +155,15 @@ struct Grid {
     // Passes a value to the next step. After `wait` (I13).
     template <typename T>
     __device__ __forceinline__ void send(int index, const T &value) const {
-#pragma unroll
-        for (int copy = 0; copy < MAILBOX_COPIES; copy++) {
-            asm volatile("st.relaxed.gpu.global.u16 [%0], %1;"
-                         :: "l"(message(mailbox, copy, index)), "h"(encoded(value)) : "memory");
-        }
+        asm volatile("st.relaxed.gpu.global.u16 [%0], %1;"
+                     :: "l"(message(mailbox, index)), "h"(encoded(value)) : "memory");
     }
 
     template <typename T>
     __device__ __forceinline__ void send(int index, const T (&values)[4]) const {
-#pragma unroll
-        for (int copy = 0; copy < MAILBOX_COPIES; copy++) {
-            asm volatile("st.relaxed.gpu.global.v4.u16 [%0], {%1, %2, %3, %4};"
-                         :: "l"(message(mailbox, copy, index)), "h"(encoded(values[0])), "h"(encoded(values[1])),
-                            "h"(encoded(values[2])), "h"(encoded(values[3])) : "memory");
-        }
+        asm volatile("st.relaxed.gpu.global.v4.u16 [%0], {%1, %2, %3, %4};"
+                     :: "l"(message(mailbox, index)), "h"(encoded(values[0])), "h"(encoded(values[1])),
+                        "h"(encoded(values[2])), "h"(encoded(values[3])) : "memory");
     }
 
     // Reads eight values of the step before, from `index` on, if they are `wanted`; returns whether all have been written, or
@@ -221,41 +183,7 @@ struct Grid {
         asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n"
                      "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                      : "+r"(found[0]), "+r"(found[1]), "+r"(found[2]), "+r"(found[3])
-                     : "l"(message(before(mailbox, 1), blockIdx.x % MAILBOX_COPIES, index)), "r"(unsigned(wanted)) : "memory");
-    }
-
-    // Receives `packs` packs of eight values of the step before and stores them in the inbox; the receiving warp's part of a step.
-    // Those behind are written last, so the last round is a whole one.
-    __device__ __forceinline__ void receive_all(int packs) {
-        constexpr int together = 8;
-        constexpr int round = together * WARP;
-        inbox.wait_until_free();
-        Progress::wait(progress.passed, step - 2);  // I25
-        for (int first = packs % round == 0 ? 0 : packs % round - round; first < packs; first += round) {
-            unsigned found[together][4] = {};
-            bool missing;
-            do {
-#pragma unroll
-                for (int i = 0; i < together; i++) {
-                    const int at = first + i * WARP + int(threadIdx.x % WARP);
-                    request(found[i], at * 8, at >= 0 && is_missing(found[i]));
-                }
-                missing = false;
-#pragma unroll
-                for (int i = 0; i < together; i++) {
-                    missing |= first + i * WARP + int(threadIdx.x % WARP) >= 0 && is_missing(found[i]);
-                }
-            } while (missing);
-#pragma unroll
-            for (int i = 0; i < together; i++) {
-                const int at = first + i * WARP + int(threadIdx.x % WARP);
-                if (at >= 0) {
-                    reinterpret_cast<uint4 *>(inbox.memory)[at] =
-                        make_uint4(~found[i][0], ~found[i][1], ~found[i][2], ~found[i][3]);
-                }
-            }
-        }
-        inbox.hand_over(inbox.full);
+                     : "l"(message(before(mailbox, 1), index)), "r"(unsigned(wanted)) : "memory");
     }
 
     // Whether one of eight messages has not been written.

@@ -20,15 +20,17 @@ ${steps}
 
 ${phases}
 
-// In all no more than the block has at its start, 168 for each thread, or the computing warps wait for ever.
-constexpr int COMPUTING_REGISTERS = 224;
-constexpr int OTHERS_REGISTERS = 56;
+// In all no more than the block has at its start, 168 for each thread, or the computing warps wait for ever. To fetch scales
+// and offsets too takes more.
+constexpr int COMPUTING_REGISTERS = SIDES > 0 ? 224 : 232;
+constexpr int OTHERS_REGISTERS = SIDES > 0 ? 56 : 40;
 static_assert(
     THREADS * COMPUTING_REGISTERS + (ALL_THREADS - THREADS) * OTHERS_REGISTERS <= ALL_THREADS * 168, "registers of a block"
 );
 
 // The job of the computing warps.
-__device__ __forceinline__ void compute(Ring &ring, PrefetchQueue &queue, Grid &grid, const Operands &operands, char *shared) {
+__device__ __forceinline__ void compute(Ring &ring, PrefetchQueue &queue, const Operands &operands, char *shared) {
+    Grid grid(operands.at[GRID_MEMORY], Progress(ring.progress_place()));
     for (; grid.step < STEPS; grid.step++) {
         queue.wait();
         const StepOperands &step = queue.step();
@@ -39,16 +41,6 @@ ${compute_cases}
         grid.end_step();
     }
     grid.end_run();
-}
-
-// The job of the receiving warp.
-__device__ __forceinline__ void receive(Grid &grid) {
-    for (; grid.step < STEPS; grid.step++) {
-        if (steps[grid.step].received > 0) {
-            grid.receive_all(steps[grid.step].received / 8);
-        }
-        grid.next_mailbox();
-    }
 }
 
 // The job of the prefetching warp.
@@ -71,25 +63,20 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __gri
     PrefetchQueue queue(shared);
     ring.initialize();
     queue.initialize();
-    const Progress progress(shared);
     if (threadIdx.x == 0) {
-        progress.initialize();
+        Progress(ring.progress_place()).initialize();
     }
-    const Inbox inbox(shared);
-    inbox.initialize();
-    Grid grid(operands.at[GRID_MEMORY], progress, inbox);
     __syncthreads();
     if (threadIdx.x < THREADS) {
         take_registers<COMPUTING_REGISTERS>();
-        compute(ring, queue, grid, operands, shared);
+        compute(ring, queue, operands, shared);
         return;
     }
     give_registers<OTHERS_REGISTERS>();
     switch (threadIdx.x / WARP - warps) {
         case 0: ring.fill(operands); break;
-        case 1: run_barrier_warp(operands.at[GRID_MEMORY], progress); break;
+        case 1: run_barrier_warp(operands.at[GRID_MEMORY], Progress(ring.progress_place())); break;
         case 2: prefetch(queue, operands); break;
-        case 3: receive(grid); break;
     }
 #else
     __trap();  // no GPU before sm_80 has the shared memory to be given this kernel

@@ -31,7 +31,7 @@ struct Scratch {
         Found found;
     } memory[warps];
 };
-static_assert(sizeof(Scratch) <= MOST_SCRATCH, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
 // Stores the cosines and sines of the queries' angles, the gains, and the tokens' places in the cache (I6), by thread `thread`
 // of `threads`.

@@ -21,8 +21,10 @@ constexpr int chunks = packs / chunk_packs;  // whole ones
 constexpr int chunk_turns = (chunk_packs / line + warps - 1) / warps;  // lines of a chunk that a warp takes
 constexpr int fours = (rows + 3) / 4;  // groups of four rows of x
 constexpr int sum_rows = UNIT_ROWS;
-// With `own_columns`, a row of x goes to the registers of the warps that multiply its columns, so no warp waits for another one's
-// part. The scale of its norm is a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
+// One row of x is received by the warps that multiply its columns, into registers, so no warp waits for another one's part. The
+// scale of its norm is a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
+constexpr bool own_columns = rows == 1 && !direct && (packs + line * warps - 1) / (line * warps) <= MOST_OWN_TURNS
+    && (!normed || IsBrain<Element>::value);
 constexpr bool staged = !direct && !own_columns;
 constexpr bool scales_sums = own_columns && normed;
 constexpr int x_row = staged ? (packs + line - 1) / line * line * pack : pack;
@@ -32,7 +34,7 @@ struct Scratch {
     float sums[2][warps][batch][sum_rows][rows];  // I18
     float squares[warps];
 };
-static_assert(sizeof(Scratch) <= MOST_SCRATCH, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
 // Zeros after rows of x that do not end in whole lines, because the last line is read whole.
 __device__ __forceinline__ void pad(Scratch &scratch) {
@@ -47,7 +49,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
         pad(scratch);
         Pack<Element, pack> values[held] = {};
         const Receiver own;
-        receive_x<false, false>(grid, own, scratch.squares, x, gain, values);
+        receive_x<false>(grid, own, scratch.squares, x, gain, values);
 #pragma unroll
         for (int i = 0; i < held; i++) {
             if (own.takes(i)) {
@@ -232,22 +234,13 @@ struct KeptColumns : ArrivingColumns<kept> {
     const Source from;
 
     __device__ __forceinline__ KeptColumns(
-        Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain
+        const Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain
     ) : ArrivingColumns<kept>(Lane()), from{grid, x} {
         if constexpr (own_columns) {
             const Gains<kept> gains(*this, gain);
-            if constexpr (in_inbox) {
-                const Element *const received = grid.inbox.template take<Element>();
-                this->each([&](Words &words, int, int at, bool wanted) {
-                    wanted = wanted && at < packs;
-                    words = load_words(received + (wanted ? at : 0) * pack, wanted);
-                });
-                grid.inbox.give_back();
-            } else {
-                back_off();
-                this->begin(from, 0);
-                this->finish(from, 0);
-            }
+            back_off();
+            this->begin(from, 0);
+            this->finish(from, 0);
             if constexpr (normed) {
                 float total = gains.apply(*this);
                 total += __shfl_xor_sync(0xffffffffu, total, 1);

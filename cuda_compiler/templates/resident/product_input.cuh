@@ -13,7 +13,6 @@ constexpr int row_warps = warps / (rows > 4 ? 8 : rows > 2 ? 4 : rows);  // warp
 constexpr int row_threads = row_warps * WARP;
 constexpr int held = (packs + row_threads - 1) / row_threads;  // packs of its row that a thread receives
 constexpr int line = 8;  // packs, 128 bytes
-constexpr bool in_inbox = own_columns && from_mailbox && 2 * depth <= INBOX_BYTES;
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
 
 // The number of the thread, asked for anew every time: else the compiler would compute the addresses of all steps ahead of the
@@ -60,7 +59,7 @@ __device__ __forceinline__ float scale_of_norm(const float (&squares)[warps]) {
 
 // Receives x, RMS-normalized with `normed`. In `squares` the warps that share a row tell each other what they have found; with
 // `scales_later`, only that is left there, and x is not scaled by it.
-template <bool in_inbox, bool scales_later, int held, typename Receiver>
+template <bool scales_later, int held, typename Receiver>
 __device__ __forceinline__ void receive_x(
     Grid &grid, const Receiver &own, float (&squares)[warps], const Element *x, const Gain::type *gain,
     Pack<Element, pack> (&values)[held]
@@ -74,19 +73,8 @@ __device__ __forceinline__ void receive_x(
             }
         }
     }
-    if constexpr (!in_inbox) {
-        back_off();
-    }
-    if constexpr (in_inbox) {
-        const Element *const received = grid.inbox.template take<Element>();
-#pragma unroll
-        for (int i = 0; i < held; i++) {
-            if (own.takes(i)) {
-                values[i] = load_pack<pack>(received + own.pack(i) * pack);
-            }
-        }
-        grid.inbox.give_back();
-    } else if constexpr (from_mailbox) {
+    back_off();
+    if constexpr (from_mailbox) {
         bool arrived[held] = {};
         const auto receive = [&](int i) {
             arrived[i] = grid.receive(values[i], own.row * depth + own.pack(i) * pack, !arrived[i] && own.takes(i));

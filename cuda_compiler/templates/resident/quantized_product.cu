@@ -38,10 +38,11 @@ struct Scratch {
     float sums[2][warps][batch][sum_rows][rows];  // I18
     float squares[warps];
 };
-static_assert(sizeof(Scratch) <= MOST_SCRATCH, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
-// With `own_columns`, a row of x goes to the warps that multiply its columns, so no warp waits for another one's part. The scale of
-// its norm is a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
+// One row of x is received by the warps that multiply its columns, so no warp waits for another one's part. The scale of its norm is
+// a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
+constexpr bool own_columns = rows == 1 && (!normed || IsBrain<Element>::value);
 constexpr bool scales_sums = own_columns && normed;
 constexpr int line_packs = line_spans * span_packs;
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
     if constexpr (own_columns) {
         const OwnReceiver own;
         Pack<Element, pack> values[OwnReceiver::held] = {};
-        receive_x<in_inbox, scales_sums>(grid, own, scratch.squares, x, gain, values);
+        receive_x<scales_sums>(grid, own, scratch.squares, x, gain, values);
 #pragma unroll
         for (int i = 0; i < OwnReceiver::held; i++) {
             const int at = own.pack(i);
@@ -92,7 +93,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
     }
     Pack<Element, pack> values[held] = {};
     const Receiver own;
-    receive_x<false, false>(grid, own, scratch.squares, x, gain, values);
+    receive_x<false>(grid, own, scratch.squares, x, gain, values);
 #pragma unroll
     for (int i = 0; i < held; i++) {
         const int at = own.pack(i);
@@ -164,7 +165,7 @@ struct HeldColumns {
     Lane lane;
     SomeTurns<held_turns> turns;
 
-    __device__ __forceinline__ HeldColumns(Grid &, Scratch &scratch, const Element *, const Gain::type *) : turns(scratch, lane, 0) {}
+    __device__ __forceinline__ HeldColumns(const Grid &, Scratch &scratch, const Element *, const Gain::type *) : turns(scratch, lane, 0) {}
 };
 
 // The part of x that a warp multiplies with the lines of one chunk.

@@ -101,6 +101,9 @@ struct Ring : Pipeline {
     __device__ __forceinline__ bool limit_is_raised() const { return is_over_at(limit_barrier(), 0); }
     __device__ __forceinline__ unsigned limit_barrier() const { return full + 16 * depth; }
 
+    // Where the block's progress is kept (`grid.cuh`): behind the limit's barrier.
+    __device__ __forceinline__ unsigned progress_place() const { return limit_barrier() + 8; }
+
     // Waits until the current slot may be filled (I1), and calls `meanwhile` until then.
     template <typename Meanwhile>
     __device__ __forceinline__ void begin_fetch(const Stream &stream, InFlight &in_flight, Meanwhile meanwhile) const {

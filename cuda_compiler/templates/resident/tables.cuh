@@ -37,7 +37,6 @@ struct Step {
     int stream;  // -1 where a step streams no weight
     int weight;  // the operand that is streamed
     int sides[2];  // the operands with its scales and offsets
-    int received;  // values of x that the receiving warp receives for it
     int operand[MAX_OPERANDS];
 };
 
