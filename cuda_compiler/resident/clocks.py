@@ -24,13 +24,15 @@ _LABELS = "clocked_steps"  # the parameter with a name for each step
 # once, those of a phase once for each shape: products, attention.
 _IN_KERNEL = {
     "    int mailbox;  // that this step fills": "    Clocks clocks;",
-    "    Grid grid(operands.at[GRID_MEMORY]);": "    grid.clocks.begin_run(operands.at[CLOCK_MEMORY]);",
+    "    Grid grid(operands.at[GRID_MEMORY], Progress(ring.progress_place()));": (
+        "    grid.clocks.begin_run(operands.at[CLOCK_MEMORY]);"
+    ),
     "        grid.end_step();": "        grid.clocks.mark(grid.step, 2);",
     "    grid.end_run();": "    grid.clocks.end_run();",
 }
 _IN_PHASES = {
-    "    const HeldColumns held_columns(grid, scratch, x);": "    grid.clocks.mark(grid.step, 0);",
-    "        // After this the sums of the previous batch may be overwritten (I18), and memory may be written (I11).": (
+    "    const HeldColumns held_columns(grid, scratch, x, gain);": "    grid.clocks.mark(grid.step, 0);",
+    "        // After this the sums of the previous batch may be overwritten (I18).": (
         "        grid.clocks.mark(grid.step, 1);"
     ),
     "        insert_new_rows(key_words, values, prefetched, scratch, key);": "        grid.clocks.mark(grid.step, 0);",
@@ -40,7 +42,7 @@ _IN_PHASES = {
     "        problem.q = &scratch.q[0][0];": "        grid.clocks.mark(grid.step, 0);",
     "        combine_warps(problem, 0, state, scratch.memory, send, used);": "        grid.clocks.mark(grid.step, 1);",
 }
-_DEFINED_AFTER = "constexpr int grid_done = 3;"
+_DEFINED_AFTER = "constexpr int GRID_WORDS = 32;  // before the mailboxes"
 
 
 def words(steps: int) -> int:

@@ -16,14 +16,13 @@ from cuda_compiler.resident import clocks
 from cuda_compiler.resident.attention import MOST_CALLS, attention_phase, match_attention
 from cuda_compiler.resident.exchanges import connect_ranks, exchanging, with_rank_sum
 from cuda_compiler.resident.layout import ALL_THREADS, LEAST_SHARED, least_shared
-from cuda_compiler.resident.mailboxes import connect_mailboxes
+from cuda_compiler.resident.mailboxes import connect_mailboxes, memory_words
 from cuda_compiler.resident.phases import Phase
-from cuda_compiler.resident.products import PRODUCTS, product_phase
+from cuda_compiler.resident.products import PRODUCTS, fit_slots, product_phase
 from cuda_compiler.resident.quantized_products import QUANTIZED_PRODUCTS, quantized_product_phase
 from cuda_compiler.resident.source import RESIDENT, kernel_source
 from cuda_compiler.rules.gates import with_gate
 from cuda_compiler.rules.streamed import suits_streaming
-from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
@@ -167,10 +166,9 @@ def _with_gate(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[
 def resident_call(run: Run, make: Specializer) -> KernelCall:
     """The call of the resident kernel of a run; its operands are all views that its phases read and write."""
     phases, exchange = connect_ranks(run.phases, make, run.calls[-1].node)
-    phases, mailbox_size = connect_mailboxes(phases)
-    mailbox_size = groups(mailbox_size, 8) * 8
+    phases, mailbox_size = connect_mailboxes(fit_slots(phases))
     last = run.calls[-1]
-    memory = make.counters(f"{last.node}.grid", 4 + 3 * mailbox_size // 2)
+    memory = make.counters(f"{last.node}.grid", memory_words(mailbox_size))
     if count := max(phase.partials for phase in phases):
         partials = make.counters(f"{last.node}.partials", 2 * count)
         phases = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cuda_compiler.resident.phases import Phase
+from cuda_compiler.resident.phases import IN_FLIGHT, Phase
 from cuda_compiler.specialization.gpu import WARP
 from cuda_compiler.specialization.sizes import groups
 
@@ -13,14 +13,13 @@ ALL_THREADS = THREADS + 4 * WARP  # with a warp each that fetches weights, runs 
 WARPS = THREADS // WARP
 UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
 LINE_BYTES = 128  # of each row that a warp takes at a time
-SLOT_BYTES = UNIT_ROWS * 3072
+SLOT_BYTES = UNIT_ROWS * 3072  # at most, of a weight in 16 bits
 QUANTIZED_SLOT_BYTES = 12 * 3072  # of the codes of a weight in few bits; scales and offsets come on top
 PREFETCH_DEPTH = 3  # steps that may be prefetched at a time
-IN_FLIGHT = 2  # slots being copied; the ring has as many at least, because a product holds two at a time
-MAX_IN_FLIGHT = 4  # while a block goes through a long weight
+MOST_OWN_TURNS = 10  # lines of x that a warp keeps in registers, where it receives them itself
 UNITS_AHEAD = 8  # of a weight in 16 bits, after the ring: prefetched into the L2 cache while the ring is full
 AHEAD_NS = 500  # from one such prefetch to the next
-LIMIT_BARRIER_BYTES = 16  # after the ring
+LIMIT_BARRIER_BYTES = 16  # after the ring, with the block's progress
 LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 
 
@@ -30,7 +29,9 @@ def scratch_bytes(phases: Sequence[Phase]) -> int:
 
 
 def prefetch_queue_bytes(phases: Sequence[Phase]) -> int:
-    return PREFETCH_DEPTH * prefetched_bytes(phases) + whole_lines(16 * PREFETCH_DEPTH)
+    operands = max(len(phase.operands) for phase in phases)
+    step = groups(8 + 8 * operands, 16) * 16  # the C struct `StepOperands`
+    return whole_lines(PREFETCH_DEPTH * (step + prefetched_bytes(phases)) + 16 * PREFETCH_DEPTH)
 
 
 def prefetched_bytes(phases: Sequence[Phase]) -> int:
@@ -44,7 +45,7 @@ def least_shared(phases: Sequence[Phase]) -> int:
 
 
 def slot_bytes(phases: Sequence[Phase]) -> int:
-    return max(SLOT_BYTES, *(whole_lines(phase.stream.slot_bytes) for phase in phases if phase.stream is not None))
+    return max(whole_lines(phase.stream.slot_bytes) for phase in phases if phase.stream is not None)
 
 
 def whole_lines(size: int) -> int:

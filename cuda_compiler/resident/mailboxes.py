@@ -9,8 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cuda_compiler.resident.phases import BACKOFF_NS, Phase
+from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.views import View
+
+MAILBOXES = 5  # as in `grid.cuh` (I13)
+_GRID_BYTES = 128  # before the mailboxes
+_ALIGNMENT = 64  # values of a mailbox, in a line of the L2 cache
+
+
+def memory_words(mailbox_size: int) -> int:
+    """Number of 32-bit words of the memory that holds the grid barrier's counter and the mailboxes."""
+    return (_GRID_BYTES + 2 * MAILBOXES * mailbox_size) // 4
 
 
 def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
@@ -29,11 +39,11 @@ def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
             constants["backoff_ns"] = BACKOFF_NS
         result[index] = replace(after, inputs=inputs, constants=constants)
         size = max(size, out.numel)
-    return result, size
+    return result, groups(size, _ALIGNMENT) * _ALIGNMENT
 
 
 def _can_connect(before: Phase, after: Phase) -> bool:
-    """Whether phase `after` may read the result of `before` from a mailbox, before the barrier between them (I11)."""
+    """Whether phase `after` may read the result of `before` from a mailbox, without the barrier between them (I11)."""
     out = before.outputs["out"]
     assert out is not None
     names = ("x",) if after.stream else ("unrotated", "key_source", "value_source")
@@ -44,12 +54,12 @@ def _can_connect(before: Phase, after: Phase) -> bool:
         (x,) = received
         if not x.is_contiguous or (x.numel, x.offset) != (out.numel, out.offset):
             return False
-    # The other operands are read before the barrier (I19, I21).
+    # The other operands are read without that barrier.
     written = {view.buffer for view in before.outputs.values() if view is not None}
     if any(view is not None and view.buffer in written for name, view in after.inputs.items() if name not in names):
         return False
-    # So are caches updated (I21), and tagged sums written (I17).
-    updated = {view.buffer for name, view in after.outputs.items() if view is not None and name != "out"}
+    # So are results and tagged sums written (I17).
+    updated = {view.buffer for view in after.outputs.values() if view is not None}
     used = {view.buffer for view in before.operands.values()}
     return updated.isdisjoint(used) and not (before.partials and after.partials)
 

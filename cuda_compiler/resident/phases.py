@@ -11,6 +11,8 @@ from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View
 
 BACKOFF_NS = 1000  # polling for what is not there yet slows down the blocks that are still writing it
+IN_FLIGHT = 2  # slots being copied; the ring has as many at least, because a product holds two at a time
+MOST_IN_FLIGHT = 4  # while a block goes through a long weight
 _LONG_BYTES = 16 << 20  # of a weight, from which on it is a long one
 
 
@@ -44,6 +46,8 @@ class Stream:
     copied_rows: int = 1
     side_rows: int = 1
     units_together: int = 2
+    in_flight: int = IN_FLIGHT
+    most_in_flight: int = MOST_IN_FLIGHT
     sides: tuple[Side, ...] = ()
 
     @property
@@ -58,9 +62,9 @@ class Stream:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that a slot of the ring needs for the codes, scales and offsets of a quantized weight; else 0."""
+        """Bytes that a slot of the ring needs for a unit's rows, or for their codes, scales and offsets."""
         ends = [side.place + -(-self.unit_rows // self.side_rows) * side.stride for side in self.sides]
-        return max(ends, default=0)
+        return max(ends, default=self.unit_rows * self.chunk_bytes)
 
     def __str__(self) -> str:
         return _initializer(self)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from cuda_compiler.resident.layout import LINE_BYTES, SLOT_BYTES, THREADS, UNIT_ROWS, WARPS, whole_lines
-from cuda_compiler.resident.phases import Phase, Stream
+from cuda_compiler.resident.phases import IN_FLIGHT, MOST_IN_FLIGHT, Phase, Stream
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups, vector_width
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
@@ -44,10 +47,10 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None
     own = own_rows(n, UNIT_ROWS // 2 if gated else UNIT_ROWS)
     unit_rows = 2 * own if gated else own
     chunk = chunk_bytes(row_bytes, unit_rows, SLOT_BYTES)
-    stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
+    stream = in_chunks(Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk), chunk)
     pairs = min(_MOST_UNITS, THREADS // (own * m), groups(stream.units, MULTIPROCESSORS) + 1) // 2
     batch = 2 * max(pairs, 1)  # a block takes units in pairs, and a thread finishes a result of a batch
-    constants |= {"gated": gated, **stream_constants(stream), "chunk_packs": chunk // 16, "batch": batch}
+    constants |= {"gated": gated, **stream_constants(stream), "chunk_packs": stream.chunk_bytes // 16, "batch": batch}
     constants["direct"] = direct
     sums = 4 * 2 * WARPS * UNIT_ROWS * m * batch
     x_bytes = 16 if direct else m * groups(row_bytes, LINE_BYTES) * LINE_BYTES
@@ -126,6 +129,36 @@ def own_rows(rows: int, most: int) -> int:
         return groups(groups(rows, own), MULTIPROCESSORS) * own
 
     return min(range(most, most // 2, -1), key=busiest)
+
+
+def in_chunks(stream: Stream, chunk: int) -> Stream:
+    """The stream with rows in chunks of so many bytes; whole rows, which are contiguous, are copied together."""
+    if stream.row_bytes <= chunk and stream.row_bytes % LINE_BYTES == 0:
+        stream = replace(stream, chunk_bytes=stream.row_bytes, copied_rows=stream.own_rows)
+    else:
+        stream = replace(stream, chunk_bytes=chunk)
+    slots = [groups(count * SLOT_BYTES, stream.slot_bytes) for count in (IN_FLIGHT, MOST_IN_FLIGHT)]
+    return replace(stream, in_flight=slots[0], most_in_flight=slots[1])
+
+
+def fit_slots(phases: Sequence[Phase]) -> list[Phase]:
+    """The phases, with long rows of 16-bit weights in chunks that fit a slot for the largest unit of whole rows.
+
+    Slots are as large as the largest of them, so others would waste room.
+    """
+    dense = [phase.stream for phase in phases if phase.stream is not None and not phase.stream.sides]
+    slot = max((stream.slot_bytes for stream in dense if stream.chunk_bytes >= stream.row_bytes), default=SLOT_BYTES)
+    result = []
+    for phase in phases:
+        stream = phase.stream
+        if stream is not None and not stream.sides and stream.chunk_bytes < stream.row_bytes:
+            least = stream.unit_rows * WARPS * LINE_BYTES
+            stream = in_chunks(stream, chunk_bytes(stream.row_bytes, stream.unit_rows, max(slot, least)))
+            phase = replace(
+                phase, stream=stream, constants={**phase.constants, "chunk_packs": stream.chunk_bytes // 16}
+            )
+        result.append(phase)
+    return result
 
 
 def chunk_bytes(row_bytes: int, unit_rows: int, slot: int) -> int:

@@ -37,13 +37,16 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
         operands = ", ".join(str(place[view]) for view in phase.operands.values())
         weight, *sides = streamed
         steps.append(f"    {{{number}, {stream}, {weight}, {{{sides[0]}, {sides[1]}}}, {{{operands}}}}},")
-        arguments = "".join(
-            f", static_cast<{TYPES[view.dtype]} *>(operands.at[step.operand[{index}]])"
-            for index, view in enumerate(phase.operands.values())
+        computing, prefetching = (
+            "".join(
+                f", static_cast<{TYPES[view.dtype]} *>({memory_of.format(index)})"
+                for index, view in enumerate(phase.operands.values())
+            )
+            for memory_of in ("step.at[{}]", "operands.at[step.operand[{}]]")
         )
-        call = f"phase{number}::{phase.function}(ring, grid, queue, shared + PREFETCH_QUEUE_BYTES{arguments})"
+        call = f"phase{number}::{phase.function}(ring, grid, queue, shared + PREFETCH_QUEUE_BYTES{computing})"
         computes[number] = f"            case {number}: {call}; break;"
-        prefetches[number] = f"            case {number}: phase{number}::prefetch(queue{arguments}); break;"
+        prefetches[number] = f"            case {number}: phase{number}::prefetch(queue{prefetching}); break;"
     constants = _constants(phases, len(place), place[memory], mailbox_size)
     exchanged = max(phase.exchanged for phase in phases)
     exchanges = [f"#define EXCHANGED {exchanged}"] if exchanged else []
@@ -77,8 +80,7 @@ def _constants(phases: Sequence[Phase], operands: int, grid_memory: int, mailbox
         "PREFETCHED_BYTES": layout.prefetched_bytes(phases),
         "PREFETCH_QUEUE_BYTES": layout.prefetch_queue_bytes(phases),
         "PREFETCH_DEPTH": layout.PREFETCH_DEPTH,
-        "IN_FLIGHT": layout.IN_FLIGHT,
-        "MAX_IN_FLIGHT": layout.MAX_IN_FLIGHT,
+        "MOST_OWN_TURNS": layout.MOST_OWN_TURNS,
         "UNITS_AHEAD": layout.UNITS_AHEAD,
         "AHEAD_NS": layout.AHEAD_NS,
         "LIMIT_BARRIER_BYTES": layout.LIMIT_BARRIER_BYTES,

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from cuda_compiler.resident.mailboxes import MAILBOXES
 from cuda_compiler.rules.attention import BLOCK_KEYS
 
 Array: TypeAlias = NDArray[Any]
@@ -158,7 +159,7 @@ def attend_pool(
 
 
 def accesses(
-    step: int, from_mailbox: bool, to_mailbox: bool, exchanges: bool, mailboxes: int = 3
+    step: int, from_mailbox: bool, to_mailbox: bool, exchanges: bool, mailboxes: int = MAILBOXES
 ) -> Iterator[tuple[str, int]]:
     """A block's accesses to shared state in one step, in order, as pairs of a kind and a mailbox or step number.
 
@@ -167,16 +168,14 @@ def accesses(
         exchanges: Whether the blocks exchange tagged partial sums, as in attention.
     """
     if from_mailbox:
+        yield "wait", step - 2
         yield "receive", (step - 1) % mailboxes
     else:
         yield "wait", step - 1
     if exchanges:
         yield "send tagged", step
-    if from_mailbox:
-        yield "wait", step - 1
-    if exchanges:
         yield "receive tagged", step
     if to_mailbox:
         yield "send", step % mailboxes
-    yield "empty", (step + 1) % mailboxes
+    yield "empty", (step - 3) % mailboxes
     yield "arrive", step

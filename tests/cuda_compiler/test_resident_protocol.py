@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import pytest
 
+from cuda_compiler.resident.mailboxes import MAILBOXES
 from cuda_compiler.resident.twins import accesses
 
 Access: TypeAlias = tuple[str, int]
@@ -32,7 +33,7 @@ class Protocol:
     connected: Sequence[bool]
     exchanges: Sequence[bool]
     blocks: int = 2
-    mailboxes: int = 3
+    mailboxes: int = MAILBOXES
     idle: int = -1
     edit: Callable[[list[Access]], list[Access]] = lambda step: step
     first_arrival: Callable[[int], int] = lambda blocks: SIGN - (blocks - 1)
@@ -44,13 +45,19 @@ class Protocol:
             connected = [index > 0 and self.connected[index - 1], index < len(self.connected) and self.connected[index]]
             step = first + index
             for kind, number in self.edit([*accesses(step, *connected, exchanges, self.mailboxes)]):
-                if (kind == "wait" and index == 0) or (kind == "arrive" and index == len(self.exchanges) - 1):
-                    continue  # the kernel's begin and its end take their place
+                if kind == "wait":
+                    number -= first  # before the kernel's first step all steps are over
                 if kind == "receive" and block == self.idle:
                     continue
                 others = range(self.blocks) if kind.startswith("receive") else [0]
                 found += [(step, kind, number, other) for other in others]
         return found
+
+    def rounds(self) -> list[tuple[int, str, int, int]]:
+        """The accesses of a block's barrier warp: two for each round, which separates two steps."""
+        return [
+            (index, kind, index, 0) for index in range(len(self.exchanges) - 1) for kind in ("begin round", "end round")
+        ]
 
 
 @dataclass(frozen=True)
@@ -66,15 +73,29 @@ class Memory:
         return replace(self, messages=(*self.messages[:mailbox], row, *self.messages[mailbox + 1 :]))
 
 
-def access(memory: Memory, protocol: Protocol, block: int, at: tuple[int, str, int, int], rounds: int) -> Memory | None:
-    """The memory after a block's access, None while it has to poll on; asserts what the invariants promise of it."""
+def access(
+    memory: Memory, protocol: Protocol, block: int, at: tuple[int, str, int, int], sign: int, partner: int
+) -> Memory | None:
+    """The memory after a block's access, None while it has to poll on; asserts what the invariants promise of it.
+
+    Args:
+        sign: The sign of the barrier's counter at the start of the run.
+        partner: Number of rounds that the block's barrier warp has seen end or, if this is the barrier warp, of steps
+            that the block has ended.
+    """
     step, kind, number, other = at
     match kind:
-        case "wait":  # the counter's sign says only whether an even number of rounds is over (I10)
-            return memory if memory.counter // SIGN == rounds % 2 else None
+        case "wait":
+            return memory if partner >= number + 1 else None
         case "arrive":
+            return memory
+        case "begin round":
+            if partner < number + 1:
+                return None
             amount = protocol.first_arrival(protocol.blocks) if block == 0 else 1
             return replace(memory, counter=(memory.counter + amount) % (2 * SIGN))
+        case "end round":  # the counter's sign says only whether an even number of rounds is over (I10)
+            return memory if memory.counter // SIGN == (sign + number + 1) % 2 else None
         case "send tagged":
             return replace(memory, tags=(*memory.tags[:block], step, *memory.tags[block + 1 :]))
         case "receive tagged":
@@ -92,20 +113,22 @@ def access(memory: Memory, protocol: Protocol, block: int, at: tuple[int, str, i
 
 def check_run(protocol: Protocol, memory: Memory, first: int) -> set[Memory]:
     """Return all contents of memory after a run; assert that no order of accesses breaks an invariant or hangs."""
-    programs = [protocol.program(first, block) for block in range(protocol.blocks)]
-    start = memory.counter // SIGN
-    # Before each access: the rounds that the block has arrived in, on top of the sign at the start.
-    rounds = [
-        [start + sum(kind == "arrive" for _, kind, _, _ in program[:place]) for place in range(len(program))]
+    blocks, sign = protocol.blocks, memory.counter // SIGN
+    programs = [*(protocol.program(first, block) for block in range(blocks)), *[protocol.rounds()] * blocks]
+    # Before each access: the steps that a block has ended, or the rounds that its barrier warp has.
+    ended = [
+        [sum(kind in ("arrive", "end round") for _, kind, _, _ in program[:place]) for place in range(len(program) + 1)]
         for program in programs
     ]
-    ends, seen, todo = set(), set(), [((0,) * protocol.blocks, memory)]
+    ends, seen, todo = set(), set(), [((0,) * (2 * blocks), memory)]
     while todo:
         places, memory = todo.pop()
         following = []
         for block, place in enumerate(places):
             if place < len(programs[block]):
-                after = access(memory, protocol, block, programs[block][place], rounds[block][place])
+                other = (block + blocks) % (2 * blocks)
+                partner = ended[other][places[other]]
+                after = access(memory, protocol, block % blocks, programs[block][place], sign, partner)
                 if after is not None:
                     following.append(((*places[:block], place + 1, *places[block + 1 :]), after))
         if all(place == len(program) for place, program in zip(places, programs, strict=True)):

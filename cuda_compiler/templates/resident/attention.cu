@@ -8,8 +8,8 @@
 // I20. A row of the cache is replaced by the blocks whose split has its key, one for each KV head and 16 rows of queries, all
 //      with the same values. Nobody else reads its new value in this step, and they do so from shared memory
 //      (`insert_new_row`). So it does not matter whether their tile had the old or the new row.
-// I21. Before the barrier a phase with `from_mailbox` reads only the mailbox and what no step of the kernel writes before it; it
-//      writes only tagged sums (I17) and rows of its caches, of which the step before uses none (`connect_mailboxes`).
+// I21. A phase with `from_mailbox` reads only the mailbox and what no step of the kernel writes before it. What it writes (its
+//      result, rows of its caches and, by I17, tagged sums), the step before does not use (`connect_mailboxes`).
 // I22. What was prefetched may be written by the computing warps, too, after all of them are done with it (I7).
 
 // The queries as a block keeps them in shared memory: a KV head's rows one after another.
@@ -208,9 +208,7 @@ PHASE(attend_keys) {
     Prefetched &prefetched = *reinterpret_cast<Prefetched *>(queue.current_memory());
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = threadIdx.x / WARP;
-    if constexpr (!from_mailbox) {
-        grid.wait();  // I11, I17
-    }
+    grid.wait<from_mailbox>();  // I11, I17
     bool idle = true;
     for (int number = blockIdx.x; number < items; number += gridDim.x) {
         const Item item(number);
@@ -242,7 +240,7 @@ PHASE(attend_keys) {
             fragment_biases(problem, item.first_row, key, bias);
             load(values, problem, key);
         }
-        // Before the barrier and the update of the caches (I8, I21).
+        // Before the update of the caches (I8, I21).
         stage_rows<Index>(
             grid, prefetched.small, scratch, item, unrotated, key_source, value_source, k, v, message
         );
@@ -270,9 +268,6 @@ PHASE(attend_keys) {
             }
         }
         combine_warps(problem, item.first_row, state, scratch.memory, send, used);
-    }
-    if constexpr (from_mailbox) {
-        grid.wait();  // I11
     }
     if (idle) {
         // Polling (I8) slows down the blocks that still have keys to attend to.

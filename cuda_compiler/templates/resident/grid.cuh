@@ -9,20 +9,20 @@
 // I8.  All blocks run at the same time (a cooperative launch), so a block may poll for what another one writes.
 // I9.  A round of the grid barrier adds 2^31 to its counter: block 0 adds 2^31 - (blocks - 1), the others 1 each. The sign
 //      changes when the last of them arrives and not before, and the lower bits are 0 again. So the counter needs no reset.
-// I10. A block arrives for step s + 1 only after it has seen the round of step s end, so the sign cannot change twice
-//      unseen.
-// I11. In step s > 0 every block passes the barrier of step s - 1 exactly once: at the start, or, where it reads a mailbox,
-//      before it writes what step s - 1 reads or writes. From then on all blocks have ended step s - 1, and what was written
-//      up to its end is visible. (`connect_mailboxes` connects no two steps for which this does not hold.)
+// I10. A block's barrier warp arrives for step s + 1 only after it has seen the round of step s end, so the sign cannot change
+//      twice unseen.
+// I11. Step s begins with a wait for the barrier of step s - 1 or, where it reads a mailbox, of step s - 2. From then on all blocks
+//      have ended that step, and what was written up to its end is visible. A step that reads a mailbox reads nothing else
+//      that step s - 1 writes, and writes nothing that step s - 1 reads or writes (`connect_mailboxes`).
 // I12. At the end of a step the computing warps of a block wait for each other, so the next step may reuse the scratch memory.
-// I13. Step s fills mailbox s mod 3 and empties mailbox s + 1 mod 3, both after the barrier of step s - 1, and reads mailbox
-//      s - 1 mod 3, before or after it. The emptied one was filled in step s - 2 and read in step s - 1, which all blocks have
-//      ended (I11). Its next readers are in step s + 2, and come there after the barrier of step s. So a reader finds zero or
-//      the value of the step before.
+//      Then one of them tells the barrier warp, which has a counter of its own for its answer: neither waits for the other.
+// I13. Step s fills mailbox s mod 5, reads mailbox s - 1 mod 5, and at its end empties mailbox s - 3 mod 5. The emptied one was
+//      read in step s - 2, which all blocks have ended (I11). It is filled next in step s + 2, behind the barrier of step s, and
+//      read next in step s + 3. So a reader finds zero or the value of the step before.
 // I14. No message is 0: only the complement of 0xffff is, a NaN with a sign, and no result is one.
 // I15. Steps are counted on from run to run, in the tags and in the order of the mailboxes; between runs the kernel's end takes
-//      the barrier's place. The last step stores the number of steps so far and the mailbox that it emptied, after a barrier
-//      that a block reaches only when it has read both. So a kernel has at least two steps.
+//      the barrier's place. The last step stores the number of steps so far and the mailbox that the next one fills, after the
+//      barrier of step 0, which a block reaches only when it has read both. So a kernel has at least two steps.
 // I16. A value and its tag are stored at once. Tags count from 1 and repeat after 2^32 steps, so a reader knows whether a tagged
 //      sum is this step's.
 // I17. Tagged sums of step s are overwritten by step t > s only after all blocks have ended step s: for t > s + 1 by I11, and for
@@ -31,46 +31,63 @@
 // Only in programs whose ranks exchange sums, which define EXCHANGED, the most summands of a step:
 // I23. Ranks run the same kernels in the same order, so a step has the same tag on all of them. Its summands are exchanged through
 //      one of two halves of each rank's memory, in turns, counted on from run to run. A rank that sends those of exchange e + 2
-//      has received all of exchange e + 1. The others sent these after the barrier of their step before, when all their blocks
-//      had read exchange e (I11). So the half is free. A summand and its tag are one store of 8 bytes: no fence is needed.
+//      has received all of exchange e + 1. The others sent these after the barrier of their step before (`wait_for_all`), when
+//      all their blocks had read exchange e. So the half is free. A summand and its tag are one store of 8 bytes: no fence is needed.
 
 static_assert(STEPS > 1, "the numbers for the next run are stored after a barrier (I15)");
 
-// Named barriers of a block on which its computing threads and its barrier warp wait for each other.
-constexpr int step_done = 2;
-constexpr int grid_done = 3;
+constexpr int MAILBOXES = 5;
+constexpr int GRID_WORDS = 32;  // before the mailboxes
 
-template <int barrier>
-__device__ __forceinline__ void sync_with_barrier_warp() {
-    asm volatile("bar.sync %0, %1;" :: "n"(barrier), "n"(THREADS + WARP) : "memory");
-}
+// How far a block has come: two numbers in its shared memory, written by one thread each (I12).
+struct Progress {
+    unsigned ended;  // the address of the number of steps that the block has ended
+    unsigned passed;  // and of those that all blocks have
 
-// The grid barrier between steps, run by one warp of each block, so that no other warp waits for its round trips: no block
-// goes on before all have arrived, and what they wrote before that is visible afterwards.
-__device__ __forceinline__ void run_barrier_warp(void *memory) {
+    __device__ __forceinline__ Progress(unsigned at) : ended(at), passed(at + 4) {}
+
+    // By one thread, before anybody reads or writes them.
+    __device__ __forceinline__ void initialize() const {
+        asm volatile("st.shared.v2.u32 [%0], {%1, %1};" :: "r"(ended), "r"(0) : "memory");
+    }
+
+    __device__ __forceinline__ static void write(unsigned at, int steps) {
+        asm volatile("st.release.cta.shared.u32 [%0], %1;" :: "r"(at), "r"(steps) : "memory");
+    }
+
+    // Waits until the number is at least `steps`.
+    __device__ __forceinline__ static void wait(unsigned at, int steps) {
+        int now;
+        do {
+            asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(now) : "r"(at) : "memory");
+        } while (now < steps);
+    }
+};
+
+// The grid barrier between steps, run by one thread of each block, so that no other one waits for its round trips: what all
+// blocks wrote up to the end of a step is visible to whoever sees in `progress` that the step is over.
+__device__ __forceinline__ void run_barrier_warp(void *memory, const Progress &progress) {
     unsigned *const counter = static_cast<unsigned *>(memory);
     // Still the sign of the last run's end, since this block has not arrived yet (I10).
     unsigned sign = *static_cast<volatile unsigned *>(memory) & 0x80000000u;
     const unsigned amount = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;  // I9
-    for (int step = 0; step + 1 < STEPS; step++) {
-        sync_with_barrier_warp<step_done>();
-        if (threadIdx.x % WARP == 0) {
-            asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(amount) : "memory");
-            unsigned now;
-            do {
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-            } while (((now ^ sign) & 0x80000000u) == 0);
-        }
+    for (int step = 0; step + 1 < STEPS && threadIdx.x % WARP == 0; step++) {
+        Progress::wait(progress.ended, step + 1);
+        asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(amount) : "memory");
+        unsigned now;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        } while (((now ^ sign) & 0x80000000u) == 0);
         sign ^= 0x80000000u;
-        __syncwarp();
-        sync_with_barrier_warp<grid_done>();
+        Progress::write(progress.passed, step + 1);
     }
 }
 
 // The grid as a step of a computing thread sees it. Its memory has the barrier's counter, the number of steps that earlier
-// runs took, the mailbox that the next run fills first, and the three mailboxes.
+// runs took, the mailbox that the next run fills first, and the mailboxes.
 struct Grid {
     unsigned *memory;
+    Progress progress;
     unsigned base;
     int step = 0;
     int mailbox;  // that this step fills
@@ -78,36 +95,45 @@ struct Grid {
     int half = 0;  // of the ranks' memory that the next exchange uses (I23)
 #endif
 
-    __device__ __forceinline__ Grid(void *memory)
-        : memory(static_cast<unsigned *>(memory)), base(static_cast<unsigned *>(memory)[1]),
+    __device__ __forceinline__ Grid(void *memory, const Progress &progress)
+        : memory(static_cast<unsigned *>(memory)), progress(progress), base(static_cast<unsigned *>(memory)[1]),
           mailbox(static_cast<int *>(memory)[2]) {
 #ifdef EXCHANGED
         half = static_cast<int *>(memory)[3];
 #endif
     }
 
-    // Waits until all blocks have ended the step before (I11).
+    // Waits until all blocks have ended the step before or, in a step that reads a mailbox, the one before that (I11).
+    template <bool from_mailbox>
     __device__ __forceinline__ void wait() const {
-        if (step > 0) {
-            sync_with_barrier_warp<grid_done>();
+        Progress::wait(progress.passed, from_mailbox ? step - 1 : step);
+    }
+
+    __device__ __forceinline__ void wait_for_all() const { Progress::wait(progress.passed, step); }
+
+    // Empties a mailbox (I13), and arrives at the barrier (I12).
+    __device__ __forceinline__ void end_step() {
+        const int read = before(mailbox, 3);
+        const int at = (blockIdx.x * THREADS + threadIdx.x) * 8;
+        for (int i = at; i < MAILBOX_SIZE; i += gridDim.x * THREADS * 8) {
+            *reinterpret_cast<uint4 *>(message(read, i)) = make_uint4(0, 0, 0, 0);
+        }
+        mailbox = before(mailbox, MAILBOXES - 1);
+        sync_block();
+        if (threadIdx.x == 0) {
+            Progress::write(progress.ended, step + 1);
         }
     }
 
-    // Empties the mailbox that the next step fills (I13), and arrives at the barrier (I12).
-    __device__ __forceinline__ void end_step() {
-        mailbox = mailbox == 2 ? 0 : mailbox + 1;
-        const int at = (blockIdx.x * THREADS + threadIdx.x) * 8;
-        for (int i = at; i < MAILBOX_SIZE; i += gridDim.x * THREADS * 8) {
-            *reinterpret_cast<uint4 *>(message(mailbox, i)) = make_uint4(0, 0, 0, 0);
-        }
-        if (step + 1 < STEPS) {
-            sync_with_barrier_warp<step_done>();
-        }
+    // The mailbox that was filled so many steps earlier than this one.
+    __device__ __forceinline__ static int before(int mailbox, int steps) {
+        return mailbox >= steps ? mailbox - steps : mailbox - steps + MAILBOXES;
     }
 
     // Leaves to the next run how far the counting has come (I15).
     __device__ __forceinline__ void end_run() {
         if (blockIdx.x == 0 && threadIdx.x == 0) {
+            Progress::wait(progress.passed, 1);
             memory[1] = base + STEPS;
             memory[2] = mailbox;
 #ifdef EXCHANGED
@@ -117,7 +143,7 @@ struct Grid {
     }
 
     __device__ __forceinline__ unsigned short *message(int mailbox, int index) const {
-        return reinterpret_cast<unsigned short *>(memory + 4) + mailbox * MAILBOX_SIZE + index;
+        return reinterpret_cast<unsigned short *>(memory + GRID_WORDS) + mailbox * MAILBOX_SIZE + index;
     }
 
     // A value as a message, never 0 (I14).
@@ -157,7 +183,7 @@ struct Grid {
         asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n"
                      "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                      : "+r"(found[0]), "+r"(found[1]), "+r"(found[2]), "+r"(found[3])
-                     : "l"(message(mailbox == 0 ? 2 : mailbox - 1, index)), "r"(unsigned(wanted)) : "memory");
+                     : "l"(message(before(mailbox, 1), index)), "r"(unsigned(wanted)) : "memory");
     }
 
     // Whether one of eight messages has not been written.

@@ -30,10 +30,11 @@ static_assert(
 
 // The job of the computing warps.
 __device__ __forceinline__ void compute(Ring &ring, PrefetchQueue &queue, const Operands &operands, char *shared) {
-    Grid grid(operands.at[GRID_MEMORY]);
+    Grid grid(operands.at[GRID_MEMORY], Progress(ring.progress_place()));
     for (; grid.step < STEPS; grid.step++) {
-        const Step &step = steps[grid.step];
-        switch (step.phase) {
+        queue.wait();
+        const StepOperands &step = queue.step();
+        switch (__shfl_sync(0xffffffffu, step.phase, 0)) {
 ${compute_cases}
         }
         queue.release();
@@ -47,6 +48,7 @@ __device__ __forceinline__ void prefetch(PrefetchQueue &queue, const Operands &o
     for (int index = 0; index < STEPS; index++) {
         const Step &step = steps[index];
         queue.claim();
+        queue.store_step(step, operands);
         switch (step.phase) {
 ${prefetch_cases}
         }
@@ -61,6 +63,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __gri
     PrefetchQueue queue(shared);
     ring.initialize();
     queue.initialize();
+    if (threadIdx.x == 0) {
+        Progress(ring.progress_place()).initialize();
+    }
     __syncthreads();
     if (threadIdx.x < THREADS) {
         take_registers<COMPUTING_REGISTERS>();
@@ -70,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __gri
     give_registers<OTHERS_REGISTERS>();
     switch (threadIdx.x / WARP - warps) {
         case 0: ring.fill(operands); break;
-        case 1: run_barrier_warp(operands.at[GRID_MEMORY]); break;
+        case 1: run_barrier_warp(operands.at[GRID_MEMORY], Progress(ring.progress_place())); break;
         case 2: prefetch(queue, operands); break;
     }
 #else

@@ -177,9 +177,7 @@ PHASE(attend_pool) {
     Prefetched &prefetched = *reinterpret_cast<Prefetched *>(queue.current_memory());
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = threadIdx.x / WARP;
-    if constexpr (!from_mailbox) {
-        grid.wait();  // I11, I17
-    }
+    grid.wait<from_mailbox>();  // I11, I17
     bool idle = true;
     for (int number = blockIdx.x; number < items; number += gridDim.x) {
         const Item item(number);
@@ -212,7 +210,7 @@ PHASE(attend_pool) {
             load(key_words, problem, key, row);
             load(values, problem, key, row);
         }
-        // Before the barrier and the update of the pool (I8, I21).
+        // Before the update of the pool (I8, I21).
         stage_rows<Index>(
             grid, prefetched.small, scratch, item, unrotated, key_source, value_source, k, v, message
         );
@@ -238,9 +236,6 @@ PHASE(attend_pool) {
             next_row = following;
         }
         combine_warps(problem, 0, state, scratch.memory, send, used);
-    }
-    if constexpr (from_mailbox) {
-        grid.wait();  // I11
     }
     if (idle) {
         // Polling (I8) slows down the blocks that still have keys to attend to.

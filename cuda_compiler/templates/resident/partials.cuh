@@ -96,11 +96,12 @@ __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials
             continue;
         }
         const index_t place = result_place(row / rows, row % rows);
+        // A query that attends to no key at all gets zeros, as in PyTorch.
+        const float share = whole == 0.0f ? 0.0f : 1.0f / whole;
         Out::type values[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            // A query that attends to no key at all gets zeros, as in PyTorch.
-            values[j] = from<Out::type>(whole == 0.0f ? 0.0f : result[j] / whole);
+            values[j] = from<Out::type>(result[j] * share);
         }
         if constexpr (to_mailbox) {
             grid.send(place + dim, values);

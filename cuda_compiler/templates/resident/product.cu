@@ -10,20 +10,27 @@
 // Invariants, besides those of `ring.cuh` (I1 to I5), `prefetch.cuh` (I6, I7) and `grid.cuh` (I8 to I17)
 // I18. Batch b leaves its sums in buffer b mod 2. The computing warps of the block wait for each other between writing and
 //      reading them. So after the wait of batch b + 1 no warp reads the sums of batch b, and batch b + 2 may overwrite them.
-// I19. Before the barrier a phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it
-//      (gain and bias), and a residual that is older than the step before (`connect_mailboxes`). It writes nothing outside
-//      shared memory.
+// I19. A phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it (gain and bias), and
+//      a residual that is older than the step before. What it writes, the step before does not use (`connect_mailboxes`).
 
 #include "matmul/linear_result.cuh"
 #include "resident/product_input.cuh"
 
 constexpr int last_packs = packs % chunk_packs;
+constexpr int chunks = packs / chunk_packs;  // whole ones
+constexpr int chunk_turns = (chunk_packs / line + warps - 1) / warps;  // lines of a chunk that a warp takes
 constexpr int fours = (rows + 3) / 4;  // groups of four rows of x
 constexpr int sum_rows = UNIT_ROWS;
-constexpr int x_row = direct ? pack : (packs + line - 1) / line * line * pack;
+// One row of x is received by the warps that multiply its columns, into registers, so no warp waits for another one's part. The
+// scale of its norm is a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
+constexpr bool own_columns = rows == 1 && !direct && (packs + line * warps - 1) / (line * warps) <= MOST_OWN_TURNS
+    && (!normed || IsBrain<Element>::value);
+constexpr bool staged = !direct && !own_columns;
+constexpr bool scales_sums = own_columns && normed;
+constexpr int x_row = staged ? (packs + line - 1) / line * line * pack : pack;
 
 struct Scratch {
-    alignas(16) Element x[direct ? 1 : rows][x_row];
+    alignas(16) Element x[staged ? rows : 1][x_row];
     float sums[2][warps][batch][sum_rows][rows];  // I18
     float squares[warps];
 };
@@ -38,21 +45,21 @@ __device__ __forceinline__ void pad(Scratch &scratch) {
 }
 
 __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
-    if constexpr (direct) {
-        back_off();
-        return;
-    }
-    pad(scratch);
-    Pack<Element, pack> values[held] = {};
-    const Receiver own;
-    receive_x(grid, own, scratch.squares, x, gain, values);
+    if constexpr (staged) {
+        pad(scratch);
+        Pack<Element, pack> values[held] = {};
+        const Receiver own;
+        receive_x<false>(grid, own, scratch.squares, x, gain, values);
 #pragma unroll
-    for (int i = 0; i < held; i++) {
-        if (own.takes(i)) {
-            store_pack<pack>(&scratch.x[own.row][own.pack(i) * pack], values[i]);
+        for (int i = 0; i < held; i++) {
+            if (own.takes(i)) {
+                store_pack<pack>(&scratch.x[own.row][own.pack(i) * pack], values[i]);
+            }
         }
+        sync_block();
+    } else if constexpr (direct) {
+        back_off();
     }
-    sync_block();
 }
 
 // What a thread takes: its warp's lines, row `group` of a unit, part `part` of a piece.
@@ -88,7 +95,7 @@ struct Columns {
 
     __device__ __forceinline__ Columns(const Lane &lane, const Scratch &scratch, int first_pack) : lane(lane) {
         each([&](Words &words, int row, int at, bool wanted) {
-            words = load_words(scratch.x[direct ? 0 : row] + (first_pack + at) * pack, wanted);
+            words = load_words(scratch.x[staged ? row : 0] + (first_pack + at) * pack, wanted);
         });
     }
 
@@ -110,16 +117,10 @@ struct Columns {
     }
 };
 
-// Where a row is one chunk, a lane's part of x stays in registers instead of being read again for every unit.
-constexpr int chunks = packs / chunk_packs;
-constexpr bool x_in_registers = !direct && chunks + (last_packs != 0) == 1;
-
-struct HeldColumns : Columns<x_in_registers ? packs : line> {
+// Where x comes from, if it is not in shared memory.
+struct Source {
     const Grid &grid;
     const Element *x;
-
-    __device__ __forceinline__ HeldColumns(const Grid &grid, const Scratch &scratch, const Element *x)
-        : Columns<x_in_registers ? packs : line>(Lane(), scratch, 0), grid(grid), x(x) {}
 };
 
 // The same where x is read directly, not from shared memory: begun ahead of its use.
@@ -128,7 +129,7 @@ struct ArrivingColumns : Columns<packs> {
     using Columns<packs>::Columns;
     using Columns<packs>::lane;
 
-    __device__ __forceinline__ void begin(const HeldColumns &from, int first_pack) {
+    __device__ __forceinline__ void begin(const Source &from, int first_pack) {
         Columns<packs>::each([&](Words &words, int row, int at, bool wanted) {
             wanted = wanted && at < packs;
             if constexpr (from_mailbox) {
@@ -151,7 +152,7 @@ struct ArrivingColumns : Columns<packs> {
     }
 
     // The same columns of all rows are written at about the same time, so it is enough to poll for one row.
-    __device__ __forceinline__ void wait_for_first_row(const HeldColumns &from, int first_pack) const {
+    __device__ __forceinline__ void wait_for_first_row(const Source &from, int first_pack) const {
 #pragma unroll
         for (int turn = 0; turn < Columns<packs>::turns; turn++) {
             const int at = lane.piece(turn, lane.group / 4);
@@ -163,10 +164,12 @@ struct ArrivingColumns : Columns<packs> {
         }
     }
 
-    __device__ __forceinline__ void finish(const HeldColumns &from, int first_pack) {
+    __device__ __forceinline__ void finish(const Source &from, int first_pack) {
         if constexpr (from_mailbox) {
             while (is_incomplete()) {
-                wait_for_first_row(from, first_pack);
+                if constexpr (rows > 1) {
+                    wait_for_first_row(from, first_pack);
+                }
                 Columns<packs>::each([&](Words &words, int row, int at, bool) {
                     from.grid.request(words.at, row * depth + (first_pack + at) * pack, Grid::is_missing(words.at));
                 });
@@ -180,6 +183,99 @@ struct ArrivingColumns : Columns<packs> {
         }
     }
 };
+
+// The gains of a lane's columns, and what an RMSNorm does to these, but for its scale.
+template <int packs>
+struct Gains {
+    Pack<Gain::type, pack> of[Columns<packs>::turns] = {};
+
+    __device__ __forceinline__ Gains(const Columns<packs> &columns, const Gain::type *gain) {
+        if constexpr (Gain::present) {
+#pragma unroll
+            for (int turn = 0; turn < Columns<packs>::turns; turn++) {
+                const int at = columns.lane.piece(turn, columns.lane.group / 4);
+                if (columns.takes(turn) && at < packs) {
+                    of[turn] = load_pack<pack>(gain + at * pack);
+                }
+            }
+        }
+    }
+
+    // Multiplies the columns with their gains; returns the sum of their squares before that.
+    __device__ __forceinline__ float apply(Columns<packs> &columns) const {
+        float total = 0.0f;
+#pragma unroll
+        for (int turn = 0; turn < Columns<packs>::turns; turn++) {
+            Pack<Element, pack> values;
+            reinterpret_cast<Words &>(values) = columns.of[turn][0];
+            float read[pack], factors[pack];
+            to_floats(read, values);
+            to_floats(factors, of[turn]);
+#pragma unroll
+            for (int i = 0; i < pack; i++) {
+                total = fmaf(read[i], read[i], total);
+                if constexpr (Gain::present) {
+                    read[i] *= factors[i] + gain_offset;
+                }
+            }
+            store_floats(values.item, read);
+            columns.of[turn][0] = reinterpret_cast<const Words &>(values);
+        }
+        return total;
+    }
+};
+
+// What a lane keeps of x while the block goes through its units: all of its columns where a row is one chunk, or where it
+// receives them itself.
+constexpr bool keeps_all = own_columns || (staged && chunks + (last_packs != 0) == 1);
+
+template <int kept>
+struct KeptColumns : ArrivingColumns<kept> {
+    const Source from;
+
+    __device__ __forceinline__ KeptColumns(
+        const Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain
+    ) : ArrivingColumns<kept>(Lane()), from{grid, x} {
+        if constexpr (own_columns) {
+            const Gains<kept> gains(*this, gain);
+            back_off();
+            this->begin(from, 0);
+            this->finish(from, 0);
+            if constexpr (normed) {
+                float total = gains.apply(*this);
+                total += __shfl_xor_sync(0xffffffffu, total, 1);
+                total += __shfl_xor_sync(0xffffffffu, total, 2);
+                total += __shfl_xor_sync(0xffffffffu, total, 16);  // of the other piece
+                if (this_thread() % WARP == 0) {
+                    scratch.squares[this_thread() / WARP] = total;
+                }
+            }
+        } else if constexpr (staged) {
+            static_cast<Columns<kept> &>(*this) = Columns<kept>(Lane(), scratch, 0);
+        }
+    }
+
+    // Those of one chunk.
+    template <int chunk_packs>
+    __device__ __forceinline__ Columns<chunk_packs> of_chunk(int first_turn) const {
+        Columns<chunk_packs> part(this->lane);
+#pragma unroll
+        for (int turn = 0; turn < Columns<chunk_packs>::turns; turn++) {
+#pragma unroll
+            for (int four = 0; four < fours; four++) {
+                part.of[turn][four] = this->of[first_turn + turn][four];
+            }
+        }
+        return part;
+    }
+};
+
+using HeldColumns = KeptColumns<keeps_all ? packs : line>;
+
+// The norm's scale, where it is a factor of the sums: after a barrier behind `HeldColumns`.
+__device__ __forceinline__ float scale_of_sums(const Scratch &scratch) {
+    return scales_sums ? scale_of_norm(scratch.squares) : 1.0f;
+}
 
 // A warp's partial sums of a unit. Rows 0 to 7 of a fragment are the unit's rows with one piece of their lines, rows 8 to 15
 // the same rows with the other piece. Each is multiplied with both pieces of four rows of x, of which one is the right one.
@@ -244,31 +340,39 @@ struct Sums {
 template <typename Visit>
 __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldColumns &held_columns, Visit visit) {
     constexpr int rest = last_packs == 0 ? line : last_packs;
-    if constexpr (direct) {
+    if constexpr (keeps_all && chunks + (last_packs != 0) == 1) {
+        visit(held_columns);
+    } else if constexpr (keeps_all) {
+#pragma unroll
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            visit(held_columns.template of_chunk<chunk_packs>(chunk * chunk_turns));
+        }
+        if constexpr (last_packs != 0) {
+            visit(held_columns.template of_chunk<rest>(chunks * chunk_turns));
+        }
+    } else if constexpr (direct) {
         ArrivingColumns<chunk_packs> next(held_columns.lane);
         ArrivingColumns<rest> last(held_columns.lane);
         if constexpr (chunks > 0) {
-            next.begin(held_columns, 0);
+            next.begin(held_columns.from, 0);
         } else {
-            last.begin(held_columns, 0);
+            last.begin(held_columns.from, 0);
         }
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
             ArrivingColumns<chunk_packs> columns = next;
             if (chunk + 1 < chunks) {
-                next.begin(held_columns, (chunk + 1) * chunk_packs);
+                next.begin(held_columns.from, (chunk + 1) * chunk_packs);
             } else if constexpr (last_packs != 0) {
-                last.begin(held_columns, packs - last_packs);
+                last.begin(held_columns.from, packs - last_packs);
             }
-            columns.finish(held_columns, chunk * chunk_packs);
+            columns.finish(held_columns.from, chunk * chunk_packs);
             visit(columns);
         }
         if constexpr (last_packs != 0) {
-            last.finish(held_columns, packs - last_packs);
+            last.finish(held_columns.from, packs - last_packs);
             visit(last);
         }
-    } else if constexpr (x_in_registers) {
-        visit(held_columns);
     } else {
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
@@ -280,6 +384,6 @@ __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldCol
     }
 }
 
-constexpr bool long_columns = direct;  // much code reads x directly, so pairs of units and single units share it
+constexpr bool long_columns = direct || (own_columns && chunks > 1);  // much code, so pairs of units and single units share it
 
 #include "resident/product_phase.cuh"

@@ -45,7 +45,21 @@ struct Receiver {
     __device__ __forceinline__ bool takes(int i) const { return row < rows && pack(i) < packs; }
 };
 
-// Receives x, RMS-normalized with `normed`. In `squares` the warps that share a row tell each other what they have found.
+// The sum of what each warp found, in few dependent steps.
+template <typename Part>
+__device__ __forceinline__ float sum_of_warps(Part part) {
+    static_assert(warps == 8, "three steps");
+    return ((part(0) + part(1)) + (part(2) + part(3))) + ((part(4) + part(5)) + (part(6) + part(7)));
+}
+
+// The scale of the norm, where only the squares of the warps' parts of x are known: after a barrier of the block.
+__device__ __forceinline__ float scale_of_norm(const float (&squares)[warps]) {
+    return rsqrtf(sum_of_warps([&](int warp) { return squares[warp]; }) * (1.0f / float(depth)) + norm_eps);
+}
+
+// Receives x, RMS-normalized with `normed`. In `squares` the warps that share a row tell each other what they have found; with
+// `scales_later`, only that is left there, and x is not scaled by it.
+template <bool scales_later, int held, typename Receiver>
 __device__ __forceinline__ void receive_x(
     Grid &grid, const Receiver &own, float (&squares)[warps], const Element *x, const Gain::type *gain,
     Pack<Element, pack> (&values)[held]
@@ -97,7 +111,12 @@ __device__ __forceinline__ void receive_x(
             }
         }
         total = warp_sum(total);
-        if constexpr (row_warps > 1) {
+        float scale = 1.0f;
+        if constexpr (scales_later) {
+            if (this_thread() % WARP == 0) {
+                squares[this_thread() / WARP] = total;
+            }
+        } else if constexpr (row_warps > 1) {
             const int warp = this_thread() / WARP;
             if (this_thread() % WARP == 0) {
                 squares[warp] = total;
@@ -109,7 +128,9 @@ __device__ __forceinline__ void receive_x(
                 total += squares[warp / row_warps * row_warps + other];
             }
         }
-        const float scale = rsqrtf(total / float(depth) + norm_eps);
+        if constexpr (!scales_later) {
+            scale = rsqrtf(total / float(depth) + norm_eps);
+        }
 #pragma unroll
         for (int i = 0; i < held; i++) {
             float read[pack];

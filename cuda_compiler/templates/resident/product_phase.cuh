@@ -53,16 +53,14 @@ PREFETCH {
 PHASE(product) {
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = this_thread() / WARP;
-    if constexpr (!from_mailbox) {
-        grid.wait();  // I11
-    }
+    grid.wait<from_mailbox>();  // I11
     const Result first_own(this_thread(), 0);
-    Addends addends;  // read before the sums are complete, and even before the barrier (I19)
+    Addends addends;  // read before the sums are complete, and even before x is there (I19)
     if (first_own.turn < batch && first_own.column < int(param::n)) {
         addends = Addends(bias, residual, first_own.row, first_own.column);
     }
     stage_x(grid, scratch, x, gain);
-    const HeldColumns held_columns(grid, scratch, x);
+    const HeldColumns held_columns(grid, scratch, x, gain);
     if (is_long && threadIdx.x == 0) {
         ring.raise_limit();
     }
@@ -92,27 +90,26 @@ PHASE(product) {
         if (is_long && threadIdx.x == 0 && start + batch * int(gridDim.x) >= units) {
             ring.lower_limit();
         }
-        // After this the sums of the previous batch may be overwritten (I18), and memory may be written (I11).
-        if (from_mailbox && start == 0) {
-            grid.wait();
-        } else {
-            sync_block();
-        }
+        // After this the sums of the previous batch may be overwritten (I18).
+        sync_block();
         static_assert(batch % units_together == 0, "pairs of units do not extend over two batches (I3)");
         static_assert(batch * own_rows * rows <= THREADS, "a thread has one result of a batch");
         const Result own(this_thread(), start);
         if (own.turn < batch && own.column < int(param::n)) {
-            float sum = 0.0f;
+            const float scale = scale_of_sums(scratch);
+            const auto &sums = scratch.sums[buffer];
+            float sum = sum_of_warps([&](int other) { return sums[other][own.turn][own.index][own.row]; });
             float up = 0.0f;
-#pragma unroll
-            for (int other = 0; other < warps; other++) {
-                sum += scratch.sums[buffer][other][own.turn][own.index][own.row];
-                if constexpr (gated) {
-                    up += scratch.sums[buffer][other][own.turn][own_rows + own.index][own.row];
-                }
+            if constexpr (gated) {
+                up = sum_of_warps([&](int other) { return sums[other][own.turn][own_rows + own.index][own.row]; });
+            }
+            if constexpr (scales_sums) {
+                sum *= scale;
+                up *= scale;
             }
 #ifdef EXCHANGED
             if constexpr (ranks > 1) {
+                grid.wait_for_all();  // I23
                 const unsigned long long *memory = reinterpret_cast<const unsigned long long *>(peers);
                 sum = grid.sum_of_ranks<ranks>(memory, own.row * int(param::n) + own.column, sum);
             }

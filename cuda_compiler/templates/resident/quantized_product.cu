@@ -11,14 +11,15 @@
 // A tile of 16 weight rows is one operand of the tensor cores' products. The other is a span of x for each of the four lanes of
 // a group: its planes are columns of their own, zero for the other lanes' terms. So a lane's sums are those of its own span,
 // which may have its own scale, for a row and for the eighth one after it. The columns are divided among the warps, a line of
-// 128 bytes at a time.
+// 128 bytes at a time, or of 64 where rows are so short that half of the warps would have none.
 
 #include "matmul/linear_result.cuh"
 #include "resident/product_input.cuh"
 #include "common/quantized.cuh"
 
 constexpr int row_bytes = depth / codes_per_byte;
-constexpr int line_bytes = 128;
+constexpr int line_bytes = rows == 1 && row_bytes <= warps * 64 ? 64 : 128;
+constexpr int pieces = line_bytes / 64;  // of four spans, one for each lane of a group
 constexpr int line_spans = line_bytes / 16;
 constexpr int lines = (row_bytes + line_bytes - 1) / line_bytes;
 constexpr int turns = (lines + warps - 1) / warps;  // lines of a row that a warp takes
@@ -39,7 +40,46 @@ struct Scratch {
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
+// One row of x is received by the warps that multiply its columns, so no warp waits for another one's part. The scale of its norm is
+// a factor of the sums then; what it scales is in bfloat16, whose range is that of float32.
+constexpr bool own_columns = rows == 1 && (!normed || IsBrain<Element>::value);
+constexpr bool scales_sums = own_columns && normed;
+constexpr int line_packs = line_spans * span_packs;
+
+// The packs of the lines that a warp takes, a lane's.
+struct OwnReceiver {
+    static constexpr int row = 0;
+    static constexpr int held = (turns * line_packs + WARP - 1) / WARP;
+
+    __device__ __forceinline__ int pack(int i) const {
+        const int thread = this_thread();
+        const int number = i * WARP + thread % WARP;
+        return (number / line_packs * warps + thread / WARP) * line_packs + number % line_packs;
+    }
+    __device__ __forceinline__ bool takes(int i) const { return pack(i) < packs; }
+    __device__ __forceinline__ bool is_in_lines(int i) const { return pack(i) < lines * line_packs; }
+};
+
+__device__ __forceinline__ float scale_of_sums(const Scratch &scratch) {
+    return scales_sums ? scale_of_norm(scratch.squares) : 1.0f;
+}
+
 __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
+    if constexpr (own_columns) {
+        const OwnReceiver own;
+        Pack<Element, pack> values[OwnReceiver::held] = {};
+        receive_x<scales_sums>(grid, own, scratch.squares, x, gain, values);
+#pragma unroll
+        for (int i = 0; i < OwnReceiver::held; i++) {
+            const int at = own.pack(i);
+            const SpanPack<Element> made(values[i]);
+            if (own.is_in_lines(i)) {  // the last line is read whole
+                made.store(scratch.x[0][at / span_packs], scratch.spans[0][at / span_packs], at % span_packs);
+            }
+        }
+        __syncwarp();
+        return;
+    }
     // The last line is read whole.
     constexpr int spans = depth / span;
     const int thread = this_thread();
@@ -53,7 +93,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
     }
     Pack<Element, pack> values[held] = {};
     const Receiver own;
-    receive_x(grid, own, scratch.squares, x, gain, values);
+    receive_x<false>(grid, own, scratch.squares, x, gain, values);
 #pragma unroll
     for (int i = 0; i < held; i++) {
         const int at = own.pack(i);
@@ -100,20 +140,20 @@ struct Columns {
 };
 
 // Where there are registers for a lane's part of x, it stays there instead of being read again for every unit.
-constexpr bool x_in_registers = rows == 1 && chunks == 1 && 2 * turns * (lane_words + 2) <= 110;
+constexpr bool x_in_registers = rows == 1 && chunks == 1 && pieces * turns * (lane_words + 2) <= 110;
 constexpr int held_turns = x_in_registers ? turns : 1;
 constexpr int chunk_columns = rows == 1 ? chunk_turns : 1;
 
 template <int count>
 struct SomeTurns {
-    Columns of[count][2];
+    Columns of[count][pieces];
 
     __device__ __forceinline__ SomeTurns(const Scratch &scratch, const Lane &lane, int first) {
 #pragma unroll
         for (int turn = 0; turn < count; turn++) {
             if (lane.takes(first + turn)) {
 #pragma unroll
-                for (int piece = 0; piece < 2; piece++) {
+                for (int piece = 0; piece < pieces; piece++) {
                     of[turn][piece] = Columns(scratch, lane, 0, first + turn, piece);
                 }
             }
@@ -125,7 +165,7 @@ struct HeldColumns {
     Lane lane;
     SomeTurns<held_turns> turns;
 
-    __device__ __forceinline__ HeldColumns(const Grid &, const Scratch &scratch, const Element *) : turns(scratch, lane, 0) {}
+    __device__ __forceinline__ HeldColumns(const Grid &, Scratch &scratch, const Element *, const Gain::type *) : turns(scratch, lane, 0) {}
 };
 
 // The part of x that a warp multiplies with the lines of one chunk.
@@ -156,10 +196,13 @@ struct SideRows {
         const int copy = row / side_rows;
         const int first = copy * side_rows;
         const bool partner = gated && first >= own_rows;
-        const unsigned global = unit * own_rows + first + (partner ? int(param::n) - own_rows : 0);
-        constexpr bool aligned = side_rows * side_row % 16 == 0 && side_chunk % 16 == 0
-            && (!gated || param::n * side_row % 16 == 0);
-        const unsigned slack = aligned ? 0 : (global * side_row + chunk * side_chunk) % 16;
+        constexpr bool partner_alike = !gated || param::n * side_row % 16 == 0;
+        constexpr bool aligned = side_rows * side_row % 16 == 0 && side_chunk % 16 == 0 && partner_alike;
+        unsigned before = unit * own_rows * side_row + chunk * side_chunk;  // is the same for all lanes
+        if constexpr (side_rows != own_rows || !partner_alike) {
+            before += (first + (partner ? int(param::n) - own_rows : 0)) * side_row;
+        }
+        const unsigned slack = aligned ? 0 : before % 16;
         const int skipped = side_chunk == 0 && groups > 1 ? chunk * chunk_groups * (side_row / groups) : 0;
         return side_place + copy * side_stride + slack + (row - first) * side_row + skipped;
     }
@@ -197,22 +240,27 @@ struct Sums {
             const int at = (turn * warps + lane.warp) * line_bytes + lane.part * 16;
 #pragma unroll
             for (int tile = 0; tile < tiles; tile++) {
-                Words read[2][2];  // half, piece
+                Words read[2][pieces];  // half, piece
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    // Odd rows begin with the second piece, so that lanes that read at the same time use different banks.
-                    const int odd = row[tile][half] % 2;
                     const char *codes = slot + row[tile][half] * chunk_bytes + at;
+                    if constexpr (pieces == 1) {
+                        read[half][0] = *reinterpret_cast<const Words *>(codes);
+                        continue;
+                    }
+                    // Where rows begin in the same bank, odd ones begin with the second piece, so that lanes that read at the
+                    // same time use different banks.
+                    const int odd = chunk_bytes % 128 == 0 ? row[tile][half] % 2 : 0;
                     const Words first = *reinterpret_cast<const Words *>(codes + odd * 64);
                     const Words second = *reinterpret_cast<const Words *>(codes + (odd ^ 1) * 64);
 #pragma unroll
                     for (int word = 0; word < 4; word++) {
                         read[half][0].at[word] = odd ? second.at[word] : first.at[word];
-                        read[half][1].at[word] = odd ? first.at[word] : second.at[word];
+                        read[half][pieces - 1].at[word] = odd ? first.at[word] : second.at[word];
                     }
                 }
 #pragma unroll
-                for (int piece = 0; piece < 2; piece++) {
+                for (int piece = 0; piece < pieces; piece++) {
                     const Operand operand(read[0][piece], read[1][piece]);
                     int place = ((turn * warps + lane.warp) * line_spans + piece * 4 + lane.part) * span / group;
                     if constexpr (groups == 1) {

@@ -9,7 +9,7 @@
 //     round of a barrier is over. For the copies in flight this holds because there are at most as many as slots.
 // I3. A product takes the slots in the order in which `fill` fills them: pairs of units, chunk by chunk; a unit without a
 //     partner alone, and so all units of weights in few bits. It holds up to two slots at a time, so the ring has at least two
-//     (`IN_FLIGHT`).
+//     (`least_shared`).
 // I4. Fetching waits for no step: weights are constants, so no step writes them.
 // I5. The limit's barrier has completed an odd number of rounds exactly while the limit is raised.
 
@@ -101,10 +101,13 @@ struct Ring : Pipeline {
     __device__ __forceinline__ bool limit_is_raised() const { return is_over_at(limit_barrier(), 0); }
     __device__ __forceinline__ unsigned limit_barrier() const { return full + 16 * depth; }
 
+    // Where the block's progress is kept (`grid.cuh`): behind the limit's barrier.
+    __device__ __forceinline__ unsigned progress_place() const { return limit_barrier() + 8; }
+
     // Waits until the current slot may be filled (I1), and calls `meanwhile` until then.
     template <typename Meanwhile>
-    __device__ __forceinline__ void begin_fetch(InFlight &in_flight, Meanwhile meanwhile) const {
-        in_flight.add(*this, limit_is_raised() ? smaller(MAX_IN_FLIGHT, depth) : IN_FLIGHT);
+    __device__ __forceinline__ void begin_fetch(const Stream &stream, InFlight &in_flight, Meanwhile meanwhile) const {
+        in_flight.add(*this, smaller(limit_is_raised() ? stream.most_in_flight : stream.in_flight, depth));
         while (!is_soon_free()) {
             meanwhile();
         }
@@ -201,7 +204,7 @@ struct Ring : Pipeline {
                 for (unsigned begin = 0, chunk = 0; begin < stream.row_bytes; begin += stream.chunk_bytes, chunk++) {
                     for (unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
                         const int row = unit * stream.own_rows;
-                        begin_fetch(in_flight, prefetch_ahead);
+                        begin_fetch(stream, in_flight, prefetch_ahead);
                         unsigned bytes = copy(
                             codes.address(weight, row, stream.row_bytes) + begin,
                             lane * stream.copied_rows * stream.chunk_bytes,

@@ -27,6 +27,8 @@ struct Stream {
     int copied_rows;  // that one copy takes
     int side_rows;  // that one copy of a side takes
     int units_together;  // 2 where two units of a block take turns, chunk by chunk
+    int in_flight;  // slots that may be on their way at a time
+    int most_in_flight;  // while the limit is raised
     Side sides[2];
 };
 
