@@ -106,16 +106,19 @@ class Timeline:
         self.slices.append(Slice(track, name, start, duration, args))
 
     def instant(self, track: Track, name: str, at: float, args: Args = _NO_ARGS) -> None:
-        """Add an instant. Raises `ValueError` if its time is negative or not finite."""
+        """Add an event without a duration, at `at` microseconds.
+
+        Raises `ValueError` if the time is negative or not finite.
+        """
         if not _is_time(at):
             raise ValueError(f"instant '{name}' cannot be at {at} microseconds")
         self.track(track.process, track.thread)
         self.instants.append(Instant(track, name, at, args))
 
     def counter(self, process: str, name: str, at: float, value: float, unit: str = "value") -> None:
-        """Set a counter's value from time `at` on; it is shown as "name unit".
+        """Set a counter's value from `at` microseconds on; it is shown as "name unit".
 
-        Raises `ValueError` as `instant` does.
+        Raises `ValueError` if the time is negative, or the time or the value is not finite.
         """
         if not (_is_time(at) and math.isfinite(value)):
             raise ValueError(f"counter '{name}' cannot be {value} at {at} microseconds")

@@ -50,7 +50,11 @@ class _Tiling:
 
 
 def suits_linear_codes(make: Specializer, call: KernelCall) -> bool:
-    """Whether this kernel can compute a product of bytes with its scales and its whole epilogue."""
+    """Whether this kernel can compute a product of bytes by bytes with its epilogue, and suits its size.
+
+    It needs a GPU with warpgroups, and a result, bias and residual of one 16-bit dtype, bfloat16 for float8
+    codes, in whole 16-byte vectors. A product of few rows, or of few tiles, is left to other kernels.
+    """
     inputs, out = operands(call), call.outputs[0]
     # The sums of float8 are the tensor cores' own, which are not exact enough for a result in float16.
     dtypes = ("bfloat16",) if CODE_FORMATS[call.params["codes"]].is_float else HALF_DTYPES

@@ -58,7 +58,7 @@ def _held_by(dtype: str) -> Range:
 
 
 def check_parameters(scale: Scalar, zero_point: Scalar, low: int, high: int) -> None:
-    """Raise `ValueError` if the scale, the zero point or the limits cannot be used to quantize."""
+    """Raise `ValueError` unless the scale is finite and above 0, and the zero point an integer in low..high."""
     if not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
         raise ValueError(f"its scale is {scale}; a scale is a finite number above 0")
     if not isinstance(zero_point, int) or not low <= zero_point <= high:

@@ -79,7 +79,7 @@ def _unsupported(node: OpNode, graph: IRGraph) -> str | None:
     quantized=QuantizedRule(1, "npu.quantized_expert_linear"),
 )
 def lower_expert_linear(ctx: Lowering, node: OpNode) -> None:
-    """Lower out[m] = input[m · R / M] · weight[experts[m]]ᵀ + bias[experts[m]].
+    """Lower out[m] = input[m · R // M] · weight[experts[m]]ᵀ + bias[experts[m]].
 
     Input [R, K], weight [E · N, K], experts [M], bias [E, N] → [M, N]. A row whose expert is not in 0..E - 1 is 0.
     """

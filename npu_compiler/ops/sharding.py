@@ -136,7 +136,11 @@ def shard_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> 
 
 
 def _by_heads(node: OpNode, graph: IRGraph, split: Split) -> dict[str, Split]:
-    """The splits of queries, keys, values and output of an attention, along dimension 1, the heads."""
+    """Tensor name → split along dimension 1, the heads, for queries, keys, values and output of an attention.
+
+    If a KV head is shared by several parts of `split`, keys and values are divided into as many parts as they have
+    heads. With a single head they are left out: every rank holds it.
+    """
     query, key, value = node.inputs[:3]
     ((_, parts),) = split
     shared = graph.tensors[key].shape[1]

@@ -40,7 +40,7 @@ class BufferAllocation:
 
     @property
     def is_constant(self) -> bool:
-        """Whether no call of a run writes the buffer."""
+        """Whether the content stays the same from run to run: weights, constants and results of the prologue."""
         return self.kind in ("weight", "constant", "persistent")
 
     @property

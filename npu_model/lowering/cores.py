@@ -176,7 +176,7 @@ def _with_copies(
 
 
 def _residencies(own: Spread, chip: Chip, mapper: Mapper) -> list[Residency]:
-    """The values that stay in the scratchpad of each core."""
+    """Choose the values that stay in the scratchpad of each core: one `Residency` for each, in order of the cores."""
     return [choose_residency(own.of_core(core), chip, mapper) for core in range(chip.core_count)]
 
 

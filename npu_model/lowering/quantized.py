@@ -276,7 +276,14 @@ def quantized_embedding(e: Emitter, o: Operands, tiling: Tiling) -> None:
 
 
 def _number(program: VectorProgram, o: Operands, code: int, place: int, zero: int | None) -> int:
-    """Unpack code number `place` of each byte, and return it as a float with its zero point subtracted."""
+    """Unpack one code of each byte; return a register with the codes' values as floats, less their zero point.
+
+    Args:
+        code: Register that holds the bytes.
+        place: Number of the code within its byte.
+        zero: Register that holds the offsets, which are subtracted here if they are zero points. None: the zero point
+            of the format is subtracted, if it has one.
+    """
     kind = CODE_FORMATS[o.codes]
     if kind.is_float:
         return program.op("from_float8", code)

@@ -246,7 +246,12 @@ def paged_attention(
     block_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """A custom op for tracing; see `npu_compiler.ops.transformer.lower_paged_attention`."""
+    """Compute softmax(scale · q·kᵀ) · v for tokens of many sequences, whose keys and values lie in blocks of one pool.
+
+    Query [N, H, D], keys [rows, KV, D], values [rows, KV, Dv], tables [S, T], sequences and positions [N] → [N, H, Dv],
+    in the query's dtype. The trace of a model has this as one op, which
+    `npu_compiler.ops.transformer.lower_paged_attention` lowers; see there for the keys that a token attends to.
+    """
     attended = attention.paged_attention(query, keys, values, tables, sequences, positions, block_size, scale)
     return attended.to(query.dtype)
 

@@ -20,9 +20,14 @@ _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 def expert_linear(
     input: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None, count: int
 ) -> torch.Tensor:
-    """A custom op for tracing; see `npu_compiler.ops.experts.lower_expert_linear`.
+    """Multiply rows by their experts' matrices: out[m] = input[m · R // M] · weight[e]ᵀ + bias[e], e = experts[m].
 
-    `count` is the number of experts.
+    Input [R, K], weight [count · N, K], experts [M], bias [count, N] → [M, N]. M is a multiple of R: each row has M / R
+    experts, one after the other. A result whose expert is not in 0..count - 1 is 0. The trace of a model has this as
+    one op, which `npu_compiler.ops.experts.lower_expert_linear` lowers.
+
+    Args:
+        count: Number of experts.
     """
     matrices = weight.view(count, -1, weight.shape[1])
     rows = input.repeat_interleave(len(experts) // len(input), 0)

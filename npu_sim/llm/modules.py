@@ -487,8 +487,8 @@ class PagedCausalLM(nn.Module):
 class PagedSampling(PagedCausalLM):
     """`PagedCausalLM` with sampled tokens.
 
-    forward: the inputs of `PagedCausalLM` up to `places`, settings [R, 3] as `drawn` takes them (a row with temperature
-    0 is greedy), uniforms [R] (a random number from [0, 1) each), k, v → the same outputs.
+    forward: the inputs of `PagedCausalLM`, with two more between `places` and k: settings [R, 3] as `drawn` takes them
+    (a row with temperature 0 is greedy), and uniforms [R] (a random number from [0, 1) each) → the same outputs.
     """
 
     def forward(  # type: ignore[override]

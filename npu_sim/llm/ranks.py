@@ -91,11 +91,15 @@ class RankedModel:
         self._model = named(self._type)(self._checkpoint, device=self._device, **place, **self._settings)
 
     def prepare(self, name: ProgramName) -> None:
-        """Load the program of that name."""
+        """Load this rank's program of that name, so that it is ready for `run`."""
         self._model.program(name)
 
     def run(self, name: ProgramName, values: Mapping[str, NDArray[Any]]) -> None:
-        """Write these inputs, by name, and run the program of that name."""
+        """Set inputs of this rank's program of that name, and run it; its outputs stay on this rank's device.
+
+        Args:
+            values: Input name → value.
+        """
         program = self._model.program(name)
         for key, value in values.items():
             program.fill(key, value)

@@ -150,7 +150,10 @@ def _rule_of(target: Any) -> Callable[..., Any] | None:
 
 
 def _on_each_part(target: Any) -> Callable[..., Any]:
-    """A rule for an op that does the same with real and imaginary parts."""
+    """Return a function that applies an op to the real and to the imaginary parts of its operands.
+
+    It returns a pair, or a list of pairs if the op has several results.
+    """
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         def part(name: str) -> Any:
@@ -266,7 +269,11 @@ def _rsub(x: Any, y: Any, alpha: Any = 1) -> Pair:
 
 
 def _product(multiply: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """A rule for an op that is linear in each of two operands."""
+    """Return a function that multiplies two operands, real ones or pairs.
+
+    Args:
+        multiply: The product of two real operands; it is linear in each of them.
+    """
 
     def rule(x: Any, y: Any) -> Any:
         if _is_real(x) and _is_real(y):
@@ -308,7 +315,10 @@ def _where(condition: Tensor, x: Any, y: Any) -> Pair:
 
 
 def _joined(target: Any) -> Callable[..., Any]:
-    """A rule for an op on a list of tensors, some of which may be real."""
+    """Return a function that applies an op on a list of tensors, such as `cat`, to pairs and real ones.
+
+    It returns a pair. Tensors of several dtypes raise `NotImplementedError`.
+    """
 
     def rule(tensors: list[Any], *args: Any) -> Pair:
         pairs = [_pair(x) for x in tensors]
@@ -324,7 +334,10 @@ _RULES.update({op: _joined(op) for op in (aten.cat.default, aten.stack.default)}
 
 
 def _cast(target: Any) -> Callable[..., Any]:
-    """A rule for an op that converts to a dtype, which may be complex."""
+    """Return a function that converts as an op does, from a pair to a real dtype or from either kind to a complex one.
+
+    A real dtype keeps the real part alone. A conversion to bool raises `NotImplementedError`.
+    """
 
     def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), None)

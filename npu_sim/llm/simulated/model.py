@@ -127,7 +127,7 @@ class SimulatedModel:
 
 
 class _Zeros:
-    """The result of a simulated step."""
+    """The result of a simulated step: tokens and logits that are all 0."""
 
     on_host = False
 

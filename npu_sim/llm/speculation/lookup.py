@@ -31,7 +31,8 @@ class Drafter(Protocol):
     def has_match(self, sequence: Sequence, length: int) -> bool:
         """Whether the text before the place that a draft is taken from ends like the sequence.
 
-        At least `length` tokens must be equal.
+        At least `length` tokens must be equal. Tokens that a launched step chooses, which are not known yet, count as
+        equal.
         """
 
     def forget(self, sequence: Sequence) -> None:

@@ -77,7 +77,10 @@ class RemoteEngine:
             return [self._latest[replica] for replica in self._present]
 
     def stats(self) -> EngineStats:
-        """Counts of all replicas together, as of when they were last asked; counts of ended replicas are included."""
+        """The stats of all replicas together, as of when they were last asked.
+
+        The state, such as running requests, is that of the present replicas; counts include those of ended ones.
+        """
         with self._changed:
             there = {name: one.stats for name, one in self._latest.items() if name in self._present}
             return merged(there.values(), [one.stats for name, one in self._latest.items() if name not in there])

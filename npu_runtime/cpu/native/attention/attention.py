@@ -61,7 +61,10 @@ class RoundedCache:
     v_scales: np.ndarray
 
     def fits(self, k: np.ndarray, v: np.ndarray) -> bool:
-        """Whether `k` and `v` are codes in the shapes that the scales are for."""
+        """Whether `k` and `v` are uint8 codes [B, KV, S, …] that the kernel can read with these scales.
+
+        The scales must be float32 [B, KV, S] with contiguous values along S.
+        """
         return all(
             codes.dtype == np.uint8 and scales.dtype == np.float32 and scales.shape == codes.shape[:3]
             for codes, scales in ((k, self.k_scales), (v, self.v_scales))
