@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
-from npu_sim.commands.checks import check_file, check_not_overwritten
+from npu_sim.commands.checks import check_file, check_not_overwritten, check_output
 from npu_sim.commands.console import note, progress, step
 from npu_sim.commands.options import Dtype, LanguageModelName, Quantization
 from npu_sim.commands.serve_encoder import find_encoder
@@ -37,7 +37,11 @@ def embed(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="File of float32 rows if it ends in .npy, else of JSON lines."
+            "--output",
+            "-o",
+            metavar="FILE",
+            callback=check_output,
+            help="File of float32 rows if it ends in .npy, else of JSON lines.",
         ),
     ] = None,
     prompt: Annotated[
@@ -53,7 +57,7 @@ def embed(
 ) -> None:
     """Embed texts, one a line, with an embedding model: a vector for each, as JSON lines or a .npy file."""
     from npu_compiler.errors import InputError
-    from npu_sim.encoders import EmbedderFolder, TextEncoder
+    from npu_sim.encoders import EmbedderFolder
 
     check_not_overwritten(output, [texts])
     folder = find_encoder(model)
@@ -64,6 +68,8 @@ def embed(
     lines = (sys.stdin.read() if texts is None else texts.read_text("utf-8")).splitlines()
     if not lines:
         raise InputError("there are no texts to embed; give a file with a text a line, or pipe one in")
+    from npu_sim.encoders import TextEncoder  # which imports PyTorch
+
     with step(f"opening and compiling {folder.name}"):
         formats = None if quantization in ("checkpoint", "none") else quantization
         encoder = TextEncoder(folder, device=device_settings.open(), dtype=dtype, quantization=formats)

@@ -66,6 +66,7 @@ DEVICE_COMMANDS = {
     "generate": ["generate", "model", "-p", "Hi"],
     "serve": ["serve", "model"],
     "classify": ["classify", "red.png"],
+    "embed": ["embed", "model"],
 }
 DEVICE_OPTIONS = [
     (["--device", "tpu"], "unknown device 'tpu'; choose one of"),
@@ -269,6 +270,7 @@ WRONG = [
         ["simulate", "tiny.json", "--npu", "edge"],
         SIMULATED_DTYPE,
         (["--quantization", "int3"], "unknown quantization"),
+        *WEIGHTS,
     ),
     (["simulate", "tiny.npubin"], "Missing option '--npu'"),
     (["simulate", "tiny.npubin", "--npu", "nope"], "unknown chip 'nope'; give a .toml file or one of"),
@@ -277,6 +279,16 @@ WRONG = [
     (["simulate", "absent.npubin", "--npu", "edge"], "cannot read program 'absent.npubin'"),
     (["simulate", "absent.json", "--npu", "edge"], "cannot read IR file 'absent.json'"),
     (["simulate", "empty", "--npu", "edge"], "has no config.json"),
+    # embed
+    *options(
+        ["embed", "model"],
+        *OUTPUT,
+        (["--dimensions", "0"], "Invalid value for '--dimensions'"),
+        (["--prompt-name", "query"], "model is a model that generates text"),
+        (["--quantization", "int3"], "unknown quantization"),
+        DTYPE,
+    ),
+    (["embed", "model", "absent.txt"], "absent.txt"),
     # generate
     *options(
         DEVICE_COMMANDS["generate"],
@@ -499,7 +511,7 @@ def test_every_option_of_every_command_is_tried_or_cannot_be_wrong() -> None:
     from npu_sim.cli import app
 
     cannot_be_wrong = set("--json --mermaid --stages --full --cpu --help --debug --version --allow-code".split())
-    cannot_be_wrong |= {"--zero-points", "--search", "--force", "--speculate", "--lenient"}
+    cannot_be_wrong |= {"--zero-points", "--search", "--force", "--speculate", "--lenient", "--truncate"}
     tried: dict[str, set[str]] = {}
     for args, _, _ in CASES:
         tried.setdefault(args[0], set()).update(word for word in args if word.startswith("-"))

@@ -44,6 +44,7 @@ CALLS = {
     "trust": [],
     "generate": ["llm.gguf", "-p", "Hello"],
     "serve": ["llm.gguf"],
+    "embed": ["llm.gguf"],
     "classify": ["cat.png"],
     "quantize": ["llm.gguf", "--weights", "int4", "-o", "out"],
     "quantize-network": ["mine.py:make", "-i", "float32[1,4]", "--calibrate", "x.npy", "-o", "out.npumod"],

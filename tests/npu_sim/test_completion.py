@@ -97,7 +97,7 @@ OFFERED = {
     "npu-sim describe net": {"net.npubin", "net.json"},
     "npu-sim run net.t": set(),
     "npu-sim run absent/": set(),
-    "npu-sim bench cpu": {"cpu", "cpu.int8"},
+    "npu-sim bench cpu": {"cpu", "cpu.int8", "cpu.made"},
 }
 
 

@@ -135,7 +135,7 @@ def test_kernels_that_are_being_compiled_in_the_background_are_given_up(folder: 
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 130, done.stderr
     assert time.monotonic() - float(done.stdout) < MOST_SECONDS
-    assert not [pid for pid in pids.read_text().split() if is_running(int(pid))]
+    assert are_gone(pids)
     remove_leftovers.__wrapped__(cache)  # as the next process does
     assert not list(cache.glob(f"{UNFINISHED}*"))
 
@@ -170,7 +170,7 @@ def test_an_answer_comes_before_the_kernels_and_ctrl_c_ends_the_wait_for_them(fo
     answer, last = running.communicate(timeout=60)
     assert time.monotonic() - sent < MOST_SECONDS
     assert running.returncode == 130 and answer and last.splitlines()[-1] == "interrupted", last
-    assert not [pid for pid in (folder / "pids").read_text().split() if is_running(int(pid))]
+    assert are_gone(folder / "pids")
 
 
 @pytest.mark.slow
@@ -184,6 +184,15 @@ def test_later_starts_find_the_kernels_that_an_answer_did_not_wait_for(folder: P
     assert running.returncode == 0 and answer
     again = subprocess.run(GENERATE, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     assert again.returncode == 0 and again.stdout and "kernels" not in again.stderr, again.stderr
+
+
+def are_gone(pids: Path) -> bool:
+    """Whether the processes of a list have ended within some seconds: a busy machine takes its time to end them."""
+    for _ in range(50):
+        if not any(is_running(int(pid)) for pid in pids.read_text().split()):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def is_running(pid: int) -> bool:
