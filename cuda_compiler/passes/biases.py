@@ -40,8 +40,7 @@ def _float_bias(call: KernelCall) -> View | None:
     """The float32 bias of a product of 16-bit operands with many rows; None if the call has none."""
     if call.kernel not in _PRODUCTS or call.params["m"] <= VECTOR_ROWS or not call.params["has_bias"]:
         return None
-    decl = KERNELS[call.kernel]
-    bound = dict(zip([operand.name for operand in decl.inputs], decl.bind(call), strict=False))
-    bias, dtypes = bound["bias"], {call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype}
+    bias = KERNELS[call.kernel].inputs_of(call)["bias"]
+    dtypes = {call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype}
     is_wide = bias is not None and bias.dtype == "float32" and len(dtypes) == 1 and dtypes <= set(HALF_DTYPES)
     return bias if is_wide else None

@@ -138,8 +138,7 @@ def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> Atten
         return None
     steps, call = list(calls[:end]), calls[end]
     update = steps.pop() if steps and steps[-1].kernel == "index_copy_pair_kernel" else None
-    decl = KERNELS[call.kernel]
-    where = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
+    where = KERNELS[call.kernel].inputs_of(call)
     q, k, v = (where.pop(name) for name in "qkv")
     assert q is not None and k is not None and v is not None
     if update is not None and not _updates(update, k, v, 0 if _is_paged(call) else 2):

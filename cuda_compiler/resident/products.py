@@ -73,8 +73,7 @@ def product_operands(
     call: KernelCall, norm: KernelCall | None
 ) -> tuple[dict[str, View | None], dict[str, bool | int | float]]:
     """A product's operands by name, with the input and gain of the RMSNorm before it, and that norm's constants."""
-    decl = KERNELS[call.kernel]
-    bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
+    bound = KERNELS[call.kernel].inputs_of(call)
     constants: dict[str, bool | int | float] = dict(_NOT_NORMED)
     x, gain = bound.pop("x"), None
     if norm is not None:

@@ -67,9 +67,8 @@ def cublas_activates(activation: str, dtype: str) -> bool:
 
 def operands(call: KernelCall) -> dict[str, View | None]:
     """A product's inputs by name; `residual` is None for a gated product, which has none."""
-    decl = KERNELS[call.kernel]
-    bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
-    return {**bound, "residual": bound.get("residual")}
+    inputs = KERNELS[call.kernel].inputs_of(call)
+    return {**inputs, "residual": inputs.get("residual")}
 
 
 def _matvec(

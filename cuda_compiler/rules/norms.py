@@ -98,9 +98,7 @@ def rows_with_prologue(make: Specializer, call: KernelCall, prologue: Group, sto
         "};",
         f"#define PROLOGUE Prologue{{{', '.join(fields)}, 0}}",
     ]
-    decl = KERNELS[call.kernel]
-    names = [operand.name for operand in decl.inputs]
-    others = {"mask": None, **dict(zip(names, decl.bind(call), strict=False))}
+    others = {"mask": None, **KERNELS[call.kernel].inputs_of(call)}
     del others["x"]
     loads = {f"in{index}": view for index, view in enumerate(prologue.loads)}
     fused = make.kernel(

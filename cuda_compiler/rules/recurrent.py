@@ -157,10 +157,9 @@ def divide(layer: Layer, gpu: GPU) -> Division:
 
 
 def _layer(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    decl = KERNELS[call.kernel]
-    names = [operand.name for operand in (*decl.inputs, *decl.outputs)]
-    views = dict(zip(names, decl.bind(call), strict=True))
-    hidden_weight, out = call.inputs[names.index("hidden_weight")], call.outputs[0]
+    views = KERNELS[call.kernel].operands_of(call)
+    hidden_weight, out = views["hidden_weight"], call.outputs[0]
+    assert hidden_weight is not None
     directions, rows, hidden = call.outputs[1].shape
     cell = call.params.get("cell", "lstm")
     division = divide(Layer(cell, directions, rows, hidden, hidden_weight.dtype in HALF_DTYPES), make.gpu)

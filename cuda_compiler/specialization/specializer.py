@@ -138,10 +138,8 @@ class Specializer:
         function = function or call.kernel
         if inputs is None or outputs is None:
             decl = KERNELS[call.kernel]
-            bound = decl.bind(call)
-            declared = [operand.name for operand in (*decl.inputs, *decl.outputs)]
-            views = dict(zip(declared, bound, strict=True))
-            inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
+            views = decl.operands_of(call)
+            inputs = decl.inputs_of(call) if inputs is None else inputs
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
         shape = (block, min_blocks, cluster, tuple(maps))
         source = self._source(call, _Template(file, function, shape, constants or {}, definitions), inputs, outputs)

@@ -157,7 +157,6 @@ class KernelDecl:
 
     def _match(self, call: KernelCall) -> SimpleNamespace | str:
         """A call's views, sizes and parameters by their declared names; or, if they do not fit, the reason in words."""
-        declared = (*self.inputs, *self.outputs)
         optional = [operand for operand in self.inputs if operand.optional]
         needed = len(self.inputs) - len(optional)
         flagged = needed + sum(bool(call.params.get(f"has_{operand.name}")) for operand in optional)
@@ -165,11 +164,11 @@ class KernelDecl:
         if len(call.inputs) not in allowed or len(call.outputs) != len(self.outputs):
             return f"it has {len(call.inputs)} inputs and {len(call.outputs)} outputs"
         sizes: Sizes = {name: call.params[name] for name, fmt in self.fields.items() if fmt == "I"}
-        views = self.bind(call)
-        for operand, view in zip(declared, views, strict=True):
+        by_name = self.operands_of(call)
+        for operand in (*self.inputs, *self.outputs):
+            view = by_name[operand.name]
             if view is not None and (wrong := operand.problem(view, sizes)):
                 return wrong
-        by_name = dict(zip((operand.name for operand in declared), views, strict=True))
         return SimpleNamespace(**{**by_name, **sizes, **call.params})
 
     def _walked_rank(self, call: KernelCall) -> int:
@@ -211,6 +210,16 @@ class KernelDecl:
             present = not operand.optional or bool(flag)
             bound.append(remaining.pop(0) if present else None)
         return [*bound, *call.outputs]
+
+    def operands_of(self, call: KernelCall) -> dict[str, View | None]:
+        """A call's views by the operands' names, inputs then outputs; None where an optional operand is absent."""
+        names = (operand.name for operand in (*self.inputs, *self.outputs))
+        return dict(zip(names, self.bind(call), strict=True))
+
+    def inputs_of(self, call: KernelCall) -> dict[str, View | None]:
+        """A call's inputs by the operands' names; None where an optional operand is absent."""
+        views = self.operands_of(call)
+        return {operand.name: views[operand.name] for operand in self.inputs}
 
 
 _RANGES = {"I": (0, INT32_MAX), "i": (INT32_MIN, INT32_MAX)}

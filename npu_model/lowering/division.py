@@ -183,7 +183,7 @@ class _NamedCut:
 
         None if the kernel cannot compute such a part.
         """
-        views = dict(zip((operand.name for operand in self.kernel.inputs), self.kernel.bind(self.call), strict=False))
+        views = self.kernel.inputs_of(self.call)
         group, _, place = self.name.partition(".")
         if self._is_gated:
             return {_GATED_ROWS: (first, self.total + stop)}

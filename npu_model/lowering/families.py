@@ -68,11 +68,7 @@ def lowering(
 
 def operands_of(call: KernelCall) -> Operands:
     """Bind a call's views, sizes and parameters to their names; absent optional operands are None."""
-    kernel = declaration(call)
-    views = kernel.bind(call)
-    names = [operand.name for operand in (*kernel.inputs, *kernel.outputs)]
-    by_name = dict(zip(names, views, strict=True))
-    return Operands(call, SimpleNamespace(**{**call.params, **by_name}))
+    return Operands(call, SimpleNamespace(**{**call.params, **declaration(call).operands_of(call)}))
 
 
 def parts(size: int, tile: int) -> int:
