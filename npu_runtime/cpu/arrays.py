@@ -26,16 +26,22 @@ def host_memory(count: int, dtype: np.dtype) -> np.ndarray:
     """
     size = count * dtype.itemsize
     try:
-        block = _pages(size) if size >= _MAPPED else np.empty(size + _ALIGNMENT, np.uint8)
+        block = (
+            np.frombuffer(private_pages(size), np.uint8) if size >= _MAPPED else np.empty(size + _ALIGNMENT, np.uint8)
+        )
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"{size} bytes: {error}") from error
     start = -address(block) % _ALIGNMENT
     return block[start : start + size].view(dtype)
 
 
-def _pages(size: int) -> np.ndarray:
+def private_pages(size: int) -> mmap.mmap:
+    """Map memory of this process alone; raises `OSError` if there is not enough.
+
+    Shared memory, which is the default of `mmap`, gets no huge pages unless the machine's owner has allowed them.
+    """
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    return np.frombuffer(mmap.mmap(-1, size, **private), np.uint8)
+    return mmap.mmap(-1, size, **private)
 
 
 def address(array: np.ndarray) -> int:

@@ -7,7 +7,7 @@ import mmap
 
 import numpy as np
 
-from npu_runtime.cpu.arrays import address
+from npu_runtime.cpu.arrays import address, private_pages
 from npu_runtime.forks import free_lock
 
 _ALIGNMENT = 64  # a cache line
@@ -37,10 +37,8 @@ def weight_memory(size: int) -> np.ndarray:
 
 
 def _huge_pages(size: int) -> np.ndarray:
-    # Shared memory, which is the default of `mmap`, gets no huge pages unless the machine's owner has allowed them.
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
-        memory = mmap.mmap(-1, size + _HUGE_PAGE, **private)
+        memory = private_pages(size + _HUGE_PAGE)
     except OSError as error:
         raise MemoryError(f"{size} bytes for packed weights: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
