@@ -53,7 +53,10 @@ class TileLaunch:
 
 @dataclass(eq=False)
 class _Loaded:
-    """A loaded program and its timing, which does not depend on data; the timing is None until it is known."""
+    """A loaded program and its timing; None until it is known.
+
+    Of data, it depends on the bytes that compressed weights take in DRAM alone.
+    """
 
     tiles: TileProgram
     timing: Run | None = field(default=None)
@@ -107,7 +110,9 @@ class NPUBackend(Backend):
         weights = {
             name: own.data for name, own in memory.items() if name in plan.buffers and plan.buffers[name].is_constant
         }
-        loaded.tiles, loaded.timing = with_counted_forms(loaded.tiles, plan, self.chip, weights), None
+        tiles = with_counted_forms(loaded.tiles, plan, self.chip, weights)
+        if tiles is not loaded.tiles:
+            loaded.tiles, loaded.timing = tiles, None
         machine = Machine(self.chip, loaded.tiles, memory, self.checked)
         machine.preload()
         for index, launch in enumerate(own):

@@ -237,7 +237,7 @@ def _microseconds(cycles: Mapping[Any, float], chip: Chip) -> dict[str, float]:
 
 def _form_dict(weight: Buffer) -> dict[str, Any]:
     form = weight.pattern or ("compressed" if weight.stored else "as it is")
-    return {"name": weight.name, "bytes": weight.size, "stored_bytes": weight.stored or weight.size, "form": form}
+    return {"name": weight.name, "bytes": weight.size, "stored_bytes": weight.dram_bytes, "form": form}
 
 
 def _call_dict(call: CallResult, chip: Chip) -> dict[str, Any]:

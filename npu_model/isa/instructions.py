@@ -439,6 +439,11 @@ class Buffer:
     stored: int = 0
     pattern: str = ""
 
+    @property
+    def dram_bytes(self) -> int:
+        """Bytes that it takes in DRAM."""
+        return self.stored or self.size
+
 
 @dataclass(frozen=True, slots=True)
 class TileProgram:

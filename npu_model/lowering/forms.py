@@ -155,9 +155,8 @@ def weight_of(call: KernelCall) -> View | None:
     lowering = LOWERINGS.get(call.kernel)
     if lowering is None or not lowering.multiplies_weight:
         return None
-    kernel = declaration(call)
-    bound = dict(zip((operand.name for operand in kernel.inputs), kernel.bind(call), strict=False))
-    return bound["weight"] if bound.get("weight_zeros") is None else None
+    inputs = declaration(call).inputs_of(call)
+    return inputs["weight"] if inputs.get("weight_zeros") is None else None
 
 
 def _is_whole(view: View, size: int) -> bool:
@@ -218,8 +217,11 @@ def with_counted_forms(
 ) -> TileProgram:
     """A program whose compressed weights take the bytes into which the chip's codec encodes these weights.
 
-    Raises `DeviceError`, which names the first weight without the sparsity that the program was compiled for.
+    It is the same one if all its weights lie in DRAM as they are. Raises `DeviceError`, which names the first weight
+    without the sparsity that the program was compiled for.
     """
+    if not any(buffer.stored for buffer in program.buffers):
+        return program
     compressed = [b.name for b in program.buffers if b.stored and not b.pattern and b.name in weights]
     counted = measured_forms(plan, replace(chip, sparsity=None), {name: weights[name] for name in compressed})
     _check_patterns(program, plan, weights)

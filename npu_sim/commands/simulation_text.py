@@ -76,13 +76,16 @@ def result_lines(result: Result, full: bool) -> list[str]:
 
 
 def weight_lines(result: Result) -> list[str]:
-    """A line that says how many weights lie in DRAM in which form, on a chip that knows others than as they are."""
+    """A line with the number of weights, and their bytes in DRAM, that are sparse, compressed, or stored as they are.
+
+    There is none for a chip that stores all weights as they are.
+    """
     from npu_compiler.program.describe import format_bytes
 
     forms: dict[str, list[int]] = {}
     for own in result.weights:
         form = own.pattern or ("compressed" if own.stored else "as they are")
-        forms.setdefault(form, []).append(own.stored or own.size)
+        forms.setdefault(form, []).append(own.dram_bytes)
     parts = [f"{len(sizes)} {form} ({format_bytes(sum(sizes))})" for form, sizes in forms.items()]
     return [f"  weights  {', '.join(parts)}"] if parts else []
 
