@@ -20,7 +20,7 @@ def document(types: Iterable[ModelType]) -> str:
     tried = list(types)
     both = [kind.name for kind in tried if kind.generate and kind.serve]
     one = [kind for kind in tried if kind.generate != kind.serve]
-    later = sum(kind.name in both and len(kind.dtypes) == 1 for kind in tried)
+    plain = _listed(kind.name for kind in tried if kind.name in both and len(kind.dtypes) == 1)
     alone = [kind for kind in tried if not kind.eager]
     refused: defaultdict[str, list[str]] = defaultdict(list)
     for kind in alone:
@@ -35,7 +35,7 @@ def document(types: Iterable[ModelType]) -> str:
         "",
         f"**{len(both)} of the {len(alone)} that eager PyTorch runs give the tokens and log probabilities of",
         "transformers**, in `generate` and in `serve`. In bfloat16, the error of log probabilities may be 1.5 times",
-        "that of transformers" + (f"; {later} are yet to be tried in it" if later else "") + ":",
+        "that of transformers." + (f" Of {plain}, only tokens in float32 agree." if plain else "") + " These are:",
         "",
         _listed(both) + ".",
         "",
