@@ -313,9 +313,13 @@ def entry_of(name: str) -> Entry:
     """Return the entry of this name, or one for a model of timm with 16 images of the size that it is made for."""
     if name in ENTRIES:
         return ENTRIES[name]
-    import timm
+    return Entry(name, _timm(name), (_described(name).default_cfg["input_size"],), 16)
 
-    return Entry(name, _timm(name), (timm.create_model(name).default_cfg["input_size"],), 16)
+
+def _described(name: str) -> Any:
+    """A model of timm without the memory of its weights, for its sizes."""
+    with torch.device("meta"):
+        return _timm(name)()
 
 
 def drawn(seed: int, count: int) -> list[str]:
@@ -329,8 +333,7 @@ def drawn(seed: int, count: int) -> list[str]:
     for family in random.sample(modules := timm.list_modules(), len(modules)):
         names = timm.list_models(module=family)
         for name in random.sample(names, min(4, len(names))):
-            with torch.device("meta"):
-                model = timm.create_model(name)
+            model = _described(name)
             if max(model.default_cfg["input_size"]) <= 256 and sum(each.numel() for each in model.parameters()) <= 1e8:
                 models.append(name)
                 break

@@ -14,7 +14,7 @@ import typer
 from npu_sim.commands.checks import check_file, check_not_overwritten, check_output
 from npu_sim.commands.console import note, progress, step
 from npu_sim.commands.options import Dtype, LanguageModelName, Quantization
-from npu_sim.commands.serve_encoder import find_encoder
+from npu_sim.commands.serve_encoder import find_encoder, weight_format
 from npu_sim.commands.settings import DeviceSettings
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def embed(
     from npu_sim.encoders import TextEncoder  # which imports PyTorch
 
     with step(f"opening and compiling {folder.name}"):
-        formats = None if quantization in ("checkpoint", "none") else quantization
-        encoder = TextEncoder(folder, device=device_settings.open(), dtype=dtype, quantization=formats)
+        opened, formats = device_settings.open(), weight_format(quantization)
+        encoder = TextEncoder(folder, device=opened, dtype=dtype, quantization=formats)
     if dimensions is not None and dimensions > encoder.width:
         raise InputError(f"{folder.name} has embeddings of {encoder.width} dimensions, not {dimensions}")
     encoded = encoder.text.encode(lines, before, encoder.context_length if truncate else None)

@@ -33,6 +33,11 @@ def find_encoder(model: str) -> EmbedderFolder | CrossEncoderFolder | None:
     return None if folder is None else replace(folder, name=model)
 
 
+def weight_format(quantization: str) -> str | None:
+    """The format to which `--quantization` rounds an encoder's weights; None: they stay as the checkpoint has them."""
+    return None if quantization in ("checkpoint", "none") else quantization
+
+
 def check_encoder_options(folder: EmbedderFolder | CrossEncoderFolder, unfit: Mapping[str, bool]) -> None:
     """Raise `InputError` if an option was given that only models that generate text have.
 
@@ -71,7 +76,7 @@ def open_encoder(
             folder,
             device=opened,
             dtype=model.dtype,
-            quantization=None if model.quantization in ("checkpoint", "none") else model.quantization,
+            quantization=weight_format(model.quantization),
             context_length=context_length,
             max_batch=max_batch,
         )

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,7 +76,7 @@ class ContiguousModel(CompiledModel):
             self.chunks, self._fixed_chunk = (), 1
         self._has_fixed_chunk = chunk is not None
         self._last: _TokenResult | None = None
-        self._divisions: dict[tuple[int, int], list[int]] = {}  # by tokens and compiled programs: asked thrice a prompt
+        self._divide = lru_cache(maxsize=64)(divide)  # asked thrice for each prompt
         self._begin(DECODE, length, progress)
         target = self.device.backend.target
         self._compiled = {x for x in self.chunks if has_prefill(checkpoint, x, length, target, self._mesh)}
@@ -114,10 +115,7 @@ class ContiguousModel(CompiledModel):
             singly = rest < 2 or not self.rewinds
             return whole * [self._fixed_chunk] + (rest * [1] if singly else [self._fixed_chunk])
         run = GPU_RUN if self.runs_ahead else CPU_RUN
-        question = count, len(self._compiled)  # no program is ever taken out
-        if question not in self._divisions:
-            self._divisions[question] = divide(count, self._compiled, self.chunks, run, may_pad=self.rewinds)
-        return self._divisions[question]
+        return self._divide(count, frozenset(self._compiled), self.chunks, run, may_pad=self.rewinds)
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
         """The next piece of a prompt of which the tokens `start` to `end` are left, as (first, last + 1).

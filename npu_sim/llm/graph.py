@@ -790,9 +790,10 @@ def _state_facts(checkpoint: Checkpoint) -> dict[str, Any]:
             reason = "its module decides by the number of tokens in its cache, which is another for each sequence"
         refusal = InputError(reason)
         refusal.__cause__ = error
+    causal = meta_model(checkpoint)
     with contextlib.suppress(Exception):  # whatever a module's own code raises
-        return own_state(meta_model(checkpoint))
-    if sum(x.numel() for x in meta_model(checkpoint).parameters()) > MOST_PARAMETERS:
+        return own_state(causal)
+    if sum(x.numel() for x in causal.parameters()) > MOST_PARAMETERS:
         raise _unsupported(checkpoint, refusal) from refusal
     try:
         return whole_state(_built(checkpoint, "cpu", "float32", "eager"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npu_compiler.errors import InputError
+from npu_sim.llm.context import trained_length
 from npu_sim.llm.speculation.model import ModelDrafter
 from npu_sim.parallel.group import LocalWorker, StartWorker
 from npu_sim.serving.engine import Engine
@@ -108,7 +109,7 @@ def open_drafts(small: Checkpoint, large: PagedModel, report: Report | None = No
     Args:
         report: Called with (weights loaded, total weights). None: not called.
     """
-    trained = getattr(small.config, "max_position_embeddings", None) or large.context_length
+    trained = trained_length(small.config) or large.context_length
     return PagedModel(
         small,
         device=large.device,
