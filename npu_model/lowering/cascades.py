@@ -428,14 +428,14 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
         return plain
     before = before or Machine(chip, plain.program).run()
     best, cycles = replace(plain, run=before), before.cycles * (1 - _WORTH)
-    most = _moved(before) + _kept_between(plan, chosen, residency)
+    most = before.dram_bytes + _kept_between(plan, chosen, residency)
     for way in ways:
         try:
             changed = way.linked(chip, mapper)
         except ConstraintError:
             continue
         run = Machine(chip, changed.program).run()
-        if run.cycles < cycles and _moved(run) <= most:
+        if run.cycles < cycles and run.dram_bytes <= most:
             best, cycles = replace(changed, run=run), run.cycles
     return best
 
@@ -524,11 +524,6 @@ def _with_stripes(plan: ExecutionPlan, cascade: Cascade, stripes: float) -> Casc
     rows = last.outputs[0].shape[_RULES[last.kernel].dim]
     each = -(-rows // max(2, round(stripes)))
     return replace(cascade, stripes=-(-rows // each))
-
-
-def _moved(run: Run) -> int:
-    """Bytes that a run moves from and to DRAM."""
-    return sum(counts.dram_read + counts.dram_written for counts in run.sections)
 
 
 def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> Arrangement | None:

@@ -2,12 +2,14 @@
 
 Estimates of single calls do not see how calls overlap. In a long program their errors are small beside the whole; in
 one of a few calls they decide. So a short program is simulated with other tilings of one call after the other, and with
-nothing that stays in the scratchpad, and each change that makes it notably faster is kept. The work is bounded by the
+nothing that stays in the scratchpad, and each change that makes it notably faster is kept, unless it moves more bytes
+from and to DRAM than the program as it is estimated. The work is bounded by the
 number of instructions that are simulated, so that long programs are taken as they are estimated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from npu_compiler.errors import ConstraintError
@@ -59,11 +61,12 @@ class _Search:
 
     def __init__(self, chip: Chip) -> None:
         self._chip, self._left, self._tried = chip, _MOST_EXECUTIONS, 0
+        self._most_bytes: int | None = None  # of the first program
         self.best: tuple[TileProgram, Run] | None = None
 
     def improve(self, placed: PlacedProgram, candidates: list[Candidate]) -> None:
         """Simulate a program, then with other tilings of each call in turn; of each call, the fastest is kept."""
-        cycles = self._cycles(placed, candidates)
+        cycles = self._cycles(placed, candidates) or math.inf
         for number, other in _others(placed, candidates):
             if self._left <= 0 or self._tried >= _MOST_TRIED:
                 return
@@ -72,14 +75,18 @@ class _Search:
                 own = self._cycles(placed, changed)
             except ConstraintError:
                 continue
-            if own < cycles * (1 - _WORTH):
+            if own is not None and own < cycles * (1 - _WORTH):
                 cycles, candidates[:] = own, changed
 
-    def _cycles(self, placed: PlacedProgram, candidates: list[Candidate]) -> int:
+    def _cycles(self, placed: PlacedProgram, candidates: list[Candidate]) -> int | None:
+        """The simulated cycles of a program; None if it moves more bytes than the first one."""
         self._tried += 1
         program = placed.linked(candidates)
         run = Machine(self._chip, program).run()
         self._left -= sum(counts.instructions for counts in run.sections)
+        self._most_bytes = run.dram_bytes if self._most_bytes is None else self._most_bytes
+        if run.dram_bytes > self._most_bytes:
+            return None
         if self.best is None or run.cycles < self.best[1].cycles * (1 - _WORTH):
             self.best = program, run
         return run.cycles

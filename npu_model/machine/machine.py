@@ -134,6 +134,11 @@ class Run:
     sections: list[Counts]
     spans: list[Span]
 
+    @property
+    def dram_bytes(self) -> int:
+        """Bytes moved from and to DRAM."""
+        return sum(counts.dram_read + counts.dram_written for counts in self.sections)
+
 
 class Machine:
     """A simulated chip that runs one tile program.
