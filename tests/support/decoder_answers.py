@@ -50,8 +50,8 @@ class Answer:
     scores: NDArray[np.float64]
 
 
-Route = Callable[[Path, str], list[Answer]]
-"""A function of a folder and a compute dtype → the answers to some of `prompts()`."""
+Route = Callable[..., list[Answer]]
+"""A function of a folder, a compute dtype and a device (the CPU by default) → the answers to some of `prompts()`."""
 
 
 def prompts() -> list[list[int]]:
@@ -180,12 +180,12 @@ def _compared_in_few_bits(answers: list[Answer], eager: Eager, dtype: str) -> Ou
     return Outcome("right")
 
 
-def generated(folder: Path, dtype: str = "float32") -> list[Answer]:
+def generated(folder: Path, dtype: str = "float32", device: str = "cpu") -> list[Answer]:
     """The answer of `LanguageModel` to the first prompt."""
     from npu_sim.llm import LanguageModel, greedy, load_checkpoint
 
     checkpoint = load_checkpoint(folder, dtype)
-    model = LanguageModel(checkpoint, device="cpu", chunk=64)
+    model = LanguageModel(checkpoint, device=device, chunk=64)
     scores: list[NDArray[np.float64]] = []
 
     def sampler(logits: Any) -> int:
@@ -198,7 +198,7 @@ def generated(folder: Path, dtype: str = "float32") -> list[Answer]:
     return [Answer(prompt, tokens, np.stack(scores))]
 
 
-def served(folder: Path, dtype: str = "float32") -> list[Answer]:
+def served(folder: Path, dtype: str = "float32", device: str = "cpu") -> list[Answer]:
     """The answers of the serving engine to all prompts in one batch.
 
     Raises InputError if the engine says that the logits are no numbers.
@@ -210,7 +210,7 @@ def served(folder: Path, dtype: str = "float32") -> list[Answer]:
     from npu_sim.serving.request import Request
 
     checkpoint = replace(load_checkpoint(folder, dtype), load_tokenizer=lambda: _NO_TOKENIZER)
-    model = PagedModel(checkpoint, device="cpu", max_tokens=64, max_sequences=2)
+    model = PagedModel(checkpoint, device=device, max_tokens=64, max_sequences=2)
     with Engine(model, checkpoint) as engine:
         updates = engine.generate([Request(tuple(prompt), NEW, logprobs=model.vocab_size) for prompt in prompts()])
     answers = []

@@ -1,6 +1,6 @@
 """Every kind of causal language model of transformers, tiny and random, compared with our generation.
 
-    python tests/support/decoders.py [--results npu_sim/data/model_types.json] [MODEL_TYPE ...]
+    python tests/support/decoders.py [--results npu_sim/data/model_types.json] [--device cuda] [MODEL_TYPE ...]
 
 For each model type a folder is saved and read by `LanguageModel` and by the serving engine, with a window of attention
 that the prompt exceeds, in float32 and in bfloat16. The outcome is `right` (the greedy tokens and log probabilities are
@@ -233,9 +233,9 @@ def computes_whole(folder: Path) -> bool:
 
 
 def tried(
-    model_type: str, changes: Mapping[str, Any] | None = None, dtypes: Iterable[str] = DTYPES
+    model_type: str, changes: Mapping[str, Any] | None = None, dtypes: Iterable[str] = DTYPES, device: str = "cpu"
 ) -> dict[str, Outcome]:
-    """The outcomes of a model type by route.
+    """The outcomes of a model type by route on a device.
 
     They are `generate` and `serve` for float32, and the same with another dtype behind a space; `open` alone where the
     checkpoint is refused, beside `eager` where transformers does not run its own model.
@@ -258,7 +258,7 @@ def tried(
         for dtype, (name, route) in product(dtypes, ROUTES.items()):
             judge = partial(judged, eager, dtype)
             label = name if dtype == "float32" else f"{name} {dtype}"
-            outcome = attempt(lambda route=route, judge=judge, dtype=dtype: judge(route(folder, dtype)))
+            outcome = attempt(lambda route=route, judge=judge, dtype=dtype: judge(route(folder, dtype, device)))
             noted = ", ".join(filter(None, (note, outcome.detail))) if outcome.kind == "right" else outcome.detail
             outcomes[label] = replace(outcome, detail=noted)
         return outcomes
@@ -329,13 +329,13 @@ def _import() -> None:
         importlib.import_module(module)
 
 
-def main(names: Iterable[str], results: Path | None, dtypes: Iterable[str]) -> int:
-    """Try model types, and merge their outcomes into a file of results, if one is given."""
+def main(names: Iterable[str], results: Path | None, dtypes: Iterable[str], device: str) -> int:
+    """Try model types on a device, and merge their outcomes into a file of results, if one is given."""
     _import()
     known = json.loads(results.read_text()) if results is not None and results.is_file() else {}
     counts: Counter[str] = Counter()
     for name in names or model_types():
-        outcomes, seconds = isolated(partial(tried, name, dtypes=dtypes))
+        outcomes, seconds = isolated(partial(tried, name, dtypes=dtypes, device=device))
         for route, outcome in outcomes.items():
             counts[outcome.kind] += 1
             print(f"{name:24} {route:17} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
@@ -351,8 +351,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path, help="JSON file of outcomes that is updated")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # many small products
     arguments = parser.parse_args()
-    sys.exit(main(arguments.names, arguments.results, arguments.dtypes))
+    sys.exit(main(arguments.names, arguments.results, arguments.dtypes, arguments.device))
