@@ -255,6 +255,8 @@ def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[s
         raise _unsupported(checkpoint, InputError(reason))
     name = f"{checkpoint.config.model_type}-contiguous-ir"
     ir = cached_facts(name, ["contiguous", _model_key(checkpoint)], lambda: _symbolic_contiguous(checkpoint), _TRACING)
+    if not ir:
+        raise _unsupported(checkpoint, InputError("PyTorch fixes the sizes of its graph"))
     cache = f"{FULL_ATTENTION.tensors[0]}_0"
     given = {"input_ids": [shape.sequences, shape.tokens], cache: [shape.rows]}
     specialized: dict[str, Any] = specialize(ir, _sizes(ir, given))
@@ -262,7 +264,10 @@ def extract_contiguous(checkpoint: Checkpoint, shape: ContiguousShape) -> dict[s
 
 
 def _symbolic_contiguous(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The IR, as JSON data, of `CachedCausalLM` with symbols for the numbers of sequences, tokens and rows."""
+    """The IR, as JSON data, of `CachedCausalLM` with symbols for the numbers of sequences, tokens and rows.
+
+    It is empty if the module cannot be traced so.
+    """
     require_torch("tracing a model")
     import torch
     from torch.export import Dim
@@ -347,12 +352,7 @@ def _symbolic_paged(checkpoint: Checkpoint, shape: PagedShape, sampling: bool, e
     if each > 1 or not form.takes_sequences:
         sizes["sequences"], symbols["sequences"] = 1, None
     model, inputs, dynamic = _paged_module(checkpoint, {**sizes, "each": each}, symbols, shape.block_size, sampling)
-    try:
-        return _trace_symbolic(checkpoint, model, inputs, dynamic, "paged")
-    except InputError as error:
-        if "Constraints violated" not in str(error):
-            raise
-        return {}
+    return _trace_symbolic(checkpoint, model, inputs, dynamic, "paged")
 
 
 def _traced_paged(checkpoint: Checkpoint, shape: PagedShape, sampling: bool, each: int) -> dict[str, Any]:
@@ -410,18 +410,27 @@ def _paged_module(
 def _trace_symbolic(
     checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], dynamic: list[Any], name: str
 ) -> dict[str, Any]:
-    """Trace a module with symbols for sizes; the IR as JSON data.
+    """Trace a module with symbols for sizes; the IR as JSON data, empty if PyTorch makes a number of one of them.
 
     Args:
         dynamic: For each input, its dynamic dimensions as `torch.export` takes them.
     """
+    from torch.utils._pytree import tree_leaves
+
+    from npu_compiler.graph.symbolic import KEY
     from npu_sim.module.trace import export, plain_ir, trace
 
     try:
         traced = trace(export(model.eval(), inputs, dynamic_shapes=tuple(dynamic)), name)
     except IRError as error:
+        if "Constraints violated" in str(error):
+            return {}
         raise _unsupported(checkpoint, error) from error
     ir = plain_ir(replace(traced, ranges={}))  # who specializes it gives the sizes
+    given = {size for size in tree_leaves(dynamic) if size is not None}
+    kept = {size[KEY] for x in ir["graph_inputs"] for size in x["shape"] if isinstance(size, dict)}
+    if len(kept) < len(given):  # decompositions can fix a size without a word
+        return {}
     constants = {x: {**value, "data": value["data"].tolist()} for x, value in ir.get("constants", {}).items()}
     return {**ir, "constants": constants} if constants else ir
 
