@@ -77,7 +77,7 @@ def as_convolution(call: KernelCall) -> KernelCall:
 
 
 def _round_while_packing(calls: Sequence[KernelCall], kept: Collection[str]) -> list[KernelCall]:
-    """The calls, with each rounding whose only reader copies to channels-last fused with that copy.
+    """The calls, with each quantization whose only reader copies to channels-last fused with that copy.
 
     Args:
         kept: Buffers that the caller reads.

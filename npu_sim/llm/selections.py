@@ -72,7 +72,7 @@ class Selections(TorchFunctionMode):
 
 
 class _Turn(int):
-    """The number of a turn of a loop, in the place of a tensor [1] that holds it."""
+    """The number of an iteration of a loop, which can be used like the tensor [1] that holds it."""
 
     def item(self) -> int:
         return self
@@ -82,7 +82,7 @@ class _Turn(int):
 
 
 class _Sizes:
-    """Numbers of rows that a module has computed, in the place of a list of them."""
+    """The result of `tolist()` on a computed vector of row counts, whose values tracing does not know."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -186,7 +186,7 @@ def _each(vector: Tensor) -> Iterator[Tensor]:
 
 
 def _long(mode: Selections, x: Tensor) -> Any:
-    """Numbers of rows fit 32 bits, which a device has."""
+    """Replace `x.long()` of floats, with which modules count rows, by int32; remember the result as a count."""
     if not x.is_floating_point():
         return NotImplemented
     mode.counted.append(x.int())
