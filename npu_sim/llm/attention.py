@@ -146,7 +146,7 @@ class PagePlaces(Places):
 
 
 class PlacedMask:
-    """A square mask of a module's own, of queries by keys, every slice of which is the part for the places of a step.
+    """A replacement for a square mask [queries, keys] that a module owns: any slice of it is the mask of the step.
 
     Args:
         window: Number of last positions that it shows. 0: all up to the query's.

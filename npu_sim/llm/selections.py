@@ -25,10 +25,10 @@ _LONGEST = 64  # turns of a loop over experts, each with its own products in the
 
 
 class Selections(TorchFunctionMode):
-    """A context in which rows that a mask selects are all rows, whose results are masked where they are used.
+    """A context in which selecting rows by a mask gives all rows; results of the others are replaced by 0 at their use.
 
     Attributes:
-        counted: Integers that were floating-point numbers.
+        counted: Counts of rows that `long()` has made of floating-point numbers.
     """
 
     def __init__(self) -> None:
@@ -93,10 +93,10 @@ def _sizes(tensor: Tensor) -> Any:
 
 
 class _Part:
-    """One of the parts into which rows are divided by `_Sizes`: a function of all of them, of which it is some.
+    """A part of rows that were split by computed sizes. It holds the values for all rows, since its size is unknown.
 
     Attributes:
-        rows: The function's result for all rows.
+        rows: The values that were computed of this part, for all rows.
         ends: [parts], the number of rows up to the end of each part.
     """
 
