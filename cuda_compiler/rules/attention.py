@@ -211,7 +211,7 @@ def _combine(make: Specializer, call: KernelCall, parts: Mapping[str, View], out
 
 
 def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, stages: int = _STAGES) -> int:
-    """The size in bytes of the C struct `SplitMemory` in `attention_split.cuh`."""
+    """The size in bytes of the C union `SplitMemory` in `attention_fragments.cuh`, for all warps of a block."""
     padded = groups(width, 32) * 32, groups(value_width, 64) * 64
     tiles = stages * BLOCK_KEYS * sum(padded) * 2
     return warps * max(tiles, found_memory(rows, value_width))
@@ -495,7 +495,7 @@ def _paged_shared(
 
 
 def _sharing_memory(q: View, v: View, warps: int, rows: int, stages: int) -> int:
-    """Bytes of shared memory for the C struct `SplitMemory`, and for the largest `Part`, in `paged.cu`."""
+    """Bytes of shared memory for the union `SplitMemory` of each warp, and for the largest `Part` in `paged.cu`."""
     return split_memory(BLOCK_ROWS, q.shape[2], v.shape[2], warps, stages) + 4 * rows * (2 + v.shape[2])
 
 
