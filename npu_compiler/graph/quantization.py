@@ -158,7 +158,7 @@ class QuantizedArray:
     """A quantized matrix [n, k]; the parts are described at the top of this file.
 
     Raises:
-        InputError: the parts do not have the shapes and dtypes that the format asks for, or the format rounds
+        InputError: the parts do not have the shapes and dtypes that the format asks for, or the format quantizes
             activations.
     """
 
