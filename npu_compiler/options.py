@@ -29,8 +29,8 @@ class CompileOptions:
         compute_dtype: `float16`, `bfloat16` or `float32`; None means bfloat16 for bfloat16 models, else float16.
         quantization: Format of quantized weights: `int4`, `int8` or `fp8`, or a `QuantizedFormat`, for all linear
             layers; or `state_dict` key → format; None for none. Weights that are not in the format already are rounded
-            to the nearest when they are loaded. `int4+int8` and the like also round the activations that these layers
-            multiply, to int8 or fp8 with a scale for each row (not on Metal).
+            to the nearest when they are loaded. `int4+int8` and the like also quantize the activations that these
+            layers multiply, to int8 or fp8 with a scale for each row (not on Metal).
         kv_cache: `int8` or `fp8`: store KV caches in one byte per element, with a scale for each token and head, as a
             further input and output of the program, `<name>.scales` (on the CPU and simulated chips). None means the
             compute dtype.

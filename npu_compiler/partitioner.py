@@ -239,7 +239,11 @@ class _Divider:
         return replace(self, graph=graph, whole=whole).plan(kept)
 
     def _plan(self, kept: Mapping[str, str]) -> PartitionPlan:
-        """The plan of the normalized graph, without putting composites back."""
+        """The plan with all possible nodes of `self.graph` on the device; composites stay decomposed.
+
+        Args:
+            kept: Node → the reason why it must run on the CPU, for nodes that the device could run.
+        """
         graph, target, dtype, formats = self.graph, self.target, self.dtype, self.formats
         lacking = dict(kept)
         while True:

@@ -22,7 +22,7 @@ class TargetConfig:
             only programs that the user trusts are run. Otherwise a program only names kernels that the device has.
         integer_kernels: Whether convolutions and products of quantized tensors are computed in integers.
         weight_codes: Names of the code formats (`CODE_FORMATS`) that the kernels for quantized weights know.
-        rounds_activations: Whether products with quantized weights can round the rows of their other operand.
+        rounds_activations: Whether products with quantized weights can quantize the rows of their other operand.
         rounds_caches: Whether KV caches can be stored in one byte per element.
     """
 

@@ -55,7 +55,7 @@ def lay_integers(plan: ExecutionPlan) -> ExecutionPlan:
     return replace(
         plan,
         prologue=[*map(_rounding_as_elementwise, plan.prologue), *operands.prologue],
-        calls=[*map(_rounding_as_elementwise, _round_while_packing(operands.calls, kept))],
+        calls=[*map(_rounding_as_elementwise, _quantize_while_packing(operands.calls, kept))],
         buffers={**plan.buffers, **operands.buffers},
         constants={**plan.constants, **layout.constants},
     )
@@ -76,8 +76,8 @@ def as_convolution(call: KernelCall) -> KernelCall:
     )
 
 
-def _round_while_packing(calls: Sequence[KernelCall], kept: Collection[str]) -> list[KernelCall]:
-    """The calls, with each rounding whose only reader copies to channels-last fused with that copy.
+def _quantize_while_packing(calls: Sequence[KernelCall], kept: Collection[str]) -> list[KernelCall]:
+    """The calls, with each quantization whose only reader copies to channels-last fused with that copy.
 
     Args:
         kept: Buffers that the caller reads.

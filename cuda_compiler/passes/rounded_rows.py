@@ -1,4 +1,8 @@
-"""Fuses the rounding of activation rows to bytes with the calls that compute them, and scaling with the readers."""
+"""Fuses the quantization of activation rows with the calls that compute them, and scaling with the calls that read.
+
+A quantized row is int8 or float8 codes and one scale (`quantize_rows`). A product whose two operands are codes is
+multiplied by the scales of its rows and of its columns afterwards.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ _NORM = "rmsnorm_kernel"
 
 
 def join_rounding(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
-    """The plan with products of quantized rows expanded, and the rounding of rows fused with the calls before it.
+    """The plan with products of quantized rows expanded, and the quantization of rows fused with the calls before it.
 
     Given:  h = dynamic_quantized_matmul(x, w) + r;  y = rmsnorm(h);  a = dynamic_quantized_matmul(y, v)
             b = silu_mul(a1, a2);  c = dynamic_quantized_matmul(b, u)
@@ -43,8 +47,9 @@ def join_rounding(plan: ExecutionPlan, make: Specializer) -> ExecutionPlan:
             or, by `linear_codes`: rounded_rows(x);  h = linear_codes(…, r);  rounded_rows(h) → codes of y
             b = linear_codes(…, silu_mul);  rounded_rows(b) → its codes;  c = linear_codes
 
-    16-bit rows that only such products read are thus never stored. A product is stored without its scales if a fused
-    rounding is its first reader and applies them, since cuBLASLt has faster algorithms for a plain product.
+    16-bit rows that only such products read are thus never stored. A product is stored without its scales if its first
+    reader is a call fused with a quantization, which applies them, since cuBLASLt has faster algorithms for a plain
+    product.
     """
     if all(wanted_form(call, make.gpu) is None for call in plan.calls):
         return plan
@@ -58,9 +63,10 @@ class _Joining:
     """The state of the pass.
 
     Attributes:
-        joined: Index of a call that is fused with the rounding of its result → the rows, and the form its readers want.
+        joined: Index of a call that is fused with the quantization of its result → the rows, and the form in which
+            their readers read them.
         scaling: Index of a product of codes → index of the `joined` call that applies its scales or is fused into it.
-        rounded: Rows and form → the rounded rows, for rows that have been rounded already.
+        rounded: Rows and form → the quantized rows, for rows that have been quantized already.
         unscaled: Buffer of a product → the call, and the unscaled product that is stored instead.
         applied: Buffer of a product → the result of the element-wise call that is fused into the product.
     """
@@ -96,9 +102,9 @@ class _Joining:
                 self.scaling[index] = reader
 
     def calls(self, index: int, call: KernelCall) -> list[KernelCall]:
-        """The one to three calls that replace the call at `index`: rounding, product and epilogue, or the call itself.
+        """The one to three calls that replace a call: quantization, product and epilogue, or the call itself.
 
-        A call that is fused with the rounding of its result is replaced by the fused call.
+        A call that is fused with the quantization of its result is replaced by the fused call.
         """
         replacement = self._replaced(index, call)
         written = {view.buffer for view in call.outputs}
@@ -112,7 +118,7 @@ class _Joining:
         return replacement
 
     def _replaced(self, index: int, call: KernelCall) -> list[KernelCall]:
-        """The calls of a product of codes, with the rounding of its rows if needed; any other call by itself."""
+        """The calls of a product of codes, after the quantization of its rows if needed; any other call by itself."""
         form = wanted_form(call, self.make.gpu)
         if form is None or form.dtype != "uint8":
             return [call]
@@ -135,9 +141,9 @@ class _Joining:
         return [*before, product]
 
     def _joins(self, call: KernelCall) -> tuple[View, RoundedForm] | None:
-        """The rows that a call computes and the form in which their readers want them rounded, if the two can be fused.
+        """The rows that a call computes and their quantized form, if the call can be fused with their quantization.
 
-        None if another kind of call reads the result too, the readers want different forms, or the call does not suit.
+        None if other kinds of calls read the result too, its readers need different forms, or no kernel does both.
         """
         out = call.outputs[0]
         readers = [self.plan.calls[index] for index in self.readers.get(out.buffer, [])]
@@ -166,9 +172,10 @@ class _Joining:
         return len(inputs) == len(call.inputs) and bool(inputs) and None not in inputs
 
     def _scaling_reader(self, index: int, call: KernelCall) -> int | None:
-        """The index of the fused rounding that can apply a product's scales, or that can be fused into the product.
+        """The index of the call that can apply a product's scales in its place, or that can be fused into the product.
 
-        None if `call` is no product of codes, or if its first reader is no fused rounding that can do this.
+        It is the product's first reader, and is fused with the quantization of its own result. None if there is no such
+        reader, or if `call` does not multiply two quantized operands.
         """
         form = wanted_form(call, self.make.gpu)
         if form is None or form.dtype != "uint8" or call.params["activation"] != "none":
@@ -204,7 +211,7 @@ class _Joining:
         )
 
     def _origin(self, call: KernelCall, rows: View) -> RowOrigin:
-        """The `RowOrigin` by which a fused rounding computes the rows of `call`."""
+        """The computation of `rows` by `call`, as a description for the kernel that also quantizes them."""
         if call.kernel == _NORM:
             x, weight, _ = KERNELS[call.kernel].bind(call)
             assert x is not None

@@ -155,7 +155,7 @@ def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers
 
 
 def _with_gate(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[int, KernelCall]:
-    """The product at `index`, fused with its gate if one follows; preceded by 1 if it is, else by 0."""
+    """The number of further calls that the product at `index` can be fused with, 1 for a gate, and the fused call."""
     product = plan.calls[index]
     inner = plan.buffers[product.outputs[0].buffer].kind == "arena"
     following = plan.calls[index + 1] if inner and index + 1 < len(plan.calls) else None

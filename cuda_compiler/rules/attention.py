@@ -125,7 +125,7 @@ def _best_rows(operands: _Operands, fitting: list[int], gpu: GPU) -> int:
 
 
 def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
-    """The plain kernel: a block computes `_SLICE` dimensions of the result of one query."""
+    """The call of the plain kernel: a block computes `_SLICE` dimensions of the result of one query."""
     value_width = operands.v.shape[3]
     width = min(value_width, _SLICE)
     blocks = operands.problems * operands.rows * groups(value_width, width)
@@ -144,7 +144,7 @@ def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
 
 
 def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
-    """Split-K kernels: a block's warps divide the keys of 16 rows.
+    """The calls of the split-K kernels: a block's warps divide the keys of 16 rows.
 
     Several blocks do if one would leave the GPU idle.
     """
@@ -195,7 +195,7 @@ def _partial_sums(make: Specializer, call: KernelCall, shape: tuple[int, ...]) -
 
 
 def _combine(make: Specializer, call: KernelCall, parts: Mapping[str, View], out: View) -> KernelCall:
-    """The kernel that combines the `_partial_sums` of each row."""
+    """The call of the kernel that combines the partial sums of each row (`parts`, see `_partial_sums`) into `out`."""
     *lead, splits, value_width = parts["sums"].shape
     combine = make.kernel(
         call,
@@ -211,21 +211,21 @@ def _combine(make: Specializer, call: KernelCall, parts: Mapping[str, View], out
 
 
 def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, stages: int = _STAGES) -> int:
-    """The size in bytes of the C struct `SplitMemory` in `attention_split.cuh`."""
+    """The size in bytes of the C union `SplitMemory` in `attention_fragments.cuh`, for all warps of a block."""
     padded = groups(width, 32) * 32, groups(value_width, 64) * 64
     tiles = stages * BLOCK_KEYS * sum(padded) * 2
     return warps * max(tiles, found_memory(rows, value_width))
 
 
 def found_memory(rows: int, value_width: int) -> int:
-    """The size in bytes of the C struct `Found` there: a warp's partial result, which other warps combine."""
+    """The size in bytes of the C struct `Found` in `attention_fragments.cuh`: a warp's partial result."""
     return 4 * (2 * BLOCK_ROWS + min(rows, BLOCK_ROWS) * groups(value_width, 64) * 64)
 
 
 def _tiled(
     make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
 ) -> list[KernelCall]:
-    """The tiled kernel: each block computes many rows, whose warps share tiles of keys in shared memory."""
+    """The calls of the tiled kernel: each block computes many rows, and its warps share tiles of keys."""
     shared = _tile_memory(operands.k.shape[3], operands.v.shape[3], tile_rows, tile_keys)
     calls, verdicts = _survey(make, call, operands, tile_rows, tile_keys)
     tiled = make.kernel(
@@ -248,7 +248,7 @@ def _tiled(
 
 
 def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
-    """The tiled kernel with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
+    """The calls of the tiled kernel with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
     keys, width = operands.k.shape[2:]
     row_bytes = 2 * groups(width, _SLAB) * _SLAB
     tile_keys = min(_WARPGROUP_KEYS, key=lambda count: groups(keys, count) * count)
@@ -389,7 +389,7 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
 
 
 def _paged_plain(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> KernelCall:
-    """The plain kernel of paged attention: a block computes `_SLICE` dimensions of the result of one token and head."""
+    """The call of the plain kernel: a block computes `_SLICE` dimensions of the result of one token and head."""
     (tokens, heads, value_width), (out,) = (*call.inputs[0].shape[:2], call.inputs[2].shape[2]), call.outputs
     width = min(value_width, _SLICE)
     return make.kernel(
@@ -495,7 +495,7 @@ def _paged_shared(
 
 
 def _sharing_memory(q: View, v: View, warps: int, rows: int, stages: int) -> int:
-    """Bytes of shared memory for the C struct `SplitMemory`, and for the largest `Part`, in `paged.cu`."""
+    """Bytes of shared memory for the union `SplitMemory` of each warp, and for the largest `Part` in `paged.cu`."""
     return split_memory(BLOCK_ROWS, q.shape[2], v.shape[2], warps, stages) + 4 * rows * (2 + v.shape[2])
 
 

@@ -96,7 +96,7 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
 
 
 def _tiled(make: Specializer, call: KernelCall, aligned: bool) -> Iterator[KernelCall]:
-    """The kernels that compute each group as a tiled matrix product; none unless its input channels are whole packs.
+    """The calls that compute each group as a tiled matrix product; none unless its input channels are whole packs.
 
     Args:
         aligned: Whether bias, residual and output channels can be accessed as packs.
@@ -116,7 +116,7 @@ def _tiled(make: Specializer, call: KernelCall, aligned: bool) -> Iterator[Kerne
 
 
 def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
-    """The kernels for groups of few channels, whose blocks compute a square of pixels of several groups.
+    """The calls of kernels for groups of few channels, whose blocks compute a square of pixels of several groups.
 
     There are none for other convolutions.
     """

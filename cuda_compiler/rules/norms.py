@@ -35,7 +35,10 @@ Form: TypeAlias = tuple[dict[str, bool | int | float], Size3, Size3]
 
 
 def _form(call: KernelCall, operands: Iterable[View]) -> Form:
-    """Constants, grid and block of a kernel over rows; a 16-byte access must suit all `operands`."""
+    """The template constants, grid and block of a kernel over rows.
+
+    Threads access the rows as vectors of the widest kind, up to 16 bytes, for which all `operands` are aligned.
+    """
     out = call.outputs[0]
     width, pack = out.shape[-1], shared_pack(operands)
     teams = teams_for if call.kernel.endswith("softmax_kernel") else small_teams_for

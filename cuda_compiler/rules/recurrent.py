@@ -72,32 +72,32 @@ class Division:
 
     @property
     def rows(self) -> int:
-        """Rows per block."""
+        """Rows of the batch per block."""
         return groups(self.layer.rows, self.row_groups)
 
     @property
     def blocks(self) -> int:
-        """Blocks that divide the hidden elements."""
+        """Number of blocks that divide the hidden elements."""
         return groups(self.layer.hidden, self.units)
 
     @property
     def pieces(self) -> int:
-        """Pieces of the terms of a product, each summed by other threads."""
+        """Number of pieces into which the terms of a product are divided; each is summed by other warps."""
         return _WARPS // self.line_warps
 
     @property
     def tiles(self) -> int:
-        """Fragments' rows of the block's weight."""
+        """Number of tensor core fragments that cover the rows of a block's weight (each `_LINES` rows)."""
         return groups(GATES[self.layer.cell] * self.units, _LINES)
 
     @property
     def words(self) -> int:
-        """4-byte words of the block's weight per thread."""
+        """4-byte words of a block's weight that each thread holds."""
         return 8 * (self.tiles // self.line_warps) * groups(self.layer.hidden, _TERMS * self.pieces)
 
     @property
     def shared(self) -> int:
-        """Bytes of the C struct `Shared` in `layer.cuh`, with its rest."""
+        """Bytes of shared memory: the C struct `Shared` in `layer.cuh`, and the weight or states that follow it."""
         lines = GATES[self.layer.cell] * self.units
         sums = 2 * self.pieces * groups(self.rows, 8) * 8 * (self.tiles * _LINES + 4)
         rest = self.words * _WARPS * WARP if self.held == _IN_SHARED_MEMORY else 0

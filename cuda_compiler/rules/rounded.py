@@ -1,4 +1,7 @@
-"""Products whose rows are quantized first: of bytes on the tensor cores, or of the floats that the bytes stand for."""
+"""Products whose rows are quantized first: of their codes, or of the floats that the codes stand for.
+
+Codes are int8 or float8 numbers, one byte each, which tensor cores multiply as they are; each row has one scale.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class RoundedForm(NamedTuple):
     """The form in which a product reads its quantized rows.
 
     Attributes:
-        codes: Format that rows are rounded to, one of `ROW_FORMATS`.
+        codes: Format of the quantized rows, one of `ROW_FORMATS`.
         dtype: `uint8` if the product reads the codes, with a scale for each row; else the dtype of the floats that the
             codes stand for.
     """
@@ -55,7 +58,7 @@ class UnscaledProduct(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrigin:
-    """The computation of the rows [m, k] that are to be rounded, in the order of the attributes.
+    """The computation of the rows [m, k] that are to be quantized; its steps have the order of the attributes.
 
     Each step's result has the dtype `stored`.
 
@@ -86,10 +89,7 @@ class RowOrigin:
 
 
 def wanted_form(call: KernelCall, gpu: GPU) -> RoundedForm | None:
-    """The form in which a call reads its rounded rows on this GPU.
-
-    None if the call is no product that rounds its rows.
-    """
+    """The form in which a product reads its quantized rows on this GPU; None if `call` quantizes no rows."""
     if call.kernel not in RULES:
         return None
     codes = call.params["activations"]
@@ -118,11 +118,11 @@ def scales_products(make: Specializer, call: KernelCall) -> bool:
 
 
 def row_teams(origin: RowOrigin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
-    """The division of rows among teams of threads (see `rows.py`), for the kernel that rounds them to 8 bits.
+    """The division of rows among teams of threads (see `rows.py`), for the kernel that quantizes them to 8 bits.
 
     Args:
         origin: The computation of the rows.
-        out: The view of the rounded rows.
+        out: The view of the quantized rows.
 
     Returns:
         The constants of the kernel's template, its grid and block, and whether the registers of a team hold a whole
@@ -140,17 +140,19 @@ def row_teams(origin: RowOrigin, out: View) -> tuple[dict[str, bool | int | floa
 
 
 def can_hold(rows: View) -> bool:
-    """Whether the threads that round rows hold a whole row in registers, as a fused norm needs."""
+    """Whether the threads that quantize rows hold a whole row in registers, as a fused norm needs."""
     return row_teams(RowOrigin(rows, rows.dtype), replace(rows, dtype="uint8"))[2]
 
 
 def round_rows(
     make: Specializer, call: KernelCall, form: RoundedForm, origin: RowOrigin
 ) -> tuple[KernelCall, RoundedRows]:
-    """The call that rounds rows, and the buffers in which it stores them.
+    """The call that computes rows and quantizes them, and the buffers in which it stores them.
 
     Args:
-        call: The call that the rounding replaces or belongs to, for reports.
+        call: The call that the new call replaces or belongs to, for reports.
+        form: The format to quantize to, and whether codes or the floats that they stand for are stored.
+        origin: The computation of the rows.
     """
     rows, width = origin.x.shape
     out = make.temporary(call.node, (rows, width), form.dtype)
@@ -188,12 +190,12 @@ def round_rows(
 
 
 def keep_rounded(make: Specializer, subject: View, form: RoundedForm, rounded: RoundedRows) -> None:
-    """Cache rounded rows until `subject` is written, so that `_linear` finds those that are floats."""
+    """Cache quantized rows until `subject` is written, so that `_linear` finds those that are floats."""
     make.cache((subject, form), rounded.rows)
 
 
 def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
-    """The calls of a product of the floats that codes stand for, after the rounding of its rows if that is not cached.
+    """The calls of a product of floats whose rows are quantized and dequantized first, unless such rows are cached.
 
     Products of codes do not come here: `passes/rounded_rows.py` expands them, with all calls in sight.
     """
@@ -209,7 +211,7 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
 
 
 def product_of_codes(make: Specializer, call: KernelCall, rounded: RoundedRows) -> list[KernelCall]:
-    """The calls for act((rows · weightᵀ) · scales + bias) + residual over codes.
+    """The calls for act((rows · weightᵀ) · scales + bias) + residual, where rows and weight are codes.
 
     They are one kernel of ours, or cuBLASLt and an epilogue for what it lacks.
     """
@@ -230,13 +232,13 @@ def product_of_codes(make: Specializer, call: KernelCall, rounded: RoundedRows) 
 
 
 def joined_product(make: Specializer, call: KernelCall, rounded: RoundedRows, function: str, out: View) -> KernelCall:
-    """The call of a product of codes whose columns `function` joins in pairs, such as gate and up.
+    """The call of a product of codes [m, n], fused with an element-wise function of its left and right halves.
 
-    `suits_linear_codes` must hold for the call.
+    `suits_linear_codes` must hold for the call. The halves are, for example, the gate and up projections of an MLP.
 
     Args:
         function: C definition of `float made(float a, float b)`.
-        out: The result, in the product's dtype.
+        out: The result [m, n / 2], in the product's dtype.
     """
     return linear_codes(make, call, rounded.rows, _scales(call, rounded), operands(call), out, function)
 

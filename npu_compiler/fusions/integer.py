@@ -296,7 +296,7 @@ class _Fuser:
         return name
 
     def _follow(self, node: OpNode, tensor: str, may_add: bool) -> _Chain:
-        """The chain of a sum, an activation and a rounding after `node`, each the only reader of the one before.
+        """The chain of a sum, an activation and a quantization after `node`, each the only reader of the one before.
 
         Args:
             tensor: The output of `node` from which the chain goes on.

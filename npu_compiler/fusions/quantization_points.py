@@ -153,7 +153,7 @@ def quantized_graph(
     """The graph with quantization points, and the integer weights that replace float weights, by `state_dict` key.
 
     Args:
-        ranges: Tensor → its range; all readers of the tensor then read it rounded.
+        ranges: Tensor → its range; all readers of the tensor then read it quantized and dequantized.
         weights: Weight tensor → its integers, stored under new keys: `<key>.codes` and `<key>.scales`.
     """
     tensors, recipes, state = dict(graph.tensors), dict(graph.weights), {}

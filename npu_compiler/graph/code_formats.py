@@ -66,7 +66,7 @@ class CodeFormat:
         return 8 // self.bits
 
     def range(self, has_offsets: bool) -> tuple[float, float]:
-        """The smallest and the largest number to which elements are rounded.
+        """The smallest and the largest number that quantization chooses for an element, before scale and offset.
 
         Args:
             has_offsets: Whether groups have offsets, so that all codes are used.

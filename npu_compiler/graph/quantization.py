@@ -26,7 +26,7 @@ from npu_compiler.graph.dtypes import FLOAT_DTYPES, itemsize, numpy_dtype
 
 OFFSETS = ("none", "minimum", "zero_point")
 PARTS = ("codes", "scales", "offsets")
-ROW_FORMATS = ("int8", "float8_e4m3")  # to which rows of activations and of KV caches are rounded at run time
+ROW_FORMATS = ("int8", "float8_e4m3")  # to which rows of activations and of KV caches are quantized at run time
 METHODS = ("rtn", "gptq")  # by which weights are rounded to a format
 COMPUTING_DEVICES = ("cpu", "gpu")
 
@@ -40,7 +40,7 @@ class QuantizedFormat:
         group: Number of consecutive elements of a row that share a scale; 0 stands for the whole row.
         scales: Dtype of the scales, and of minimums.
         offsets: `none`, `minimum` or `zero_point`.
-        activations: Format to which products round the rows of their other operand, as `quantize_rows` does: `int8`,
+        activations: Format to which products quantize the rows of their other operand (`quantize_rows`): `int8`,
             `float8_e4m3`, or `none`. It does not affect how the matrix is stored.
     """
 
@@ -71,7 +71,7 @@ class QuantizedFormat:
 
     @property
     def stored(self) -> QuantizedFormat:
-        """The format with unrounded activations: the part that determines how the matrix is stored."""
+        """The format without quantization of activations: the part that determines how the matrix is stored."""
         return replace(self, activations="none")
 
     @property
@@ -86,7 +86,7 @@ class QuantizedFormat:
 
     @property
     def code_range(self) -> tuple[float, float]:
-        """The smallest and the largest code value to which `quantize` rounds."""
+        """The smallest and the largest value of the codes that `quantize` chooses."""
         return self.code_format.range(self.offsets != "none")
 
     def groups(self, k: int) -> int:
@@ -126,7 +126,7 @@ NAMED_ROW_FORMATS = {"int8": "int8", "fp8": "float8_e4m3"}
 
 
 def named_format(name: str) -> QuantizedFormat:
-    """A format by its name in `NAMED_FORMATS`; or with rounded activations, as in `int4+int8`.
+    """A format by its name in `NAMED_FORMATS`, or one that also quantizes activations, as in `int4+int8`.
 
     Raises:
         InputError: there is no such name.
@@ -138,7 +138,7 @@ def named_format(name: str) -> QuantizedFormat:
 
 
 def with_activations(format: QuantizedFormat, name: str) -> QuantizedFormat:
-    """The format with activations rounded to `int8` or `fp8`, or with `none`.
+    """The format with activations quantized to `int8` or `fp8`, or not quantized (`none`).
 
     Raises:
         InputError: there is no such name.
@@ -147,7 +147,7 @@ def with_activations(format: QuantizedFormat, name: str) -> QuantizedFormat:
 
 
 def row_format(name: str, what: str) -> str:
-    """The entry of `ROW_FORMATS` that a name stands for; `what` names what is rounded, for the InputError."""
+    """The entry of `ROW_FORMATS` that a name stands for; `what` names what is quantized, for the InputError."""
     if name not in NAMED_ROW_FORMATS:
         raise InputError(f"{what} cannot be rounded to '{name:.80}'; choose one of {', '.join(NAMED_ROW_FORMATS)}")
     return NAMED_ROW_FORMATS[name]
@@ -158,7 +158,7 @@ class QuantizedArray:
     """A quantized matrix [n, k]; the parts are described at the top of this file.
 
     Raises:
-        InputError: the parts do not have the shapes and dtypes that the format asks for, or the format rounds
+        InputError: the parts do not have the shapes and dtypes that the format asks for, or the format quantizes
             activations.
     """
 
@@ -249,7 +249,7 @@ class QuantizedArray:
 
 
 def quantize(matrix: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
-    """Round each element of a matrix [n, k] to the nearest value that the format can represent.
+    """Quantize a matrix [n, k]: round each element to the nearest value that the format can represent.
 
     Scales are chosen from each group's largest magnitude, or from its range if the format has offsets, and rounded to
     their dtype before the codes are chosen. Activations are not affected.
@@ -268,7 +268,7 @@ def quantize(matrix: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
 
 
 def quantize_rows(rows: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]:
-    """Round each row to codes with one scale per row, as is done at run time for activations and KV caches.
+    """Quantize each row to codes with one scale per row, as is done at run time for activations and KV caches.
 
     The scale is the largest magnitude divided by 127 (`int8`) or 448 (`float8_e4m3`); a code is the nearest to
     element · (1 / scale). All of that is in float32. A scale below the least normal float32 becomes 0, with codes of

@@ -1,4 +1,4 @@
-"""KV caches with one byte per element: the update, which rounds the new rows, and attention that reads codes."""
+"""KV caches with one byte per element: the update, which quantizes the new rows, and attention that reads codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ declare_kernel(
     "npu.quantized_index_copy", tensors=("codes", "index", "source", "scales"), byte_storage=ByteStorage.REQUIRED
 )
 def lower_quantized_index_copy(ctx: Lowering, node: OpNode) -> None:
-    """Round rows of `source` [B, H, N, D] as `quantize_rows` does, and store them as codes [B, H, S, D] and scales."""
+    """Lower the update that quantizes rows of `source` [B, H, N, D] (`quantize_rows`) and stores codes and scales.
+
+    The codes are those of a cache [B, H, S, D], the scales [B, H, S].
+    """
     codes, index, source, scales = node.inputs
     outputs: list[View] = []
     for position, name in enumerate((codes, scales)):

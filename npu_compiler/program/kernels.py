@@ -226,7 +226,7 @@ _RANGES = {"I": (0, INT32_MAX), "i": (INT32_MIN, INT32_MAX)}
 
 
 def _fits(fmt: str, value: Any) -> bool:
-    """Whether a parameter has its declared format.
+    """Whether a parameter has a format of `KernelDecl.fields`, such as `I`, `4i`, `?` or `s a b`.
 
     Unsigned integers are at most 2^31 - 1, which all devices support.
     """

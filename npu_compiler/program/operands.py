@@ -44,7 +44,7 @@ class Operand:
     packed: int | None = None
 
     def __str__(self) -> str:
-        """The text that declares the operand."""
+        """The declaration as text, `name?:kinds[sizes]`, from which `parse_operands` reads the operand again."""
         kinds = "".join(kind for kind, names in _DTYPES.items() if self.dtypes.issuperset(names))
         text = f"{self.name}{'?' * self.optional}" + (f":{kinds}" if kinds != _ANY else "")
         if self.sizes is None:

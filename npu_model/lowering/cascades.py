@@ -389,7 +389,7 @@ class _Way:
         return replace(program, sections=merged)
 
     def of_steps(self, arrangement: Arrangement) -> Arrangement:
-        """The arrangement of the plan, from one of its steps on several cores."""
+        """The plan and its tile program, made from an arrangement of `steps` on several cores."""
         plan = arrangement.plan
         buffers = {
             name: replace(buffer, offset=plan.buffers[name].offset if name in plan.buffers else 0)
@@ -456,7 +456,7 @@ class StripedPlan:
     _way: _Way
 
     def of_plan(self, arrangement: Arrangement) -> Arrangement:
-        """The arrangement of the plan, from one of the steps on several cores."""
+        """The original plan and its tile program, made from an arrangement of `steps` on several cores."""
         return self._way.of_steps(arrangement)
 
 
@@ -513,7 +513,11 @@ def _ways_to_stripe(
 
 
 def _kept_between(plan: ExecutionPlan, cascades: Sequence[Cascade], residency: Residency) -> int:
-    """DRAM bytes by which cascades may exceed the plain program: its resident intermediate values, twice."""
+    """The most DRAM bytes that cascades may move beyond those of the program without cascades.
+
+    They are those of a write and a read of each intermediate value within the chains that the program without cascades
+    keeps in the scratchpad.
+    """
     passing = (call.outputs[0].buffer for each in cascades for call in plan.calls[each.first : each.stop - 1])
     return sum(2 * plan.buffers[name].size_bytes for name in passing if name in residency.addresses)
 

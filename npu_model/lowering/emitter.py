@@ -309,13 +309,17 @@ class Emitter:
 
     @staticmethod
     def part(whole: Piece, view: View, box: Sequence[tuple[Affine, int]]) -> Piece:
-        """A box of a tensor whose whole content has been loaded into the scratchpad."""
+        """The piece of a box of a tensor of which the whole is in the scratchpad already; emits nothing."""
         axes = [Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True)]
         offset = sum((start * stride for (start, _), stride in zip(box, whole.strides, strict=True)), ZERO)
         return whole.reshaped(axes, whole.strides, offset)
 
     def store(self, piece: Piece, view: View, box: Sequence[tuple[Affine, int]], queue: int = 2) -> None:
-        """Transfer an on-chip tile to a box of a tensor."""
+        """Emit the transfer of an on-chip tile to a box (first element and size along each dimension) of a tensor.
+
+        Args:
+            queue: Number of the DMA engine, which is taken modulo their number.
+        """
         axes = tuple(Axis(size, start, total) for (start, size), total in zip(box, view.shape, strict=True))
         self.transfer(axes, piece, self.whole(view, axes), queue=queue)
 
@@ -332,7 +336,7 @@ class Emitter:
         return self.room(axes, view.dtype), True
 
     def whole(self, view: View, axes: tuple[Axis, ...]) -> Piece:
-        """A box of a tensor in the memory in which the tensor lies; nothing is moved."""
+        """The piece of a box of a tensor, in the memory in which the tensor lies (as DRAM); emits nothing."""
         place = self.places[view.buffer]
         size = itemsize(view.dtype)
         strides = tuple(stride * size for stride in view.strides)
@@ -399,7 +403,17 @@ class Emitter:
         left_zero: int = 0,
         right_zeros: tuple[Piece, Tile] | None = None,
     ) -> None:
-        """Emit a matrix product; see `Multiply`."""
+        """Emit a matrix product: sums[m, n] (+)= Σ left[m, k] · right[n, k], in the accumulators.
+
+        Each operand is a piece and the tile in it that the instruction accesses.
+
+        Args:
+            axes: The axes that the instruction iterates over, each with its role (row, column, summed, batch).
+            begins: Depths of loops in whose first iterations the sums start at zero; in the others they are added to.
+                None: the sums always start at zero.
+            left_zero, right_zeros: Zero points subtracted from the operands: of the left one a single integer, of the
+                right one an integer for each column, or None for none.
+        """
         zeros = None if right_zeros is None else self._located(*right_zeros)
         self._add(
             Multiply(
@@ -439,7 +453,18 @@ class Emitter:
         begins: tuple[int, ...] = (),
         carried: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Emit a vector program; see `Compute`."""
+        """Emit a vector program: element-wise operations and reductions over a box.
+
+        Each operand is a piece and the tile in it that the instruction accesses.
+
+        Args:
+            axes: The axes of the box.
+            inputs: The operands, which become registers 0, 1, …
+            steps: The operations, each of which defines the next register.
+            stores: The registers to store, and where.
+            begins, carried: Running values: in the first iterations of the loops at the depths `begins`, the input with
+                that number has the given value instead of what its tile holds.
+        """
         self._add(
             Compute(
                 engine=engine,

@@ -68,7 +68,13 @@ def pick(e: Emitter, source: View, index: View, out: View, elements: int) -> Non
 
 
 def pick_box(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, limit: int) -> Piece:
-    """Gather a tile into the scratchpad: elements at the indices `places` along the first axis."""
+    """Emit a gather into the scratchpad: tile[i, …] = chosen[places[i], …]; return the tile.
+
+    Args:
+        axes: The axes of the tile, the first of which runs over the indices.
+        places: The indices, an on-chip tile.
+        limit: Number of elements that an index may choose among.
+    """
     target = e.room(axes, chosen.dtype)
     source = e.whole(chosen, (Axis(axes[0].size), *axes[1:]))
     e.transfer(axes, source, target, index=places, index_limit=limit)
@@ -76,13 +82,18 @@ def pick_box(e: Emitter, chosen: View, axes: tuple[Axis, ...], places: Piece, li
 
 
 def picked_rows(e: Emitter, table: View, rows: Axis, places: Piece) -> Piece:
-    """Gather the rows of a matrix at the indices `places`, of which `rows` is the tile's part."""
+    """Emit a gather of rows of a matrix: tile[i, :] = table[places[i], :]; return the tile.
+
+    Args:
+        rows: The axis of the tile's rows.
+        places: The row numbers, an on-chip tile.
+    """
     chosen = replace(table, shape=(rows.total, table.shape[1]))
     return pick_box(e, chosen, (rows, Axis(table.shape[1])), places, table.shape[0])
 
 
 def _store_as(e: Emitter, turn: Round, piece: Piece, out: View) -> None:
-    """Store a tile with all dimensions of the result, converted to the result's dtype."""
+    """Store an on-chip tile in its place in `out`, converted to the dtype of `out`."""
     if piece.dtype == out.dtype:
         e.store(piece, out, turn.box)
         return

@@ -1,4 +1,4 @@
-"""Quantized weights as operands of a kernel call, and rounding of rows before a product."""
+"""Quantized weights as operands of a kernel call, and the quantization of activation rows before a product."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored_weight(parts: Sequence[np.ndarray], params: Params) -> QuantizedArray
 def rounded_rows(x: np.ndarray, params: Params) -> np.ndarray:
     """The rows of x [m, k] as a product multiplies them, in float32.
 
-    They are unchanged, or rounded to the format that the parameter `activations` names.
+    They are unchanged, or quantized to the format that the parameter `activations` names and dequantized.
     """
     kind = params.get("activations", "none")
     return x if kind == "none" else dequantize_rows(*quantize_rows(x, kind), kind)

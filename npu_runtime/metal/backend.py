@@ -165,7 +165,7 @@ class MetalBackend(Backend):
 
     @property
     def target(self) -> CodegenTarget:
-        """Metal's own target, without the integer kernels and rounded rows that the op-level target has for the CPU."""
+        """Metal's own target, without the integer kernels and quantized activations that the op-level target has."""
         return self._target
 
     @property

@@ -59,13 +59,13 @@ def _whole_simdgroups(count: int, most: int) -> int:
 
 
 def _one_element(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One thread per output element."""
+    """A grid of one thread per output element."""
     threads = config.max_threadgroup_1d
     return (_groups(call.outputs[0].numel, threads), 1, 1), (threads, 1, 1)
 
 
 def _four_elements(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One thread per four consecutive output elements."""
+    """A grid of one thread per four consecutive output elements."""
     threads = config.max_threadgroup_1d
     return (_groups(call.outputs[0].numel, 4 * threads), 1, 1), (threads, 1, 1)
 
@@ -79,7 +79,7 @@ def _planes(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _embedding(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One thread per four columns of the table; ids along y."""
+    """A grid of one thread per four columns of the table; ids along y."""
     *ids, width = call.outputs[0].shape
     columns = _groups(width, 4)
     threads = _whole_simdgroups(columns, config.max_threadgroup_1d)
@@ -93,26 +93,26 @@ def _source_elements(call: KernelCall, config: TargetConfig) -> tuple[Size3, Siz
 
 
 def _simdgroup_per_element(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One SIMD group per output element."""
+    """A grid of one SIMD group per output element."""
     threads = config.max_threadgroup_1d
     return (_groups(call.outputs[0].numel, threads // SIMD_WIDTH), 1, 1), (threads, 1, 1)
 
 
 def _row(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per row (the last dimension) of the output, a thread for every four elements."""
+    """A grid of one threadgroup per row (the last dimension) of the output, a thread for every four elements."""
     out = call.outputs[0]
     return (out.numel // max(out.shape[-1], 1), 1, 1), (_quads(out.shape[-1], config), 1, 1)
 
 
 def _row_elements(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per row (the last dimension) of the output, a thread for every element."""
+    """A grid of one threadgroup per row (the last dimension) of the output, a thread for every element."""
     out = call.outputs[0]
     threads = _whole_simdgroups(out.shape[-1], config.max_threadgroup_1d)
     return (out.numel // max(out.shape[-1], 1), 1, 1), (threads, 1, 1)
 
 
 def _reduction(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per output element, a thread for every four elements that are reduced."""
+    """A grid of one threadgroup per output element, a thread for every four elements that are reduced."""
     out = call.outputs[0]
     return (out.numel, 1, 1), (_quads(call.inputs[0].numel // max(out.numel, 1), config), 1, 1)
 
@@ -122,14 +122,14 @@ def _quads(width: int, config: TargetConfig) -> int:
 
 
 def _group_norm(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per image and group of channels."""
+    """A grid of one threadgroup per image and group of channels."""
     out, groups = call.outputs[0], call.params["groups"]
     count = out.shape[0] * groups
     return (count, 1, 1), (_quads(out.numel // max(count, 1), config), 1, 1)
 
 
 def _matmul(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup of four SIMD groups per block of 2 × 2 tiles; batches along z."""
+    """A grid of one threadgroup of four SIMD groups per block of 2 × 2 tiles; batches along z."""
     block = 2 * config.matmul_tile
     params = call.params
     grid = (_groups(params["n"], block), _groups(params["m"], block), params.get("batch", 1))
@@ -137,7 +137,7 @@ def _matmul(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _matmul_vec(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per few output columns; its threads share the K-reduction, four terms at a time."""
+    """A grid of one threadgroup per few output columns; its threads share the K-reduction, four terms at a time."""
     return _columns(call.params["n"], _groups(call.params["k"], 4), config)
 
 
@@ -174,7 +174,7 @@ def _conv(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _rope(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One thread per four pairs along x; rows along y."""
+    """A grid of one thread per four pairs along x; rows along y."""
     *lead, width = call.inputs[0].shape
     quads, rows = _groups(width // 2, 4), numel(lead)
     columns = min(quads, config.max_threadgroup_1d)
@@ -200,7 +200,7 @@ def _is_wide(call: KernelCall) -> bool:
 
 
 def _attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per query (or tile of them, or slice of a wide head's result), head and batch."""
+    """A grid of one threadgroup per query (or tile of them, or slice of a wide head's result), head and batch."""
     batch, heads, queries, width = call.outputs[0].shape
     form = _attention_form(call)
     if "prefill" in form:
@@ -212,13 +212,13 @@ def _attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _sequences(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per sequence of the batch, and direction; its threads divide the hidden state."""
+    """A grid of one threadgroup per sequence of the batch, and direction; its threads divide the hidden state."""
     directions, rows, hidden = call.outputs[1].shape
     return (rows, directions, 1), (_whole_simdgroups(hidden, config.max_threadgroup_1d), 1, 1)
 
 
 def _paged_attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per token (for wide heads, per slice of its result) and head."""
+    """A grid of one threadgroup per token (for wide heads, per slice of its result) and head."""
     tokens, heads, width = call.outputs[0].shape
     keys = call.inputs[3].shape[1] * call.params["block_size"]
     threads = _whole_simdgroups(keys * ATTENTION_KEY_LANES, config.max_threadgroup_1d)

@@ -27,7 +27,7 @@ class Scheme:
     """A layout, and the modules that are stored in it.
 
     Attributes:
-        activations: Format to which the modules' inputs are rounded, as in `QuantizedFormat`; "none": they are not.
+        activations: Format to which the modules' inputs are quantized, as in `QuantizedFormat`; "none": they are not.
         targets: Module names, regular expressions after "re:", or "Linear" and "Embedding" for all of a class.
     """
 
@@ -166,7 +166,7 @@ def _compressed_layout(format: Any, weights: Mapping[str, Any]) -> Layout:
 
 
 def _dynamic_activations(settings: Mapping[str, Any]) -> str:
-    """Return the format to which rows of activations are rounded at run time; "none" for unsupported settings."""
+    """Return the format to which rows of activations are quantized at run time; "none" for unsupported settings."""
     by_row = settings.get("dynamic") is True and settings.get("strategy") == "token" and settings.get("num_bits") == 8
     if not by_row or not settings.get("symmetric", True):
         return "none"

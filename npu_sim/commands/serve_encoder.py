@@ -34,7 +34,7 @@ def find_encoder(model: str) -> EmbedderFolder | CrossEncoderFolder | None:
 
 
 def weight_format(quantization: str) -> str | None:
-    """The format to which `--quantization` rounds an encoder's weights; None: they stay as the checkpoint has them."""
+    """The format of `--quantization` for an encoder's weights; None: they stay as the checkpoint has them."""
     return None if quantization in ("checkpoint", "none") else quantization
 
 

@@ -54,7 +54,7 @@ class TextEncoder:
 
         Args:
             dtype: Compute dtype. None: that of the weights.
-            quantization: Format to which the weights of linear layers are rounded; see `npu_sim.compile`. None: they
+            quantization: Format to which the weights of linear layers are quantized; see `npu_sim.compile`. None: they
                 are not.
             context_length: Maximum tokens of a text. None: 2048, or the model's own maximum if that is less.
             max_batch: Maximum number of texts in a run.

@@ -62,14 +62,17 @@ class Places(ABC):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Stand for the number of keys in `torch.arange(places)`, and in `indices + places` for the queries' offset."""
+        """Return the keys' positions for `torch.arange(places)`, and the queries' positions for `indices + places`.
+
+        transformers calls both with the number of keys or the queries' offset, in whose place it gets this object.
+        """
         (places,) = (x for x in args if isinstance(x, Places))
         if function is torch.arange:
             return places.keys
         return places.queries if function is torch.Tensor.add else NotImplemented
 
     def __add__(self, offset: int) -> int:
-        """The number of keys, to which models add that of keys before them."""
+        """The number of keys plus `offset`, as for the integer that this object replaces."""
         return self.keys.shape[0] + offset
 
     @abstractmethod
@@ -94,7 +97,7 @@ class RowPlaces(Places):
         self._causal = (self.keys[None, :] <= queries[:, None])[None, None]
 
     def mask(self, function: MaskFunction) -> torch.Tensor:
-        """The mask [1, 1, N, S]."""
+        """The mask [1, 1, N, S] that transformers' mask function gives for these queries and keys."""
         mask = self._causal
         if window_of(function) != 0:
             mask = mask & _seen(function, self.queries, self.keys)
@@ -143,7 +146,7 @@ class PagePlaces(Places):
 
 
 class PlacedMask:
-    """A square mask of a module's own, of queries by keys, every slice of which is the part for the places of a step.
+    """A replacement for a square mask [queries, keys] that a module owns: any slice of it is the mask of the step.
 
     Args:
         window: Number of last positions that it shows. 0: all up to the query's.
@@ -153,7 +156,7 @@ class PlacedMask:
         self._places, self._window = places, window
 
     def __getitem__(self, _: Any) -> torch.Tensor:
-        """[1, 1, N, S]."""
+        """The part of the mask for the step, [1, 1, N, S] of booleans, whatever the slice."""
         queries, keys = self._places.queries[:, None], self._places.keys[None, :]
         seen = keys <= queries
         return (seen & (keys > queries - self._window) if self._window else seen)[None, None]

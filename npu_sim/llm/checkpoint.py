@@ -112,8 +112,8 @@ class Checkpoint:
             they are loaded. None: all weights are in the compute dtype.
         merged: LoRA adapter that is added to the weights when they are loaded. None: no adapter is.
         adapters: Name → LoRA adapter that a request may choose, in the order in which their matrices are stacked.
-        kv_cache: `int8` or `fp8`, to which keys and values are rounded, with a scale for each token and head. None: the
-            KV cache is in the compute dtype.
+        kv_cache: `int8` or `fp8`, to which keys and values are quantized, with a scale for each token and head. None:
+            the KV cache is in the compute dtype.
         opened_by: `module:function` and the arguments with which another process opens the same checkpoint. None: no
             other process can open it.
     """

@@ -46,8 +46,8 @@ def load_checkpoint(
         quantization: `checkpoint`: weights stay quantized if the checkpoint stores them so. `none`: all weights are
             converted to the compute dtype. `int4`, `int8` or `fp8`: the weights of a checkpoint that is not quantized
             are rounded to the nearest value when they are loaded.
-        activations: Format to which linear layers with quantized weights round their inputs, each row with a scale of
-            its own: `int8`, `fp8` or `none`; `checkpoint` is what the checkpoint's config says.
+        activations: Format to which linear layers with quantized weights quantize their inputs, each row with a scale
+            of its own: `int8`, `fp8` or `none`; `checkpoint` is what the checkpoint's config says.
         kv_cache: `int8` or `fp8`: the KV cache has a byte for each element, and a scale for each token and head.
             `none`: it is in the compute dtype.
         adapter: Folder of a LoRA adapter of PEFT, which is merged into the weights when they are loaded. Weights that
@@ -58,7 +58,7 @@ def load_checkpoint(
 
     Raises:
         InputError: the model is not found, cannot be read, is of an unsupported kind, or is quantized already; or it
-            has no quantized weights, but activations are to be rounded; or an adapter cannot be used.
+            has no quantized weights, but activations are to be quantized; or an adapter cannot be used.
     """
     for what, name, choices in (
         ("quantization", quantization, QUANTIZATIONS),

@@ -180,7 +180,7 @@ def _described(state: torch.Tensor) -> tuple[list[int], str]:
 
 
 def _sort(name: StateName) -> tuple[str, int]:
-    """The sort of a state, for attributes without the place of their module; and its place."""
+    """A key that is equal for states with the same part in different layers: the state's name there and its number."""
     return name.sort.rpartition(".")[2], name.place
 
 
@@ -233,9 +233,12 @@ def _run(
     states: dict[StateName, torch.Tensor] | None = None,
     sequences: int = 1,
 ) -> _Run:
-    """Run a module once.
+    """Run a module on the meta device, without data, and record what its layers keep and read.
 
     Args:
+        attend: The attention function that its layers are to call.
+        places: The positions of the tokens and of the keys that they may see.
+        takes_mask: Whether the module is given a mask of the tokens that exist.
         states: The recurrent states with which the run begins. None: those before the first token.
         sequences: Number of sequences, each with the same number of tokens.
     """

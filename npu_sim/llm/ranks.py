@@ -107,7 +107,7 @@ class RankedModel:
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
-    """Raise InputError if the model's heads cannot be divided evenly among that many devices."""
+    """Raise InputError if the model has recurrent states, or heads that so many devices cannot share evenly."""
     if ranks == 1:
         return
     if is_recurrent(layer_states(checkpoint)):

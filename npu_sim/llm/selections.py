@@ -25,10 +25,10 @@ _LONGEST = 64  # turns of a loop over experts, each with its own products in the
 
 
 class Selections(TorchFunctionMode):
-    """A context in which rows that a mask selects are all rows, whose results are masked where they are used.
+    """A context in which selecting rows by a mask gives all rows; results of the others are replaced by 0 at their use.
 
     Attributes:
-        counted: Integers that were floating-point numbers.
+        counted: Counts of rows that `long()` has made of floating-point numbers.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Selections(TorchFunctionMode):
 
 
 class _Turn(int):
-    """The number of a turn of a loop, in the place of a tensor [1] that holds it."""
+    """The number of an iteration of a loop, which can be used like the tensor [1] that holds it."""
 
     def item(self) -> int:
         return self
@@ -82,7 +82,7 @@ class _Turn(int):
 
 
 class _Sizes:
-    """Numbers of rows that a module has computed, in the place of a list of them."""
+    """The result of `tolist()` on a computed vector of row counts, whose values tracing does not know."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -93,10 +93,10 @@ def _sizes(tensor: Tensor) -> Any:
 
 
 class _Part:
-    """One of the parts into which rows are divided by `_Sizes`: a function of all of them, of which it is some.
+    """A part of rows that were split by computed sizes. It holds the values for all rows, since its size is unknown.
 
     Attributes:
-        rows: The function's result for all rows.
+        rows: The values that were computed of this part, for all rows.
         ends: [parts], the number of rows up to the end of each part.
     """
 
@@ -186,7 +186,7 @@ def _each(vector: Tensor) -> Iterator[Tensor]:
 
 
 def _long(mode: Selections, x: Tensor) -> Any:
-    """Numbers of rows fit 32 bits, which a device has."""
+    """Replace `x.long()` of floats, with which modules count rows, by int32; remember the result as a count."""
     if not x.is_floating_point():
         return NotImplemented
     mode.counted.append(x.int())

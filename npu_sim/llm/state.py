@@ -66,7 +66,10 @@ def state_inputs(states: Iterable[LayerState]) -> frozenset[str]:
 
 
 def row_bytes(states: Iterable[LayerState], dtype: str) -> int:
-    """Bytes of one token's rows in all layers; `dtype` is the compute dtype."""
+    """Bytes that each token adds to the KV cache, over all layers; `dtype` is the compute dtype.
+
+    Recurrent states, which do not grow with the number of tokens, are not counted.
+    """
     return _bytes((state for state in states if not state.kind.is_recurrent), dtype)
 
 

@@ -109,7 +109,7 @@ class Nodes:
 
     @classmethod
     def of(cls, graph_module: GraphModule) -> Nodes:
-        """No nodes yet, of a graph that is to be read."""
+        """Return an empty collection for the nodes of a graph that is read next, with that graph's shared memory."""
         storages = storages_of(graph_module)
         return cls(storages=storages, has_pairs=not writes_complex_memory(graph_module, storages))
 

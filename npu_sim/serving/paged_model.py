@@ -190,7 +190,7 @@ class PagedModel(CompiledModel):
         return replace(self._smallest, tokens=size * each, outputs=rows, sequences=size)
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
-        """The whole rest of the prompt: a program can run any number of tokens up to `max_tokens`."""
+        """The tokens (first, last + 1) of a prompt that the next step computes: all that are left, of any number."""
         return start, end
 
     def step(self, batch: Batch) -> StepResult:

@@ -167,7 +167,7 @@ def rounded_attention(o: Operands) -> NativeLaunch | None:
     k, v = (o.numbers.integers(0, 100, (batch, heads, keys, size)).astype(np.uint8) for size in (width, values))
     scales = [np.abs(o.floats(batch, heads, keys, dtype=FLOATS[0])) for _ in range(2)]
     q, out = o.floats(batch, heads, queries, width), o.floats(batch, heads, queries, values)
-    return native.attention(q, k, v, None, False, 1.0, out, native.RoundedCache("int8", *scales))
+    return native.attention(q, k, v, None, False, 1.0, out, native.QuantizedCache("int8", *scales))
 
 
 def quantized_index_copy(o: Operands) -> NativeLaunch | None:

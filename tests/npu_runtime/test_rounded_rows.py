@@ -265,7 +265,7 @@ def test_attention_reads_codes_as_it_reads_their_numbers(
     )
     for mask_kind in ("none", "boolean", "additive"):
         mask, out = masks(mask_kind, 2, 6, queries, keys), np.full((2, 6, queries, value_width), np.nan, np.float32)
-        rounded = native.RoundedCache(kind, followed_by_nan(k_scales), followed_by_nan(v_scales))
+        rounded = native.QuantizedCache(kind, followed_by_nan(k_scales), followed_by_nan(v_scales))
         launch = native.attention(q, k, v, mask, False, 0.2, out, rounded)
         assert launch is not None
         launch()
@@ -285,10 +285,10 @@ def test_attention_reads_codes_as_it_reads_their_numbers(
 def test_operands_that_do_not_fit_are_left_to_the_reference() -> None:
     k, scales = quantize_rows(np.ones((1, 2, 5, 8)), "int8")
     q = np.ones((1, 2, 1, 8), np.float32)
-    fits = native.RoundedCache("int8", scales, scales)
+    fits = native.QuantizedCache("int8", scales, scales)
     assert native.attention(q, k, k, None, False, 1.0, q.copy(), fits) is not None
     assert native.attention(q, k, k, None, False, 1.0, q.copy()) is None
-    wrong = native.RoundedCache("int8", scales[:, :, :4], scales)
+    wrong = native.QuantizedCache("int8", scales[:, :, :4], scales)
     assert native.attention(q, k, k, None, False, 1.0, q.copy(), wrong) is None
     index, rows = np.zeros(1, np.int32), np.ones((1, 2, 1, 8), np.float32)
     assert native.quantized_index_copy(k, scales, index, rows, "int8") is not None

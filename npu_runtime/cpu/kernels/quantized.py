@@ -38,7 +38,7 @@ def quantized_embedding(inputs: Arrays, outputs: Arrays, params: Params) -> None
 
 @cpu_kernel("quantized_index_copy_kernel")
 def quantized_index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    """out[:, :, index[i]] = source[:, :, i], rounded by row to codes and scales, in place."""
+    """out[:, :, index[i]] = source[:, :, i], quantized by row to codes and scales, in place."""
     index, source = inputs
     places = in_range(index, outputs[0].shape[2])
     for out, rows in zip(outputs, quantize_rows(source, params["format"]), strict=True):

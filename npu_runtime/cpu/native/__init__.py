@@ -1,6 +1,6 @@
 """Native CPU kernels: prepared once on fixed arrays, then run at the cost of a function call."""
 
-from npu_runtime.cpu.native.attention.attention import RoundedCache, attention, paged_attention, quantized_index_copy
+from npu_runtime.cpu.native.attention.attention import QuantizedCache, attention, paged_attention, quantized_index_copy
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available
 from npu_runtime.cpu.native.build import failure_reason
 from npu_runtime.cpu.native.movement.movement import copy, embedding, index_copy, index_copy_pair, index_select
@@ -34,7 +34,7 @@ __all__ = [
     "PackedExperts",
     "PackedQuantized",
     "PackedWeight",
-    "RoundedCache",
+    "QuantizedCache",
     "activation",
     "activation_mul",
     "add",

@@ -157,9 +157,9 @@ def _paged_attention(call: ArrayCall) -> NativeLaunch | None:
 @_accelerates("quantized_attention_kernel")
 def _quantized_attention(call: ArrayCall) -> NativeLaunch | None:
     q, k, k_scales, v, v_scales, *mask = call.inputs
-    rounded = native.RoundedCache(call.params["format"], k_scales, v_scales)
+    quantized = native.QuantizedCache(call.params["format"], k_scales, v_scales)
     causal, scale = bool(call.params["causal"]), call.params["scale"]
-    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, rounded)
+    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, quantized)
 
 
 @_accelerates("quantized_index_copy_kernel")

@@ -10,7 +10,7 @@ _FUNCTIONS = {"gru": torch.gru, "tanh": torch.rnn_tanh, "relu": torch.rnn_relu}
 
 
 def _options(params: Params) -> tuple[bool, int, float, bool, bool, bool]:
-    """One layer, without dropout, outside training, along the first dimension."""
+    """PyTorch's arguments for one layer in inference: biases, layers, dropout, training, bidirectional, batch first."""
     return bool(params["has_bias"]), 1, 0.0, False, bool(params["has_back_weight"]), False
 
 

@@ -114,7 +114,7 @@ class SimulatedModel:
         self._clock.now += cost.seconds
 
     def piece(self, start: int, end: int) -> tuple[int, int]:
-        """The whole rest of the prompt: a step may have any number of tokens."""
+        """The tokens (first, last + 1) of a prompt that the next step computes: all that are left."""
         return start, end
 
     def check(self) -> None:

@@ -45,7 +45,7 @@ def round_layers(
         graph: Graph of floats, with one input; each weight has a key of its own.
         state: Weights by key.
         layers: Layers to round.
-        ranges: Tensor → its range, for all activations to round.
+        ranges: Tensor → its range, for all activations to quantize.
         integers: Weight tensor → its integers when each element is rounded by itself.
         images: float32 inputs of the graph.
 
@@ -121,7 +121,10 @@ def _compensated(
 
 
 def _matched(weight: torch.Tensor, hessian: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Return the weights of each group adjusted to the rounded inputs; see `compensation.matched`."""
+    """Return weights, a matrix for each group, that better reproduce the float layer's outputs on quantized inputs.
+
+    See `compensation.matched`, which does this for one matrix.
+    """
     change = torch.cholesky_solve(shift.mT.double(), torch.linalg.cholesky(damped(hessian))).mT
     return weight + PROPAGATION * weight @ change.float()
 

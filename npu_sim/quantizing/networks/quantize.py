@@ -153,11 +153,11 @@ def _rounded_network(
     images: Sequence[np.ndarray],
     report: Sequence[LayerReport],
 ) -> QuantizedNetwork:
-    """Return the network with all layers rounded for their inputs, except those that are kept in floats.
+    """Return the network with all layers quantized, each for its quantized inputs, except those kept in floats.
 
     Args:
         kept: Nodes of the layers that stay in floats.
-        limits: Tensor → its range, for all tensors that may be rounded.
+        limits: Tensor → its range, for all tensors that may be quantized.
         integers: Weight tensor → its integers when each element is rounded by itself.
     """
     from npu_sim.quantizing.networks.layer_rounding import round_layers
@@ -322,7 +322,7 @@ def _signal_to_noise(
     given: str,
     images: Sequence[np.ndarray],
 ) -> dict[str, float]:
-    """Return node → signal-to-noise ratio in decibels of its output if only its own input and weight are rounded."""
+    """Return node → signal-to-noise ratio in decibels of its output if only its own input and weight are quantized."""
     nodes = {node.name: node for node in graph.nodes}
     watched = _watched(graph, state, [x for layer in layers for x in _ends(nodes[layer.node])])
     alone = {}

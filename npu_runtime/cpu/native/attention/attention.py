@@ -48,8 +48,8 @@ class _AttentionArgs(ArgumentBlock):
 
 
 @dataclass(frozen=True)
-class RoundedCache:
-    """The format and scales of keys and values that `quantize_rows` has rounded to codes.
+class QuantizedCache:
+    """The format and scales of keys and values that `quantize_rows` has quantized to codes.
 
     Attributes:
         format: One of `ROW_FORMATS`.
@@ -79,7 +79,7 @@ def attention(
     causal: bool,
     scale: float,
     out: np.ndarray,
-    rounded: RoundedCache | None = None,
+    quantized: QuantizedCache | None = None,
 ) -> NativeLaunch | None:
     """Prepare out[B, H, M, Dv] = softmax(scale * q[B, H, M, D] · k[B, KV, S, D]ᵀ + mask) · v[B, KV, S, Dv].
 
@@ -88,13 +88,13 @@ def attention(
     operands.
 
     Args:
-        rounded: Format and scales of k and v if they are codes; None if they are floats.
+        quantized: Format and scales of k and v if they are codes; None if they are floats.
     """
     if not available() or any(t.ndim != 4 or t.size == 0 or not has_contiguous_rows(t) for t in (q, k, v, out)):
         return None
     if q.dtype not in DTYPES or out.dtype not in DTYPES:
         return None
-    if not (q.dtype == k.dtype == v.dtype if rounded is None else rounded.fits(k, v)):
+    if not (q.dtype == k.dtype == v.dtype if quantized is None else quantized.fits(k, v)):
         return None
     batch, heads, queries, width = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -123,11 +123,11 @@ def attention(
         causal,
         scale,
         floor,
-        ROUNDING["none" if rounded is None else rounded.format],
-        operand(None if rounded is None else rounded.k_scales),
-        operand(None if rounded is None else rounded.v_scales),
+        ROUNDING["none" if quantized is None else quantized.format],
+        operand(None if quantized is None else quantized.k_scales),
+        operand(None if quantized is None else quantized.v_scales),
     )
-    return launch("attention", args, q, k, v, mask, out, rounded)
+    return launch("attention", args, q, k, v, mask, out, quantized)
 
 
 class _PagedArgs(ArgumentBlock):

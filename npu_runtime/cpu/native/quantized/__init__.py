@@ -1,1 +1,1 @@
-"""Products and lookups with quantized weights, and products of rows that are rounded to bytes."""
+"""Products and lookups with quantized weights, and products of activation rows that are quantized to bytes."""

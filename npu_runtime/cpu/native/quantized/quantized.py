@@ -154,7 +154,7 @@ def quantized_linear(
     launch runs. None if there is no native kernel for the operands.
 
     Args:
-        activations: Format to which rows of x are rounded first (`QuantizedFormat.activations`).
+        activations: Format to which rows of x are quantized first (`QuantizedFormat.activations`).
     """
     bias = float_vector(bias)
     args = linear_args(x, weight, bias, residual, activation, out)
