@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import io
 import os
 import re
@@ -28,7 +29,8 @@ from npu_model.chip.description import check_number
 from npu_model.lowering.shared import Shared
 
 MOST_CHIPS = 4096
-_NEIGHBOURS = 4  # chips that a process takes at a time: those next to each other have the most in common
+_NEIGHBOURS = 16  # chips that a process takes at a time: those next to each other have the most in common
+_YOUNG = 50_000  # objects after which a process looks for cycles: its caches hold many, in which there are none
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)")
 # What can be swept: name → table of the chip file and key.
@@ -209,7 +211,7 @@ def _simulated(
         return
     spawn = get_context("spawn")  # a fork would copy the locks of threads that run here
     with ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(program.to_bytes(),)) as pool:
-        share = max(1, min(_NEIGHBOURS, len(chips) // (4 * workers)))
+        share = max(1, min(_NEIGHBOURS, len(chips) // (2 * workers)))
         yield from pool.map(_point_of_process, chips, chunksize=share)
 
 
@@ -218,6 +220,7 @@ _packed: list[bytes] = []  # the program of a worker process
 
 def _begin(program: bytes) -> None:
     _packed[:] = [program]
+    gc.set_threshold(_YOUNG)
 
 
 @cache

@@ -539,14 +539,44 @@ def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, 
 
 
 def _way(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> _Way | None:
-    """Plan the stripes of the given cascades; None if some stripe cannot be computed or does not fit.
+    """Plan the stripes of the given cascades; None if some stripe cannot be computed or does not fit."""
+    shared = mapper.shared
+    own = shared.steps.get(plan, tuple(cascades), lambda: _steps(plan, cascades, shared))
+    if own is None:
+        return None
+    try:
+        check_calls(own.steps.calls, chip, mapper)
+    except ConstraintError:
+        return None
+    return _Way(own.plan, own.steps, own.counts, choose_residency(own.steps, chip, mapper, own.passing))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A plan with some chains in stripes, for any chip.
+
+    Attributes:
+        plan: The original plan, with memory for the steps' buffers.
+        steps: A plan in which the chains are replaced by the calls of their stripes.
+        counts: For each call of the plan, its number of calls in `steps`.
+        passing: The buffers of the stripes.
+    """
+
+    plan: ExecutionPlan
+    steps: ExecutionPlan
+    counts: Sequence[int]
+    passing: frozenset[str]
+
+
+def _steps(plan: ExecutionPlan, cascades: Sequence[Cascade], shared: Shared) -> Steps | None:
+    """Replace chains by the calls of their stripes; None if some stripe cannot be computed.
 
     Memory is planned anew, since the inputs of a chain are live until its last stripe.
     """
     calls, buffers = list(plan.calls), dict(plan.buffers)
     counts = [1] * len(calls)
     for cascade in sorted(cascades, key=lambda each: -each.first):
-        stripes = _stripes(plan, cascade, mapper.shared)
+        stripes = _stripes(plan, cascade, shared)
         if stripes is None:
             return None
         for call in plan.calls[cascade.first : cascade.stop - 1]:
@@ -561,12 +591,8 @@ def _way(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: M
     }
     ends = [buffer.offset + buffer.size_bytes for buffer in own.values() if buffer.kind == "arena"]
     steps = replace(steps, arena_bytes=max([steps.arena_bytes, *ends]))
-    try:
-        check_calls(steps.calls, chip, mapper)
-    except ConstraintError:
-        return None
-    residency = choose_residency(steps, chip, mapper, buffers.keys() - plan.buffers.keys())
-    return _Way(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, residency)
+    passing = frozenset(buffers.keys() - plan.buffers.keys())
+    return Steps(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, passing)
 
 
 def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> list[Cascade]:
@@ -677,6 +703,7 @@ def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper:
 __all__ = [
     "Arrangement",
     "Cascade",
+    "Steps",
     "StripedPlan",
     "arrange",
     "compact",
