@@ -96,12 +96,18 @@ class Affine:
 
     def __add__(self, other: Affine | int) -> Affine:
         if isinstance(other, int):
-            return Affine(self.base + other, self.steps)
+            return Affine(self.base + other, self.steps) if other else self
+        if not other.steps:
+            return Affine(self.base + other.base, self.steps) if other.base else self
+        if not self.steps:
+            return Affine(self.base + other.base, other.steps) if self.base else other
         longer = max(len(self.steps), len(other.steps))
         padded = (steps + (0,) * (longer - len(steps)) for steps in (self.steps, other.steps))
         return Affine(self.base + other.base, tuple(map(sum, zip(*padded, strict=True))))
 
     def __mul__(self, factor: int) -> Affine:
+        if factor == 1 or not (self.base or self.steps):
+            return self
         return Affine(self.base * factor, tuple(step * factor for step in self.steps))
 
     __radd__, __rmul__ = __add__, __mul__

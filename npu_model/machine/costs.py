@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
 
 from npu_compiler.errors import InputError
@@ -29,7 +29,7 @@ from npu_model.isa.instructions import (
     kind_of,
 )
 from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, REDUCTIONS, RUNNING_SUM
-from npu_model.machine.dram import Banks
+from npu_model.machine.dram import Banks, banks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class Cost:
 
 
 _NOTHING = Cost()
+_MOST_ARRAYS = 32  # kinds of arrays whose products are remembered
 
 
 class Moves(NamedTuple):
@@ -150,7 +151,7 @@ Work: TypeAlias = Moves | Multiplies | Computes
 class Costs:
     """The costs of instructions on one chip.
 
-    Costs of equal products are computed once.
+    Costs of equal products are computed once for all chips with the same arrays and scratchpad bandwidth.
 
     Args:
         buffers: The buffers of the program, of which some lie in DRAM in another form.
@@ -161,7 +162,7 @@ class Costs:
         self._packed = {
             buffer.name: (buffer.stored / buffer.size, _decoder(buffer, chip)) for buffer in buffers if buffer.stored
         }
-        self._products: dict[Multiplies, tuple[int, int, int]] = {}
+        self._products = _products(repr((chip.matrix, chip.sram.bandwidth)))
 
     @cached_property
     def bytes_per_cycle(self) -> float:
@@ -176,7 +177,8 @@ class Costs:
     @cached_property
     def banks(self) -> Banks | None:
         """Timing model of DRAM's banks; None if the chip's file does not describe banks."""
-        return None if self.chip.outside.banks is None else Banks(self.chip)
+        dram = self.chip.outside
+        return None if dram.banks is None else banks_of(dram, self.chip.clock_ghz)
 
     def delay(self, core: str, other: str) -> int:
         """Network latency in cycles until one core sees a token or data that another one sent."""
@@ -265,6 +267,12 @@ class Costs:
         """Operations of a lane per cycle: the lowest rate among the dtypes that the program reads and writes."""
         rates = self.chip.vector.rates
         return min((rates[name] for name in dtypes if name in rates), default=min(rates.values()))
+
+
+@lru_cache(maxsize=_MOST_ARRAYS)
+def _products(arrays: str) -> dict[Multiplies, tuple[int, int, int]]:
+    """The times of products so far (`_array_time`) on the arrays and scratchpad that a text says."""
+    return {}
 
 
 def _decoder(buffer: Buffer, chip: Chip) -> int:
