@@ -249,7 +249,8 @@ class Transfer(Instruction):
         index: A tile of int32, for a gather: the element at (i, j, …) is read from (index[i, j, …], j, …) of the
             source. An index outside 0 … `index_limit` − 1 is an error. None: no gather.
         scatters: The index applies to the target instead of the source.
-        others: Further targets, in the scratchpads of other cores (a multicast over the network).
+        others: Further targets, in the scratchpads of other cores: a multicast over the network. From DRAM or the L2,
+            the core of `target` passes on what it reads.
     """
 
     box: tuple[Axis, ...]
@@ -269,7 +270,9 @@ class Transfer(Instruction):
     def path(self) -> tuple[str, ...] | None:
         """The sending and the receiving cores of a transfer over the network; None if it crosses no network."""
         source, target = self.source, self.target
-        crosses = not (source.space.is_shared or target.space.is_shared) and source.buffer != target.buffer
+        if source.space.is_shared:
+            return (target.buffer, *(tile.buffer for tile in self.others)) if self.others else None
+        crosses = not target.space.is_shared and source.buffer != target.buffer
         return (source.buffer, *(tile.buffer for tile in self.writes)) if crosses else None
 
     @property

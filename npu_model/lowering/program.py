@@ -278,7 +278,7 @@ class Linker:
         self._enter([touch for part in parts for touch in self._append(part.call, self._drafted(part), part.core)])
 
     def send(self, *copies: tuple[KernelCall, str]) -> None:
-        """Append copies between cores that run concurrently, each executed by the sending core.
+        """Append copies to cores that run concurrently, each executed by the sending core, or by one that reads DRAM.
 
         Copies of one source are a multicast if the chip's network has that.
         """

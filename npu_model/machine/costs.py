@@ -76,8 +76,7 @@ class Moves(NamedTuple):
         run, runs: Length in bytes of each contiguous run in DRAM, and number of runs.
         strides, extents, item: Access pattern in DRAM: byte strides, number of elements along each, and bytes of an
             element.
-        path: The sending and the receiving cores of data that moves over the network; None if both ends are in one core
-            or shared memory.
+        path: The sending and the receiving cores of data that moves over the network; None if none does.
         l2_read, l2_written: Bytes moved from and to the shared L2.
         packed: Name of the source in DRAM if it has to be decoded; else empty.
     """
@@ -207,7 +206,7 @@ class Costs:
         return self._computes(work)
 
     def _moves(self, work: Moves, address: int) -> Cost:
-        cycles = work.filled / self.chip.sram.bandwidth
+        cycles, latency, network = work.filled / self.chip.sram.bandwidth, 0, 0
         if work.packed in self._packed:
             ratio, decoder = self._packed[work.packed]
             cycles = max(cycles, work.read / decoder)
@@ -227,9 +226,17 @@ class Costs:
             cycles = max(cycles, work.filled * self.chip.clock_ghz / self.chip.cores.network.bandwidth_gb_s)
             sender, *receivers = work.path
             latency, network = max(self.delay(sender, core) for core in receivers), len(receivers) * work.filled
-            return Cost(math.ceil(cycles), 0, 0, work.inside, latency=latency, network=network)
         own = work.l2_read, work.l2_written
-        return Cost(math.ceil(cycles), work.read, work.written, work.inside, l2_read=own[0], l2_written=own[1])
+        return Cost(
+            math.ceil(cycles),
+            work.read,
+            work.written,
+            work.inside,
+            latency=latency,
+            network=network,
+            l2_read=own[0],
+            l2_written=own[1],
+        )
 
     def _multiplies(self, work: Multiplies) -> Cost:
         if work not in self._products:
@@ -312,7 +319,7 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     run, runs = _walk(outside, extents, size, index if outside is instruction.chosen else None)
     walked = run, runs, outside.strides, tuple(extents), size
     packed = source.buffer if source.space is Space.PACKED else ""
-    return Moves(filled, read, written, inside, *walked, None, l2_read, l2_written, packed)
+    return Moves(filled, read, written, inside, *walked, instruction.path, l2_read, l2_written, packed)
 
 
 def _walk(tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> tuple[int, int]:
