@@ -363,19 +363,21 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class _Way:
-    """A plan with some chains in stripes, before its instructions are generated.
+    """A plan with some chains in stripes or pieces, before its instructions are generated.
 
     Attributes:
         plan: The original plan, with memory for the steps' buffers.
         steps: A plan in which the chains are replaced by the calls of their stripes.
         counts: For each call of the plan, its number of calls in `steps`.
         residency: The values that stay in the scratchpad.
+        kind: Name of the division, for comments.
     """
 
     plan: ExecutionPlan
     steps: ExecutionPlan
     counts: Sequence[int]
     residency: Residency
+    kind: str = "a cascade"
 
     def linked(self, chip: Chip, mapper: Mapper) -> Arrangement:
         """Generate the instructions. Raises `ConstraintError` if some step does not fit the chip's memory."""
@@ -385,7 +387,7 @@ class _Way:
         """A program of the steps with a section for each call of the plan."""
         sections = iter(program.sections)
         own = [tuple(islice(sections, count)) for count in self.counts]
-        merged = tuple(_section(call, each) for call, each in zip(self.plan.calls, own, strict=True))
+        merged = tuple(_section(call, each, self.kind) for call, each in zip(self.plan.calls, own, strict=True))
         return replace(program, sections=merged)
 
     def of_steps(self, arrangement: Arrangement) -> Arrangement:
@@ -403,10 +405,10 @@ class _Way:
         return Arrangement(own, replace(program, buffers=(*others, *arena)))
 
 
-def _section(call: KernelCall, steps: Sequence[Section]) -> Section:
+def _section(call: KernelCall, steps: Sequence[Section], kind: str) -> Section:
     if len(steps) == 1:
         return steps[0]
-    comment = f"{shapes(call)}; in a cascade" + (f" of {len(steps)} steps" if steps else "")
+    comment = f"{shapes(call)}; in {kind}" + (f" of {len(steps)} steps" if steps else "")
     return Section(call.node, call.kernel, comment, tuple(node for step in steps for node in step.body))
 
 
@@ -442,7 +444,7 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
 
 @dataclass(frozen=True)
 class StripedPlan:
-    """A plan whose chains are computed in stripes by several cores at once, each core its own.
+    """A plan whose chains are computed in stripes or pieces by several cores at once, each core its own.
 
     Attributes:
         steps: The plan with the chains replaced by the calls of their stripes, of which those that cores compute at
@@ -454,6 +456,24 @@ class StripedPlan:
     steps: ExecutionPlan
     groups: Sequence[Sequence[tuple[KernelCall, int | None]]]
     _way: _Way
+
+    @classmethod
+    def of_groups(
+        cls,
+        plan: ExecutionPlan,
+        buffers: Mapping[str, BufferAllocation],
+        groups: Sequence[Sequence[tuple[KernelCall, int | None]]],
+        kind: str,
+    ) -> StripedPlan:
+        """A plan all of whose calls are replaced by groups of calls on the cores.
+
+        Args:
+            buffers: Those that the groups access.
+            kind: Name of the division, for comments.
+        """
+        steps = replace(plan, calls=[group[0][0] for group in groups], buffers=dict(buffers))
+        counts = [*[0] * (len(plan.calls) - 1), len(groups)]
+        return cls(steps, groups, _Way(plan, steps, counts, Residency({}, []), kind))
 
     def of_plan(self, arrangement: Arrangement) -> Arrangement:
         """The arrangement of the plan, from one of the steps on several cores."""

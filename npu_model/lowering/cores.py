@@ -26,6 +26,7 @@ from npu_model.lowering.families import CannotLower
 from npu_model.lowering.forms import with_sparsity
 from npu_model.lowering.l2 import Use, check_places, choose_l2, l2_place
 from npu_model.lowering.mapper import Mapper, Placed, in_sequence
+from npu_model.lowering.pipelines import pipelined
 from npu_model.lowering.program import (
     Linker,
     Part,
@@ -112,23 +113,36 @@ def _ways(
 ) -> Iterator[Arrangement | ConstraintError]:
     """Lower a plan divided in each of these ways: with shared values in DRAM, and with copies of them if these fit.
 
-    If the network has multicast, also with copies of weights and inputs that several cores read whole.
+    If the network has multicast, also with copies of weights and inputs that several cores read whole. By layers, also
+    in pieces of the batch (`pipelines.py`).
 
     On a chip without DRAM, a way that does not fit yields its error instead.
     """
     for split in splits:
         steps = _layers(plan, chip, mapper) if split == "layers" else _divided(plan, Way(split), chip, mapper)
-        yield _linked(spread(plan, steps), chip, mapper)
-        shared = [name for name in shared_values(plan, steps) if _is_small(plan, name, chip)]
-        copied = _with_copies(plan, steps, shared, chip, mapper)
-        if copied is not None:
-            yield copied
-        if chip.cores is None or not chip.cores.network.multicast:
-            continue
-        common = [name for name in common_operands(plan, steps) if _is_small(plan, name, chip)]
-        brought = _with_copies(plan, steps, [*common, *shared], chip, mapper) if common else None
-        if brought is not None:
-            yield brought
+        yield from _placements(plan, steps, chip, mapper)
+        if split == "layers":
+            for own in pipelined(plan, [step.core for (step,) in steps], chip.core_count):
+                pieces = [[Step(call, core) for call, core in group if core is not None] for group in own.groups]
+                for way in _placements(own.steps, pieces, chip, mapper):
+                    yield way if isinstance(way, ConstraintError) else own.of_plan(way)
+
+
+def _placements(
+    plan: ExecutionPlan, steps: Sequence[Sequence[Step]], chip: Chip, mapper: Mapper
+) -> Iterator[Arrangement | ConstraintError]:
+    """Lower a plan that is divided among the cores, with shared values in DRAM and with copies of them."""
+    yield _linked(spread(plan, steps), chip, mapper)
+    shared = [name for name in shared_values(plan, steps) if _is_small(plan, name, chip)]
+    copied = _with_copies(plan, steps, shared, chip, mapper)
+    if copied is not None:
+        yield copied
+    if chip.cores is None or not chip.cores.network.multicast:
+        return
+    common = [name for name in common_operands(plan, steps) if _is_small(plan, name, chip)]
+    brought = _with_copies(plan, steps, [*common, *shared], chip, mapper) if common else None
+    if brought is not None:
+        yield brought
 
 
 def _is_small(plan: ExecutionPlan, name: str, chip: Chip) -> bool:

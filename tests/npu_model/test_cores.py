@@ -22,7 +22,8 @@ from npu_model.isa.assembly import disassemble
 from npu_model.isa.encoding import decode, encode
 from npu_model.isa.instructions import core_of
 from npu_model.isa.verifier import verify
-from npu_model.lowering.division import Way, divided
+from npu_model.lowering.division import Way, batch_of, divided, pieces_of_batch
+from npu_model.lowering.pipelines import pipelined
 from npu_model.lowering.program import chip_digest
 from npu_model.machine.machine import Machine, engines_of
 from npu_model.machine.memory import Memory
@@ -224,11 +225,59 @@ def test_a_core_keeps_only_its_part_of_a_weight() -> None:
     assert simulate(compiled(ir, two), two).kept_weight_bytes == 768 * 768 * 2
 
 
-def test_layers_lie_on_the_cores_in_their_order() -> None:
+def test_layers_lie_on_the_cores_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npu_model.lowering.cores.pipelined", lambda *_: [])
     chip = with_cores(load_chip("edge"), 3, "layers")
     tiles = decode(compiled(linear_chain(16, 64, 64, 64, 64), chip).plan.machine_code)
     cores = [sorted({core_of(engine) for engine in engines_of(section.body)}) for section in tiles.sections]
     assert cores[0] == ["core0"] and cores[-1] == ["core2"] and sorted(cores) == cores
+
+
+def batch_of_images(batch: int, layers: int = 4) -> dict[str, Any]:
+    """Convolutions with ReLU and a pooling."""
+    g = IRBuilder("batch")
+    y = g.input("x", batch, 16, 24, 24)
+    for layer in range(layers):
+        w = g.weight(f"w{layer}", 16, 16, 3, 3)
+        y = g("aten.relu.default", g("aten.conv2d.default", y, w, None, [1, 1], [1, 1]))
+    g.output(g("aten.max_pool2d.default", y, [2, 2], [2, 2]))
+    return g.ir()
+
+
+@pytest.mark.parametrize("ir", [batch_of_images(8), linear_chain(512, *[256] * 5)], ids=["images", "rows"])
+def test_layers_of_a_batch_pass_through_the_cores_in_pieces(
+    ir: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chip = with_cores(load_chip("edge"), 2, "layers", bandwidth_gb_s=16.0)
+    program = compile_ir(ir, options=CompileOptions(compute_dtype="float16"))
+    tiles, result = lowered(program, chip), simulate(program, chip)
+    verify(tiles, chip)
+    assert " in micro-batches of " in tiles.sections[-1].comment
+    for own, alone in zip(outputs(ir, chip), outputs(ir, one_core(chip)), strict=True):
+        np.testing.assert_allclose(own, alone, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr("npu_model.lowering.cores.pipelined", lambda *_: [])
+    whole = simulate(program, chip)
+    assert result.macs == whole.macs
+    assert result.cycles < 0.7 * whole.cycles  # where one core waits for the other
+
+
+def test_a_network_that_mixes_its_batch_is_not_divided_along_it() -> None:
+    g = IRBuilder("mixing")
+    y = g("aten.linear.default", g.input("x", 8, 8), g.weight("a", 8, 8))
+    g.output(g("aten.linear.default", g("aten.t.default", y), g.weight("b", 8, 8)))
+    plans = [compile_ir(ir, options=CompileOptions()).plan for ir in (g.ir(), linear_chain(8, 8, 8, 8))]
+    mixed, apart = (list(pipelined(plan, [0] * (len(plan.calls) - 1) + [1], 2)) for plan in plans)
+    assert not mixed and len(apart) == 2
+    assert [len(way.groups) for way in apart] == [5, 9]  # one for each piece, and one to fill and empty the cores
+
+
+@LAWS
+@given(graphs(), st.integers(2, 4))
+def test_pieces_of_a_batch_are_a_calls_result_divided(ir: dict[str, Any], count: int) -> None:
+    for call in compile_ir(ir, options=CompileOptions(compute_dtype="float32")).plan.calls:
+        parts = pieces_of_batch(call, count)
+        assert parts is None or [part.outputs[0].shape[0] * count for part in parts] == [batch_of(call)] * count
+        assert parts is None or sum(part.flops for part in parts) == pytest.approx(call.flops, abs=count)
 
 
 def test_the_timeline_has_a_track_for_each_engine_of_each_core() -> None:
