@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import gc
 import io
 import os
 import re
@@ -30,7 +29,6 @@ from npu_model.lowering.shared import Shared
 
 MOST_CHIPS = 4096
 _NEIGHBOURS = 16  # chips that a process takes at a time: those next to each other have the most in common
-_YOUNG = 50_000  # objects after which a process looks for cycles: its caches hold many, in which there are none
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)")
 # What can be swept: name → table of the chip file and key.
@@ -220,7 +218,6 @@ _packed: list[bytes] = []  # the program of a worker process
 
 def _begin(program: bytes) -> None:
     _packed[:] = [program]
-    gc.set_threshold(_YOUNG)
 
 
 @cache

@@ -18,6 +18,7 @@ from npu_compiler.errors import ConstraintError
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
+from npu_model.collection import seldom_collected
 from npu_model.isa.instructions import Section, Space, TileProgram, core_name
 from npu_model.lowering.cascades import Arrangement, arrange, striped
 from npu_model.lowering.division import Way, divided
@@ -44,6 +45,7 @@ from npu_model.lowering.spreading import Spread, Step, common_operands, copy_nam
 from npu_model.machine.machine import Machine, token_totals
 
 
+@seldom_collected()
 def arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     """Lower a plan for a chip, on several cores as `cores.split` says.
 
