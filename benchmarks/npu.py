@@ -1,6 +1,6 @@
 """The speed of the simulated NPU on this machine: timing programs, computing on them, compiling and sweeping.
 
-    python -m benchmarks.npu [--only resnet,smollm2,qwen,sweep] [--document docs/measurements/npu.md]
+    python -m benchmarks.npu [--only resnet,smollm2,qwen,sweep,trace] [--document docs/measurements/npu.md]
 
 All is for the chip `edge`. ResNets have seeded random weights and are quantized to int8 here; Qwen2.5-1.5B is compiled
 by its configuration, without weights. A program is timed as `simulate` does, decoding and verifying it included.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import platform
+import random
+import resource
 import statistics
 import tempfile
 import time
@@ -19,11 +21,14 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from benchmarks.cpu.machine import cpu_name, usable_cores
+
+if TYPE_CHECKING:
+    from npu_model import Chip
 
 CHIP = "edge"
 ROUNDS = 3
@@ -32,6 +37,9 @@ TOKENS = 4  # of SmolLM2
 CACHE_LENGTH = 512
 CHECKED_FACTOR = 5  # a limit with all checks, by that without
 SWEEP = "sram=512K..4M,arrays=1..8,lanes=32..256"  # 64 chips
+LIMITS = {SWEEP: 10.0, f"{SWEEP},bandwidth=6.4..51.2": 60.0}  # sweep → seconds on two cores; the second is of 256 chips
+REQUESTS = 10_000
+ARRIVALS = 20.0  # requests a second
 
 
 @dataclass(frozen=True)
@@ -162,17 +170,60 @@ def qwen_lines() -> Iterator[Line]:
 
 
 def sweep_lines() -> Iterator[Line]:
-    """Measure a sweep of ResNet-50 in float16 over 64 chips."""
+    """Measure lowering and timing ResNet-50 in float16: on a chip whose DRAM has banks, and on those of sweeps."""
     from npu_compiler import CompileOptions
     from npu_compiler import compile as compile_ir
-    from npu_model import load_chip
+    from npu_model import load_chip, simulate
     from npu_model.analysis.sweep import parse_sweep, sweep
     from npu_sim.vision.models import extract_model_ir, find_model
 
-    chips = parse_sweep(SWEEP, load_chip(CHIP))
+    chip = load_chip(CHIP)
     program = compile_ir(extract_model_ir(find_model("resnet50")), options=CompileOptions(compute_dtype="float16"))
-    line = timed(f"sweep of ResNet-50, float16, {len(chips)} chips", 10.0, partial(sweep, program, chips), rounds=0)
-    yield replace(line, processor=None)  # its processes are others
+    yield timed("lower and time ResNet-50, float16, DRAM with banks", 2.0, partial(simulate, program, with_banks(chip)))
+    for ranges, limit in LIMITS.items():
+        chips, before = parse_sweep(ranges, chip), _of_children()
+        what = f"sweep of ResNet-50, float16, {len(chips)} chips"
+        line = timed(what, limit, partial(sweep, program, chips), rounds=0)
+        yield replace(line, processor=_of_children() - before)
+
+
+def with_banks(chip: Chip) -> Chip:
+    """Return a chip whose DRAM has four channels of LPDDR5, at its own bandwidth and latency."""
+    from npu_model.chip import DramBanks
+    from npu_model.chip.description import DRAM_KINDS
+
+    assert chip.dram is not None
+    values: dict[str, Any] = dict(DRAM_KINDS["lpddr5"])
+    return replace(chip, dram=replace(chip.dram, banks=DramBanks(kind="lpddr5", channels=4, **values)))
+
+
+def _of_children() -> float:
+    """Return the seconds of processor time of all processes that this one started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def trace_lines() -> Iterator[Line]:
+    """Measure the simulation of a server on a chip, without and then with the prices of its steps."""
+    from typer.testing import CliRunner
+
+    from npu_sim.cli import app
+
+    rng, now = random.Random(0), 0.0
+    rows = ["arrival_seconds,prompt_tokens,new_tokens"]
+    for _ in range(REQUESTS):
+        now += rng.expovariate(ARRIVALS)
+        rows.append(f"{now:.4f},{rng.randint(16, 512)},{rng.randint(8, 128)}")
+    with _empty_cache(), tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "requests.csv"
+        trace.write_text("\n".join(rows), encoding="utf-8")
+
+        def serve() -> None:
+            result = CliRunner().invoke(app, ["simulate", "smollm2", "--npu", "datacenter", "--trace", str(trace)])
+            if result.exit_code:
+                raise RuntimeError(result.output)
+
+        yield timed(f"serve {REQUESTS:,} requests, SmolLM2-135M on `datacenter`", 30.0, serve, rounds=1)
 
 
 @contextmanager
@@ -194,6 +245,7 @@ PARTS: dict[str, Callable[[], Iterator[Line]]] = {
     "smollm2": smollm2_lines,
     "qwen": qwen_lines,
     "sweep": sweep_lines,
+    "trace": trace_lines,
 }
 
 
@@ -240,7 +292,9 @@ Seconds that a machine takes to simulate the chip `edge`. `python -m benchmarks.
 - *all checks*: every read is of something written, and nothing races. Each run is scheduled. The limit is {factor}
   times that without checks.
 - *compile, cached*: find the program in the cache by its IR.
-- The sweep lowers and times the network for each chip, in a process for each core.
+- *lower and time*: choose tilings and cascades, and run all engines; the DRAM is four channels of LPDDR5.
+- A sweep lowers and times the network for each chip, in a process for each core; *processor* is that of all of them.
+- *serve*: `simulate --trace`. The first time simulates the programs of the steps, whose prices are kept.
 """
 
 

@@ -9,6 +9,7 @@ from npu_compiler.errors import InputError
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.analysis.result import Result, make_result
 from npu_model.chip import Chip
+from npu_model.collection import seldom_collected
 from npu_model.isa.instructions import TileProgram
 from npu_model.loading import load_tiles
 from npu_model.lowering.cores import arranged, lower_arranged
@@ -29,6 +30,7 @@ def most_cycles(result: Result) -> float:
     return result.cycles * (1 + MONOTONE_WITHIN) + len(result.calls) * access
 
 
+@seldom_collected()
 def simulate(
     program: CompiledProgram, chip: Chip, *, spans: bool = False, forms: Mapping[str, Form] | None = None
 ) -> Result:

@@ -28,7 +28,7 @@ from npu_model.chip.description import check_number
 from npu_model.lowering.shared import Shared
 
 MOST_CHIPS = 4096
-_NEIGHBOURS = 4  # chips that a process takes at a time: those next to each other have the most in common
+_NEIGHBOURS = 16  # chips that a process takes at a time: those next to each other have the most in common
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)")
 # What can be swept: name → table of the chip file and key.
@@ -209,7 +209,7 @@ def _simulated(
         return
     spawn = get_context("spawn")  # a fork would copy the locks of threads that run here
     with ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(program.to_bytes(),)) as pool:
-        share = max(1, min(_NEIGHBOURS, len(chips) // (4 * workers)))
+        share = max(1, min(_NEIGHBOURS, len(chips) // (2 * workers)))
         yield from pool.map(_point_of_process, chips, chunksize=share)
 
 

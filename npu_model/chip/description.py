@@ -294,7 +294,7 @@ class Cores:
         count: Number of cores.
         network: Connection between their scratchpads.
         split: Division of a program among the cores: each kernel call's result by `rows`, `columns` or `heads`; whole
-            calls by `layers`; or `auto`, the fastest of these and of one core alone.
+            calls by `layers`, in pieces of the batch; or `auto`, the fastest of these and of one core alone.
     """
 
     count: int = _from(2, 64)

@@ -96,12 +96,18 @@ class Affine:
 
     def __add__(self, other: Affine | int) -> Affine:
         if isinstance(other, int):
-            return Affine(self.base + other, self.steps)
+            return Affine(self.base + other, self.steps) if other else self
+        if not other.steps:
+            return Affine(self.base + other.base, self.steps) if other.base else self
+        if not self.steps:
+            return Affine(self.base + other.base, other.steps) if self.base else other
         longer = max(len(self.steps), len(other.steps))
         padded = (steps + (0,) * (longer - len(steps)) for steps in (self.steps, other.steps))
         return Affine(self.base + other.base, tuple(map(sum, zip(*padded, strict=True))))
 
     def __mul__(self, factor: int) -> Affine:
+        if factor == 1 or not (self.base or self.steps):
+            return self
         return Affine(self.base * factor, tuple(step * factor for step in self.steps))
 
     __radd__, __rmul__ = __add__, __mul__
@@ -243,7 +249,8 @@ class Transfer(Instruction):
         index: A tile of int32, for a gather: the element at (i, j, …) is read from (index[i, j, …], j, …) of the
             source. An index outside 0 … `index_limit` − 1 is an error. None: no gather.
         scatters: The index applies to the target instead of the source.
-        others: Further targets, in the scratchpads of other cores (a multicast over the network).
+        others: Further targets, in the scratchpads of other cores: a multicast over the network. From DRAM or the L2,
+            the core of `target` passes on what it reads.
     """
 
     box: tuple[Axis, ...]
@@ -263,7 +270,9 @@ class Transfer(Instruction):
     def path(self) -> tuple[str, ...] | None:
         """The sending and the receiving cores of a transfer over the network; None if it crosses no network."""
         source, target = self.source, self.target
-        crosses = not (source.space.is_shared or target.space.is_shared) and source.buffer != target.buffer
+        if source.space.is_shared:
+            return (target.buffer, *(tile.buffer for tile in self.others)) if self.others else None
+        crosses = not target.space.is_shared and source.buffer != target.buffer
         return (source.buffer, *(tile.buffer for tile in self.writes)) if crosses else None
 
     @property

@@ -296,10 +296,11 @@ class _Verifier:
             self._inside(target, whole, counts)
 
     def _multicast(self, instruction: Transfer) -> None:
-        cores, tiles = self.chip.cores, (instruction.source, *instruction.writes)
+        cores, source, targets = self.chip.cores, instruction.source, instruction.writes
         self.need(cores is not None and cores.network.multicast, "the chip's network has no multicast")
-        inside = all(tile.space is Space.SCRATCHPAD and tile.dtype == tiles[0].dtype for tile in tiles)
-        self.need(inside, "a multicast is from a scratchpad to others, of one dtype")
+        inside = all(tile.space is Space.SCRATCHPAD and tile.dtype == source.dtype for tile in targets)
+        self.need(inside, "a multicast is to scratchpads, of one dtype")
+        tiles = targets if source.space.is_shared else (source, *targets)
         self.need(len({tile.buffer for tile in tiles}) == len(tiles), "a multicast goes to one core twice")
         is_plain = instruction.index is None and instruction.fill is None
         self.need(is_plain, "a multicast neither gathers nor fills")

@@ -363,19 +363,21 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class _Way:
-    """A plan with some chains in stripes, before its instructions are generated.
+    """A plan with some chains in stripes or pieces, before its instructions are generated.
 
     Attributes:
         plan: The original plan, with memory for the steps' buffers.
         steps: A plan in which the chains are replaced by the calls of their stripes.
         counts: For each call of the plan, its number of calls in `steps`.
         residency: The values that stay in the scratchpad.
+        kind: Name of the division, for comments.
     """
 
     plan: ExecutionPlan
     steps: ExecutionPlan
     counts: Sequence[int]
     residency: Residency
+    kind: str = "a cascade"
 
     def linked(self, chip: Chip, mapper: Mapper) -> Arrangement:
         """Generate the instructions. Raises `ConstraintError` if some step does not fit the chip's memory."""
@@ -385,7 +387,7 @@ class _Way:
         """A program of the steps with a section for each call of the plan."""
         sections = iter(program.sections)
         own = [tuple(islice(sections, count)) for count in self.counts]
-        merged = tuple(_section(call, each) for call, each in zip(self.plan.calls, own, strict=True))
+        merged = tuple(_section(call, each, self.kind) for call, each in zip(self.plan.calls, own, strict=True))
         return replace(program, sections=merged)
 
     def of_steps(self, arrangement: Arrangement) -> Arrangement:
@@ -403,10 +405,10 @@ class _Way:
         return Arrangement(own, replace(program, buffers=(*others, *arena)))
 
 
-def _section(call: KernelCall, steps: Sequence[Section]) -> Section:
+def _section(call: KernelCall, steps: Sequence[Section], kind: str) -> Section:
     if len(steps) == 1:
         return steps[0]
-    comment = f"{shapes(call)}; in a cascade" + (f" of {len(steps)} steps" if steps else "")
+    comment = f"{shapes(call)}; in {kind}" + (f" of {len(steps)} steps" if steps else "")
     return Section(call.node, call.kernel, comment, tuple(node for step in steps for node in step.body))
 
 
@@ -442,7 +444,7 @@ def arrange(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
 
 @dataclass(frozen=True)
 class StripedPlan:
-    """A plan whose chains are computed in stripes by several cores at once, each core its own.
+    """A plan whose chains are computed in stripes or pieces by several cores at once, each core its own.
 
     Attributes:
         steps: The plan with the chains replaced by the calls of their stripes, of which those that cores compute at
@@ -454,6 +456,24 @@ class StripedPlan:
     steps: ExecutionPlan
     groups: Sequence[Sequence[tuple[KernelCall, int | None]]]
     _way: _Way
+
+    @classmethod
+    def of_groups(
+        cls,
+        plan: ExecutionPlan,
+        buffers: Mapping[str, BufferAllocation],
+        groups: Sequence[Sequence[tuple[KernelCall, int | None]]],
+        kind: str,
+    ) -> StripedPlan:
+        """A plan all of whose calls are replaced by groups of calls on the cores.
+
+        Args:
+            buffers: Those that the groups access.
+            kind: Name of the division, for comments.
+        """
+        steps = replace(plan, calls=[group[0][0] for group in groups], buffers=dict(buffers))
+        counts = [*[0] * (len(plan.calls) - 1), len(groups)]
+        return cls(steps, groups, _Way(plan, steps, counts, Residency({}, []), kind))
 
     def of_plan(self, arrangement: Arrangement) -> Arrangement:
         """The original plan and its tile program, made from an arrangement of `steps` on several cores."""
@@ -543,14 +563,44 @@ def with_cascades(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, 
 
 
 def _way(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: Mapper) -> _Way | None:
-    """Plan the stripes of the given cascades; None if some stripe cannot be computed or does not fit.
+    """Plan the stripes of the given cascades; None if some stripe cannot be computed or does not fit."""
+    shared = mapper.shared
+    own = shared.steps.get(plan, tuple(cascades), lambda: _steps(plan, cascades, shared))
+    if own is None:
+        return None
+    try:
+        check_calls(own.steps.calls, chip, mapper)
+    except ConstraintError:
+        return None
+    return _Way(own.plan, own.steps, own.counts, choose_residency(own.steps, chip, mapper, own.passing))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A plan with some chains in stripes, for any chip.
+
+    Attributes:
+        plan: The original plan, with memory for the steps' buffers.
+        steps: A plan in which the chains are replaced by the calls of their stripes.
+        counts: For each call of the plan, its number of calls in `steps`.
+        passing: The buffers of the stripes.
+    """
+
+    plan: ExecutionPlan
+    steps: ExecutionPlan
+    counts: Sequence[int]
+    passing: frozenset[str]
+
+
+def _steps(plan: ExecutionPlan, cascades: Sequence[Cascade], shared: Shared) -> Steps | None:
+    """Replace chains by the calls of their stripes; None if some stripe cannot be computed.
 
     Memory is planned anew, since the inputs of a chain are live until its last stripe.
     """
     calls, buffers = list(plan.calls), dict(plan.buffers)
     counts = [1] * len(calls)
     for cascade in sorted(cascades, key=lambda each: -each.first):
-        stripes = _stripes(plan, cascade, mapper.shared)
+        stripes = _stripes(plan, cascade, shared)
         if stripes is None:
             return None
         for call in plan.calls[cascade.first : cascade.stop - 1]:
@@ -565,12 +615,8 @@ def _way(plan: ExecutionPlan, cascades: Sequence[Cascade], chip: Chip, mapper: M
     }
     ends = [buffer.offset + buffer.size_bytes for buffer in own.values() if buffer.kind == "arena"]
     steps = replace(steps, arena_bytes=max([steps.arena_bytes, *ends]))
-    try:
-        check_calls(steps.calls, chip, mapper)
-    except ConstraintError:
-        return None
-    residency = choose_residency(steps, chip, mapper, buffers.keys() - plan.buffers.keys())
-    return _Way(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, residency)
+    passing = frozenset(buffers.keys() - plan.buffers.keys())
+    return Steps(replace(plan, buffers=own, arena_bytes=steps.arena_bytes), steps, counts, passing)
 
 
 def _chosen(plan: ExecutionPlan, chip: Chip, mapper: Mapper, residency: Residency) -> list[Cascade]:
@@ -681,6 +727,7 @@ def _price(plan: ExecutionPlan, cascade: Cascade, room: int, chip: Chip, mapper:
 __all__ = [
     "Arrangement",
     "Cascade",
+    "Steps",
     "StripedPlan",
     "arrange",
     "compact",

@@ -5,7 +5,8 @@ in a scratchpad are chosen for each core as if it were a chip by itself; `spread
 In the tile program, the section of a call has the instructions of all cores.
 
 An intermediate value that several cores use lies in DRAM, or each of them has a copy in its scratchpad, to which the
-others send over the network the parts that they compute. A value is copied only if all its copies fit.
+others send over the network the parts that they compute. A value is copied only if all its copies fit. So may a weight
+or an input that several cores read whole, which one core reads for all if the network has multicast.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from npu_compiler.errors import ConstraintError
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
+from npu_model.collection import seldom_collected
 from npu_model.isa.instructions import Section, Space, TileProgram, core_name
 from npu_model.lowering.cascades import Arrangement, arrange, striped
 from npu_model.lowering.division import Way, divided
@@ -25,6 +27,7 @@ from npu_model.lowering.families import CannotLower
 from npu_model.lowering.forms import with_sparsity
 from npu_model.lowering.l2 import Use, check_places, choose_l2, l2_place
 from npu_model.lowering.mapper import Mapper, Placed, in_sequence
+from npu_model.lowering.pipelines import pipelined
 from npu_model.lowering.program import (
     Linker,
     Part,
@@ -38,10 +41,11 @@ from npu_model.lowering.program import (
 )
 from npu_model.lowering.relocation import to_core
 from npu_model.lowering.residency import Residency, choose_residency, positions
-from npu_model.lowering.spreading import Spread, Step, copy_name, shared_values, spread
+from npu_model.lowering.spreading import Spread, Step, common_operands, copy_name, shared_values, spread
 from npu_model.machine.machine import Machine, token_totals
 
 
+@seldom_collected()
 def arranged(plan: ExecutionPlan, chip: Chip, mapper: Mapper) -> Arrangement:
     """Lower a plan for a chip, on several cores as `cores.split` says.
 
@@ -111,15 +115,41 @@ def _ways(
 ) -> Iterator[Arrangement | ConstraintError]:
     """Lower a plan divided in each of these ways: with shared values in DRAM, and with copies of them if these fit.
 
+    If the network has multicast, also with copies of weights and inputs that several cores read whole. By layers, also
+    in pieces of the batch (`pipelines.py`).
+
     On a chip without DRAM, a way that does not fit yields its error instead.
     """
     for split in splits:
         steps = _layers(plan, chip, mapper) if split == "layers" else _divided(plan, Way(split), chip, mapper)
-        yield _linked(spread(plan, steps), chip, mapper)
-        shared = [name for name in shared_values(plan, steps) if plan.buffers[name].size_bytes <= chip.sram.size // 2]
-        copied = _with_copies(plan, steps, shared, chip, mapper)
-        if copied is not None:
-            yield copied
+        yield from _placements(plan, steps, chip, mapper)
+        if split == "layers":
+            for own in pipelined(plan, [step.core for (step,) in steps], chip.core_count):
+                pieces = [[Step(call, core) for call, core in group if core is not None] for group in own.groups]
+                for way in _placements(own.steps, pieces, chip, mapper):
+                    yield way if isinstance(way, ConstraintError) else own.of_plan(way)
+
+
+def _placements(
+    plan: ExecutionPlan, steps: Sequence[Sequence[Step]], chip: Chip, mapper: Mapper
+) -> Iterator[Arrangement | ConstraintError]:
+    """Lower a plan that is divided among the cores, with shared values in DRAM and with copies of them."""
+    yield _linked(spread(plan, steps), chip, mapper)
+    shared = [name for name in shared_values(plan, steps) if _is_small(plan, name, chip)]
+    copied = _with_copies(plan, steps, shared, chip, mapper)
+    if copied is not None:
+        yield copied
+    if chip.cores is None or not chip.cores.network.multicast:
+        return
+    common = [name for name in common_operands(plan, steps) if _is_small(plan, name, chip)]
+    brought = _with_copies(plan, steps, [*common, *shared], chip, mapper) if common else None
+    if brought is not None:
+        yield brought
+
+
+def _is_small(plan: ExecutionPlan, name: str, chip: Chip) -> bool:
+    """Whether a value takes at most half of a scratchpad."""
+    return plan.buffers[name].size_bytes <= chip.sram.size // 2
 
 
 def _divided(plan: ExecutionPlan, way: Way, chip: Chip, mapper: Mapper) -> list[list[Step]]:
@@ -234,10 +264,11 @@ class _Linking:
         sections = []
         for group, call in zip(own.groups, own.plan.calls, strict=True):
             begin = len(linker.sections)
+            if group.brings:
+                linker.send(*((send.copy, self._names[send.core]) for send in group.brings))
             linker.add(*(next(parts[step.core]) for step in group.steps))
             if group.sends:
-                copies = [(send.copy, self._names[send.core]) for send in group.sends]
-                linker.send(*copies)
+                linker.send(*((send.copy, self._names[send.core]) for send in group.sends))
             written = linker.sections[begin:]
             body = tuple(node for section in written for node in section.body)
             comment = f"{shapes(call)}; on {len(group.steps)} core{'s' * (len(group.steps) > 1)}"
@@ -270,7 +301,7 @@ class _Linking:
     def _parts(self, core: int) -> list[Part]:
         """The parts of calls on a core, each with its best tiling."""
         calls = [use.with_l2(self._l2) for use in self._uses[core]]
-        copies = {id(send.copy) for group in self._own.groups for send in group.sends}
+        copies = {id(send.copy) for group in self._own.groups for send in (*group.brings, *group.sends)}
         return [
             Part(use.call, candidate.tiling, placed.room, candidate.needs(placed.resident), self._names[core])
             for use, candidate, placed in zip(self._uses[core], in_sequence(calls), calls, strict=True)

@@ -63,6 +63,37 @@ def divided(call: KernelCall, way: Way, count: int) -> list[KernelCall]:
     return [call]
 
 
+def batch_of(call: KernelCall) -> int:
+    """Size of the outermost dimension of a call's result, 1 for a scalar."""
+    return call.outputs[0].shape[0] if call.outputs and call.outputs[0].shape else 1
+
+
+def pieces_of_batch(call: KernelCall, count: int) -> list[KernelCall] | None:
+    """Split a call along the outermost dimension of its result into `count` equal parts.
+
+    None if it cannot be divided so.
+    """
+    if len(call.outputs) != 1 or batch_of(call) % count:
+        return None
+    kernel, size, rank = declaration(call), batch_of(call), call.outputs[0].rank
+    name = _outermost(kernel.outputs[0].sizes, rank)
+    if name is None or _dims(kernel.outputs[0].sizes, name, rank) != [0]:
+        return None
+    cut = _NamedCut(call, kernel, name, size, 1)
+    parts = [cut(first, first + size // count) for first in range(0, size, size // count)]
+    return None if None in parts else [part for part in parts if part is not None]
+
+
+def _outermost(sizes: Sequence[str] | None, rank: int) -> str | None:
+    """The name of the size of an operand's outermost dimension."""
+    for size in sizes or ():
+        if not size.startswith("*"):
+            return size
+        if rank > len(sizes or ()) - 1:
+            return f"{size[1:]}.0"
+    return None
+
+
 @dataclass(frozen=True)
 class _Cut:
     """A way to divide a call: the size of the divided dimension, and a function from a range to the call for that part.
@@ -170,13 +201,18 @@ class _NamedCut:
         """Whether the call is a gated product divided along its results, each of which reads two rows of the weight."""
         return self.name == "n" and any(_GATED_ROWS in (operand.sizes or ()) for operand in self.kernel.inputs)
 
+    @property
+    def _groups(self) -> int:
+        """Number of groups of a convolution among which the cut divides its outputs; 1 for other cuts."""
+        return _groups(self.call, self.kernel) if self.name in _SIZES[Family.CONV][Way.COLUMNS] else 1
+
     def _params(self, first: int, stop: int) -> dict[str, object]:
         params = self.call.params
         if self.name in params:
             return {self.name: stop - first}
         if self.name.startswith("lead."):
             return {"batch": int(params["batch"]) * (stop - first) // self.total}
-        return {"groups": (stop - first) // self.unit} if _groups(self.call, self.kernel) > 1 else {}
+        return {"groups": (stop - first) // self.unit} if self._groups > 1 else {}
 
     def _others(self, first: int, stop: int) -> Ranges | None:
         """The ranges of other sizes that follow from a range of this one.
@@ -194,7 +230,7 @@ class _NamedCut:
             own = first // each, -(-stop // each)
             is_whole = first % each == 0 == stop % each
             return {"shared": own} if is_whole or own[1] - own[0] == 1 else None
-        groups = _groups(self.call, self.kernel)
+        groups = self._groups
         if groups > 1 and (x := views["x"]) is not None:
             channels = x.shape[1] // groups
             return {"c": (first // self.unit * channels, stop // self.unit * channels)}
@@ -208,4 +244,4 @@ def _sliced(view: View, sizes: Sequence[str] | None, ranges: Ranges) -> View:
     return view
 
 
-__all__ = ["Way", "divided"]
+__all__ = ["Way", "batch_of", "divided", "pieces_of_batch"]

@@ -157,7 +157,7 @@ def _by_gain(values: Sequence[_Value], uses: Sequence[Use]) -> list[_Value]:
             cycles += use.placed.estimate - use.with_l2((value.name,)).estimate
             best = use.placed.choices.ranked(use.placed.resident, use.placed.room)
             own = positions(use.call, (value.name,)) - use.placed.resident
-            traffic += sum(best[0].dram.get(position, 0.0) for position in own) if best else 0.0
+            traffic += sum(best[0].flows.dram.get(position, 0.0) for position in own) if best else 0.0
         gains[value.name] = cycles / value.size, traffic / value.size
     saving = [value for value in values if gains[value.name][1] and gains[value.name][0] >= 0]
     return sorted(saving, key=lambda value: gains[value.name], reverse=True)

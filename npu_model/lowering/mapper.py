@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,37 +37,48 @@ _ISSUE = 16.0  # cycles that an instruction is taken to cost besides, so that of
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A tiling of a call with its costs on a chip. A position is that of an operand among the call's views.
+class Flows:
+    """Costs of a tiling's transfers on a chip, by position of the operand among the call's views.
 
     Attributes:
-        busy: Cycles of the slowest computing engine, plus one iteration of each of the others.
         dram: Position → cycles of DRAM.
-        room: Position → scratchpad bytes for the operand's tiles.
-        scratchpad: Scratchpad bytes in all.
         fill: Position → cycles of the first and last transfers, including latencies.
-        once: Cycles of one iteration of all computing engines.
         flow: Position → cycles of all transfers of the operand, including latencies, overlapped by double buffering.
-        executions: Number of executed instructions.
-        chained: Cycles if a tile's loads wait until the tile before is stored: of all computing engines, and for each
-            tile the latencies until its loads and its results are complete.
         l2: Position → cycles of the shared L2 if the operand lies there; empty on a chip without.
         l2_fill, l2_flow: `fill` and `flow` of operands that lie in the shared L2.
     """
 
-    tiling: Tiling
-    busy: float
     dram: Mapping[int, float]
-    room: Mapping[int, int]
-    scratchpad: int
     fill: Mapping[int, float]
-    once: float
     flow: Mapping[int, float]
-    executions: int
-    chained: float
     l2: Mapping[int, float]
     l2_fill: Mapping[int, float]
     l2_flow: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tiling of a call with its costs on a chip.
+
+    Attributes:
+        busy: Cycles of the slowest computing engine, plus one iteration of each of the others.
+        room: Position of an operand among the call's views → scratchpad bytes for its tiles.
+        scratchpad: Scratchpad bytes in all.
+        once: Cycles of one iteration of all computing engines.
+        executions: Number of executed instructions.
+        chained: Cycles if a tile's loads wait until the tile before is stored: of all computing engines, and for each
+            tile the latencies until its loads and its results are complete.
+        flows: Costs of its transfers.
+    """
+
+    tiling: Tiling
+    busy: float
+    room: Mapping[int, int]
+    scratchpad: int
+    once: float
+    executions: int
+    chained: float
+    flows: Flows
 
     def needs(self, resident: Collection[int]) -> int:
         """Bytes of the scratchpad that the call allocates, if these operands are resident there."""
@@ -85,6 +96,7 @@ class Sketch:
         room: Position of an operand → scratchpad bytes for its tiles.
         scratchpad, accumulators: Allocated bytes in all.
         executions: Number of executed instructions.
+        flows, candidates: Its costs on chips, by the number of the chip's parts that they depend on (`Shared.number`).
     """
 
     tiling: Tiling
@@ -94,6 +106,8 @@ class Sketch:
     scratchpad: int
     accumulators: int
     executions: int
+    flows: dict[int, Flows] = field(default_factory=dict, compare=False, repr=False)
+    candidates: dict[int, Candidate] = field(default_factory=dict, compare=False, repr=False)
 
 
 class _Estimates(NamedTuple):
@@ -127,9 +141,11 @@ class Choices:
             [(each.busy, each.once, each.chained, each.executions * _ISSUE) for each in candidates]
         ).T
         self._scratchpad = np.array([each.scratchpad for each in candidates])
-        self._room, self._dram, self._flow, self._fill, self._l2, self._l2_flow, self._l2_fill = (
-            self._by_operand([getattr(each, name) for each in candidates])
-            for name in ("room", "dram", "flow", "fill", "l2", "l2_flow", "l2_fill")
+        self._room = self._by_operand([each.room for each in candidates])
+        flows = [each.flows for each in candidates]
+        self._dram, self._flow, self._fill, self._l2, self._l2_flow, self._l2_fill = (
+            self._by_operand([getattr(each, name) for each in flows])
+            for name in ("dram", "flow", "fill", "l2", "l2_flow", "l2_fill")
         )
         self._estimated: dict[tuple[frozenset[int], frozenset[int]], _Estimates] = {}
         self._steps: dict[tuple[frozenset[int], frozenset[int]], tuple[list[int], list[float]]] = {}
@@ -182,19 +198,20 @@ class Choices:
         Args:
             resident, in_l2: Positions of the operands in the scratchpad, and in the shared L2.
         """
-        rooms, estimates = self._by_room(resident, in_l2)
+        rooms, estimates = self.by_room(resident, in_l2)
         number = bisect_right(rooms, room)
         return estimates[number - 1] if number else math.inf
 
     def least_room(self, resident: frozenset[int], room: int) -> int:
         """Minimum number of bytes with which the estimate is as good as with `room` bytes."""
-        rooms, _ = self._by_room(resident, frozenset())
+        rooms, _ = self.by_room(resident, frozenset())
         number = bisect_right(rooms, room)
         return rooms[number - 1] if number else room
 
-    def _by_room(self, resident: frozenset[int], in_l2: frozenset[int]) -> tuple[list[int], list[float]]:
+    def by_room(self, resident: frozenset[int], in_l2: frozenset[int]) -> tuple[list[int], list[float]]:
         """The amounts of room at which the estimate improves, in ascending order, and the estimates."""
-        if (resident, in_l2) not in self._steps:
+        steps = self._steps.get((resident, in_l2))
+        if steps is None:
             needs, _, apart, beside = (each.tolist() for each in self._estimates(resident, in_l2))
             points = [*zip(needs, apart, strict=True), *((2 * n, e) for n, e in zip(needs, beside, strict=True))]
             rooms: list[int] = []
@@ -203,8 +220,8 @@ class Choices:
                 if not estimates or estimate < estimates[-1]:
                     rooms.append(room)
                     estimates.append(estimate)
-            self._steps[resident, in_l2] = rooms, estimates
-        return self._steps[resident, in_l2]
+            steps = self._steps[resident, in_l2] = rooms, estimates
+        return steps
 
     def likely(self, resident: frozenset[int], room: int, in_l2: frozenset[int] = frozenset()) -> list[_Option]:
         """The few best candidates that fit into `room` bytes, by either estimate (see `_Option`)."""
@@ -324,7 +341,11 @@ class Mapper:
         self.chip, self.most, self.forms = chip, most, forms or {}
         self.shared = shared or Shared()
         self._costs = Costs(chip)
-        self._searched: dict[object, Choices | CannotLower] = {}
+        l2 = None if chip.l2 is None else (chip.l2.bytes_per_cycle, chip.l2.latency_ns)
+        moving = chip.sram.bandwidth, chip.outside, chip.clock_ghz, l2
+        self._moving = self.shared.number(("transfers", moving))
+        self._working = self.shared.number(("work", moving, repr((chip.matrix, chip.vector, chip.output))))
+        self._searched: dict[int, Choices | CannotLower] = {}
 
     def choices(self, call: KernelCall) -> Choices:
         """The tilings of a call that fit the chip, with estimates.
@@ -332,18 +353,19 @@ class Mapper:
         Raises:
             CannotLower: the chip cannot run the call, or no tiling fits.
         """
-        key = _signature(call)
-        if key not in self._searched:
+        key = self.shared.signatures.get(call, None, lambda: self.shared.number(_signature(call)))
+        result = self._searched.get(key)
+        if result is None:
             try:
                 serial = self.chip.dma.channels < 3
                 candidates = self._search(operands_of(call), key)
-                self._searched[key] = Choices(candidates, len(call.inputs), len(call.outputs), serial)
+                result = Choices(candidates, len(call.inputs), len(call.outputs), serial)
             except CannotLower as error:
-                self._searched[key] = error
-        found = self._searched[key]
-        if isinstance(found, CannotLower):
-            raise found
-        return found
+                result = error
+            self._searched[key] = result
+        if isinstance(result, CannotLower):
+            raise result
+        return result
 
     def ranked(self, call: KernelCall, resident: Collection[int], room: int) -> list[Candidate]:
         """The tilings of a call that fit into `room` bytes with these operands in the scratchpad, the best first."""
@@ -370,7 +392,7 @@ class Mapper:
             raise DoesNotFit(Space.SCRATCHPAD, draft.scratchpad)
         return draft
 
-    def _search(self, operands: Operands, signature: object) -> list[Candidate]:
+    def _search(self, operands: Operands, signature: int) -> list[Candidate]:
         call = operands.call
         if call.kernel not in LOWERINGS:
             raise CannotLower(f"the NPU has no lowering for '{call.kernel}'")
@@ -394,7 +416,7 @@ class Mapper:
             )
         return found
 
-    def _sketch(self, operands: Operands, tiling: Tiling, signature: object) -> Sketch | None:
+    def _sketch(self, operands: Operands, tiling: Tiling, signature: int) -> Sketch | None:
         """The sketch (amounts of work) of a tiling, or None if it does not fit the chip."""
         chip = self.chip
         key = signature, chip.sram.alignment, chip.output is not None, tuple(tiling.items())
@@ -413,50 +435,53 @@ class Mapper:
 
     def _candidate(self, sketch: Sketch, inputs: int) -> Candidate:
         """The costs of a sketch of a call with so many inputs."""
-        costs, latency, waits = self._costs, self.chip.dram_latency_cycles, 0.0
+        candidate = sketch.candidates.get(self._working)
+        if candidate is None:
+            candidate = sketch.candidates[self._working] = self._priced(sketch, inputs)
+        return candidate
+
+    def _priced(self, sketch: Sketch, inputs: int) -> Candidate:
+        flows = sketch.flows.get(self._moving)
+        if flows is None:
+            flows = sketch.flows[self._moving] = self._flows(sketch)
+        costs, waits = self._costs, 0.0
         busy: dict[str, float] = {}
         once: dict[str, float] = {}
-        dram: dict[int, float] = {}
-        flow: dict[int, float] = {}
-        fill: dict[int, float] = {}
-        l2: dict[int, float] = {}
-        l2_flow: dict[int, float] = {}
-        l2_fill: dict[int, float] = {}
-        for position, work, times in sketch.moves:
-            if self.chip.l2 is not None and isinstance(work, Moves):
-                own = costs.of(work.in_l2).cycles
-                l2[position] = l2.get(position, 0.0) + times * own
-                l2_fill[position] = l2_fill.get(position, 0.0) + own + self.chip.l2_latency_cycles
-                behind = times * (own + self.chip.l2_latency_cycles) / DOUBLE
-                l2_flow[position] = l2_flow.get(position, 0.0) + behind
-            cycles = costs.of(work).cycles
-            fill[position] = fill.get(position, 0.0) + cycles + latency
-            dram[position] = dram.get(position, 0.0) + times * cycles
-            flow[position] = flow.get(position, 0.0) + times * (cycles + latency) / DOUBLE
         for engine, work, times in sketch.computes:
             cost = costs.of(work)
             busy[engine] = busy.get(engine, 0.0) + times * cost.cycles
             once[engine] = once.get(engine, 0.0) + cost.cycles + cost.latency
             waits += cost.latency
         stored = [times for position, _, times in sketch.moves if position >= inputs]
-        lag = max(stored, default=0) * (waits + latency)
+        lag = max(stored, default=0) * (waits + self.chip.dram_latency_cycles)
         around = sum(once.values())
         slowest = max((cycles + around - once[engine] for engine, cycles in busy.items()), default=0.0)
         return Candidate(
             sketch.tiling,
             slowest,
-            dram,
             sketch.room,
             sketch.scratchpad,
-            fill,
             around,
-            flow,
             sketch.executions,
             sum(busy.values()) + lag,
-            l2,
-            l2_fill,
-            l2_flow,
+            flows,
         )
+
+    def _flows(self, sketch: Sketch) -> Flows:
+        """The costs of a sketch's transfers."""
+        costs, latency, shared_latency = self._costs, self.chip.dram_latency_cycles, self.chip.l2_latency_cycles
+        dram, fill, flow, l2, l2_fill, l2_flow = (dict[int, float]() for _ in range(6))
+        for position, work, times in sketch.moves:
+            if self.chip.l2 is not None and isinstance(work, Moves):
+                own = costs.of(work.in_l2).cycles
+                l2[position] = l2.get(position, 0.0) + times * own
+                l2_fill[position] = l2_fill.get(position, 0.0) + own + shared_latency
+                l2_flow[position] = l2_flow.get(position, 0.0) + times * (own + shared_latency) / DOUBLE
+            cycles = costs.of(work).cycles
+            fill[position] = fill.get(position, 0.0) + cycles + latency
+            dram[position] = dram.get(position, 0.0) + times * cycles
+            flow[position] = flow.get(position, 0.0) + times * (cycles + latency) / DOUBLE
+        return Flows(dram, fill, flow, l2, l2_fill, l2_flow)
 
 
 def _sketch(operands: Operands, tiling: Tiling, chip: Chip) -> Sketch:
@@ -497,7 +522,7 @@ def _sparsity(call: KernelCall) -> Pattern | None:
     return call.sparsity if isinstance(call, SparseCall) else None
 
 
-def _signature(call: KernelCall) -> object:
+def _signature(call: KernelCall) -> Hashable:
     """Return a key that is equal for calls with the same kernel, parameters, shapes, strides and aliasing."""
     names: dict[str, int] = {}
     views = tuple(

@@ -7,6 +7,7 @@ import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from npu_compiler.constraint_checker import ADVICE
 from npu_compiler.errors import ConstraintError
@@ -106,11 +107,26 @@ class PlacedProgram:
         return in_sequence(self.calls)
 
     def linked(self, candidates: Sequence[Candidate]) -> TileProgram:
-        """The tile program with a tiling for each call. Raises `ConstraintError` if the calls do not fit."""
+        """The tile program with a tiling for each call. Raises `ConstraintError` if the calls do not fit.
+
+        Chips with the same tilings and places have the same program, which is generated once.
+        """
+        chip = self.mapper.chip
+        sums = 0 if chip.matrix is None else chip.matrix.accumulator_bytes
+        engines = chip.dma.channels, chip.output is not None, chip.sram.alignment, sums
+        tilings = tuple(tuple(candidate.tiling.items()) for candidate in candidates)
+        rooms = tuple((placed.room, placed.resident, placed.in_l2) for placed in self.calls)
+        buffers = buffers_of(self.plan, self.mapper)
+        kept = tuple(section.node for section in self.preload)
+        key = engines, tilings, rooms, tuple(self.places.items()), kept, buffers
+        program = self.mapper.shared.linked.get(self.plan, key, lambda: self._linked(candidates, buffers))
+        return replace(program, chip=chip.name, digest=chip_digest(chip))
+
+    def _linked(self, candidates: Sequence[Candidate], buffers: tuple[Buffer, ...]) -> TileProgram:
         linker = Linker(self.mapper, self.places, token_totals(self.preload))
         for call, candidate, placed in zip(self.plan.calls, candidates, self.calls, strict=True):
             linker.add(Part(call, candidate.tiling, placed.room, candidate.needs(placed.resident)))
-        chip, buffers = self.mapper.chip, buffers_of(self.plan, self.mapper)
+        chip = self.mapper.chip
         return TileProgram(chip.name, chip_digest(chip), buffers, self.preload, tuple(linker.sections))
 
 
@@ -201,9 +217,13 @@ def buffers_of(plan: ExecutionPlan, mapper: Mapper) -> tuple[Buffer, ...]:
     return (*own, *([Buffer(ARENA, plan.arena_bytes)] if plan.arena_bytes else []))
 
 
-@dataclass
-class _Access:
-    touch: Touch
+class _Access(NamedTuple):
+    """An access of an engine to a range of bytes, which has ended when the engine has raised its mark so often."""
+
+    first: int
+    end: int
+    writes: bool
+    engine: str
     mark: int
 
 
@@ -258,7 +278,7 @@ class Linker:
         self._enter([touch for part in parts for touch in self._append(part.call, self._drafted(part), part.core)])
 
     def send(self, *copies: tuple[KernelCall, str]) -> None:
-        """Append copies between cores that run concurrently, each executed by the sending core.
+        """Append copies to cores that run concurrently, each executed by the sending core, or by one that reads DRAM.
 
         Copies of one source are a multicast if the chip's network has that.
         """
@@ -328,12 +348,12 @@ class Linker:
             body, touches, raised = own.nodes(body), own.touches(touches), own.raised(raised)
         fences: dict[str, dict[str, int]] = {}
         for touch in touches:
-            for access in self._accesses.get((touch.space, touch.name), ()):
-                other = access.touch
-                overlaps = other.first < touch.end and touch.first < other.end
-                if overlaps and (other.writes or touch.writes) and other.engine != touch.engine:
-                    needs = fences.setdefault(touch.engine, {})
-                    needs[other.engine] = max(needs.get(other.engine, 0), access.mark)
+            begin, stop, is_written, engine = touch.first, touch.end, touch.writes, touch.engine
+            for first, end, writes, other, mark in self._accesses.get((touch.space, touch.name), ()):
+                if first < stop and begin < end and (writes or is_written) and other != engine:
+                    needs = fences.setdefault(engine, {})
+                    if mark > needs.get(other, 0):
+                        needs[other] = mark
         engines = sorted(engines_of(body))
         before = []
         for engine, needs in sorted(fences.items()):
@@ -355,11 +375,11 @@ class Linker:
         """Record accesses, so that later sections that conflict with them wait."""
         for touch in touches:
             if touch.writes:  # whoever waits for this one waits for those before it
-                known = self._accesses.get((touch.space, touch.name), [])
-                known[:] = [a for a in known if not (touch.first <= a.touch.first and a.touch.end <= touch.end)]
+                before, first, end = self._accesses.get((touch.space, touch.name), []), touch.first, touch.end
+                before[:] = [access for access in before if access[0] < first or end < access[1]]
         for touch in touches:
-            mark = self.raised[Token(touch.engine, 0)]
-            self._accesses.setdefault((touch.space, touch.name), []).append(_Access(touch, mark))
+            access = _Access(touch.first, touch.end, touch.writes, touch.engine, self.raised[Token(touch.engine, 0)])
+            self._accesses.setdefault((touch.space, touch.name), []).append(access)
 
 
 def shapes(call: KernelCall) -> str:

@@ -13,9 +13,11 @@ what no call uses. The fraction with the best estimate is taken.
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
@@ -23,6 +25,7 @@ from npu_model.chip import Chip
 from npu_model.lowering.mapper import Choices, Mapper
 
 _SHARES = 8  # shares of the scratchpad that are tried for weights
+_NONE: frozenset[int] = frozenset()  # no operands
 
 
 @dataclass
@@ -42,15 +45,23 @@ class Residency:
     cycles: float = math.inf
 
 
-@dataclass
+@dataclass(eq=False)
 class _Value:
-    """A value that may stay: its bytes, its first and last call, and the calls that access it."""
+    """A value that may stay: its bytes, its first and last call.
+
+    Attributes:
+        users: Number of a call that accesses it → its positions among the call's operands.
+    """
 
     name: str
     size: int
     first: int
     last: int
-    users: list[int]
+    users: dict[int, frozenset[int]]
+
+
+_Steps: TypeAlias = tuple[list[int], list[float]]
+"""The amounts of room at which a call's estimate improves, and the estimates (`Choices.by_room`)."""
 
 
 def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: Collection[str] = ()) -> Residency:
@@ -61,19 +72,19 @@ def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: C
     """
     alignment = chip.sram.alignment
     size = chip.sram.size // alignment * alignment
-    calls = [(call, mapper.choices(call)) for call in plan.calls]
+    choices = [mapper.choices(call) for call in plan.calls]
     values, weights = _values(plan, alignment)
     if chip.dram is None and chip.l2 is None:
-        return _all_stay(values, weights, calls, size)
-    weights = _by_gain(weights, calls, size)
-    best = _Stay(calls, size)
+        return _all_stay(values, weights, choices, size)
+    weights = _by_gain(weights, choices, size)
+    best = nothing = _Stay(choices, size)
     tried: set[frozenset[str]] = set()
     for share in range(_SHARES):
         pinned = _first_that_fit(weights, size * share // _SHARES)
         if (names := frozenset(weight.name for weight in pinned)) in tried:
             continue
         tried.add(names)
-        stay = _Stay(calls, size)
+        stay = nothing.copy()
         stay.pin(pinned)
         for value in values:
             if value.name in passing:
@@ -87,14 +98,12 @@ def choose_residency(plan: ExecutionPlan, chip: Chip, mapper: Mapper, passing: C
     return Residency(best.addresses, best.rooms, best.weights, best.cycles)
 
 
-def _all_stay(
-    values: Sequence[_Value], weights: Sequence[_Value], calls: Sequence[tuple[KernelCall, Choices]], size: int
-) -> Residency:
+def _all_stay(values: Sequence[_Value], weights: Sequence[_Value], choices: Sequence[Choices], size: int) -> Residency:
     """Keep as many values and weights as fit, in the best of some orders; for a chip that has no other memory."""
     orders = [values, sorted(values, key=lambda v: -v.size), sorted(values, key=lambda v: (v.first - v.last, -v.size))]
     tried = []
     for order in orders:
-        stay = _Stay(calls, size)
+        stay = _Stay(choices, size)
         stay.pin(_first_that_fit(sorted(weights, key=lambda w: -w.size), size))
         for value in order:
             stay.keep(value, -math.inf)
@@ -104,16 +113,28 @@ def _all_stay(
 
 
 class _Stay:
-    """A growing set of resident values, with the room, the resident operands and the estimate of each call."""
+    """A growing set of resident values, with the room, the resident operands and the estimate of each call.
 
-    def __init__(self, calls: Sequence[tuple[KernelCall, Choices]], size: int) -> None:
-        self._calls, self._size = calls, size
-        self.rooms = [size] * len(calls)
+    `_steps` are those of each call's resident operands.
+    """
+
+    def __init__(self, choices: Sequence[Choices], size: int) -> None:
+        self._choices, self._size = choices, size
+        self.rooms = [size] * len(choices)
         self.addresses: dict[str, int] = {}
         self.weights: list[str] = []
-        self._resident: list[frozenset[int]] = [frozenset()] * len(calls)
-        self._estimates = [choices.estimate(frozenset(), size) for _, choices in calls]
-        self._placed: list[tuple[int, int, _Value]] = []  # address and end, the highest first
+        self._resident: list[frozenset[int]] = [_NONE] * len(choices)
+        self._steps = [each.by_room(_NONE, _NONE) for each in choices]
+        self._estimates = [_estimate(steps, size) for steps in self._steps]
+        self._placed: list[tuple[int, int, int, int]] = []  # address, end, first and last call, the highest first
+
+    def copy(self) -> _Stay:
+        """The same set, to grow in another way."""
+        other = copy(self)
+        other.rooms, other.addresses, other.weights = list(self.rooms), dict(self.addresses), list(self.weights)
+        other._resident, other._steps = list(self._resident), list(self._steps)
+        other._estimates, other._placed = list(self._estimates), list(self._placed)
+        return other
 
     @property
     def cycles(self) -> float:
@@ -124,7 +145,7 @@ class _Stay:
         """Bytes below all resident values without which no call's estimate gets worse."""
         least = (
             choices.least_room(resident, room)
-            for (_, choices), resident, room in zip(self._calls, self._resident, self.rooms, strict=True)
+            for choices, resident, room in zip(self._choices, self._resident, self.rooms, strict=True)
         )
         return min(self.rooms, default=0) - max(least, default=0)
 
@@ -138,16 +159,18 @@ class _Stay:
             self.addresses[weight.name] = end
             self.weights.append(weight.name)
             self._place(weight, end)
-            for index in weight.users:
-                self._resident[index] |= positions(self._calls[index][0], (weight.name,))
+            for index, own in weight.users.items():
+                self._resident[index] |= own
+                self._steps[index] = self._choices[index].by_room(self._resident[index], _NONE)
         self.rooms = [min(room, end) for room in self.rooms]
-        self._estimates = [
-            choices.estimate(resident, room)
-            for (_, choices), resident, room in zip(self._calls, self._resident, self.rooms, strict=True)
-        ]
+        self._estimates = [_estimate(steps, room) for steps, room in zip(self._steps, self.rooms, strict=True)]
 
     def _place(self, value: _Value, address: int) -> None:
-        insort(self._placed, (address, address + value.size, value), key=lambda each: (-each[0], -each[1]))
+        insort(
+            self._placed,
+            (address, address + value.size, value.first, value.last),
+            key=lambda each: (-each[0], -each[1]),
+        )
 
     def keep(self, value: _Value, least: float) -> None:
         """Keep an intermediate value for its lifetime, if it fits and saves more than `least` estimated cycles."""
@@ -157,30 +180,41 @@ class _Stay:
         gain = 0.0
         changes = []
         for index in range(value.first, value.last + 1):
-            call, choices = self._calls[index]
-            room, resident = min(self.rooms[index], address), self._resident[index]
-            if index in value.users:
-                resident |= positions(call, (value.name,))
-            estimate = choices.estimate(resident, room)
+            own, room = value.users.get(index), self.rooms[index]
+            if own is None and room <= address:
+                continue
+            room, resident, steps = min(room, address), self._resident[index], self._steps[index]
+            if own is not None:
+                resident |= own
+                steps = self._choices[index].by_room(resident, _NONE)
+            estimate = _estimate(steps, room)
             gain += self._estimates[index] - estimate
-            changes.append((index, room, resident, estimate))
+            changes.append((index, room, resident, steps, estimate))
         if not math.isfinite(gain) or gain <= least:
             return
         self.addresses[value.name] = address
         self._place(value, address)
-        for index, room, resident, estimate in changes:
-            self.rooms[index], self._resident[index], self._estimates[index] = room, resident, estimate
+        for index, room, resident, steps, estimate in changes:
+            self.rooms[index], self._resident[index] = room, resident
+            self._steps[index], self._estimates[index] = steps, estimate
 
     def _highest_free(self, value: _Value) -> int | None:
         """The highest address at which a value overlaps none that is live at the same time; None if it does not fit."""
-        end = self._size
-        for first, behind, other in self._placed:
-            if other.first > value.last or value.first > other.last:
+        end, size, begin, last = self._size, value.size, value.first, value.last
+        for first, behind, from_call, to_call in self._placed:
+            if from_call > last or begin > to_call:
                 continue
-            if end - value.size >= behind:
-                return end - value.size
-            end = min(end, first)
-        return end - value.size if end > value.size else None
+            if end - size >= behind:
+                return end - size
+            if first < end:
+                end = first
+        return end - size if end > size else None
+
+
+def _estimate(steps: _Steps, room: int) -> float:
+    """A call's estimate with `room` bytes; infinite if no tiling fits."""
+    number = bisect_right(steps[0], room)
+    return steps[1][number - 1] if number else math.inf
 
 
 def positions(call: KernelCall, names: Collection[str]) -> frozenset[int]:
@@ -190,32 +224,31 @@ def positions(call: KernelCall, names: Collection[str]) -> frozenset[int]:
 
 def _values(plan: ExecutionPlan, alignment: int) -> tuple[list[_Value], list[_Value]]:
     """The intermediate values of a plan, ordered by accesses per byte in descending order, and its weights."""
-    users: dict[str, list[int]] = {}
+    users: dict[str, dict[int, frozenset[int]]] = {}
     for index, call in enumerate(plan.calls):
         for name in {view.buffer for view in (*call.inputs, *call.outputs)}:
-            users.setdefault(name, []).append(index)
+            users.setdefault(name, {})[index] = positions(call, (name,))
     outputs = {view.buffer for view in plan.output_views.values()}
     values, weights = [], []
     for name, calls in users.items():
         buffer = plan.buffers[name]
         size = -(-max(1, buffer.size_bytes) // alignment) * alignment
         if buffer.kind == "arena" and name not in outputs:
-            values.append(_Value(name, size, calls[0], calls[-1], calls))
+            values.append(_Value(name, size, min(calls), max(calls), calls))
         elif buffer.is_constant and buffer.size_bytes:
             weights.append(_Value(name, size, 0, len(plan.calls) - 1, calls))
     return sorted(values, key=lambda v: (-len(v.users) / v.size, v.first)), weights
 
 
-def _by_gain(weights: list[_Value], calls: Sequence[tuple[KernelCall, Choices]], size: int) -> list[_Value]:
+def _by_gain(weights: list[_Value], choices: Sequence[Choices], size: int) -> list[_Value]:
     """The weights that save DRAM traffic, ordered by cycles, then by DRAM time, saved per byte, the best first."""
     gains: dict[str, tuple[float, float]] = {}
     for weight in weights:
         cycles = traffic = 0.0
-        for index in weight.users:
-            call, choices = calls[index]
-            own = positions(call, (weight.name,))
-            cycles += choices.estimate(frozenset(), size) - choices.estimate(own, size)
-            traffic += sum(choices.ranked((), size)[0].dram.get(position, 0.0) for position in own)
+        for index, own in weight.users.items():
+            cycles += choices[index].estimate(_NONE, size) - choices[index].estimate(own, size)
+            first = choices[index].ranked((), size)[0]
+            traffic += sum(first.flows.dram.get(position, 0.0) for position in own)
         gains[weight.name] = cycles / weight.size, traffic / weight.size
     return sorted((weight for weight in weights if gains[weight.name][1]), key=lambda w: gains[w.name], reverse=True)
 

@@ -7,18 +7,20 @@ Result: core0: y0 = linear(x, w[:n/2]); z[:n/2] = relu(y0); core1: y1 = linear(x
 2. A value of which each core reads exactly what it has written itself becomes a separate value for each core.
 3. Any other intermediate value may have a copy on each core that uses it, to which the other cores send the parts that
    they have computed. Otherwise it lies in DRAM.
+4. A weight or an input that several cores read whole may have such copies too, which one of them brings from DRAM for
+   all, in a multicast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
-from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
 from npu_compiler.program.views import View
 from npu_compiler.target_config import OP_LEVEL
 from npu_model.isa.instructions import core_name
@@ -36,7 +38,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Send:
-    """A transfer of a part of a value to another core's copy: the copy call, the sending and the receiving core."""
+    """A transfer of a part of a value to a core's copy: the copy call, and the sending and the receiving core.
+
+    From DRAM, the core that reads sends to itself too.
+    """
 
     copy: KernelCall
     core: int
@@ -45,20 +50,30 @@ class Send:
 
 @dataclass(frozen=True)
 class Group:
-    """The work for a call of the plan: its parts, which run concurrently, and then the transfers between cores."""
+    """The work for a call of the plan.
+
+    Attributes:
+        steps: Its parts, which run concurrently.
+        sends: Transfers between cores after them.
+        brings: Transfers from DRAM to several cores before them.
+    """
 
     steps: tuple[Step, ...]
     sends: tuple[Send, ...] = ()
+    brings: tuple[Send, ...] = ()
 
     @property
     def calls(self) -> list[KernelCall]:
         """All parts and transfers."""
-        return [*(step.call for step in self.steps), *(send.copy for send in self.sends)]
+        moves = (*self.brings, *self.sends)
+        return [*(step.call for step in self.steps), *(send.copy for send in moves)]
 
     def of_core(self, core: int) -> list[KernelCall]:
         """The parts that a core computes, and the transfers that it sends or receives."""
-        steps = [step.call for step in self.steps if step.core == core]
-        return [*steps, *(send.copy for send in self.sends if core in (send.core, send.target))]
+        brings, sends = (
+            [send.copy for send in own if core in (send.core, send.target)] for own in (self.brings, self.sends)
+        )
+        return [*brings, *(step.call for step in self.steps if step.core == core), *sends]
 
 
 Renaming: TypeAlias = Callable[[View, int], View]
@@ -112,13 +127,18 @@ class Spread:
     def of_core(self, core: int) -> ExecutionPlan:
         """The calls of a core as a plan by itself.
 
-        Values that are not its own are outputs, which are never resident.
+        Values that are not its own are outputs, and what is brought from DRAM to copies is an input: these are never
+        resident.
         """
         calls = [call for group in self.groups for call in group.of_core(core)]
-        buffers = {
-            name: replace(buffer, kind="output") if buffer.kind == "arena" and self.owners.get(name) != core else buffer
-            for name, buffer in self.buffers.items()
-        }
+        brought = {send.copy.inputs[0].buffer for group in self.groups for send in group.brings}
+
+        def kind(name: str, buffer: BufferAllocation) -> BufferKind:
+            if name in brought:
+                return "input"
+            return "output" if buffer.kind == "arena" and self.owners.get(name) != core else buffer.kind
+
+        buffers = {name: replace(buffer, kind=kind(name, buffer)) for name, buffer in self.buffers.items()}
         return replace(self.plan, calls=calls, buffers=buffers)
 
 
@@ -135,6 +155,11 @@ def spread(plan: ExecutionPlan, steps: Sequence[Sequence[Step]], copied: Collect
 def shared_values(plan: ExecutionPlan, steps: Sequence[Sequence[Step]]) -> list[str]:
     """Names of the intermediate values that several cores access and that cannot be made separate for each core."""
     return _Spreading(plan, steps).shared()
+
+
+def common_operands(plan: ExecutionPlan, steps: Sequence[Sequence[Step]]) -> list[str]:
+    """Names of the weights and inputs that several cores read whole, and that no call writes."""
+    return _Spreading(plan, steps).common()
 
 
 class _Spreading:
@@ -162,12 +187,28 @@ class _Spreading:
             if self._is_between(name) and len(accesses.cores) > 1 and not accesses.are_apart
         ]
 
+    def common(self) -> list[str]:
+        """Names of the weights and inputs that several cores read whole."""
+
+        def is_whole(view: View) -> bool:
+            buffer = self._plan.buffers[view.buffer]
+            return region_of(view).bytes == (0, buffer.size_bytes) and view.dtype == buffer.dtype
+
+        return [
+            name
+            for name, accesses in self._accesses.items()
+            if self._plan.buffers[name].kind != "arena" and not accesses.written and len(accesses.read) > 1
+            if all(is_whole(view) for views in accesses.read.values() for view in views)
+        ]
+
     def spread(self, copied: Collection[str]) -> Spread:
         """Divide the plan, with copies of these values on the cores."""
-        renamed = [
-            Group(tuple(self._renamed(step, copied) for step in own), tuple(self._sends(own, copied)))
-            for own in self._steps
-        ]
+        outside = {name for name in copied if self._plan.buffers[name].kind != "arena"}
+        renamed = []
+        for parts in self._steps:
+            brings = tuple(self._brings(parts, outside))
+            steps = tuple(self._renamed(step, copied) for step in parts)
+            renamed.append(Group(steps, tuple(self._sends(parts, copied)), brings))
         touched = {view.buffer for group in renamed for call in group.calls for view in (*call.inputs, *call.outputs)}
         buffers = {name: buffer for name, buffer in self._buffers.items() if name in touched}
         # Calls of a group run side by side: what they touch lives while any of them does.
@@ -198,6 +239,8 @@ class _Spreading:
     def _view(self, view: View, core: int, copied: Collection[str]) -> View:
         """Replace a view by one of the core's own buffer (part of a weight, separate value or copy) if there is one."""
         name, accesses = view.buffer, self._accesses[view.buffer]
+        if name in copied and self._plan.buffers[name].kind != "arena":
+            return replace(view, buffer=self._copy(name, core))
         if self._plan.buffers[name].is_constant:
             return self._part(view)
         if not self._is_between(name):
@@ -234,9 +277,24 @@ class _Spreading:
 
     def _copy(self, name: str, core: int) -> str:
         own = copy_name(name, core)
-        self._buffers[own] = replace(self._plan.buffers[name], name=own)
+        self._buffers[own] = replace(self._plan.buffers[name], name=own, kind="arena")
         self._owners[own] = core
         return own
+
+    def _brings(self, steps: Sequence[Step], outside: set[str]) -> Iterator[Send]:
+        """The transfers from DRAM to all cores that read them, of values that these steps are the first to read.
+
+        They are taken out of `outside`, the values in DRAM that get copies.
+        """
+        for step in steps:
+            for name in [view.buffer for view in step.call.inputs if view.buffer in outside]:
+                outside.discard(name)
+                buffer = self._plan.buffers[name]
+                view = View(name, (buffer.size_bytes // itemsize(buffer.dtype),), (1,), 0, buffer.dtype)
+                first, *others = sorted(self._accesses[name].read)
+                for core in (first, *others):
+                    target = replace(view, buffer=self._copy(name, core))
+                    yield Send(copy_call(view, target, step.call.node), first, core)
 
     def _sends(self, steps: Sequence[Step], copied: Collection[str]) -> list[Send]:
         """The transfers of what these steps have written to all other cores that read it."""
@@ -260,4 +318,4 @@ def copy_name(name: str, core: int) -> str:
     return f"{name} on {core_name(core)}"
 
 
-__all__ = ["Group", "Send", "Spread", "Step", "copy_name", "shared_values", "spread"]
+__all__ = ["Group", "Send", "Spread", "Step", "common_operands", "copy_name", "shared_values", "spread"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
 
 from npu_compiler.errors import InputError
@@ -29,7 +29,7 @@ from npu_model.isa.instructions import (
     kind_of,
 )
 from npu_model.machine.arithmetic import ALONG_AXES, COORDINATE, REDUCTIONS, RUNNING_SUM
-from npu_model.machine.dram import Banks
+from npu_model.machine.dram import Banks, banks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class Cost:
 
 
 _NOTHING = Cost()
+_MOST_ARRAYS = 32  # kinds of arrays whose products are remembered
 
 
 class Moves(NamedTuple):
@@ -75,8 +76,7 @@ class Moves(NamedTuple):
         run, runs: Length in bytes of each contiguous run in DRAM, and number of runs.
         strides, extents, item: Access pattern in DRAM: byte strides, number of elements along each, and bytes of an
             element.
-        path: The sending and the receiving cores of data that moves over the network; None if both ends are in one core
-            or shared memory.
+        path: The sending and the receiving cores of data that moves over the network; None if none does.
         l2_read, l2_written: Bytes moved from and to the shared L2.
         packed: Name of the source in DRAM if it has to be decoded; else empty.
     """
@@ -150,7 +150,7 @@ Work: TypeAlias = Moves | Multiplies | Computes
 class Costs:
     """The costs of instructions on one chip.
 
-    Costs of equal products are computed once.
+    Costs of equal products are computed once for all chips with the same arrays and scratchpad bandwidth.
 
     Args:
         buffers: The buffers of the program, of which some lie in DRAM in another form.
@@ -161,7 +161,7 @@ class Costs:
         self._packed = {
             buffer.name: (buffer.stored / buffer.size, _decoder(buffer, chip)) for buffer in buffers if buffer.stored
         }
-        self._products: dict[Multiplies, tuple[int, int, int]] = {}
+        self._products = _products(repr((chip.matrix, chip.sram.bandwidth)))
 
     @cached_property
     def bytes_per_cycle(self) -> float:
@@ -176,7 +176,8 @@ class Costs:
     @cached_property
     def banks(self) -> Banks | None:
         """Timing model of DRAM's banks; None if the chip's file does not describe banks."""
-        return None if self.chip.outside.banks is None else Banks(self.chip)
+        dram = self.chip.outside
+        return None if dram.banks is None else banks_of(dram, self.chip.clock_ghz)
 
     def delay(self, core: str, other: str) -> int:
         """Network latency in cycles until one core sees a token or data that another one sent."""
@@ -205,7 +206,7 @@ class Costs:
         return self._computes(work)
 
     def _moves(self, work: Moves, address: int) -> Cost:
-        cycles = work.filled / self.chip.sram.bandwidth
+        cycles, latency, network = work.filled / self.chip.sram.bandwidth, 0, 0
         if work.packed in self._packed:
             ratio, decoder = self._packed[work.packed]
             cycles = max(cycles, work.read / decoder)
@@ -225,9 +226,17 @@ class Costs:
             cycles = max(cycles, work.filled * self.chip.clock_ghz / self.chip.cores.network.bandwidth_gb_s)
             sender, *receivers = work.path
             latency, network = max(self.delay(sender, core) for core in receivers), len(receivers) * work.filled
-            return Cost(math.ceil(cycles), 0, 0, work.inside, latency=latency, network=network)
         own = work.l2_read, work.l2_written
-        return Cost(math.ceil(cycles), work.read, work.written, work.inside, l2_read=own[0], l2_written=own[1])
+        return Cost(
+            math.ceil(cycles),
+            work.read,
+            work.written,
+            work.inside,
+            latency=latency,
+            network=network,
+            l2_read=own[0],
+            l2_written=own[1],
+        )
 
     def _multiplies(self, work: Multiplies) -> Cost:
         if work not in self._products:
@@ -267,6 +276,12 @@ class Costs:
         return min((rates[name] for name in dtypes if name in rates), default=min(rates.values()))
 
 
+@lru_cache(maxsize=_MOST_ARRAYS)
+def _products(arrays: str) -> dict[Multiplies, tuple[int, int, int]]:
+    """The times of products so far (`_array_time`) on the arrays and scratchpad that a text says."""
+    return {}
+
+
 def _decoder(buffer: Buffer, chip: Chip) -> int:
     """Bytes per cycle that leave the decoder of a buffer's form."""
     own = chip.sparsity if buffer.pattern else chip.weights
@@ -304,7 +319,7 @@ def _moves(instruction: Transfer, extents: Sequence[int]) -> Moves:
     run, runs = _walk(outside, extents, size, index if outside is instruction.chosen else None)
     walked = run, runs, outside.strides, tuple(extents), size
     packed = source.buffer if source.space is Space.PACKED else ""
-    return Moves(filled, read, written, inside, *walked, None, l2_read, l2_written, packed)
+    return Moves(filled, read, written, inside, *walked, instruction.path, l2_read, l2_written, packed)
 
 
 def _walk(tile: Tile, extents: Sequence[int], size: int, index: Tile | None) -> tuple[int, int]:

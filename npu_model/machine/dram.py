@@ -16,26 +16,27 @@ none is faster than the flat bandwidth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from npu_model.chip import Chip
+from npu_model.chip import Dram
 
 _NO_VISIT = -1
+_MOST_KEPT = 16  # DRAMs whose transfers are remembered
 
 
 class Banks:
-    """Timing model of a chip's DRAM, for a chip whose file describes banks."""
+    """Timing model of a DRAM whose file describes banks, in cycles of a chip's clock."""
 
-    def __init__(self, chip: Chip) -> None:
-        banks = chip.outside.banks
+    def __init__(self, dram: Dram, clock_ghz: float) -> None:
+        banks = dram.banks
         assert banks is not None
-        self._banks, self._burst = banks, chip.outside.burst_bytes
-        self._rate = chip.outside.bandwidth_gb_s * chip.outside.efficiency / banks.channels  # bytes per nanosecond
+        self._banks, self._burst = banks, dram.burst_bytes
+        self._rate = dram.bandwidth_gb_s * dram.efficiency / banks.channels  # bytes per nanosecond
         self._opening = banks.trp_ns + banks.trcd_ns
         self._known: dict[tuple[object, ...], float] = {}
-        self._cycles_per_ns = chip.clock_ghz / (1 - banks.trfc_ns / banks.trefi_ns)
+        self._cycles_per_ns = clock_ghz / (1 - banks.trfc_ns / banks.trefi_ns)
 
     @cached_property
     def period(self) -> int:
@@ -136,6 +137,12 @@ class Banks:
         return now
 
 
+@lru_cache(maxsize=_MOST_KEPT)
+def banks_of(dram: Dram, clock_ghz: float) -> Banks:
+    """The timing model of a DRAM, one for all programs, since it remembers the times of transfers."""
+    return Banks(dram, clock_ghz)
+
+
 def _up(number: np.ndarray, multiple: int) -> np.ndarray:
     """Round numbers up to a multiple."""
     return -(-number // multiple) * multiple
@@ -156,4 +163,4 @@ def _runs(address: int, walked: Sequence[tuple[int, int]], size: int) -> tuple[n
     return starts, length
 
 
-__all__ = ["Banks", "runs"]
+__all__ = ["Banks", "banks_of", "runs"]

@@ -8,7 +8,8 @@ Engines run concurrently, each on one instruction at a time and in program order
    its engine is free for the next transfer meanwhile. All engines share DRAM. The shared L2 serves transfers in the
    same way, independently of DRAM; a transfer between the two occupies both.
 3. A transfer between cores' scratchpads begins when the sender's outgoing and the receivers' incoming links are free,
-   occupies all of them for the time of its bytes, and ends after the latency of the most hops.
+   occupies all of them for the time of its bytes, and ends after the latency of the most hops. A transfer from DRAM
+   or the L2 to several cores occupies both these and the links out of the core that reads and into the others.
 4. Any other instruction occupies its engine for its cycles. With overlapped folds, a product's results are complete
    later by the depth of the array, while the engine begins the next product.
 5. If the chip's file describes the scratchpad's banks, accesses also wait for busy banks (`sram_banks.py`).
@@ -429,15 +430,19 @@ class _Scheduler:
         """
         cycles, latency = cost.cycles, cost.latency
         if cost.l2_read or cost.l2_written:
-            start, latency = max(start, self.l2_free), self.l2_latency
+            start, latency = max(start, self.l2_free), latency + self.l2_latency
             if cost.dram_read or cost.dram_written:
                 start, latency = max(start, self.dram_free), latency + self.latency
+            if path is not None:
+                start = self._on_network(path, start, cycles)
+            if cost.dram_read or cost.dram_written:
                 self.dram_free = start + cycles
             self.l2_free = start + cycles
         elif cost.dram_read or cost.dram_written:
-            latency = self.latency
-            self.exposed = min(latency, max(0, start - self.dram_free))
-            start = max(start, self.dram_free)
+            self.exposed = min(self.latency, max(0, start - self.dram_free))
+            start, latency = max(start, self.dram_free), latency + self.latency
+            if path is not None:
+                start = self._on_network(path, start, cycles)
             self.dram_free = start + cycles
         elif path is not None:
             start = self._on_network(path, start, cycles)

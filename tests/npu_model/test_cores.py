@@ -22,7 +22,8 @@ from npu_model.isa.assembly import disassemble
 from npu_model.isa.encoding import decode, encode
 from npu_model.isa.instructions import core_of
 from npu_model.isa.verifier import verify
-from npu_model.lowering.division import Way, divided
+from npu_model.lowering.division import Way, batch_of, divided, pieces_of_batch
+from npu_model.lowering.pipelines import pipelined
 from npu_model.lowering.program import chip_digest
 from npu_model.machine.machine import Machine, engines_of
 from npu_model.machine.memory import Memory
@@ -224,11 +225,59 @@ def test_a_core_keeps_only_its_part_of_a_weight() -> None:
     assert simulate(compiled(ir, two), two).kept_weight_bytes == 768 * 768 * 2
 
 
-def test_layers_lie_on_the_cores_in_their_order() -> None:
+def test_layers_lie_on_the_cores_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npu_model.lowering.cores.pipelined", lambda *_: [])
     chip = with_cores(load_chip("edge"), 3, "layers")
     tiles = decode(compiled(linear_chain(16, 64, 64, 64, 64), chip).plan.machine_code)
     cores = [sorted({core_of(engine) for engine in engines_of(section.body)}) for section in tiles.sections]
     assert cores[0] == ["core0"] and cores[-1] == ["core2"] and sorted(cores) == cores
+
+
+def batch_of_images(batch: int, layers: int = 4) -> dict[str, Any]:
+    """Convolutions with ReLU and a pooling."""
+    g = IRBuilder("batch")
+    y = g.input("x", batch, 16, 24, 24)
+    for layer in range(layers):
+        w = g.weight(f"w{layer}", 16, 16, 3, 3)
+        y = g("aten.relu.default", g("aten.conv2d.default", y, w, None, [1, 1], [1, 1]))
+    g.output(g("aten.max_pool2d.default", y, [2, 2], [2, 2]))
+    return g.ir()
+
+
+@pytest.mark.parametrize("ir", [batch_of_images(8), linear_chain(512, *[256] * 5)], ids=["images", "rows"])
+def test_layers_of_a_batch_pass_through_the_cores_in_pieces(
+    ir: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chip = with_cores(load_chip("edge"), 2, "layers", bandwidth_gb_s=16.0)
+    program = compile_ir(ir, options=CompileOptions(compute_dtype="float16"))
+    tiles, result = lowered(program, chip), simulate(program, chip)
+    verify(tiles, chip)
+    assert " in micro-batches of " in tiles.sections[-1].comment
+    for own, alone in zip(outputs(ir, chip), outputs(ir, one_core(chip)), strict=True):
+        np.testing.assert_allclose(own, alone, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr("npu_model.lowering.cores.pipelined", lambda *_: [])
+    whole = simulate(program, chip)
+    assert result.macs == whole.macs
+    assert result.cycles < 0.7 * whole.cycles  # where one core waits for the other
+
+
+def test_a_network_that_mixes_its_batch_is_not_divided_along_it() -> None:
+    g = IRBuilder("mixing")
+    y = g("aten.linear.default", g.input("x", 8, 8), g.weight("a", 8, 8))
+    g.output(g("aten.linear.default", g("aten.t.default", y), g.weight("b", 8, 8)))
+    plans = [compile_ir(ir, options=CompileOptions()).plan for ir in (g.ir(), linear_chain(8, 8, 8, 8))]
+    mixed, apart = (list(pipelined(plan, [0] * (len(plan.calls) - 1) + [1], 2)) for plan in plans)
+    assert not mixed and len(apart) == 2
+    assert [len(way.groups) for way in apart] == [5, 9]  # one for each piece, and one to fill and empty the cores
+
+
+@LAWS
+@given(graphs(), st.integers(2, 4))
+def test_pieces_of_a_batch_are_a_calls_result_divided(ir: dict[str, Any], count: int) -> None:
+    for call in compile_ir(ir, options=CompileOptions(compute_dtype="float32")).plan.calls:
+        parts = pieces_of_batch(call, count)
+        assert parts is None or [part.outputs[0].shape[0] * count for part in parts] == [batch_of(call)] * count
+        assert parts is None or sum(part.flops for part in parts) == pytest.approx(call.flops, abs=count)
 
 
 def test_the_timeline_has_a_track_for_each_engine_of_each_core() -> None:
@@ -358,7 +407,8 @@ def multicasting(multicast: bool = True) -> Chip:
     return with_cores(chip, 4, "columns", bandwidth_gb_s=1.0, multicast=multicast)
 
 
-def test_a_multicast_takes_the_link_once() -> None:
+def test_a_multicast_takes_the_link_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npu_model.lowering.cores.common_operands", lambda *_: [])
     ir = linear_chain(64, 256, 256, 256)
     program = compile_ir(ir, options=CompileOptions(compute_dtype="float16"))
     several, single = (simulate(program, multicasting(own)) for own in (True, False))
@@ -377,7 +427,7 @@ def test_a_multicast_takes_the_link_once() -> None:
     ("old", "new", "message"),
     [
         ("and core3.sram", "and core2.sram", "a multicast goes to one core twice"),
-        ("and core3.sram[", "and x[", "a multicast is from a scratchpad to others"),
+        ("and core3.sram[", "and x[", "a multicast is to scratchpads"),
         ("and core3.sram[", "and core3.sram[9999998 + ", "outside of the scratchpad"),
     ],
 )
@@ -390,3 +440,67 @@ def test_wrong_multicasts_are_refused(old: str, new: str, message: str) -> None:
     line = next(line for line in disassemble(tiles).splitlines() if old in line)
     with pytest.raises(ProgramFormatError, match=message):
         verify(assemble(disassemble(tiles).replace(line, line.replace(old, new))), multicasting())
+
+
+BRING = """
+buffer x 800
+buffer y 800
+section a move ""
+  core0.dma0 load core0.sram[0] and core2.sram[64] uint8 <- x[0] uint8 [800] signal core0.dma0.1
+  core1.dma0 load core1.sram[0] uint8 <- x[0] uint8 [400]
+  core2.vector fence wait core0.dma0.1 >= 1 signal core2.vector.1
+  core2.dma0 store y[0] uint8 <- core2.sram[64] uint8 [800] wait core2.vector.1 >= 1
+"""
+
+
+def test_a_read_for_several_cores_takes_dram_and_the_links_once() -> None:
+    chip = parse_chip(TOML + "multicast = true\n", "two")
+    program = assemble(f'chip two "{chip_digest(chip)}"\n{BRING.replace("sram[0] and", "sram[0] uint8 and")}')
+    verify(program, chip)
+    assert assemble(disassemble(program)) == program == decode(encode(program))
+    data = np.arange(800).astype(np.uint8)
+    memory = {"x": Memory("x", data, True), "y": Memory("y", np.zeros(800, np.uint8), True)}
+    machine = Machine(chip, program, memory, checked=True)
+    run = machine.run(spans=True)
+    spans = {(span.engine, span.name): span for span in run.spans}
+    # 8 bytes of DRAM a cycle, but 4 of a link; DRAM is held as long, and core 1's read waits for it or comes first.
+    first, second = spans["core0.dma0", "transfer"], spans["core1.dma0", "transfer"]
+    assert (first.start, first.end, second.start, second.end) == (0, 200, 200, 250)
+    # DRAM's latency, two hops for the data and two for the token.
+    assert spans["core2.dma0", "transfer"].start == 200 + 50 + 14 + 14
+    assert (memory["y"].data == data).all()
+    assert (run.sections[0].dram_read, run.sections[0].network_bytes) == (1200, 800)
+    with pytest.raises(ProgramFormatError, match="the chip's network has no multicast"):
+        verify(program, parse_chip(TOML, "two"))
+    twice = assemble(disassemble(program).replace("core2.sram[64] uint8 <- x", "core0.sram[900] uint8 <- x"))
+    with pytest.raises(ProgramFormatError, match="a multicast goes to one core twice"):
+        verify(twice, chip)
+
+
+@pytest.mark.parametrize("split", ["rows", "columns"])
+def test_one_core_reads_for_all_what_they_need_alike(split: str) -> None:
+    """By rows, all cores read each weight; by columns, the input."""
+    ir = linear_chain(256, *[128] * 5) if split == "rows" else linear_chain(16, 1024, 64)
+    several, apart = (_narrow(split, multicast) for multicast in (True, False))
+    program = compile_ir(ir, options=CompileOptions(compute_dtype="float16"))
+    once, each = simulate(program, several), simulate(program, apart)
+    if split == "columns":
+        common = 16 * 1024 * 2
+        assert (once.network_bytes, once.dram_bytes) == (3 * common, each.dram_bytes - 3 * common)
+    else:  # where each reads for itself, it keeps some weights from run to run
+        assert once.network_bytes >= 3 * 3 * 128 * 128 * 2 and once.dram_bytes < 0.6 * each.dram_bytes
+    assert once.cycles < 0.7 * each.cycles
+    tiles = lowered(program, several)
+    verify(tiles, several)
+    text = disassemble(tiles)
+    assert " and core3.sram[" in text and assemble(text) == tiles == decode(encode(tiles))
+    for own, alone in zip(outputs(ir, several), outputs(ir, one_core(several)), strict=True):
+        np.testing.assert_allclose(own, alone, rtol=1e-5, atol=1e-5)
+
+
+def _narrow(split: str, multicast: bool) -> Chip:
+    """Four cores with small scratchpads, a fast network and a slow DRAM."""
+    chip = load_chip("edge")
+    memory = dataclasses.replace(chip.sram, size=96 << 10), dataclasses.replace(chip.dram, bandwidth_gb_s=2.0)
+    chip = dataclasses.replace(chip, sram=memory[0], dram=memory[1])
+    return with_cores(chip, 4, split, bandwidth_gb_s=16.0, multicast=multicast)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
 from on_chips import linear_layers
+from quantized_networks import Network as QuantizedNetwork
 
 from npu_compiler import CompileOptions, InputError
 from npu_compiler import compile as compile_ir
@@ -25,7 +26,7 @@ from npu_model.isa.encoding import decode as decode_program
 from npu_model.isa.encoding import encode as encode_program
 from npu_model.isa.instructions import Multiply, instructions
 from npu_model.isa.verifier import verify
-from npu_model.lowering.forms import decode, encode, pack, unpack
+from npu_model.lowering.forms import Form, decode, encode, pack, unpack
 from npu_model.machine.machine import Machine
 from npu_model.machine.memory import MachineError, Memory
 from npu_runtime import CPUBackend, Executor, load_weights
@@ -126,6 +127,36 @@ def test_what_a_codec_encodes_comes_back(codec: str, item: int, count: int, zero
     rng = np.random.default_rng(0)
     data = (rng.integers(0, 256, (count, item)) * (rng.random((count, 1)) >= zeros)).astype(np.uint8).reshape(-1)
     np.testing.assert_array_equal(decode(encode(data, codec, item), codec, item, data.size), data)
+
+
+@pytest.mark.parametrize("is_pruned", [False, True])
+def test_an_ethos_u85_skips_the_zeros_of_codes_and_compresses_other_weights(is_pruned: bool) -> None:
+    chip, rng, net = load_chip("ethos-u85-2048"), np.random.default_rng(0), QuantizedNetwork()
+    codes = rng.integers(-127, 128, (128, 64, 3, 3)).astype(np.int8)
+    codes = pruned(codes, 2, 4) if is_pruned else codes // 32
+    x = net.rounded(net.g.input("x", 1, 64, 16, 16), 0.05, -3, "int8")
+    w = net.weight("w", codes, rng.uniform(0.001, 0.01, 128))
+    net.state["b"] = rng.standard_normal(128, np.float32)
+    y = net.g("aten.conv2d.default", x, w, net.g.weight("b", 128), [1, 1], [1, 1], [1, 1], 1)
+    net.g.output(net.rounded(y, 0.03, -3, "int8"))
+    options = CompileOptions(compute_dtype="float32")
+    plain, cpu = compile_ir(net.g.ir(), options=options), CPUBackend(native=False, pytorch=False)
+    loaded = load_weights(net.state, plain, cpu)
+    forms = forms_of(plain, chip, loaded)
+    device = NPUBackend(chip, checked=True, forms=forms)
+    program = compile_ir(net.g.ir(), device.target, options)
+    inputs = {"x": rng.standard_normal((1, 64, 16, 16), np.float32)}
+    (own,) = Executor(program, device).run(inputs, load_weights(net.state, program, device)).values()
+    (other,) = Executor(plain, cpu).run(inputs, loaded).values()
+    np.testing.assert_array_equal(own.to_numpy(), other.to_numpy())
+    (form,) = (form for name, form in forms.items() if plain.plan.buffers[name].size_bytes == codes.nbytes)
+    stored = codes.nbytes // 2 + codes.nbytes // 2 * 2 // 8 if is_pruned else form.stored
+    assert form == Form(stored, "2:4" if is_pruned else "") and form.stored < 0.65 * codes.nbytes
+    run = device.timing(program)
+    assert sum(counts.macs.get("int8", 0) for counts in run.sections) == codes.size * 16 * 16 // (1 + is_pruned)
+    dense = codes.size * 16 * 16 / chip.peak_macs("int8")
+    busy = sum(counts.busy.get("matrix", 0) for counts in run.sections)
+    assert dense / (1 + is_pruned) <= busy <= 1.1 * dense / (1 + is_pruned)
 
 
 def test_stored_bytes_time_and_energy_of_sparse_weights() -> None:

@@ -7,11 +7,13 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from drawn import drawn
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder
-from on_chips import assert_close, chip, run_on
+from on_chips import assert_close, chip, rounding_of_sums, run_on
 from quantized_networks import Network
 from tile_calls import assert_same, tensor
 
@@ -21,12 +23,21 @@ from npu_compiler.graph.quantization import QuantizedFormat, named_format
 from npu_model import NPUTarget
 
 CHIPS = ("edge", "odd")
-TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+TOLERANCE = {
+    "float32": 2e-6,
+    "float16": 2e-3,
+    "bfloat16": 1.6e-2,
+}  # of activations and the result, by its largest value
+STEEPEST = 1.13  # derivative of an activation, that of GELU
 DRAWS = settings(max_examples=12, deadline=None)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
+
+
+def magnitude(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.abs(array))
 
 
 @pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
@@ -45,8 +56,26 @@ def test_a_linear_layer(name: str, m: int, n: int, k: int, seed: int, dtype: str
         y = g("aten.add.Tensor", y, g.input("r", m, n))
     g.output(y)
     inputs = {"x": normal(rng, m, k), **({"r": normal(rng, m, n)} if extra else {})}
-    outcome = run_on(name, g, inputs, {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}, dtype)
-    assert_close(outcome, TOLERANCE[dtype])
+    weights = {"w": normal(rng, n, k) / k**0.5, "b": normal(rng, n)}
+    outcome = run_on(name, g, inputs, weights, dtype)
+    magnitudes = np.abs(inputs["x"]) @ np.abs(weights["w"]).T + np.abs(weights["b"])
+    magnitudes += np.abs(inputs["r"]) if extra else 0
+    assert_close(outcome, TOLERANCE[dtype], rounding=STEEPEST * rounding_of_sums(k + 2, magnitudes))
+
+
+def test_terms_that_cancel_are_compared_by_their_magnitudes() -> None:
+    rng, k = np.random.default_rng(0), 225
+    x, w = normal(rng, 1, k), normal(rng, 8, k) / k**0.5
+    bias = 1e-3 - (x[0].astype(np.float64) @ w.T).astype(np.float32)
+    g = IRBuilder()
+    g.output(g("aten.linear.default", g.input("x", 1, k), g.weight("w", 8, k), g.weight("b", 8)))
+    outcome = run_on("odd", g, {"x": x}, {"w": w, "b": bias}, "float32")
+    rounding = rounding_of_sums(k + 1, np.abs(x) @ np.abs(w).T + np.abs(bias))
+    assert_close(outcome, TOLERANCE["float32"], rounding=rounding)
+    (ours,) = outcome.ours.values()
+    ours += x @ (w.astype(np.float16) - w).T
+    with pytest.raises(AssertionError, match="more than allowed"):
+        assert_close(outcome, TOLERANCE["float32"], rounding=rounding)
 
 
 @st.composite
@@ -83,8 +112,10 @@ def test_a_convolution(name: str, c: dict[str, int], seed: int, dtype: str) -> N
     )
     g.output(g("aten.relu.default", y))
     fan = weight[1] * c["kernel"] ** 2
-    weights = {"w": normal(rng, *weight) / fan**0.5, "b": normal(rng, weight[0])}
-    assert_close(run_on(name, g, {"x": normal(rng, *shape)}, weights, dtype), TOLERANCE[dtype])
+    weights, x = {"w": normal(rng, *weight) / fan**0.5, "b": normal(rng, weight[0])}, normal(rng, *shape)
+    magnitudes = F.conv2d(*map(magnitude, (x, weights["w"], weights["b"])), *pairs, c["groups"]).numpy()
+    rounding = rounding_of_sums(fan + 1, magnitudes)
+    assert_close(run_on(name, g, {"x": x}, weights, dtype), TOLERANCE[dtype], rounding=rounding)
 
 
 @pytest.mark.parametrize("name", drawn(CHIPS, 1 / 2))
@@ -310,8 +341,11 @@ def test_a_transposed_convolution(name: str, c: dict[str, int], extra: int, seed
         *pairs, c["groups"], [c["dilation"]] * 2,
     )  # fmt: skip
     g.output(y)
-    weights = {"w": normal(rng, *weight) / weight[0] ** 0.5, "b": normal(rng, c["outputs"])}
-    assert_close(run_on(name, g, {"x": normal(rng, *shape)}, weights, dtype), TOLERANCE[dtype])
+    weights, x = {"w": normal(rng, *weight) / weight[0] ** 0.5, "b": normal(rng, c["outputs"])}, normal(rng, *shape)
+    own = map(magnitude, (x, weights["w"], weights["b"]))
+    magnitudes = F.conv_transpose2d(*own, *pairs, c["groups"], c["dilation"]).numpy()
+    rounding = rounding_of_sums(weight[0] // c["groups"] * c["kernel"] ** 2 + 1, magnitudes)
+    assert_close(run_on(name, g, {"x": x}, weights, dtype), TOLERANCE[dtype], rounding=rounding)
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])

@@ -16,6 +16,9 @@ from npu_compiler import compile as compile_ir
 from npu_compiler.errors import InputError, ProgramFormatError
 from npu_model import load_chip, simulate
 from npu_model.analysis.sweep import area, as_csv, parse_sweep, sweep, write_csv
+from npu_model.lowering.cores import arranged
+from npu_model.lowering.mapper import Mapper
+from npu_model.lowering.shared import Shared
 
 EDGE = load_chip("edge")
 
@@ -92,6 +95,16 @@ def test_a_row_is_what_a_simulation_of_its_chip_alone_says() -> None:
         assert (point.seconds, point.joules, point.dram_bytes) == (alone.seconds, alone.energy.total, alone.dram_bytes)
         striped += not alone.calls[0].cycles  # the last call of a cascade has the work of all
     assert striped
+
+
+def test_chips_with_the_same_tilings_share_their_instructions(program: CompiledProgram) -> None:
+    shared, chips = Shared(), [chip for _, chip in parse_sweep("lanes=64..128", EDGE)]
+    own = [arranged(program.plan, chip, Mapper(chip, shared)) for chip in chips]
+    alone = [arranged(program.plan, chip, Mapper(chip)) for chip in chips]
+    assert [each.program for each in own] == [each.program for each in alone]
+    assert own[0].program.sections is own[1].program.sections
+    assert own[0].program.digest != own[1].program.digest
+    assert alone[0].program.sections is not alone[1].program.sections
 
 
 def test_processes_simulate_a_network_of_bytes() -> None:

@@ -89,7 +89,7 @@ OFFERED = {
     "npu-sim compile n": {"net.json"},
     "npu-sim simulate res": {"resnet18", "resnet50"},
     "npu-sim simulate net": {"net.npubin", "net.json"},
-    "npu-sim simulate net.npubin --npu e": {"edge", "ethos-u65-512", "eyeriss"},
+    "npu-sim simulate net.npubin --npu e": {"edge", "ethos-u65-512", "ethos-u85-2048", "eyeriss"},
     "npu-sim run ": {"net.npubin", "sub/"},
     "npu-sim run sub/": {"sub/deep.npubin"},
     "npu-sim report net": {"net.npubin", "net.json"},
