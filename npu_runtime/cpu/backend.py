@@ -25,8 +25,9 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
+from npu_runtime.buffer import reporting_shortage
 from npu_runtime.collectives import Share
-from npu_runtime.cpu.arrays import host_memory
+from npu_runtime.cpu.arrays import HUGE_PAGE, host_memory, huge_pages
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
 from npu_runtime.cpu.ceilings import measured_ceilings
 from npu_runtime.cpu.exchange import COLLECTIVE_KERNELS, collective_launch
@@ -188,6 +189,12 @@ class CPUBackend(Backend):
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CPUBuffer:
         memory = alloc_shape if alloc_shape is not None else shape
         return CPUBuffer(shape, alloc_shape, dtype, host_memory(numel(memory), numpy_dtype(dtype)))
+
+    def allocate_arena(self, size: int) -> DeviceBuffer:
+        if size < HUGE_PAGE:
+            return self.allocate_zeros((size,), "uint8")
+        with reporting_shortage("uint8", (size,)):
+            return CPUBuffer((size,), None, "uint8", huge_pages(size))
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
         """Wait for the native kernels, so that no run has to."""
