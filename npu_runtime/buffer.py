@@ -260,6 +260,14 @@ class DeviceMemory:
         buffer._clear()
         return buffer
 
+    def allocate_arena(self, size: int) -> DeviceBuffer:
+        """A zero-filled buffer of `size` bytes for the intermediate values of programs.
+
+        Raises:
+            DeviceError: the device is out of memory.
+        """
+        return self.allocate_zeros((size,), "uint8")
+
     def allocate_visible(self, shape: Shape, dtype: str) -> tuple[DeviceBuffer, Callable[[], np.ndarray]]:
         """A zero-filled buffer for small results, and a function by which the host reads it at any time.
 

@@ -99,12 +99,13 @@ class Executor:
             raise DeviceError("the program contains code, but this device runs none")
         self.backend.compile([*program.plan.prologue, *program.plan.calls], program.plan.sources)
         with self.backend.lock:
-            self._shared = SharedMemory(program.plan, self.backend, self.counters, arena or Arena(self.backend))
+            self._plan = self.backend.laid_out(program.plan)
+            self._shared = SharedMemory(self._plan, self.backend, self.counters, arena or Arena(self.backend))
             self._threads = threading.local()
             self._threads.run = self._run_of_a_thread()
 
     def _run_of_a_thread(self) -> ThreadRun:
-        return ThreadRun(self.program.plan, self.backend, self._shared, self.counters)
+        return ThreadRun(self._plan, self.backend, self._shared, self.counters)
 
     def bound(
         self,

@@ -137,6 +137,13 @@ class Hardware(DeviceMemory, ABC):
                 kernels.
         """
 
+    def laid_out(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """The plan with the views of its arena's buffers in the layouts that are the fastest on this device.
+
+        Executors call this once, after `compile`. Buffers keep their places and sizes.
+        """
+        return plan
+
     @property
     def kernels_version(self) -> int:
         """A number that changes when better kernels become available, for which calls should be prepared again."""

@@ -40,7 +40,7 @@ class Arena:
     def reserve(self, size: int) -> DeviceBuffer:
         """Memory of at least `size` bytes; programs that use the previous memory have to bind the new one."""
         if self.memory is None or self.memory.size_bytes < size:
-            self.memory = self._backend.allocate_zeros((size,), "uint8")
+            self.memory = self._backend.allocate_arena(size)
             self.generation += 1
         return self.memory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from npu_compiler.program.views import numel, reshape_strides
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
+HUGE_PAGE = 2 * 2**20  # bytes
 _ALIGNMENT = 64  # bytes: a cache line
 # Bytes from which NumPy asks for huge pages: the first use of weights on these takes three times as long.
 _MAPPED = 4 * 2**20
@@ -42,6 +44,24 @@ def private_pages(size: int) -> mmap.mmap:
     """
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     return mmap.mmap(-1, size, **private)
+
+
+def huge_pages(size: int) -> np.ndarray:
+    """Zero bytes that begin on a huge page, where the system has these.
+
+    Raises:
+        MemoryError: there is not enough memory.
+    """
+    try:
+        memory = private_pages(size + HUGE_PAGE)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{size} bytes on huge pages: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # this kernel has none
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(memory, np.uint8)
+    skip = -address(data) % HUGE_PAGE
+    return data[skip : skip + size]
 
 
 def address(array: np.ndarray) -> int:

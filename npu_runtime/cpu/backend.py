@@ -25,15 +25,18 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
+from npu_runtime.buffer import reporting_shortage
 from npu_runtime.collectives import Share
-from npu_runtime.cpu.arrays import host_memory
+from npu_runtime.cpu.arrays import HUGE_PAGE, host_memory, huge_pages
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
 from npu_runtime.cpu.ceilings import measured_ceilings
+from npu_runtime.cpu.channels_last import channels_last
 from npu_runtime.cpu.exchange import COLLECTIVE_KERNELS, collective_launch
 from npu_runtime.cpu.kernels import bound_reference
 from npu_runtime.cpu.levels import forced_level
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
+from npu_runtime.cpu.native.bindings import layout as native_layout
 from npu_runtime.cpu.native.bindings import pointers
 from npu_runtime.cpu.native.build import is_compiling, yield_to_programs
 from npu_runtime.cpu.native.candidates import native_candidates
@@ -189,9 +192,20 @@ class CPUBackend(Backend):
         memory = alloc_shape if alloc_shape is not None else shape
         return CPUBuffer(shape, alloc_shape, dtype, host_memory(numel(memory), numpy_dtype(dtype)))
 
+    def allocate_arena(self, size: int) -> DeviceBuffer:
+        if size < HUGE_PAGE:
+            return self.allocate_zeros((size,), "uint8")
+        with reporting_shortage("uint8", (size,)):
+            return CPUBuffer((size,), None, "uint8", huge_pages(size))
+
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
         """Wait for the native kernels, so that no run has to."""
         _ = self.native
+
+    def laid_out(self, plan: ExecutionPlan) -> ExecutionPlan:
+        if self._is_early or not self.native:
+            return plan
+        return channels_last(plan, native_layout().has_pairs)
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         early = self._is_early

@@ -1,4 +1,4 @@
-"""The memory of packed weights: aligned, apart from each other, and on huge pages where the machine has them."""
+"""The memory of packed weights and of arenas: aligned, apart from each other, and on huge pages where there are any."""
 
 import mmap
 import re
@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from npu_compiler.errors import DeviceError
 from npu_runtime.cpu.arrays import address
+from npu_runtime.cpu.backend import CPUBackend
 from npu_runtime.cpu.native.memory import weight_memory
+from npu_runtime.program_run import Arena
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -24,13 +27,32 @@ def huge_kibibytes(where: int) -> int:
     return 0
 
 
-@pytest.mark.skipif(
+has_huge_pages = pytest.mark.skipif(
     not SETTING.exists() or "[never]" in SETTING.read_text(), reason="this machine gives a program no huge pages"
 )
+
+
+@has_huge_pages
 def test_large_weights_lie_on_huge_pages() -> None:
     data = weight_memory(32 * 2**20)
     data[:] = 1
     assert huge_kibibytes(address(data)) > 0
+
+
+@has_huge_pages
+def test_a_large_arena_lies_on_huge_pages_and_other_buffers_do_not() -> None:
+    backend = CPUBackend(native=False)
+    arena, weight = Arena(backend).reserve(32 * 2**20), backend.allocate_zeros((32 * 2**20,), "uint8")
+    assert not arena.to_numpy().any()
+    arena.native_handle[:] = weight.native_handle[:] = 1
+    assert huge_kibibytes(address(arena.native_handle)) > 0
+    assert huge_kibibytes(address(weight.native_handle)) == 0
+
+
+def test_a_small_arena_takes_no_huge_page() -> None:
+    arena = Arena(CPUBackend(native=False)).reserve(4096)
+    assert arena.size_bytes == 4096
+    assert huge_kibibytes(address(arena.native_handle)) == 0
 
 
 def test_small_weights_are_aligned_and_do_not_overlap() -> None:
@@ -46,5 +68,7 @@ def test_too_little_memory_is_said_with_its_size(monkeypatch: pytest.MonkeyPatch
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    with pytest.raises(MemoryError, match=f"{2**24} bytes for packed weights"):
+    with pytest.raises(MemoryError, match=f"{2**24} bytes on huge pages"):
         weight_memory(2**24)
+    with pytest.raises(DeviceError, match=f"out of memory: .*{2**24} bytes on huge pages"):
+        Arena(CPUBackend(native=False)).reserve(2**24)

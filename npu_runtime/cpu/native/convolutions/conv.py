@@ -13,6 +13,7 @@ import numpy as np
 from npu_compiler.program.views import numel
 from npu_runtime.cpu.arrays import BFLOAT16
 from npu_runtime.cpu.native.bindings import NativeLaunch, layout
+from npu_runtime.cpu.native.convolutions import channels_last
 from npu_runtime.cpu.native.convolutions.arguments import (
     KERNELS,
     MOST_TAPS,
@@ -55,8 +56,12 @@ def conv2d(
     weight = packed.weight
     kernel_h, kernel_w = weight.shape[2:]
     window = Window((kernel_h, kernel_w), stride, padding, dilation)
-    if not window.is_valid or not all_handled(x, residual, out):
+    if not window.is_valid:
         return None
+    if not all_handled(x, residual, out):
+        return channels_last.conv2d(
+            x, packed, bias, residual, activation, stride, padding, dilation, groups, out, residual_before_activation
+        )
     expected = (x.shape[0], weight.shape[0], *window.output_size(*x.shape[2:]))
     if out.shape != expected or (residual is not None and residual.shape != out.shape):
         raise ValueError(f"the output is {expected}, not {out.shape} or the residual's shape")
@@ -128,6 +133,8 @@ def alternatives(
     out: np.ndarray,
 ) -> list[str]:
     """The algorithms that `conv2d` could use for these operands, besides the one that it chooses itself."""
+    if not all_handled(x, None, out):
+        return []
     window = Window((weight.shape[2], weight.shape[3]), stride, padding, dilation).simplified(out)
     pairs = _multiplies_pairs(x, weight)
     chosen = _choose(weight, window, groups, out, pairs)

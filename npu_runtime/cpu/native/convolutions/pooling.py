@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, layout
+from npu_runtime.cpu.native.convolutions import channels_last
 from npu_runtime.cpu.native.convolutions.arguments import MOST_TAPS, Window, all_handled, conv_args, is_bounded
 from npu_runtime.cpu.window_lengths import window_lengths
 
@@ -71,9 +72,11 @@ def global_avg_pool2d(x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
 
 
 def _pool(name: str, x: np.ndarray, window: Window, scale: np.ndarray | None, out: np.ndarray) -> NativeLaunch | None:
-    if not window.is_valid or not all_handled(x, None, out):
+    if not window.is_valid or not available():
         return None
     window = window.simplified(out)
+    if x.ndim != 4 or out.ndim != 4:
+        return None
     is_whole = scale is not None and window.kernel == x.shape[2:] and not any(window.padding)
     has_many_taps = window.kernel[0] * window.kernel[1] > MOST_TAPS
     if has_many_taps and not (is_whole and out.shape[2:] == (1, 1)) or not is_bounded(window, x, out):
@@ -82,6 +85,8 @@ def _pool(name: str, x: np.ndarray, window: Window, scale: np.ndarray | None, ou
         raise ValueError(f"pooling keeps batch and channels: {x.shape}, {out.shape}")
     if not window.begins_inside(x, out):
         raise ValueError(f"a window of {out.shape} begins behind the padded map of {x.shape}")
+    if not all_handled(x, None, out):
+        return channels_last.pool(name, x, window, scale, out)
     no_bias = np.zeros(x.shape[1], np.float32)
     args = conv_args(x, scale, no_bias, None, out, window)
     args.groups, args.in_channels, args.out_channels = x.shape[1], 1, 1

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from npu_runtime.cpu.arrays import host_memory
+from npu_runtime.cpu.arrays import BFLOAT16, host_memory
 from npu_runtime.cpu.native.bindings import layout
 from npu_runtime.cpu.native.convolutions.arguments import TILE_PAIRS, TILE_ROWS
+from npu_runtime.cpu.native.products.linear import PackedWeight, pack_linear_weight
 from npu_runtime.cpu.native.rows.pointwise import widened
 
 _WINOGRAD_WEIGHTS = {  # the transform of a 3-tap filter, by output tile size
@@ -43,6 +45,37 @@ class PackedConv:
             memory = host_memory(len(rows) * rows[0].size, rows[0].dtype)
             self._layouts[algorithm, pairs] = np.stack(rows, out=memory.reshape(len(rows), -1))
         return self._layouts[algorithm, pairs]
+
+    @cached_property
+    def matrix(self) -> PackedWeight:
+        """The weight of one group for images with channels innermost: that of a linear layer whose inputs are windows.
+
+        Windows are kernel rows, kernel columns, channels, and zeros up to what the matrix unit takes at once.
+        """
+        rows = self.weight.transpose(0, 2, 3, 1).reshape(len(self.weight), -1)
+        multiple = 1
+        if self.weight.dtype == BFLOAT16 and layout().has_pairs:
+            multiple = 2 * TILE_PAIRS if layout().has_tiles else 2
+        packed = pack_linear_weight(np.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple))))
+        assert packed is not None
+        return packed
+
+    def taps(self, dtype: np.dtype) -> np.ndarray | None:
+        """The weight of a depthwise convolution for images of a dtype with channels innermost: [taps + 1, channels].
+
+        The last tap is zero. Bfloat16 where pairs of it are multiplied, else float32; None if the weight has another
+        precision than the images there.
+        """
+        pairs = dtype == BFLOAT16 and layout().has_pairs
+        if pairs and self.weight.dtype != BFLOAT16:
+            return None
+        if ("taps", pairs) not in self._layouts:
+            weight = self.weight if pairs else widened(self.weight)
+            rows = weight.reshape(len(weight), -1).T
+            memory = host_memory((len(rows) + 1) * rows.shape[1], rows.dtype).reshape(-1, rows.shape[1])
+            memory[:-1], memory[-1] = rows, 0
+            self._layouts["taps", pairs] = memory
+        return self._layouts["taps", pairs]
 
 
 def pack_conv_weight(weight: np.ndarray, groups: int = 1) -> PackedConv:

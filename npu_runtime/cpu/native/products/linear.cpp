@@ -12,19 +12,31 @@ constexpr int64_t kSliceSteps = kSliceBytes / (kPanel * Step<W>::kWidth * sizeof
 template <class Out, Activation activation>
 void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, int64_t column) {
   const float* bias = reinterpret_cast<const float*>(a.bias.data);
-  for (int64_t r = row; r < row + rows; ++r, tile += kPanel) {
-    Out* out = reinterpret_cast<Out*>(a.out.data) + r * a.out.stride[2];
-    const float scale = a.row_scales ? a.row_scales[r] : 1.0f;
-    for (int v = 0; v < 2; ++v) {
-      const int64_t c = column + v * kLanes, count = a.n - c;
-      if (count <= 0) break;
-      Vec sum = load(tile + v * kLanes) * scale;
-      if (bias) sum += load_n(bias + c, count);
-      sum = activate<activation>(sum);
-      if (a.residual.data) sum += load_any(a.residual.data, a.residual.dtype, r * a.residual.stride[2] + c, count);
-      store_n(out + c, sum, count);
+  const auto finish_rows = [&](int64_t first, int64_t second) __attribute__((always_inline)) {
+    const int64_t counts[2] = {first, second};
+    Vec start[2];
+    for (int v = 0; v < 2; ++v) start[v] = bias && counts[v] > 0 ? load_n(bias + column + v * kLanes, counts[v]) : Vec{};
+    for (int64_t r = row; r < row + rows; ++r, tile += kPanel) {
+      const int64_t at = r * a.out.stride[2] + column, added_at = r * a.residual.stride[2] + column;
+      Out* out = reinterpret_cast<Out*>(a.out.data) + at;
+      const float scale = a.row_scales ? a.row_scales[r] : 1.0f;
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        if (counts[v] <= 0) break;
+        Vec sum = load(tile + v * kLanes) * scale + start[v];
+        if (a.residual.data) {
+          const Vec added = load_any(a.residual.data, a.residual.dtype, added_at + v * kLanes, counts[v]);
+          sum = a.residual_first ? activate<activation>(sum + added) : activate<activation>(sum) + added;
+        } else {
+          sum = activate<activation>(sum);
+        }
+        store_n(out + v * kLanes, sum, counts[v]);
+      }
     }
-  }
+  };
+  const int64_t count = a.n - column;
+  if (count >= kPanel) finish_rows(kLanes, kLanes);  // constants, by which nothing needs to be compared at run time
+  else finish_rows(count, count - kLanes);
 }
 
 }  // namespace
@@ -146,6 +158,8 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
   });
 }
 
+}  // namespace
+
 void linear(const LinearArgs& a) {
   with_type(a.x.dtype, [&](auto* type) {
     using W = std::remove_pointer_t<decltype(type)>;
@@ -162,6 +176,8 @@ void linear(const LinearArgs& a) {
     else run_blocked<W>(a, packed_x<W>(a, blocks, steps), blocks, steps);
   });
 }
+
+namespace {
 
 void gated_linear(const LinearArgs& a) { run_gated(a, linear); }
 

@@ -60,6 +60,7 @@ class LinearArgs(ArgumentBlock):
         ("k", ctypes.c_int64),
         ("activation", ctypes.c_int64),
         ("row_scales", ctypes.c_void_p),  # the kernels' own
+        ("residual_first", ctypes.c_int64),
     ]
 
     def extents(self, kernel: str) -> Iterator[Extent]:

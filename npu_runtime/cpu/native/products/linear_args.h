@@ -14,6 +14,7 @@ struct LinearArgs {
   int64_t n, k;
   Activation activation;
   const float* row_scales;  // what the sums of each row are multiplied with first; null stands for 1
+  int64_t residual_first;   // whether the activation applies to the residual too
 };
 
 // Bounds a task's accumulators, which wait in L2 from one slice of K to the next, and its part of the output, which is
@@ -23,6 +24,9 @@ inline constexpr int64_t kMaxTaskRows = 96;
 // out = act(sums * row scale + bias) + residual for `rows` rows from `row` on and the panel that begins at `column`.
 using Finish = void (*)(const LinearArgs&, const float* sums, int64_t row, int64_t rows, int64_t column);
 Finish finish_for(const LinearArgs& a);
+
+// out = act(x · wᵀ + bias) + residual, or act(x · wᵀ + bias + residual), by all threads.
+void linear(const LinearArgs& a);
 
 // Neighbouring panels are one stream, which the hardware prefetchers follow only while one thread stays on it: with
 // claims of 32 KiB a kernel reached 85% of the best read bandwidth measured (54 GB/s with two threads of a Zen 4
