@@ -13,7 +13,7 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.compiled_model import CompiledModel, Report
 from npu_sim.llm.context import context_length
 from npu_sim.llm.engine.batch import Batch, StepResult
-from npu_sim.llm.graph import compile_decode_loop, compile_prefill, has_prefill, layer_states, state_form
+from npu_sim.llm.graph import compile_decode_loop, compile_prompt, has_prompt, layer_states, state_form
 from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
 from npu_sim.llm.sampling import Logits, choose_by
 from npu_sim.llm.state import is_recurrent
@@ -79,7 +79,7 @@ class ContiguousModel(CompiledModel):
         self._divide = lru_cache(maxsize=64)(divide)  # asked thrice for each prompt
         self._begin(DECODE, length, progress)
         target = self.device.backend.target
-        self._compiled = {x for x in self.chunks if has_prefill(checkpoint, x, length, target, self._mesh)}
+        self._compiled = {x for x in self.chunks if has_prompt(checkpoint, x, length, target, self._mesh)}
         if self._has_fixed_chunk and self._fixed_chunk > 1 and rank == 0:  # which tells the others
             self.prefill_program(self._fixed_chunk)
 
@@ -87,7 +87,7 @@ class ContiguousModel(CompiledModel):
         length, target = self.context_length, self.device.backend.target
         if not isinstance(name, int):
             return compile_decode_loop(self.checkpoint, length, target, self._mesh, sampling=name == SAMPLING)
-        return compile_prefill(self.checkpoint, name, length, target, self._mesh)
+        return compile_prompt(self.checkpoint, name, length, target, self._mesh)
 
     def prepare(self, tokens: int, *, sampling: bool = False) -> None:
         """Compile now the programs that a prompt of `tokens` tokens and decoding need, not at the first step.
@@ -154,7 +154,7 @@ class ContiguousModel(CompiledModel):
                 upcoming = batch.upcoming(self.context_length - position)
                 program.write(settings=batch.settings[0], uniforms=np.pad(upcoming, (position, 0)))
         program.run()
-        return _TokenResult(self, program, batch, None if draws and not samples else position)
+        return _TokenResult(self, program, batch, None if draws and not samples else position, feeds=True)
 
     def _prefill(self, batch: Batch) -> "_TokenResult":
         """Run the smallest prefill program that holds the batch, padded.
@@ -170,18 +170,23 @@ class ContiguousModel(CompiledModel):
         program.fill("positions", np.arange(start, start + size))
         program.fill("last", np.array([count - 1]))
         program.run()
-        return _TokenResult(self, program, batch, None)
+        draws = bool((batch.settings[:, 0] > 0).any())
+        return _TokenResult(self, program, batch, None if draws else start + count - 1, feeds=False)
 
 
 class _TokenResult:
     """The token that a step of a `ContiguousModel` chose, as a `StepResult`.
 
     Args:
-        position: Index in the history of the token that a decode step chose. None: the host chooses from the logits.
+        position: Index in the history of the token that the device chose. None: the host chooses from the logits.
+        feeds: Whether the step has left the device's token as the next step's input. Otherwise the host has to write
+            it there.
     """
 
-    def __init__(self, model: ContiguousModel, program: StepProgram, batch: Batch, position: int | None) -> None:
-        self.on_host = position is None
+    def __init__(
+        self, model: ContiguousModel, program: StepProgram, batch: Batch, position: int | None, *, feeds: bool
+    ) -> None:
+        self.on_host = position is None or not feeds
         self._model, self._program, self._batch, self._position = model, program, batch, position
         self._marker = model.device.backend.marker()
         self._read_logits = program.reader()

@@ -1,6 +1,7 @@
 """Prefill in runs of several sizes: how a prompt is divided, and that the division does not matter."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tiny_llms import VOCAB, save_tiny
 
 from npu_compiler import CompiledProgram
+from npu_compiler.errors import NPUError
 from npu_sim.llm import Checkpoint, LanguageModel, contiguous_model, greedy, load_checkpoint
 from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
 from npu_sim.llm.step_program import ProgramName
@@ -90,7 +92,7 @@ def test_the_division_does_not_change_the_logits(
 
 def test_programs_are_made_when_a_prompt_needs_them(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contiguous_model, "CHUNKS", (4, 8, 16, 512))
-    monkeypatch.setattr(contiguous_model, "has_prefill", lambda *_: True)
+    monkeypatch.setattr(contiguous_model, "has_prompt", lambda *_: True)
     model = LanguageModel(llama, cache_length=CACHE, device="cpu")
     assert not model.prefill_programs
     model.prefill([5])
@@ -122,7 +124,7 @@ def test_a_size_that_the_cache_lacks_is_made_only_where_it_pays(
 
 def test_compiling_is_no_part_of_the_prefill_speed(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contiguous_model, "CHUNKS", (8,))
-    monkeypatch.setattr(contiguous_model, "has_prefill", lambda *_: True)
+    monkeypatch.setattr(contiguous_model, "has_prompt", lambda *_: True)
     model = LanguageModel(llama, cache_length=CACHE, device="cpu")
     compile, clock = model.model.compile, [0.0]
 
@@ -141,3 +143,32 @@ def test_compiling_is_no_part_of_the_prefill_speed(llama: Checkpoint, monkeypatc
     assert reply.stats.prefill_seconds < 10 and reply.stats.prompt_tokens == 5 and reply.stats.reused_tokens == 0
     again = model.generate([5, 6, 7, 8, 9, 10], 2, stop=frozenset())
     assert len(list(again)) == 2 and again.stats.reused_tokens == 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prompts_greedy_token_is_chosen_without_reading_the_logits(
+    llama: Checkpoint, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of one piece, of a padded second piece, and of a last piece that begins before the cached tokens end."""
+    model = LanguageModel(llama, cache_length=CACHE, chunk=8, device=device)
+    ids = np.random.default_rng(4).integers(0, VOCAB, CACHE).tolist()
+    expected = []
+    for count in (5, 12, CACHE - 1):
+        model.reset()
+        expected.append(int(model.prefill(ids[:count]).argmax()))
+    model.reset()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host has read the logits")
+
+    monkeypatch.setattr(contiguous_model, "choose_by", refuse)
+    chosen = [next(model.generate(ids[:count], 1, stop=frozenset())) for count in (5, 12, CACHE - 1)]
+    assert chosen == expected
+
+
+def test_a_prompt_whose_logits_are_not_finite_ends_with_an_error(llama: Checkpoint) -> None:
+    weights = dict(llama.state)
+    weights["model.norm.weight"] = np.full(weights["model.norm.weight"].shape, np.inf, np.float32)
+    model = LanguageModel(replace(llama, state=weights), cache_length=CACHE, chunk=8, device="cpu")
+    with pytest.raises(NPUError, match="not finite"):
+        next(model.generate([5, 6, 7], 2))
