@@ -118,7 +118,7 @@ __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials
         float result[4] = {};
 #pragma unroll
         for (int i = 0; i < own; i++) {
-            const float weight = total[i] == 0.0f ? 0.0f : expf(largest[i] - greatest);
+            const float weight = total[i] == 0.0f ? 0.0f : State::exponential(largest[i] - greatest);
             whole = fmaf(weight, total[i], whole);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials
             continue;
         }
         // A query that attends to no key at all gets zeros, as in PyTorch.
-        const Out::type value = from<Out::type>(whole == 0.0f ? 0.0f : sum * (1.0f / whole));
+        const Out::type value = from<Out::type>(whole == 0.0f ? 0.0f : __fdividef(sum, whole));
         if constexpr (to_mailbox) {
             grid.send(place + own_dim, value);
         }
