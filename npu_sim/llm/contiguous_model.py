@@ -14,7 +14,7 @@ from npu_sim.llm.compiled_model import CompiledModel, Report
 from npu_sim.llm.context import context_length
 from npu_sim.llm.engine.batch import Batch, StepResult
 from npu_sim.llm.graph import compile_decode_loop, compile_prompt, has_prompt, layer_states, state_form
-from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
+from npu_sim.llm.prefill_plan import CPU_CHUNKS, CPU_RUN, GPU_CHUNKS, GPU_RUN, divide
 from npu_sim.llm.sampling import Logits, choose_by
 from npu_sim.llm.state import is_recurrent
 from npu_sim.llm.step_program import ProgramName, StepProgram
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class ContiguousModel(CompiledModel):
     """A `BatchModel` for one sequence, whose pool is a single block as long as the context.
 
-    A step is one token, or a piece of the prompt as `piece` divides it: 16, 128 or 512 tokens. Since tracing takes
+    A step is one token, or a piece of the prompt as `piece` divides it: `chunks` tokens. Since tracing takes
     seconds, the program for a size is compiled, or read from the cache, when a prompt first needs it; all programs
     share the weights and the state. On devices that run ahead of the host (GPUs), compiling a program's kernels takes
     seconds more and a large run costs hardly more than a small one, so that prompts are divided into few large pieces.
@@ -71,7 +71,8 @@ class ContiguousModel(CompiledModel):
         super().__init__(checkpoint, device, settings, tensor_parallel=tensor_parallel, rank=rank)
         self.runs_ahead = self.device.backend.runs_in_flight - 1
         self.rewinds, self.end = not is_recurrent(layer_states(checkpoint)), 0
-        self.chunks = tuple(size for size in CHUNKS if size <= length) if chunk is None else (self._fixed_chunk,)
+        sizes = (GPU_CHUNKS if self.runs_ahead else CPU_CHUNKS) if chunk is None else (self._fixed_chunk,)
+        self.chunks = tuple(size for size in sizes if size <= length)
         if not state_form(checkpoint).takes_pieces:
             self.chunks, self._fixed_chunk = (), 1
         self._has_fixed_chunk = chunk is not None
