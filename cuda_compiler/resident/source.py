@@ -67,8 +67,8 @@ def _most_own_turns(phases: Sequence[Phase]) -> int:
     """The maximum number of lines (`LINE_BYTES` bytes of a row of x) that each warp of a product receives in registers.
 
     0 if all products of the kernel stage the rows of x in shared memory. They do where a weight in 16 bits has longer
-    rows: with both ways in one kernel, a token of Qwen2.5-1.5B took 1.4 % longer on an H100 than before there were two
-    ways, with all rows staged 0.6 %.
+    rows: a step of Qwen2.5-1.5B at position 500 takes 1.139 ms on an H100 then, 1.151 with all rows in registers, and
+    1.153 with both ways in one kernel.
     """
     most = layout.MOST_OWN_TURNS * layout.WARPS * layout.LINE_BYTES // 2  # elements of 16 bits
     for phase in phases:

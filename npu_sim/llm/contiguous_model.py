@@ -13,8 +13,8 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.compiled_model import CompiledModel, Report
 from npu_sim.llm.context import context_length
 from npu_sim.llm.engine.batch import Batch, StepResult
-from npu_sim.llm.graph import compile_decode_loop, compile_prefill, has_prefill, layer_states, state_form
-from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
+from npu_sim.llm.graph import compile_decode_loop, compile_prompt, has_prompt, layer_states, state_form
+from npu_sim.llm.prefill_plan import CPU_CHUNKS, CPU_RUN, GPU_CHUNKS, GPU_RUN, divide
 from npu_sim.llm.sampling import Logits, choose_by
 from npu_sim.llm.state import is_recurrent
 from npu_sim.llm.step_program import ProgramName, StepProgram
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class ContiguousModel(CompiledModel):
     """A `BatchModel` for one sequence, whose pool is a single block as long as the context.
 
-    A step is one token, or a piece of the prompt as `piece` divides it: 16, 128 or 512 tokens. Since tracing takes
+    A step is one token, or a piece of the prompt as `piece` divides it: `chunks` tokens. Since tracing takes
     seconds, the program for a size is compiled, or read from the cache, when a prompt first needs it; all programs
     share the weights and the state. On devices that run ahead of the host (GPUs), compiling a program's kernels takes
     seconds more and a large run costs hardly more than a small one, so that prompts are divided into few large pieces.
@@ -71,7 +71,8 @@ class ContiguousModel(CompiledModel):
         super().__init__(checkpoint, device, settings, tensor_parallel=tensor_parallel, rank=rank)
         self.runs_ahead = self.device.backend.runs_in_flight - 1
         self.rewinds, self.end = not is_recurrent(layer_states(checkpoint)), 0
-        self.chunks = tuple(size for size in CHUNKS if size <= length) if chunk is None else (self._fixed_chunk,)
+        sizes = (GPU_CHUNKS if self.runs_ahead else CPU_CHUNKS) if chunk is None else (self._fixed_chunk,)
+        self.chunks = tuple(size for size in sizes if size <= length)
         if not state_form(checkpoint).takes_pieces:
             self.chunks, self._fixed_chunk = (), 1
         self._has_fixed_chunk = chunk is not None
@@ -79,7 +80,7 @@ class ContiguousModel(CompiledModel):
         self._divide = lru_cache(maxsize=64)(divide)  # asked thrice for each prompt
         self._begin(DECODE, length, progress)
         target = self.device.backend.target
-        self._compiled = {x for x in self.chunks if has_prefill(checkpoint, x, length, target, self._mesh)}
+        self._compiled = {x for x in self.chunks if has_prompt(checkpoint, x, length, target, self._mesh)}
         if self._has_fixed_chunk and self._fixed_chunk > 1 and rank == 0:  # which tells the others
             self.prefill_program(self._fixed_chunk)
 
@@ -87,7 +88,7 @@ class ContiguousModel(CompiledModel):
         length, target = self.context_length, self.device.backend.target
         if not isinstance(name, int):
             return compile_decode_loop(self.checkpoint, length, target, self._mesh, sampling=name == SAMPLING)
-        return compile_prefill(self.checkpoint, name, length, target, self._mesh)
+        return compile_prompt(self.checkpoint, name, length, target, self._mesh)
 
     def prepare(self, tokens: int, *, sampling: bool = False) -> None:
         """Compile now the programs that a prompt of `tokens` tokens and decoding need, not at the first step.
@@ -154,7 +155,7 @@ class ContiguousModel(CompiledModel):
                 upcoming = batch.upcoming(self.context_length - position)
                 program.write(settings=batch.settings[0], uniforms=np.pad(upcoming, (position, 0)))
         program.run()
-        return _TokenResult(self, program, batch, None if draws and not samples else position)
+        return _TokenResult(self, program, batch, None if draws and not samples else position, feeds=True)
 
     def _prefill(self, batch: Batch) -> "_TokenResult":
         """Run the smallest prefill program that holds the batch, padded.
@@ -170,18 +171,23 @@ class ContiguousModel(CompiledModel):
         program.fill("positions", np.arange(start, start + size))
         program.fill("last", np.array([count - 1]))
         program.run()
-        return _TokenResult(self, program, batch, None)
+        draws = bool((batch.settings[:, 0] > 0).any())
+        return _TokenResult(self, program, batch, None if draws else start + count - 1, feeds=False)
 
 
 class _TokenResult:
     """The token that a step of a `ContiguousModel` chose, as a `StepResult`.
 
     Args:
-        position: Index in the history of the token that a decode step chose. None: the host chooses from the logits.
+        position: Index in the history of the token that the device chose. None: the host chooses from the logits.
+        feeds: Whether the step has left the device's token as the next step's input. Otherwise the host has to write
+            it there.
     """
 
-    def __init__(self, model: ContiguousModel, program: StepProgram, batch: Batch, position: int | None) -> None:
-        self.on_host = position is None
+    def __init__(
+        self, model: ContiguousModel, program: StepProgram, batch: Batch, position: int | None, *, feeds: bool
+    ) -> None:
+        self.on_host = position is None or not feeds
         self._model, self._program, self._batch, self._position = model, program, batch, position
         self._marker = model.device.backend.marker()
         self._read_logits = program.reader()

@@ -175,17 +175,35 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
         InputError: the model cannot be traced.
     """
     require_torch("tracing a model")
-    import torch
-
     from npu_sim.llm.modules import CachedCausalLM
 
     model = CachedCausalLM(_placed_model(checkpoint), state_form(checkpoint))
-    with torch.device("meta"):
-        input_ids = torch.empty(1, tokens, dtype=torch.long)
-        positions = torch.empty(tokens, dtype=torch.long)
-        last = torch.empty(1, dtype=torch.long) if tokens > 1 else None
-    inputs = (input_ids, positions, last, *_empty_caches(checkpoint, cache_length))
+    input_ids, positions, last = _piece_inputs(tokens)
+    inputs = (input_ids, positions, last if tokens > 1 else None, *_empty_caches(checkpoint, cache_length))
     return _trace(checkpoint, model, inputs, "decode" if tokens == 1 else "prefill")
+
+
+def _piece_inputs(tokens: int) -> "list[torch.Tensor]":
+    """The inputs that a piece of a prompt begins with: input_ids [1, T], positions [T] and last [1]."""
+    import torch
+
+    return [torch.empty(size, dtype=torch.long, device="meta") for size in ((1, tokens), (tokens,), (1,))]
+
+
+def extract_prompt(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dict[str, Any]:
+    """The IR of `ChoosingPrefill` for `tokens` tokens per run, at least two.
+
+    Raises InputError if the model cannot be traced.
+    """
+    require_torch("tracing a model")
+    import torch
+
+    from npu_sim.llm.modules import ChoosingPrefill
+
+    model = ChoosingPrefill(_placed_model(checkpoint), state_form(checkpoint))
+    history = torch.empty(cache_length, dtype=torch.long, device="meta")
+    inputs = (*_piece_inputs(tokens), history, *_empty_caches(checkpoint, cache_length))
+    return _trace(checkpoint, model, inputs, "prompt")
 
 
 def extract_decode_loop(checkpoint: Checkpoint, cache_length: int, *, sampling: bool = False) -> dict[str, Any]:
@@ -528,12 +546,22 @@ def compile_prefill(
     )
 
 
-def has_prefill(
+def compile_prompt(
+    checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
+) -> "CompiledProgram":
+    """The compiled program of `extract_prompt`; caching and errors as in `compile_prefill`."""
+    sizes = [tokens, cache_length]
+    return _compiled(
+        checkpoint, "prompt", lambda: extract_prompt(checkpoint, tokens, cache_length), sizes, target, mesh
+    )
+
+
+def has_prompt(
     checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
 ) -> bool:
-    """Whether the cache holds what `compile_prefill` returns for these arguments."""
-    key = ["prefill", [tokens, cache_length], _model_key(checkpoint)]
-    name = f"{checkpoint.config.model_type}-prefill"
+    """Whether the cache holds what `compile_prompt` returns for these arguments."""
+    key = ["prompt", [tokens, cache_length], _model_key(checkpoint)]
+    name = f"{checkpoint.config.model_type}-prompt"
     return has_program(name, key, target, _options(checkpoint, mesh), _TRACING)
 
 

@@ -324,6 +324,37 @@ class SelfFeedingDecode(nn.Module):
         return (logits, *_fed_back(logits, best, best, token, position, history), *cache)
 
 
+class ChoosingPrefill(nn.Module):
+    """A piece of a prompt, and the greedy choice of the token after it, so that the host need not read the logits.
+
+    forward: input_ids [1, T], positions [T], last [1], history [S], k, v, r as in `CachedCausalLM`
+    → float32 logits [1, 1, vocab] of the token at index `last`; history with their argmax (the lowest id on ties, -1 if
+    the greatest logit is not finite) at the index that is this token's position; the updated k, v and r. All outputs
+    but the logits update their inputs in place, which the caller donates.
+    """
+
+    def __init__(self, causal: Any, form: StateForm) -> None:
+        super().__init__()
+        for name, child in causal.named_children():
+            self.add_module(name, child)
+        self._step = (CachedCausalLM(causal, form),)  # in a tuple: its parameters are not registered a second time
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        last: torch.Tensor,
+        history: torch.Tensor,
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+        r: Sequence[torch.Tensor] = (),
+    ) -> tuple[torch.Tensor, ...]:
+        logits, *cache = self._step[0](input_ids, positions, last, k, v, r)
+        best = logits.flatten().argmax(0, keepdim=True)
+        place = positions.index_select(0, last)
+        return (logits, torch.index_copy(history, 0, place, _checked(logits, best, best)), *cache)
+
+
 class SamplingDecode(SelfFeedingDecode):
     """`SelfFeedingDecode` with a sampled token.
 
@@ -367,6 +398,11 @@ def drawn(scores: torch.Tensor, settings: torch.Tensor, uniform: torch.Tensor) -
     return torch.where(passed, 1.0, 0.0).argmax(-1, keepdim=True)
 
 
+def _checked(logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The chosen token [1], or -1 if the greatest logit, at index `best` [1], is not finite."""
+    return torch.where(logits.flatten().index_select(0, best).abs() < torch.inf, chosen, -1)
+
+
 def _fed_back(
     logits: torch.Tensor,
     best: torch.Tensor,
@@ -379,7 +415,7 @@ def _fed_back(
 
     Each is computed as an in-place update of the input.
     """
-    token_or_error = torch.where(logits.flatten().index_select(0, best).abs() < torch.inf, chosen, -1)
+    token_or_error = _checked(logits, best, chosen)
     only = torch.zeros(1, dtype=torch.long, device=token.device)
     history = torch.index_copy(history, 0, position, token_or_error)
     return torch.index_copy(token, 0, only, token_or_error), torch.index_copy(position, 0, only, position + 1), history

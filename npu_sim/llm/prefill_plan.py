@@ -7,8 +7,10 @@ tokens 961 ms, and a decode step 14 ms; a run of 8 tokens takes as long as one o
 
 from collections.abc import Collection, Sequence
 
-# Tokens per run. Four to eight times apart: more sizes would save little padding, and each is traced and compiled once.
-CHUNKS = (16, 128, 512)
+# Tokens per run. Two to eight times apart: more sizes would save little padding, and each is traced and compiled once.
+# On a GPU, products of up to 64 rows are kernels of their own.
+CPU_CHUNKS = (16, 128, 512)
+GPU_CHUNKS = (16, 64, 128, 512)
 # What a run costs besides its tokens: above all, reading the weights. A GPU waits for its memory and for launches far
 # longer than it computes, so it takes few large runs.
 CPU_RUN, GPU_RUN = 7, 256

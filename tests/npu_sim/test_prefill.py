@@ -1,6 +1,7 @@
 """Prefill in runs of several sizes: how a prompt is divided, and that the division does not matter."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from tiny_llms import VOCAB, save_tiny
 
 from npu_compiler import CompiledProgram
+from npu_compiler.errors import NPUError
 from npu_sim.llm import Checkpoint, LanguageModel, contiguous_model, greedy, load_checkpoint
-from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
+from npu_sim.llm.prefill_plan import CPU_CHUNKS, CPU_RUN, GPU_CHUNKS, GPU_RUN, divide
 from npu_sim.llm.step_program import ProgramName
 
 CACHE = 24
@@ -25,11 +27,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return load_checkpoint(save_tiny(tmp_path_factory.mktemp("llama32"), "llama", "float32"), "float32")
 
 
-@given(st.integers(1, 5000), st.sets(st.sampled_from(CHUNKS)), st.sampled_from([CPU_RUN, GPU_RUN]))
-def test_runs_are_full_but_the_last_and_none_is_needless(tokens: int, made: set[int], run: int) -> None:
-    plan = divide(tokens, made, CHUNKS, run)
+@given(
+    st.integers(1, 5000),
+    st.sampled_from([(CPU_CHUNKS, CPU_RUN), (GPU_CHUNKS, GPU_RUN)]).flatmap(
+        lambda kind: st.tuples(st.just(kind[0]), st.sets(st.sampled_from(kind[0])), st.just(kind[1]))
+    ),
+)
+def test_runs_are_full_but_the_last_and_none_is_needless(
+    tokens: int, sizes: tuple[tuple[int, ...], set[int], int]
+) -> None:
+    chunks, made, run = sizes
+    plan = divide(tokens, made, chunks, run)
     assert sum(plan[:-1]) < tokens <= sum(plan)
-    assert set(plan) <= {1, *CHUNKS} and len(set(plan) - {1, *made}) <= 1
+    assert set(plan) <= {1, *chunks} and len(set(plan) - {1, *made}) <= 1
     cost = sum(plan) + len(plan) * run
     for size in (1, *made):
         runs = -(-tokens // size)
@@ -37,25 +47,39 @@ def test_runs_are_full_but_the_last_and_none_is_needless(tokens: int, made: set[
 
 
 @pytest.mark.parametrize(
-    ("tokens", "made", "run", "expected"),
+    ("tokens", "made", "expected"),
     [
-        (1, CHUNKS, CPU_RUN, [1]),
-        (2, CHUNKS, CPU_RUN, [1, 1]),
-        (4, CHUNKS, CPU_RUN, [16]),
-        (37, CHUNKS, CPU_RUN, [16, 16, 16]),
-        (37, CHUNKS, GPU_RUN, [128]),
-        (130, CHUNKS, CPU_RUN, [128, 1, 1]),
-        (4, {128}, CPU_RUN, [1, 1, 1, 1]),
-        (4, set(), CPU_RUN, [1, 1, 1, 1]),
-        (37, set(), CPU_RUN, [16, 16, 16]),
-        (37, set(), GPU_RUN, [128]),
-        (1000, {16}, CPU_RUN, [512, 512]),
-        (1000, {16, 128}, CPU_RUN, 8 * [128]),
-        (1000, CHUNKS, GPU_RUN, [512, 512]),
+        (1, CPU_CHUNKS, [1]),
+        (2, CPU_CHUNKS, [1, 1]),
+        (4, CPU_CHUNKS, [16]),
+        (37, CPU_CHUNKS, [16, 16, 16]),
+        (130, CPU_CHUNKS, [128, 1, 1]),
+        (4, {128}, [1, 1, 1, 1]),
+        (4, set(), [1, 1, 1, 1]),
+        (37, set(), [16, 16, 16]),
+        (1000, {16}, [512, 512]),
+        (1000, {16, 128}, 8 * [128]),
     ],
 )
-def test_a_prompt_takes_runs_that_fit_it(tokens: int, made: set[int], run: int, expected: list[int]) -> None:
-    assert divide(tokens, made, CHUNKS, run) == expected
+def test_a_prompt_takes_runs_that_fit_it(tokens: int, made: set[int], expected: list[int]) -> None:
+    assert divide(tokens, made, CPU_CHUNKS, CPU_RUN) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "made", "expected"),
+    [
+        (12, set(), [16]),
+        (37, set(), [64]),
+        (37, GPU_CHUNKS, [64]),
+        (37, {128}, [128]),
+        (65, GPU_CHUNKS, [128]),
+        (65, {64}, [64, 1]),
+        (200, GPU_CHUNKS, [512]),
+        (1000, GPU_CHUNKS, [512, 512]),
+    ],
+)
+def test_a_gpu_takes_few_runs(tokens: int, made: set[int], expected: list[int]) -> None:
+    assert divide(tokens, made, GPU_CHUNKS, GPU_RUN) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -64,7 +88,8 @@ def test_the_division_does_not_change_the_logits(
 ) -> None:
     """The cases include a last run that would pass the end of the cache, and tokens that are cached already."""
     ids = np.random.default_rng(3).integers(0, VOCAB, CACHE).tolist()
-    monkeypatch.setattr(contiguous_model, "CHUNKS", (4, 16))
+    for name in ("CPU_CHUNKS", "GPU_CHUNKS"):
+        monkeypatch.setattr(contiguous_model, name, (4, 16))
     model = LanguageModel(llama, cache_length=CACHE, device=device)
     reference = LanguageModel(llama, cache_length=CACHE, chunk=CACHE, device=device)
 
@@ -89,8 +114,8 @@ def test_the_division_does_not_change_the_logits(
 
 
 def test_programs_are_made_when_a_prompt_needs_them(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contiguous_model, "CHUNKS", (4, 8, 16, 512))
-    monkeypatch.setattr(contiguous_model, "has_prefill", lambda *_: True)
+    monkeypatch.setattr(contiguous_model, "CPU_CHUNKS", (4, 8, 16, 512))
+    monkeypatch.setattr(contiguous_model, "has_prompt", lambda *_: True)
     model = LanguageModel(llama, cache_length=CACHE, device="cpu")
     assert not model.prefill_programs
     model.prefill([5])
@@ -109,20 +134,20 @@ def test_a_size_that_the_cache_lacks_is_made_only_where_it_pays(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NPU_SIM_CACHE", os.environ["NPU_SIM_CACHE"] + "-of-its-own")
-    monkeypatch.setattr(contiguous_model, "CHUNKS", (4, 8))
+    monkeypatch.setattr(contiguous_model, "CPU_CHUNKS", (4, 8))
     model = LanguageModel(llama, cache_length=CACHE, device="cpu")
     model.prefill(list(range(10, 30)))
     assert not model.prefill_programs
     model.model.prefill_program(8)
     model.prefill([7, 8, 9])
     assert set(model.prefill_programs) == {8}
-    monkeypatch.setattr(contiguous_model, "CHUNKS", (8,))
+    monkeypatch.setattr(contiguous_model, "CPU_CHUNKS", (8,))
     assert LanguageModel(llama, cache_length=CACHE, device="cpu").model._compiled == {8}
 
 
 def test_compiling_is_no_part_of_the_prefill_speed(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contiguous_model, "CHUNKS", (8,))
-    monkeypatch.setattr(contiguous_model, "has_prefill", lambda *_: True)
+    monkeypatch.setattr(contiguous_model, "CPU_CHUNKS", (8,))
+    monkeypatch.setattr(contiguous_model, "has_prompt", lambda *_: True)
     model = LanguageModel(llama, cache_length=CACHE, device="cpu")
     compile, clock = model.model.compile, [0.0]
 
@@ -141,3 +166,32 @@ def test_compiling_is_no_part_of_the_prefill_speed(llama: Checkpoint, monkeypatc
     assert reply.stats.prefill_seconds < 10 and reply.stats.prompt_tokens == 5 and reply.stats.reused_tokens == 0
     again = model.generate([5, 6, 7, 8, 9, 10], 2, stop=frozenset())
     assert len(list(again)) == 2 and again.stats.reused_tokens == 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prompts_greedy_token_is_chosen_without_reading_the_logits(
+    llama: Checkpoint, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of one piece, of a padded second piece, and of a last piece that begins before the cached tokens end."""
+    model = LanguageModel(llama, cache_length=CACHE, chunk=8, device=device)
+    ids = np.random.default_rng(4).integers(0, VOCAB, CACHE).tolist()
+    expected = []
+    for count in (5, 12, CACHE - 1):
+        model.reset()
+        expected.append(int(model.prefill(ids[:count]).argmax()))
+    model.reset()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host has read the logits")
+
+    monkeypatch.setattr(contiguous_model, "choose_by", refuse)
+    chosen = [next(model.generate(ids[:count], 1, stop=frozenset())) for count in (5, 12, CACHE - 1)]
+    assert chosen == expected
+
+
+def test_a_prompt_whose_logits_are_not_finite_ends_with_an_error(llama: Checkpoint) -> None:
+    weights = dict(llama.state)
+    weights["model.norm.weight"] = np.full(weights["model.norm.weight"].shape, np.inf, np.float32)
+    model = LanguageModel(replace(llama, state=weights), cache_length=CACHE, chunk=8, device="cpu")
+    with pytest.raises(NPUError, match="not finite"):
+        next(model.generate([5, 6, 7], 2))

@@ -360,7 +360,7 @@ __device__ __forceinline__ void combine_found(
 #pragma unroll
         for (int warp = 0; warp < used; warp++) {
             Found &found = memory[warp].found;
-            const float weight = expf(found.largest[row] - largest);
+            const float weight = State::exponential(found.largest[row] - largest);
             float part[4];
             load_floats(part, found.place(row, piece));
             total = fmaf(weight, found.total[row], total);

@@ -159,13 +159,6 @@ struct Grid {
                      :: "l"(message(mailbox, index)), "h"(encoded(value)) : "memory");
     }
 
-    template <typename T>
-    __device__ __forceinline__ void send(int index, const T (&values)[4]) const {
-        asm volatile("st.relaxed.gpu.global.v4.u16 [%0], {%1, %2, %3, %4};"
-                     :: "l"(message(mailbox, index)), "h"(encoded(values[0])), "h"(encoded(values[1])),
-                        "h"(encoded(values[2])), "h"(encoded(values[3])) : "memory");
-    }
-
     // Reads eight values of the step before, from `index` on, if they are `wanted`; returns whether all have been written, or
     // are not wanted (I13, I14).
     template <typename Values>

@@ -32,10 +32,52 @@ struct SendPartials {
     }
 };
 
+// The greatest number among neighbouring lanes of a warp, `lanes` of them, for all of these.
+template <int lanes>
+__device__ __forceinline__ float greatest_of(float value) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (lanes == WARP) {
+        // One instruction for integers, whose order is that of the floats once those below 0 are turned around.
+        const auto turned = [](int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); };
+        return __int_as_float(turned(__reduce_max_sync(0xffffffffu, turned(__float_as_int(value)))));
+    }
+#endif
+#pragma unroll
+    for (int step = lanes / 2; step > 0; step /= 2) {
+        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
+    }
+    return value;
+}
+
+// The number of a lane's quarter among `lanes` neighbouring ones.
+template <int lanes>
+__device__ __forceinline__ int own_quarter(int lane) {
+    return (lane & lanes / 2 ? 2 : 0) + (lane & lanes / 4 ? 1 : 0);
+}
+
+// One of four sums over `lanes` neighbouring lanes, that of the lane's quarter: an exchange halves what a lane keeps.
+template <int lanes>
+__device__ __forceinline__ float sum_of_own_quarter(int lane, const float (&values)[4]) {
+    const bool upper = lane & lanes / 2;
+    const bool odd = lane & lanes / 4;
+    float pair[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float other = __shfl_xor_sync(0xffffffffu, upper ? values[i] : values[2 + i], lanes / 2);
+        pair[i] = (upper ? values[2 + i] : values[i]) + other;
+    }
+    float sum = (odd ? pair[1] : pair[0]) + __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[1], lanes / 4);
+#pragma unroll
+    for (int step = lanes / 8; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    }
+    return sum;
+}
+
 // This block's share of the results, four dimensions at a time: neighbouring lanes read the splits' tagged sums for them (I16)
 // and combine these with each other.
 __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials, Out::type *out) {
-    constexpr int lanes = lanes_for(splits);
+    constexpr int lanes = larger(4, lanes_for(splits));
     constexpr int own = (splits + lanes - 1) / lanes;
     constexpr int pieces = value_width / 4;
     constexpr int results = all_partials / splits * pieces;
@@ -44,6 +86,8 @@ __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials
         const int number = first + threadIdx.x / lanes * gridDim.x + blockIdx.x;
         const int row = number / pieces;
         const int dim = number % pieces * 4;
+        const int own_dim = dim + own_quarter<lanes>(lane);
+        const index_t place = result_place(row / rows, row % rows);
         float largest[own], total[own], sums[own][4];
         bool complete;
         do {
@@ -64,20 +108,17 @@ __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials
                 complete &= known && (total[i] == 0.0f || (low && high));
             }
         } while (!complete);
-        float greatest = -FLOAT_MAX;
+        float greatest = largest[0];
 #pragma unroll
-        for (int i = 0; i < own; i++) {
+        for (int i = 1; i < own; i++) {
             greatest = fmaxf(greatest, largest[i]);
         }
-#pragma unroll
-        for (int step = lanes / 2; step > 0; step /= 2) {
-            greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
-        }
+        greatest = greatest_of<lanes>(greatest);
         float whole = 0.0f;
         float result[4] = {};
 #pragma unroll
         for (int i = 0; i < own; i++) {
-            const float weight = total[i] == 0.0f ? 0.0f : expf(largest[i] - greatest);
+            const float weight = total[i] == 0.0f ? 0.0f : State::exponential(largest[i] - greatest);
             whole = fmaf(weight, total[i], whole);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -87,28 +128,16 @@ __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials
 #pragma unroll
         for (int step = lanes / 2; step > 0; step /= 2) {
             whole += __shfl_xor_sync(0xffffffffu, whole, step);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                result[j] += __shfl_xor_sync(0xffffffffu, result[j], step);
-            }
         }
-        if (lane != 0 || number >= results) {
+        const float sum = sum_of_own_quarter<lanes>(lane, result);
+        if (lane % (lanes / 4) != 0 || number >= results) {
             continue;
         }
-        const index_t place = result_place(row / rows, row % rows);
         // A query that attends to no key at all gets zeros, as in PyTorch.
-        const float share = whole == 0.0f ? 0.0f : 1.0f / whole;
-        Out::type values[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            values[j] = from<Out::type>(result[j] * share);
-        }
+        const Out::type value = from<Out::type>(whole == 0.0f ? 0.0f : __fdividef(sum, whole));
         if constexpr (to_mailbox) {
-            grid.send(place + dim, values);
+            grid.send(place + own_dim, value);
         }
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            out[place + (dim + j) * Out::stride(Out::rank - 1)] = values[j];
-        }
+        out[place + own_dim * Out::stride(Out::rank - 1)] = value;
     }
 }

@@ -53,7 +53,7 @@ class StepResult(Protocol):
     """The tokens that a step chose. Reading them waits until the device has run the step.
 
     Attributes:
-        on_host: Whether the host chooses the tokens, so that they must be read before the next step is planned.
+        on_host: Whether the next step takes the tokens from the host, so that they must be read before it is planned.
     """
 
     on_host: bool
