@@ -27,6 +27,7 @@ from cuda_compiler.passes.packed_operands import (
     in_order_of_memory,
     is_channels_last,
 )
+from cuda_compiler.passes.transposed_convolutions import TRANSPOSED, as_convolution
 from cuda_compiler.rules.channel_packs import PACK
 from cuda_compiler.rules.conv import CONSTANT_WEIGHT
 from npu_compiler.graph.dtypes import BYTE_DTYPES, HALF_DTYPES, is_float
@@ -42,20 +43,25 @@ _OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad
 
 
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan with convolutions over channels-last operands, and with copies where other calls need another layout."""
-    if not any(call.kernel == _CONVOLUTION for call in plan.calls):
+    """The plan with convolutions over channels-last operands, and with copies where other calls need another layout.
+
+    Transposed convolutions become convolutions where these are on tensor cores.
+    """
+    if not any(call.kernel in (_CONVOLUTION, TRANSPOSED) for call in plan.calls):
         return plan
     converted = _convertible(plan)
     operands = PackedOperands(plan)
     layout = _Relaid(converted, operands)
     for call in plan.calls:
         touched = {view.buffer for view in (*call.inputs, *call.outputs)}
-        if touched.isdisjoint(converted) and call.kernel != _CONVOLUTION:
+        if touched.isdisjoint(converted) and call.kernel not in (_CONVOLUTION, TRANSPOSED):
             operands.calls.append(call)
             continue
         call = replace(call, inputs=layout.views(call.inputs), outputs=layout.views(call.outputs))
         if call.kernel == _CONVOLUTION:
             layout.convolve(call)
+        elif call.kernel == TRANSPOSED:
+            operands.calls += as_convolution(call, operands) or [call]
         elif is_elementwise(call):
             operands.calls.append(in_order_of_memory(call))
         elif call.kernel == _GROUP_NORM:
@@ -209,9 +215,11 @@ class _Relaid:
             return
         # Tensor cores take factors of one dtype, so a float32 weight, as folding batch normalization makes it, is
         # rounded; but not where the result is float32, nor in depthwise convolutions, which use no tensor cores.
+        if x.dtype in HALF_DTYPES and out.dtype == x.dtype:
+            call, weight = operands.merge_groups(call, weight)
         rounds = out.dtype == x.dtype and not _is_depthwise(call, weight)
         dtype = x.dtype if rounds else weight.dtype
-        constant = operands.plan.buffers[weight.buffer].is_constant
+        constant = operands.is_constant(weight)
         fold = fold_factor(call, weight, PACK) if x.dtype in HALF_DTYPES else 1
         if fold > 1:
             call, x, weight = operands.fold(call, x, weight, dtype, fold, PACK)
