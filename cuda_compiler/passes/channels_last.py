@@ -39,7 +39,8 @@ _CONVOLUTION = "conv2d_kernel"
 _OVER_IMAGES = (Family.CONV, Family.POOL)
 # Other kernels whose templates take operands of any strides.
 _GROUP_NORM = "groupnorm_kernel"
-_OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel", _GROUP_NORM)
+_REDUCTIONS = ("mean_kernel", "sum_kernel", "norm_kernel", "max_kernel", "min_kernel")
+_OF_ANY_STRIDES = (*_REDUCTIONS, "pad_kernel", "flip_kernel", _GROUP_NORM)
 
 
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
