@@ -81,7 +81,8 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     """The buffers to store channels-last, by name.
 
     These are arena buffers that image kernels touch, and buffers that element-wise calls connect with them, if every
-    view of the buffer can be expressed by strides in the new layout.
+    view of the buffer can be expressed by strides in the new layout. Tokens [N, H * W, C] that are read as images are
+    channels-last already.
     """
     candidates = {
         name: buffer
@@ -102,12 +103,18 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
         for call in plan.calls
         if classify(call) in _OVER_IMAGES and not _is_of_bytes(call)
         for view in (*call.inputs, *call.outputs)
+        if not _lies_channels_last(view)
     }
     chosen &= candidates.keys()
     elementwise = [call for call in plan.calls if is_elementwise(call)]
     while more := {name for call in elementwise for name in _following(call, candidates, chosen)}:
         chosen |= more
     return {name: buffer for name, buffer in candidates.items() if name in chosen}
+
+
+def _lies_channels_last(view: View) -> bool:
+    """Whether an image of several channels and pixels is channels-last in memory."""
+    return view.rank == 4 and view.shape[1] > 1 < numel(view.shape[2:]) and is_channels_last(view)
 
 
 def _is_of_bytes(call: KernelCall) -> bool:
