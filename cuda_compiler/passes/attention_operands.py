@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from cuda_compiler.passes.copies import is_copy, moved_view
 from cuda_compiler.passes.packed_operands import copy
 from cuda_compiler.rules.attention import WIDEST_HEAD, suits_tensor_cores
 from cuda_compiler.rules.channel_packs import PACK
@@ -87,6 +88,7 @@ class _Formed:
         return target
 
     def _multiply(self, call: KernelCall, q: View, k: View, v: View, out: View) -> None:
+        q, k, v = (self._copied(view) for view in (q, k, v))
         scores = self._buffer((*q.shape[:3], k.shape[2]), "float32", f"{call.node}.scores")
         weights = self._buffer(scores.shape, v.dtype, f"{call.node}.weights")
         softmax = replace(call, kernel="softmax_kernel", params={"scale": 1.0}, flops=0)
@@ -95,6 +97,21 @@ class _Formed:
             replace(softmax, inputs=(scores,), outputs=(weights,)),
             self._product(call, weights, v, out, 1.0),
         ]
+
+    def _copied(self, view: View) -> View:
+        """The elements of a view where they were copied from: products take either order of a matrix in memory.
+
+        The view itself if it is no copy, or its source was written since.
+        """
+        for at in range(len(self.calls) - 1, -1, -1):
+            call = self.calls[at]
+            if all(out.buffer != view.buffer for out in call.outputs):
+                continue
+            source = call.inputs[0] if is_copy(call) else view
+            written = {out.buffer for later in self.calls[at:] for out in later.outputs}
+            moved = moved_view(view, call.outputs[0], source) if source.buffer not in written else None
+            return view if moved is None or 1 not in moved.strides[2:] else moved
+        return view
 
     def _product(self, call: KernelCall, a: View, b: View, out: View, scale: float) -> KernelCall:
         m, n, k = out.shape[2], out.shape[3], a.shape[3]

@@ -16,14 +16,15 @@ from dataclasses import replace
 from itertools import chain, combinations
 
 from cuda_compiler.passes.packed_operands import copy
-from cuda_compiler.rules.matmul import gemm
+from cuda_compiler.rules.matmul import TILE, gemm
+from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
-from npu_compiler.program.views import View, contiguous_strides
+from npu_compiler.program.views import View, contiguous_strides, numel
 
 _PRODUCT = "batched_matmul_kernel"
-_LEAST = 3e7  # operations of a product that takes longer than the copies' launches
+_LEAST = 3e7  # operations of the general kernel's whole tiles, from which on it takes longer than the copies' launches
 
 
 def pack_batches(plan: ExecutionPlan) -> ExecutionPlan:
@@ -32,11 +33,7 @@ def pack_batches(plan: ExecutionPlan) -> ExecutionPlan:
     buffers = dict(plan.buffers)
     for call in plan.calls:
         views = (*call.inputs, *call.outputs)
-        moved = (
-            _moved(call, views, f"{call.node}.packed{len(calls)}")
-            if call.kernel == _PRODUCT and call.flops >= _LEAST
-            else {}
-        )
+        moved = _moved(call, views, f"{call.node}.packed{len(calls)}") if _takes_long(call) else {}
         if not moved:
             calls.append(call)
             continue
@@ -49,6 +46,14 @@ def pack_batches(plan: ExecutionPlan) -> ExecutionPlan:
         if out is not views[-1]:
             calls.append(copy(out, views[-1], call.node))
     return replace(plan, calls=calls, buffers=buffers)
+
+
+def _takes_long(call: KernelCall) -> bool:
+    """Whether a call is a batched product for which the general kernel would take longer than copies."""
+    if call.kernel != _PRODUCT:
+        return False
+    *batch, m, n = call.outputs[0].shape
+    return 2 * numel(batch) * TILE**2 * groups(m, TILE) * groups(n, TILE) * call.inputs[0].shape[-1] >= _LEAST
 
 
 def _moved(call: KernelCall, views: Sequence[View], stem: str) -> dict[int, View]:

@@ -110,6 +110,20 @@ def test_attention_over_odd_and_wide_heads_uses_tensor_cores(size: int) -> None:
     torch.testing.assert_close(result(compiled(g, "float16"), {}, x.half()), expected, atol=5e-3, rtol=5e-3)
 
 
+def test_attention_among_channels_reads_tokens_where_they_lie() -> None:
+    g = IRBuilder()
+    joint = g.input("x", 2, 400, 3 * 16 * 24)
+    channels = [g("aten.transpose.int", heads(g, joint, number, 24, 400), 2, 3) for number in range(3)]
+    g.output(g("aten.scaled_dot_product_attention.default", *channels))
+    options = npu_compiler.CompileOptions(compute_dtype="float16")
+    names = kernels(npu_compiler.compile(g.ir(), CUDACodegenTarget(), options))
+    assert names.count("cublas_gemm") == 2 and "transpose" not in names
+    x = torch.randn(2, 400, 3 * 16 * 24, generator=torch.Generator().manual_seed(0))
+    q, k, v = (part.unflatten(2, (16, 24)).permute(0, 2, 3, 1) for part in x.half().float().split(16 * 24, 2))
+    expected = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(result(compiled(g, "float16"), {}, x.half()), expected, atol=5e-3, rtol=5e-3)
+
+
 @pytest.mark.parametrize(
     ("op", "function"), [("sum.dim_IntList", torch.sum), ("mean.dim", torch.mean), ("linalg_vector_norm", torch.norm)]
 )
