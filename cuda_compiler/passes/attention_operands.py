@@ -1,7 +1,7 @@
 """Brings attention into forms that tensor cores compute, where its heads are not.
 
 Given:   y = attention(q, k, v: [3136, 4, 16, 6])
-Result:  q' = pad(q), which is [3136, 4, 16, 8];  k' = pad(k);  v' = pad(v)
+Result:  q' = to_channels_last(q), which is [3136, 4, 16, 8] with zeros at the ends of rows;  k' and v' likewise
          t = attention(q', k', v');  y = copy(t[:, :, :, :6])
 
 Given:   y = attention(q, k, v: [1, 1, 4096, 512])
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from cuda_compiler.passes.copies import is_copy, moved_view
-from cuda_compiler.passes.packed_operands import copy
+from cuda_compiler.passes.packed_operands import copy, packing
 from cuda_compiler.rules.attention import WIDEST_HEAD, suits_tensor_cores
 from cuda_compiler.rules.channel_packs import PACK
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -81,10 +81,8 @@ class _Formed:
         if spare == 0:
             self.calls.append(copy(view, target, node))
             return target
-        by_tokens = tuple(each.permute((0, 2, 1, 3)) for each in (view, target))
-        params = {"mode": "constant", "pads": [0, spare, *[0] * 10], "value": 0.0, "int_value": 0}
-        moved = distinct_bytes(view) + distinct_bytes(target)
-        self.calls.append(KernelCall("pad_kernel", "", by_tokens[:1], by_tokens[1:], params, node, 0, moved))
+        source, packed = (each.permute((0, 3, 2, 1)) for each in (view, target))
+        self.calls.append(packing(source, packed, node))
         return target
 
     def _multiply(self, call: KernelCall, q: View, k: View, v: View, out: View) -> None:

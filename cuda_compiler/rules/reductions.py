@@ -18,6 +18,7 @@ _LONG_ROW = 16384
 _CHUNKS = 128  # blocks per long row
 _SUMS = {"sum_kernel": "sum_of_columns", "mean_kernel": "mean_of_columns", "norm_kernel": "norm_of_columns"}
 _FEW_ELEMENTS = 64 * 1024  # below which a thread's accesses do not matter
+_FEW_TERMS = 32
 _COLUMN_THREADS = 256
 
 
@@ -65,13 +66,16 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
 def _by_columns(make: Specializer, call: KernelCall) -> KernelCall | None:
     """The call of a sum whose results lie side by side as their elements do, so that a thread reads several at a time.
 
-    None for other reductions, and where a reduced dimension is the contiguous one.
+    None for other reductions, where a reduced dimension is the contiguous one, and for few terms, of which a thread of
+    the general kernel sums all, beside the threads of the next results.
     """
     x, out = call.inputs[0], call.outputs[0]
     kept = x.rank - call.params["reduce_dims"]
     sums = call.kernel in _SUMS and (call.kernel != "norm_kernel" or call.params["order"] == 2.0)
     beside = [dim for dim in range(x.rank) if x.shape[dim] > 1 and x.strides[dim] == 1]
     if not sums or not is_float(x.dtype) or len(beside) != 1 or beside[0] >= kept or x.numel < _FEW_ELEMENTS:
+        return None
+    if numel(x.shape[kept:]) < _FEW_TERMS:
         return None
     (column,) = beside
     lead = [dim for dim in range(kept) if dim != column]
