@@ -200,7 +200,7 @@ def merged_groups(parts: int, inner: int, outer: int) -> int:
 
 
 def _packed_groups(width: int, parts: int, inner: int) -> int:
-    """Most groups for a block of `conv_grouped` that divide all groups and have whole packs of channels; 0 for none.
+    """The largest number of groups of a `conv_grouped` block that divides all groups into whole packs; 0 for none.
 
     Args:
         width: Input channels of a block, which more than one group may not exceed.
