@@ -202,6 +202,7 @@ class Convolution:
 
     Attributes:
         padding: Top, bottom, left, right.
+        is_spread: Whether a window makes several pixels, as in transposed convolutions, which cuDNN is not asked for.
     """
 
     stride: tuple[int, ...]
@@ -211,6 +212,7 @@ class Convolution:
     activation: str
     has_bias: bool
     has_residual: bool
+    is_spread: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from cuda_compiler.elementwise.grouping import Group, find_groups, join_neighbou
 from cuda_compiler.elementwise.inlining import inline_reads
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.elementwise.prologues import join_prologues
+from cuda_compiler.passes.attention_operands import form_attention
 from cuda_compiler.passes.biases import round_biases
 from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
@@ -17,6 +18,7 @@ from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
 from cuda_compiler.passes.open_softmaxes import open_softmaxes
 from cuda_compiler.passes.operand_orders import order_operands
+from cuda_compiler.passes.packed_batches import pack_batches
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
@@ -57,6 +59,8 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("products_as_convolutions", products_as_convolutions),
         ("round_biases", round_biases),
         ("order_operands", order_operands),
+        ("form_attention", form_attention),
+        ("pack_batches", pack_batches),
         ("lay_integers", lay_integers),
         ("open_softmaxes", open_softmaxes),
         specializing(form_resident_kernels),

@@ -109,7 +109,8 @@ class Cudnn:
         Only `plans` shows whether it has plans for it.
         """
         has_types = all(view.dtype in _TYPES for view in (*call.inputs, *call.outputs))
-        return has_types and convolution_of(call).computes.activation in ("none", *_ACTIVATIONS)
+        computes = convolution_of(call).computes
+        return has_types and not computes.is_spread and computes.activation in ("none", *_ACTIVATIONS)
 
     def plans(self, call: KernelCall) -> Iterator[ConvolutionPlan]:
         """Deterministic plans for a convolution, ready to run, the most promising one first; possibly none."""

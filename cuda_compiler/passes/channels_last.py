@@ -27,6 +27,7 @@ from cuda_compiler.passes.packed_operands import (
     in_order_of_memory,
     is_channels_last,
 )
+from cuda_compiler.passes.transposed_convolutions import TRANSPOSED, as_convolution
 from cuda_compiler.rules.channel_packs import PACK
 from cuda_compiler.rules.conv import CONSTANT_WEIGHT
 from npu_compiler.graph.dtypes import BYTE_DTYPES, HALF_DTYPES, is_float
@@ -38,24 +39,30 @@ _CONVOLUTION = "conv2d_kernel"
 _OVER_IMAGES = (Family.CONV, Family.POOL)
 # Other kernels whose templates take operands of any strides.
 _GROUP_NORM = "groupnorm_kernel"
-_OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel", _GROUP_NORM)
+_REDUCTIONS = ("mean_kernel", "sum_kernel", "norm_kernel", "max_kernel", "min_kernel")
+_OF_ANY_STRIDES = (*_REDUCTIONS, "pad_kernel", "flip_kernel", _GROUP_NORM)
 
 
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan with convolutions over channels-last operands, and with copies where other calls need another layout."""
-    if not any(call.kernel == _CONVOLUTION for call in plan.calls):
+    """The plan with convolutions over channels-last operands, and with copies where other calls need another layout.
+
+    Transposed convolutions become convolutions where these are on tensor cores.
+    """
+    if not any(call.kernel in (_CONVOLUTION, TRANSPOSED) for call in plan.calls):
         return plan
     converted = _convertible(plan)
     operands = PackedOperands(plan)
     layout = _Relaid(converted, operands)
     for call in plan.calls:
         touched = {view.buffer for view in (*call.inputs, *call.outputs)}
-        if touched.isdisjoint(converted) and call.kernel != _CONVOLUTION:
+        if touched.isdisjoint(converted) and call.kernel not in (_CONVOLUTION, TRANSPOSED):
             operands.calls.append(call)
             continue
         call = replace(call, inputs=layout.views(call.inputs), outputs=layout.views(call.outputs))
         if call.kernel == _CONVOLUTION:
             layout.convolve(call)
+        elif call.kernel == TRANSPOSED:
+            operands.calls += as_convolution(call, operands) or [call]
         elif is_elementwise(call):
             operands.calls.append(in_order_of_memory(call))
         elif call.kernel == _GROUP_NORM:
@@ -74,7 +81,8 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     """The buffers to store channels-last, by name.
 
     These are arena buffers that image kernels touch, and buffers that element-wise calls connect with them, if every
-    view of the buffer can be expressed by strides in the new layout.
+    view of the buffer can be expressed by strides in the new layout. Tokens [N, H * W, C] that are read as images are
+    channels-last already.
     """
     candidates = {
         name: buffer
@@ -95,12 +103,18 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
         for call in plan.calls
         if classify(call) in _OVER_IMAGES and not _is_of_bytes(call)
         for view in (*call.inputs, *call.outputs)
+        if not _lies_channels_last(view)
     }
     chosen &= candidates.keys()
     elementwise = [call for call in plan.calls if is_elementwise(call)]
     while more := {name for call in elementwise for name in _following(call, candidates, chosen)}:
         chosen |= more
     return {name: buffer for name, buffer in candidates.items() if name in chosen}
+
+
+def _lies_channels_last(view: View) -> bool:
+    """Whether an image of several channels and pixels is channels-last in memory."""
+    return view.rank == 4 and view.shape[1] > 1 < numel(view.shape[2:]) and is_channels_last(view)
 
 
 def _is_of_bytes(call: KernelCall) -> bool:
@@ -209,9 +223,11 @@ class _Relaid:
             return
         # Tensor cores take factors of one dtype, so a float32 weight, as folding batch normalization makes it, is
         # rounded; but not where the result is float32, nor in depthwise convolutions, which use no tensor cores.
+        if x.dtype in HALF_DTYPES and out.dtype == x.dtype:
+            call, weight = operands.merge_groups(call, weight)
         rounds = out.dtype == x.dtype and not _is_depthwise(call, weight)
         dtype = x.dtype if rounds else weight.dtype
-        constant = operands.plan.buffers[weight.buffer].is_constant
+        constant = operands.is_constant(weight)
         fold = fold_factor(call, weight, PACK) if x.dtype in HALF_DTYPES else 1
         if fold > 1:
             call, x, weight = operands.fold(call, x, weight, dtype, fold, PACK)

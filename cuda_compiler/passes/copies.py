@@ -54,7 +54,7 @@ def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
     kept = {view.buffer for view in plan.output_views.values()}
     calls = list(plan.calls)
     for copy in plan.calls:
-        if not _is_copy(copy) or plan.buffers[copy.inputs[0].buffer].kind != "arena":
+        if not is_copy(copy) or plan.buffers[copy.inputs[0].buffer].kind != "arena":
             continue
         source, target = copy.inputs[0], copy.outputs[0]
         touching = [at for at, call in enumerate(calls) if source.buffer in _touched(call)]
@@ -116,7 +116,7 @@ def _elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | Non
     (copied,) = call.outputs
     if copied.buffer != source.buffer or copied.numel != source.numel or copied.offset != source.offset:
         return None
-    moved = _moved(copied, source, target)
+    moved = moved_view(copied, source, target)
     if moved is None:
         return None
     as_wide = all((mine == 1) == (own == 1) for mine, own in zip(moved.strides, copied.strides, strict=True))
@@ -134,11 +134,11 @@ def _part_elsewhere(call: KernelCall, source: View, target: View) -> KernelCall 
     """
     if elementwise_kernel(call) is None or any(view.buffer == source.buffer for view in call.inputs):
         return None
-    moved = _moved(call.outputs[0], source, target)
+    moved = moved_view(call.outputs[0], source, target)
     return None if moved is None else replace(call, outputs=(moved,))
 
 
-def _moved(part: View, source: View, target: View) -> View | None:
+def moved_view(part: View, source: View, target: View) -> View | None:
     """The view of `target` that corresponds to a view of elements of `source`; None if no strides express it."""
     if part.dtype != source.dtype or source.dtype != target.dtype:
         return None
@@ -163,13 +163,13 @@ def _moved(part: View, source: View, target: View) -> View | None:
     return View(target.buffer, part.shape, tuple(strides), offset, part.dtype)
 
 
-def _is_copy(call: KernelCall) -> bool:
+def is_copy(call: KernelCall) -> bool:
     decl = elementwise_kernel(call)
     return decl is not None and decl.op.name == "copy" and list(call.params["scalars"]) == [None]
 
 
 def _moves_nothing(call: KernelCall, plan: ExecutionPlan) -> bool:
-    if not _is_copy(call):
+    if not is_copy(call):
         return False
     source, target = call.inputs[0], call.outputs[0]
     run = ((target.numel,), (1,))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from cuda_compiler.rules.channel_packs import channels_last, least_pack
+from cuda_compiler.rules.channel_packs import channels_last, is_packed, least_pack
+from cuda_compiler.rules.conv import merged_groups
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
 from npu_compiler.program.views import Shape, View, contiguous_strides, numel
@@ -30,9 +31,18 @@ class PackedOperands:
     _weights: dict[tuple[View, Shape, str], View] = field(default_factory=dict)
     _inputs: dict[tuple[View, int], View] = field(default_factory=dict)
 
-    def input(self, view: View, channels: int, node: str) -> View:
-        """An activation with contiguous channels, zero-padded to `channels` of them: the view itself, or a new copy."""
-        if view.shape[1] == channels and is_channels_last(view):
+    def is_constant(self, view: View) -> bool:
+        """Whether a view's content stays the same from run to run."""
+        buffer = self.buffers.get(view.buffer) or self.plan.buffers[view.buffer]
+        return buffer.is_constant
+
+    def input(self, view: View, channels: int, node: str, aligned: bool = False) -> View:
+        """An activation with contiguous channels, zero-padded to `channels` of them: the view itself, or a new copy.
+
+        Args:
+            aligned: Whether channels must be accessible as aligned vectors.
+        """
+        if view.shape[1] == channels and is_channels_last(view) and (not aligned or is_packed(view)):
             return view
         key = (view, channels)
         if key not in self._inputs:
@@ -73,6 +83,35 @@ class PackedOperands:
         plain = {"stride": [1, 1], "padding": [0, 0, 0, 0]}
         return replace(call, params={**call.params, **plain}), packed, weight
 
+    def merge_groups(self, call: KernelCall, weight: View) -> tuple[KernelCall, View]:
+        """Join groups of channels that are too odd for tensor cores, and return the call and its new weight.
+
+        Given:   x: [1, 12, 8, 8], weight: [48, 6, 3, 3], 2 groups
+        Result:  x: [1, 12, 8, 8], weight: [48, 12, 3, 3], 1 group; each output channel has zeros for the inputs of the
+        other group
+
+        Calls whose groups tensor cores take are returned as they are.
+        """
+        parts, (outputs, inner, *window) = call.params["groups"], weight.shape
+        joined = merged_groups(parts, inner, outputs // parts)
+        if joined == 1:
+            return call, weight
+        constant = self.is_constant(weight)
+        kind: BufferKind = "persistent" if constant else "arena"
+        merged = self.buffer(
+            f"{call.node}.joined", (outputs, joined * inner, *window), weight.dtype, kind, (0, 1, 2, 3)
+        )
+        zeros = KernelCall("fill_kernel", "", (), (merged,), {"value": 0.0, "int_value": 0}, call.node)
+        by_group = weight.reshape((parts // joined, joined, outputs // parts, inner, *window))
+        assert by_group is not None
+        step, across, *taps = merged.strides
+        own = outputs // parts * step
+        diagonal = replace(
+            merged, shape=by_group.shape, strides=(joined * own, own + inner * across, step, across, *taps)
+        )
+        (self.prologue if constant else self.calls).extend([zeros, copy(by_group, diagonal, call.node)])
+        return replace(call, params={**call.params, "groups": parts // joined}), merged
+
     def weight(
         self, weight: View, shape: Shape, dtype: str, node: str, order: tuple[int, ...] = IMAGES, fold: int = 1
     ) -> View:
@@ -86,7 +125,7 @@ class PackedOperands:
         key = (weight, shape, dtype)
         if key in self._weights:
             return self._weights[key]
-        constant = self.plan.buffers[weight.buffer].is_constant
+        constant = self.is_constant(weight)
         kind: BufferKind = "persistent" if constant else "arena"
         packed = self.buffer(f"{node}.weight", (weight.shape[0], *shape), dtype, kind, order)
         call = packing(weight, packed, node, {"fold": fold, "top": 0, "left": 0, "fill": 0})

@@ -116,6 +116,7 @@ def _is_of_one_pixel(call: KernelCall) -> bool:
     x, weight, _, residual, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
     plain = residual is None and call.params["groups"] == 1 and x.shape[2:] == weight.shape[2:] == out.shape[2:]
+    plain = plain and "spread" not in call.params
     halves = weight.dtype in HALF_DTYPES and weight.shape[1] % PACK == 0
     return plain and x.shape[2:] == (1, 1) and halves and channels_last(weight).is_contiguous
 

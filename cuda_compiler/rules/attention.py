@@ -20,7 +20,7 @@ _WARPS = 4
 _STAGES = 2  # tiles of keys per warp in shared memory: one in use, the others being copied
 _FILLING_BLOCKS = 2 * MULTIPROCESSORS
 _ENOUGH_BLOCKS = 64  # from here on one block handles all keys of its rows, which saves the combining kernel
-_WIDEST = 128  # head dimension whose sums fit into a warp's registers
+WIDEST_HEAD = 128  # head dimension whose sums fit into a warp's registers
 _MIN_BLOCKS = 2  # blocks per multiprocessor; still leaves enough registers per thread
 _COMBINE_THREADS = 128
 _SLICE = 512  # dimensions of the result per block of the plain kernel
@@ -153,8 +153,9 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     row_blocks = groups(rows, BLOCK_ROWS)
     blocks = operands.problems * row_blocks
     if blocks >= _ENOUGH_BLOCKS or keys <= _WARPS * BLOCK_KEYS:
-        fits = split_memory(rows, width, value_width, 2 * _WARPS, 1) <= make.gpu.shared_memory
-        warps = 2 * _WARPS if fits else _WARPS
+        warps = min(2 * _WARPS, 1 << (groups(keys, BLOCK_KEYS) - 1).bit_length())
+        if split_memory(rows, width, value_width, warps, 1) > make.gpu.shared_memory:
+            warps = _WARPS
         return [
             make.kernel(
                 call,
@@ -322,7 +323,7 @@ def suits_tensor_cores(q: View, k: View, v: View) -> bool:
     """
     alike = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
     widths = (q.shape[-1], v.shape[-1])
-    pieces = all(width % 8 == 0 and width <= _WIDEST for width in widths)
+    pieces = all(width % 8 == 0 and width <= WIDEST_HEAD for width in widths)
     return alike and pieces and k.numel > 0 and all(vector_width(view) >= 8 for view in (q, k, v))
 
 

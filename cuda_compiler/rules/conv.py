@@ -61,6 +61,7 @@ def tuned(forms: Sequence[KernelCall], call: KernelCall) -> KernelCall:
             activation=call.params["activation"],
             has_bias=call.params["has_bias"],
             has_residual=call.params["has_residual"],
+            is_spread="spread" in call.params,
         ),
         tuple(KernelForm(form.kernel, form.source, kernel_launch_of(form)) for form in others),
     )
@@ -75,8 +76,12 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     aligned = all(is_packed(view) for view in (out, residual) if view is not None)
     aligned = aligned and (bias is None or vector_width(bias) >= PACK)
     in_groups = call.params["groups"]
-    if in_groups == channels == x.shape[1] and aligned and is_packed(x) and is_packed(weight.transpose(0, 1)):
-        yield depthwise(make, call, "conv_depthwise")
+    if "spread" in call.params:
+        assert is_packed(x), f"the input of '{call.node}' is not packed"
+        yield from _tiled(make, call, aligned)
+        return
+    if in_groups == channels == x.shape[1] and (width := _depthwise_width(x, weight, bias, residual, out)):
+        yield depthwise(make, call, "conv_depthwise", width)
         return
     halves = x.dtype == weight.dtype in HALF_DTYPES and is_packed(x) and channels_last(weight).is_contiguous
     by_tensor_cores = [*_narrow_groups(make, call), *_tiled(make, call, aligned)] if halves else []
@@ -101,17 +106,17 @@ def _tiled(make: Specializer, call: KernelCall, aligned: bool) -> Iterator[Kerne
     Args:
         aligned: Whether bias, residual and output channels can be accessed as packs.
     """
-    images, channels, rows, columns = call.outputs[0].shape
     weight, parts = call.inputs[1], call.params["groups"]
     if not is_packed(weight):
         return
+    windows, channels = _windows(call), weight.shape[0]
     row_bytes = itemsize(weight.dtype) * weight.numel // channels
-    pixels = images * rows * columns
     constants = {
-        "aligned": aligned and channels // parts % PACK == 0,
+        "aligned": aligned and call.outputs[0].shape[1] // parts % PACK == 0,
         CONSTANT_WEIGHT: bool(call.params.get(CONSTANT_WEIGHT)),
     }
-    for tile in tiles(make, pixels, channels, row_bytes, lambda tile: tile.shared_bytes, parts):
+    count = call.outputs[0].shape[0] * windows.rows * windows.columns
+    for tile in tiles(make, count, channels, row_bytes, lambda tile: tile.shared_bytes, parts):
         yield tile.kernel(make, call, "conv/tiled.cu", ("conv_tiled", "conv_wgmma"), tile.shared_bytes, constants)
 
 
@@ -132,7 +137,7 @@ def _narrow_groups(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         return
     tried = set()
     for width, pixels in _GROUP_FORMS:
-        packed = next((p for p in range(max(width // inner, 1), 0, -1) if parts % p == 0 and p * inner % PACK == 0), 0)
+        packed = _packed_groups(width, parts, inner)
         across = groups(columns, groups(columns, 16))
         down = groups(rows, groups(rows, max(pixels // across, 1)))
         shared = _group_bytes(call, packed, down, across)
@@ -167,7 +172,44 @@ def _group_bytes(call: KernelCall, packed: int, down: int, across: int) -> int:
     return int(height * width * pixel) + packed * outer * factors
 
 
-def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
+def _depthwise_width(x: View, weight: View, bias: View | None, residual: View | None, out: View) -> int:
+    """Channels that a thread of a depthwise convolution can access as a vector; 0 if channels are not contiguous."""
+    images = [view for view in (x, weight.transpose(0, 1), residual, out) if view is not None]
+    fits = (4, 2, 1) if bias is None or bias.strides == (1,) else ()
+    return next(
+        (w for w in fits if all(is_packed(each, w) for each in images) and (bias is None or vector_width(bias) >= w)), 0
+    )
+
+
+def merged_groups(parts: int, inner: int, outer: int) -> int:
+    """Number of groups of a convolution that should become one, so that tensor cores take them: 1 if they do already.
+
+    A joined group has the weights of its groups on its diagonal, and zeros elsewhere.
+
+    Args:
+        parts: Number of groups.
+        inner, outer: Input and output channels of a group.
+    """
+    depthwise = inner == outer == 1
+    narrow = max(inner, outer) <= _NARROW and inner % 2 == outer % 2 == 0
+    if parts == 1 or depthwise or inner % PACK == 0:
+        return 1
+    if narrow and any(_packed_groups(width, parts, inner) for width, _ in _GROUP_FORMS):
+        return 1
+    return next((count for count in range(2, parts) if parts % count == 0 and count * inner % PACK == 0), parts)
+
+
+def _packed_groups(width: int, parts: int, inner: int) -> int:
+    """The largest number of groups of a `conv_grouped` block that divides all groups into whole packs; 0 for none.
+
+    Args:
+        width: Input channels of a block, which more than one group may not exceed.
+    """
+    counts = range(max(width // inner, 1), 0, -1)
+    return next((count for count in counts if parts % count == 0 and count * inner % PACK == 0), 0)
+
+
+def depthwise(make: Specializer, call: KernelCall, function: str, width: int = PACK) -> KernelCall:
     """The call of a depthwise convolution, whose threads compute a pack of channels of a tile of pixels.
 
     Packs and tiles are the larger the more there is to compute. Large windows take smaller packs, since a thread has
@@ -175,10 +217,13 @@ def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
 
     Args:
         function: Name of the kernel in its template.
+        width: Most channels that a thread may access as a vector.
     """
     images, channels, rows, columns = call.outputs[0].shape
     taps = call.inputs[1].shape[2] * call.inputs[1].shape[3]
-    forms = _DEPTHWISE_FORMS if taps <= _FEW_TAPS else _DEPTHWISE_WIDE_FORMS
+    forms = [
+        (min(pack, width), *tile) for pack, *tile in (_DEPTHWISE_FORMS if taps <= _FEW_TAPS else _DEPTHWISE_WIDE_FORMS)
+    ]
     pack, down, across = next(
         (
             form
@@ -209,11 +254,48 @@ def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
 
 
 @dataclass(frozen=True)
+class _Windows:
+    """The windows of an image, and the output pixels that each of them makes.
+
+    Attributes:
+        rows, columns: Number of windows.
+        down, right: Rows and columns of the pixels that a window makes: one, except in transposed convolutions.
+        top, left: Rows and columns of pixels before those of the output.
+    """
+
+    rows: int
+    columns: int
+    down: int = 1
+    right: int = 1
+    top: int = 0
+    left: int = 0
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The constants of `tiles.cuh`."""
+        return {
+            "window_rows": self.rows,
+            "window_columns": self.columns,
+            "spread_down": self.down,
+            "spread_right": self.right,
+            "crop_top": self.top,
+            "crop_left": self.left,
+        }
+
+
+def _windows(call: KernelCall) -> _Windows:
+    """The windows of a convolution; `passes/transposed_convolutions.py` says which parameters transposed ones have."""
+    if "spread" not in call.params:
+        return _Windows(*call.outputs[0].shape[2:])
+    return _Windows(*call.params["windows"], *call.params["spread"], *call.params["crop"])
+
+
+@dataclass(frozen=True)
 class Tile:
     """The tiling of a convolution as an implicit matrix product.
 
     Attributes:
-        m, n: Pixels and output channels of a tile, which a block computes with `warps_m` × `warps_n` warps.
+        m, n: Windows and output channels of a tile, which a block computes with `warps_m` × `warps_n` warps.
         stages: Depth of the pipeline of asynchronous copies to shared memory.
         splits: Split-K factor: number of blocks that divide the summation of one tile.
         by_warpgroups: Whether groups of four warps multiply 64 rows together, which only Hopper can.
@@ -246,18 +328,18 @@ class Tile:
         """The tile with no more stages than a summation of `steps` steps can use."""
         return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
-    def blocks(self, pixels: int, channels: int, parts: int = 1) -> int:
-        """Number of tiles that cover all pixels and channels; a tile's channels belong to one of `parts` groups."""
-        return groups(pixels, self.m) * groups(channels // parts, self.n) * parts
+    def blocks(self, windows: int, channels: int, parts: int = 1) -> int:
+        """Number of tiles that cover all windows and channels; a tile's channels belong to one of `parts` groups."""
+        return groups(windows, self.m) * groups(channels // parts, self.n) * parts
 
-    def cost(self, pixels: int, channels: int, steps: int, shared: int, parts: int = 1) -> float:
+    def cost(self, windows: int, channels: int, steps: int, shared: int, parts: int = 1) -> float:
         """A rough estimate of clock cycles on a large GPU, to rank the candidates.
 
         Args:
             steps: Number of steps of a sum.
             shared: Bytes of shared memory of a block.
         """
-        blocks = self.blocks(pixels, channels, parts) * self.splits
+        blocks = self.blocks(windows, channels, parts) * self.splits
         resident = max(1, min(200 * 1024 // shared, 2048 // (WARP * self.warps_m * self.warps_n)))
         together = min(resident, groups(blocks, MULTIPROCESSORS))
         copied = self.stage_bytes / 64
@@ -283,14 +365,17 @@ class Tile:
             shared: Bytes of shared memory.
             inputs: Operands by name; None means those of the kernel's declaration.
         """
-        images, channels, rows, columns = call.outputs[0].shape
+        windows = _windows(call)
+        channels = call.outputs[0].shape[1] * windows.down * windows.right
+        count = call.outputs[0].shape[0] * windows.rows * windows.columns
         shape = {name: getattr(self, name) for name in ("warps_m", "warps_n", "stages", "splits")}
+        shape |= windows.constants
         return make.kernel(
             call,
             file,
             function=functions[self.by_warpgroups],
             inputs=inputs,
-            grid=(self.blocks(images * rows * columns, channels, call.params["groups"]), 1, self.splits),
+            grid=(self.blocks(count, channels, call.params["groups"]), 1, self.splits),
             block=(WARP * self.warps_m * self.warps_n, 1, 1),
             shared=shared,
             constants={"tile_m": self.m, "tile_n": self.n, **shape, **constants},
@@ -322,13 +407,13 @@ _SHAPES = (
 
 def tiles(
     make: Specializer,
-    pixels: int,
+    windows: int,
     channels: int,
     row_bytes: int,
     shared_bytes: Callable[[Tile], int],
     parts: int = 1,
 ) -> list[Tile]:
-    """The most promising tiles for a product of [pixels, terms] and [terms, channels], in groups, on the target GPU.
+    """The most promising tiles for a product of [windows, terms] and [terms, channels], in groups, on the target GPU.
 
     Args:
         row_bytes: Bytes of all terms of a row.
@@ -342,9 +427,9 @@ def tiles(
         if (shared := shared_bytes(tile)) <= make.gpu.shared_memory
         and (make.gpu.has_warpgroups or not tile.by_warpgroups)
         for splits in (1, 2, 4, 8)
-        if splits == 1 or splits <= steps and tile.blocks(pixels, channels, parts) < 2 * MULTIPROCESSORS
+        if splits == 1 or splits <= steps and tile.blocks(windows, channels, parts) < 2 * MULTIPROCESSORS
     ]
-    by_cost = sorted(shared_out, key=lambda shares: shares[0].cost(pixels, channels, steps, shares[1], parts))
+    by_cost = sorted(shared_out, key=lambda shares: shares[0].cost(windows, channels, steps, shares[1], parts))
     ranked = [tile for tile, _ in by_cost]
     by_warps = [tile for tile in ranked if not tile.by_warpgroups][:_FORMS]
     by_warpgroups = [tile for tile in ranked if tile.by_warpgroups][:_WARPGROUP_FORMS]
@@ -384,8 +469,12 @@ def packed_copy(make: Specializer, call: KernelCall, function: str) -> KernelCal
 
 
 def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    count = call.outputs[0].numel
-    return [make.kernel(call, "conv/conv.cu", grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
+    x = call.inputs[0]
+    depthwise = x.shape[1] == call.params["groups"] == call.outputs[0].shape[1]
+    packs = (PACK, 4, 2) if depthwise and x.dtype in HALF_DTYPES else ()
+    pack = next((pack for pack in packs if is_packed(x, pack) and is_packed(call.outputs[0], pack)), 1)
+    grid = (groups(call.outputs[0].numel // pack, _BLOCK), 1, 1)
+    return [make.kernel(call, "conv/conv.cu", grid=grid, block=(_BLOCK, 1, 1), constants={"pack": pack})]
 
 
 def _squeeze_excite(make: Specializer, call: KernelCall) -> list[KernelCall]:

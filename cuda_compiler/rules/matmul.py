@@ -18,7 +18,7 @@ VECTOR_ROWS = 8  # rows up to which a product is bound by the bandwidth of readi
 MATVEC_WARPS = 4  # of a block: small blocks leave few multiprocessors idle at the end
 FILLING_WARPS = MULTIPROCESSORS * 16  # enough to saturate memory bandwidth
 _LOADS = 8  # 16-byte loads of the weight in flight per thread
-_TILE = 64
+TILE = 64
 _TILE_THREADS = 256
 
 
@@ -159,7 +159,7 @@ def _batched(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str, View | None], out: View) -> KernelCall:
     *batch, m, n = out.shape
-    blocks = numel(batch) * groups(m, _TILE) * groups(n, _TILE)
+    blocks = numel(batch) * groups(m, TILE) * groups(n, TILE)
     return make.kernel(
         call,
         "matmul/matmul.cu",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cuda_compiler.rules.rows import MOST_WARPS, teams_for
-from cuda_compiler.specialization.gpu import WARP
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import is_float, itemsize
@@ -16,6 +16,10 @@ from npu_compiler.program.views import collapse, numel
 _FEW_ROWS = 32
 _LONG_ROW = 16384
 _CHUNKS = 128  # blocks per long row
+_SUMS = {"sum_kernel": "sum_of_columns", "mean_kernel": "mean_of_columns", "norm_kernel": "norm_of_columns"}
+_FEW_ELEMENTS = 64 * 1024  # below which a thread's accesses do not matter
+_FEW_TERMS = 32
+_COLUMN_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
     Dimensions are merged where possible, so that more calls share a kernel.
     """
+    by_columns = _by_columns(make, call)
+    if by_columns is not None:
+        return [by_columns]
     x, out = call.inputs[0], call.outputs[0]
     kept = x.rank - call.params["reduce_dims"]
     sizes, (x_steps, out_steps) = collapse(x.shape[:kept], x.strides[:kept], out.strides)
@@ -54,6 +61,44 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
         return [_extreme_of_long_rows(make, call, extreme, pack)]
     constants, grid, block = teams_for(out.numel, numel(inner) // pack)
     return [make.kernel(call, "reductions/reduce.cu", grid=grid, block=block, constants=constants)]
+
+
+def _by_columns(make: Specializer, call: KernelCall) -> KernelCall | None:
+    """The call of a sum whose results lie side by side as their elements do, so that a thread reads several at a time.
+
+    None for other reductions, where a reduced dimension is the contiguous one, and for few terms, of which a thread of
+    the general kernel sums all, beside the threads of the next results.
+    """
+    x, out = call.inputs[0], call.outputs[0]
+    kept = x.rank - call.params["reduce_dims"]
+    sums = call.kernel in _SUMS and (call.kernel != "norm_kernel" or call.params["order"] == 2.0)
+    beside = [dim for dim in range(x.rank) if x.shape[dim] > 1 and x.strides[dim] == 1]
+    if not sums or not is_float(x.dtype) or len(beside) != 1 or beside[0] >= kept or x.numel < _FEW_ELEMENTS:
+        return None
+    if numel(x.shape[kept:]) < _FEW_TERMS:
+        return None
+    (column,) = beside
+    lead = [dim for dim in range(kept) if dim != column]
+    shape, *strides = ([view[dim] for dim in lead] for view in (x.shape, x.strides, out.strides))
+    sizes, (x_steps, out_steps) = collapse(shape, *strides)
+    inner, (inner_steps,) = collapse(x.shape[kept:], x.strides[kept:])
+    width = x.shape[column]
+    packed = replace(x, shape=(*sizes, *inner, width), strides=(*x_steps, *inner_steps, 1))
+    pack = min(vector_width(packed), 16 // itemsize(x.dtype))
+    while width % pack:
+        pack //= 2
+    rows = numel(sizes)
+    columns = next((c for c in (8, 4) if rows * groups(width, c * pack) >= 2 * MULTIPROCESSORS), 2)
+    return make.kernel(
+        replace(call, params={**call.params, "reduce_dims": len(inner)}),
+        "reductions/columns.cu",
+        function=_SUMS[call.kernel],
+        inputs={"x": replace(x, shape=(*sizes, width, *inner), strides=(*x_steps, 1, *inner_steps))},
+        outputs={"out": replace(out, shape=(*sizes, width), strides=(*out_steps, out.strides[column]))},
+        grid=(rows * groups(width, columns * pack), 1, 1),
+        block=(_COLUMN_THREADS, 1, 1),
+        constants={"pack": pack, "columns": columns, "count": numel(inner)},
+    )
 
 
 def _extreme_of_long_rows(make: Specializer, call: KernelCall, extreme: _Extreme, pack: int) -> KernelCall:

@@ -52,6 +52,10 @@ def _exact(node: OpNode, graph: IRGraph, intervals: Mapping[str, Interval]) -> I
         values = [_interval(args, name, intervals) for name in op.tensors]
         result = UNBOUNDED if values[0] is None else function(*values, *_factor(args, function))
         return (math.floor(result[0]), math.ceil(result[1])) if args.attr("rounding_mode") else result
+    if op.name in _CONSTANTS and op.integer_range is not None:
+        low, high = op.integer_range(node, graph, {})
+        assert not isinstance(low, tuple) and not isinstance(high, tuple)  # they have one result
+        return low, high
     elements = intervals[node.inputs[0]] if node.inputs else UNBOUNDED
     if op.name in _SUMS:
         terms = graph.tensors[node.inputs[0]].numel
@@ -156,6 +160,7 @@ _BY_OPERANDS: dict[str, Callable[..., Interval]] = {
     "aten.sin": _within(-1.0, 1.0),
     "aten.cos": _within(-1.0, 1.0),
 }
+_CONSTANTS = frozenset({"aten.zeros", "aten.ones", "aten.full", "aten.arange"})  # rows whose results no operand changes
 _SUMS = frozenset({"aten.sum", "aten.cumsum"})
 _AMONG_ELEMENTS = frozenset(
     "aten.mean aten.amax aten.amin aten.max.default aten.min.default aten.max.dim aten.min.dim".split()

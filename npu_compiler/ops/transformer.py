@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from npu_compiler.ops.registry import Args, Layout, register_op
 from npu_compiler.ops.sharding import shard_attention, shard_paged_attention
 from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
 from npu_compiler.program.products import Product
-from npu_compiler.program.views import View, numel
+from npu_compiler.program.views import Shape, View, numel
 
 
 def attention_products(call: SimpleNamespace) -> tuple[Product, ...]:
@@ -255,21 +256,20 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     shapes = [graph.tensors[name].shape for name in node.inputs[:3]]
     if any(len(shape) < 2 for shape in shapes) or len({len(shape) for shape in shapes}) > 1:
         return f"attention over shapes {[list(shape) for shape in shapes]}"
-    if any(len(shape) > 4 for shape in shapes):
-        return "attention over tensors of more than four dimensions"
     if shapes[0][-1] == 0:
         return "attention over heads of width 0"
     query, key, value = shapes
     if key[:-1] != value[:-1]:
         return "attention whose keys and values have other batch shapes"
-    if len(query) == 4 and (query[0] != key[0] or key[1] == 0 or query[1] % key[1]):
+    if len(query) >= 4 and (query[:-3] != key[:-3] or key[-3] == 0 or query[-3] % key[-3]):
         return "attention whose batches broadcast"
     if len(query) == 3 and query[0] != key[0]:
         return "attention whose batches broadcast"
     if name := Args(node).tensor("attn_mask"):
         mask, scores = graph.tensors[name].shape, (*query[:-1], key[-2])
         pairs = zip(reversed(mask), reversed(scores), strict=False)
-        if len(mask) > len(scores) or any(size not in (1, whole) for size, whole in pairs):
+        per_batch = len(scores) > 4 and any(size > 1 for size in mask[:-3])
+        if len(mask) > len(scores) or per_batch or any(size not in (1, whole) for size, whole in pairs):
             return f"an attention mask {list(mask)} over scores {list(scores)}"
     return None
 
@@ -285,6 +285,19 @@ def _with_rows(ctx: Lowering, mask: View) -> View:
     return ctx.inner_contiguous(replace(mask, shape=once)).expand(mask.shape)
 
 
+def _four_dims(view: View, heads: int) -> Shape:
+    """The shape [B, H, T, D] of a tensor [..., T, D] whose dimension `heads` is H and whose others are the batch."""
+    batch = numel(view.shape[:-2]) // max(view.shape[heads], 1)
+    return (batch, view.shape[heads], *view.shape[-2:])
+
+
+def _merge(views: Sequence[View], heads: int) -> bool:
+    """Whether the dimensions before the last two, except `heads`, are one dimension in memory of all views."""
+    others = [dim for dim in range(views[0].rank - 2) if dim != heads]
+    order = [*others, heads, views[0].rank - 2, views[0].rank - 1]
+    return all(view.permute(order).reshape(_four_dims(view, heads)) is not None for view in views)
+
+
 @register_op(
     "aten.scaled_dot_product_attention npu.attention",
     tensors=("query", "key", "value", "attn_mask"),
@@ -295,7 +308,8 @@ def _with_rows(ctx: Lowering, mask: View) -> View:
 def lower_attention(ctx: Lowering, node: OpNode) -> None:
     """Lower softmax(scale · q·kᵀ + mask) · v over [B, H, T, D]; query heads share KV heads in order if these are fewer.
 
-    The output is laid out [B, T, H, D] in memory, which makes the transpose and reshape that follow free.
+    The output is laid out [B, T, H, D] in memory, which makes the transpose and reshape that follow free. Of more than
+    four dimensions, all but one of those before the tokens are the batch.
     """
     args = Args(node)
     q, k, v = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:3])
@@ -303,7 +317,18 @@ def lower_attention(ctx: Lowering, node: OpNode) -> None:
     mask = _with_rows(ctx, ctx.view(mask_name)) if mask_name else None
     rank = q.rank
     spec = ctx.spec(node.outputs[0])
-    out = ctx.output(order=[0, 2, 1, 3] if rank == 4 else None)
+    if rank <= 4:
+        out = ctx.output(order=[0, 2, 1, 3] if rank == 4 else None)
+    else:
+        alike = mask is None and q.shape[-3] == k.shape[-3]
+        heads = next((dim for dim in range(rank - 3, -1, -1) if alike and _merge((q, k, v), dim)), rank - 3)
+        others = [dim for dim in range(rank - 2) if dim != heads]
+        out = ctx.output(order=[*others, rank - 2, heads, rank - 1])
+        order = [*others, heads, rank - 2, rank - 1]
+        q, k, v, out = (ctx.reshaped(view.permute(order), _four_dims(view, heads)) for view in (q, k, v, out))
+    while mask is not None and mask.rank > 4:
+        mask = mask.select(0, 0)
+    rank = min(rank, 4)
     while q.rank < 4:
         q, k, v, out = (view.unsqueeze(0) for view in (q, k, v, out))
     inputs = [q, k, v]

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cuda_convolutions import CASES
 from cuda_gpu import PROBLEM, cuda_backends
+from cuda_on_cpu import run_on_cpu
 from cuda_reference import LaidOut, ReferenceBackend
 from cuda_toolchain import compile_in_turn
 from drawn import drawn
 from ir_builder import IRBuilder
-from metal_harness import Case, call_of, plan_of, run_case
+from metal_cases.conv import conv, transposed
+from metal_harness import Case, T, call_of, plan_of, run_case
+from reference_kernels import reference_launch
 from zoo_runs import build, check, draw, extracted, run_compiled, run_torch, weights_of
 
 import npu_compiler
@@ -79,7 +84,13 @@ def convolution(case: Case, dtype: str = "float16") -> KernelCall:
         ("grouped", "conv_grouped"),
         ("groups-of-four", "conv_grouped"),
         ("wide-groups", "conv_wgmma"),
-        ("odd-groups", "direct_conv2d_kernel"),
+        ("odd-groups", "conv_tiled"),
+        ("few-odd-groups", "conv_tiled"),
+        ("depthwise-multiplied", "conv_grouped"),
+        ("depthwise-odd", "conv_depthwise"),
+        ("transposed", "conv_tiled"),
+        ("transposed-groups", "conv_tiled"),
+        ("transposed-depthwise", "conv_transpose2d_kernel"),
         ("float", "conv2d_kernel"),
     ],
 )
@@ -89,7 +100,7 @@ def test_forms(name: str, wanted: str) -> None:
     assert call.kernel == wanted
     launch = launch_of(call)
     # cuDNN does not know how the weights of depthwise convolutions lie.
-    assert isinstance(launch, ConvolutionLaunch) == (name != "depthwise")
+    assert isinstance(launch, ConvolutionLaunch) == (wanted not in ("conv_depthwise", "conv_transpose2d_kernel"))
     if isinstance(launch, ConvolutionLaunch):
         assert {form.kernel for form in launch.alternatives} <= {wanted, "conv_wgmma", "conv_tiled"}
 
@@ -107,6 +118,41 @@ def forms(call: KernelCall) -> list[KernelLaunch]:
 def test_all_forms_fit_into_the_memory_of_a_smaller_gpu(case: Case) -> None:
     for call in plan_of(call_of(case, "float16"), CUDACodegenTarget(GPU(capability=75, shared_memory=64 * 1024))).calls:
         assert all(form.shared <= 64 * 1024 for form in forms(call))
+
+
+SMALL = [
+    transposed("overlapping", (2, 16, 3, 4), (16, 24, 4, 4), stride=(2, 2), padding=(1, 1), bias="float32"),
+    transposed("odd", (1, 5, 4, 3), (5, 3, 3, 3), stride=(2, 2), padding=(1, 1), output_padding=(1, 1), bias="compute"),
+    transposed("uneven-groups", (1, 16, 5, 4), (16, 8, 3, 3), stride=(3, 1), padding=(0, 1), groups=2),
+    transposed("dilated", (1, 8, 7, 8), (8, 8, 3, 3), padding=(1, 3), dilation=(2, 3)),
+    transposed("depthwise", (1, 8, 5, 4), (8, 1, 4, 4), stride=(2, 2), padding=(1, 1), groups=8, bias="float32"),
+    conv("odd-groups", T((2, 9, 5, 4)), (15, 3, 3, 3), groups=3, padding=(1, 1, 1, 1), residual="compute"),
+    conv("odd-depthwise", T((1, 13, 5, 6)), (13, 1, 3, 3), groups=13, bias="float32", activation="relu"),
+]
+
+
+@pytest.mark.parametrize("case", drawn(SMALL, 1 / 2), ids=lambda case: case.name)
+def test_small_convolutions_on_a_cpu(case: Case, seed: int, tmp_path: Path) -> None:
+    """The kernels as GPUs without tensor cores run them, which is the same text but for the products of a step."""
+    rng, call = np.random.default_rng(seed), call_of(case, "float16")
+    plan = plan_of(call, CUDACodegenTarget(GPU(capability=70, shared_memory=64 * 1024)))
+    calls = [
+        tuned_convolutions.kernels_of(part)[0] if isinstance(launch_of(part), ConvolutionLaunch) else part
+        for part in plan.calls
+    ]
+    values = {
+        view.buffer: rng.standard_normal(plan.buffers[view.buffer].alloc_shape).astype(view.dtype)
+        for view in call.inputs
+    }
+    memory = run_on_cpu(replace(plan, calls=calls), values, tmp_path)
+    (view,) = call.outputs
+    operands = [
+        torch.from_numpy(values[view.buffer]).as_strided(view.shape, view.strides, view.offset) for view in call.inputs
+    ]
+    expected = torch.empty(view.shape)
+    reference_launch(call, operands, [expected])()
+    result = torch.from_numpy(memory[view.buffer]).as_strided(view.shape, view.strides, view.offset)
+    torch.testing.assert_close(result.float(), expected, rtol=2e-3, atol=2e-3)
 
 
 def test_few_pixels_with_many_terms_fill_the_gpu() -> None:

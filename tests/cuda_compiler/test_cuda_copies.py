@@ -10,7 +10,7 @@ from cuda_reference import LaidOut, ReferenceBackend
 from torch import nn
 
 import npu_compiler
-from cuda_compiler.passes.copies import _are_apart, _moved
+from cuda_compiler.passes.copies import _are_apart, moved_view
 from npu_compiler.program.views import View, contiguous_strides
 from npu_runtime import DAGExecutor
 from npu_sim.extract import extract_ir
@@ -51,7 +51,7 @@ def test_a_part_of_a_copied_view_has_the_same_elements_in_the_target(seed: int) 
         shape = tuple(draw.randint(1, 6) for _ in range(draw.randint(1, 4)))
         source, target = View("source", shape, contiguous_strides(shape), 0, "float16"), spread(shape, draw)
         part = part_of(source, draw)
-        found = _moved(part, source, target)
+        found = moved_view(part, source, target)
         if found is not None:
             moved += 1
             expected = dict(zip(elements(source).ravel(), elements(target).ravel(), strict=True))

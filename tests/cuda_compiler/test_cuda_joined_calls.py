@@ -61,6 +61,24 @@ def test_a_layout_change_between_a_convolution_and_a_norm_costs_nothing() -> Non
     assert "copy_kernel" not in kernels(made)
 
 
+def test_tokens_that_a_convolution_adds_stay_as_they_are() -> None:
+    def block(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["linear"](tokens(layers["conv"](x)))
+        images = (y + y).transpose(1, 2).reshape(x.shape)
+        return layers["norm"](tokens(images + layers["depthwise"](images)))
+
+    made = program(
+        block,
+        (2, 32, 40, 40),
+        conv=nn.Conv2d(32, 32, 3, padding=1),
+        linear=nn.Linear(32, 32),
+        depthwise=nn.Conv2d(32, 32, 3, padding=1, groups=32),
+        norm=nn.LayerNorm(32),
+    )
+    into_channels_last, *others = kernels(made)
+    assert into_channels_last == "transpose" and not {"transpose", "copy_kernel"} & set(others)
+
+
 @pytest.mark.parametrize("activation", [F.gelu, F.silu, F.relu])
 def test_an_activation_behind_a_transposed_view_is_the_convolutions(activation: Callable[[Tensor], Tensor]) -> None:
     made = program(lambda layers, x: activation(tokens(layers["conv"](x))), IMAGES, conv=nn.Conv2d(32, 32, 1))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
+import torch.nn.functional as F
+from cuda_on_cpu import run_on_cpu
 from cuda_reference import LaidOut, ReferenceBackend
 from ir_builder import IRBuilder
 
 import npu_compiler
+from cuda_compiler import CUDACodegenTarget
 from npu_compiler.compiled_program import CompiledProgram
 from npu_runtime import Executor, NPUBuffer, load_weights
 
@@ -61,3 +68,74 @@ def test_a_constant_float32_bias_is_rounded_once() -> None:
     x, w, b = (torch.randn(shape, generator=generator) for shape in [(64, 16), (32, 16), (16,)])
     expected = torch.nn.functional.linear(x, w, torch.cat([b, torch.full((16,), 0.25)]))
     torch.testing.assert_close(result(program, {"w": w, "b": b}, x.half()), expected, atol=1e-2, rtol=1e-2)
+
+
+def heads(g: IRBuilder, joint: str, number: int, size: int, tokens: int = 64) -> str:
+    """One of three tensors of 16 heads [2, 16, tokens, size], which lie side by side in the rows of a joint one."""
+    part = g("aten.slice.Tensor", joint, 2, 16 * size * number, 16 * size * (number + 1))
+    return g("aten.transpose.int", g("aten.reshape.default", part, [2, tokens, 16, size]), 1, 2)
+
+
+def kernels(program: CompiledProgram) -> list[str]:
+    return [call.kernel for call in program.plan.calls]
+
+
+def test_products_of_heads_of_a_joint_projection_go_to_cublas() -> None:
+    g = IRBuilder()
+    joint = g.input("x", 2, 256, 3 * 16 * 24)
+    q, k, v = (heads(g, joint, number, 24, 256) for number in range(3))
+    scores = g("aten.matmul.default", q, g("aten.transpose.int", k, 2, 3))
+    g.output(g("aten.matmul.default", g("aten.relu.default", scores), v))
+    options = npu_compiler.CompileOptions(compute_dtype="float16")
+    names = kernels(npu_compiler.compile(g.ir(), CUDACodegenTarget(), options))
+    assert names.count("cublas_gemm") == 2 and "tiled_batched" not in names
+    x = 0.1 * torch.randn(2, 256, 3 * 16 * 24, generator=torch.Generator().manual_seed(0))
+    q, k, v = (part.unflatten(2, (16, 24)).transpose(1, 2) for part in x.half().float().split(16 * 24, 2))
+    expected = F.relu(q @ k.transpose(2, 3)) @ v
+    torch.testing.assert_close(result(compiled(g, "float16"), {}, x.half()), expected, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("size", [6, 20, 160])
+def test_attention_over_odd_and_wide_heads_uses_tensor_cores(size: int) -> None:
+    g = IRBuilder()
+    joint = g.input("x", 2, 64, 3 * 16 * size)
+    g.output(g("aten.scaled_dot_product_attention.default", *(heads(g, joint, number, size) for number in range(3))))
+    options = npu_compiler.CompileOptions(compute_dtype="float16")
+    names = kernels(npu_compiler.compile(g.ir(), CUDACodegenTarget(), options))
+    assert "attention_plain" not in names
+    assert names.count("cublas_gemm") == (2 if size == 160 else 0)
+    x = torch.randn(2, 64, 3 * 16 * size, generator=torch.Generator().manual_seed(0))
+    q, k, v = (part.unflatten(2, (16, size)).transpose(1, 2) for part in x.half().float().split(16 * size, 2))
+    expected = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(result(compiled(g, "float16"), {}, x.half()), expected, atol=5e-3, rtol=5e-3)
+
+
+def test_attention_among_channels_reads_tokens_where_they_lie() -> None:
+    g = IRBuilder()
+    joint = g.input("x", 2, 400, 3 * 16 * 24)
+    channels = [g("aten.transpose.int", heads(g, joint, number, 24, 400), 2, 3) for number in range(3)]
+    g.output(g("aten.scaled_dot_product_attention.default", *channels))
+    options = npu_compiler.CompileOptions(compute_dtype="float16")
+    names = kernels(npu_compiler.compile(g.ir(), CUDACodegenTarget(), options))
+    assert names.count("cublas_gemm") == 2 and "transpose" not in names
+    x = torch.randn(2, 400, 3 * 16 * 24, generator=torch.Generator().manual_seed(0))
+    q, k, v = (part.unflatten(2, (16, 24)).permute(0, 2, 3, 1) for part in x.half().float().split(16 * 24, 2))
+    expected = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(result(compiled(g, "float16"), {}, x.half()), expected, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("op", "function"), [("sum.dim_IntList", torch.sum), ("mean.dim", torch.mean), ("linalg_vector_norm", torch.norm)]
+)
+def test_sums_of_columns_read_several_at_a_time(op: str, function: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    g = IRBuilder()
+    x = g.input("x", 3, 40, 17, 36)
+    g.output(g(f"aten.{op}", x, [1, 2]) if "." in op else g(f"aten.{op}.default", x, 2, [1, 2]))
+    program = npu_compiler.compile(g.ir(), CUDACodegenTarget(), npu_compiler.CompileOptions(compute_dtype="float16"))
+    name = op.removeprefix("linalg_vector_").split(".")[0]
+    assert kernels(program) == [f"{name}_of_columns"]
+    values = torch.randn(3, 40, 17, 36, generator=torch.Generator().manual_seed(0)).half()
+    memory = run_on_cpu(program.plan, {"x": values.numpy()}, tmp_path)
+    (view,) = program.plan.output_views.values()
+    sums = torch.from_numpy(memory[view.buffer]).float().reshape(3, 36)
+    torch.testing.assert_close(sums, function(values.float(), dim=(1, 2)), atol=2e-2, rtol=2e-3)

@@ -217,6 +217,13 @@ FROM_FLOATS: dict[str, tuple[Callable[[IRBuilder], Tensor], bool]] = {
     "copied into integers": (lambda g: g("aten.copy.default", ints(g, "y"), g.input("x", 3)), False),
     "clamped": (lambda g: whole(g, g("aten.clamp.default", g.input("x", 3), -1e9, 1e9)), True),
     "clamped too widely": (lambda g: whole(g, g("aten.clamp.default", g.input("x", 3), -3e9, 3e9)), False),
+    "positions in floats": (
+        lambda g: whole(
+            g,
+            g("aten.sub.Tensor", g("aten.cumsum.default", g("aten.ones.default", [2, 7], dtype="torch.float32"), 1), 1),
+        ),
+        True,
+    ),
     "16 bits": (lambda g: whole(g, g.input("x", 3, dtype="float16")), True),
     "share": (lambda g: whole(g, g("aten.mul.Tensor", g("aten.sigmoid.default", g.input("x", 3)), 1000)), True),
     "too large a share": (

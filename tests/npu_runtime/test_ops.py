@@ -903,6 +903,22 @@ case(
     spread=1,
 )
 case("sdpa-float-mask-kw", lambda q, k, v, m: SDPA(q, k, v, attn_mask=m, scale=0.5), Q, K, V, f(1, 7), spread=1)
+case("sdpa-windows", SDPA, f(2, 3, 4, 5, 8), f(2, 3, 4, 7, 8), f(2, 3, 4, 7, 8), spread=1)
+case(
+    "sdpa-joint-windows",
+    lambda x: SDPA(*x.reshape(2, 3, 5, 3, 4, 8).permute(3, 0, 4, 1, 2, 5)),
+    f(2, 3, 5, 96),
+    spread=1,
+)
+case(
+    "sdpa-windows-mask",
+    lambda q, k, v, m: SDPA(q, k, v, m),
+    f(2, 3, 4, 5, 8),
+    f(2, 3, 4, 7, 8),
+    f(2, 3, 4, 7, 8),
+    f(4, 5, 7),
+    spread=1,
+)
 case("sdpa-gqa", lambda q, k, v: SDPA(q, k, v, enable_gqa=True), Q, f(2, 2, 7, 8), f(2, 2, 7, 8), spread=1)
 case(
     "sdpa-mqa-causal",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metal_cases.conv import conv
+from metal_cases.conv import conv, transposed
 from metal_harness import T
 
 
@@ -99,6 +99,10 @@ CASES = [
     ),
     conv("groups-of-few-outputs", nhwc(2, 64, 12, 13), (12, 32, 3, 3), groups=2, **SAME, residual="compute"),
     conv("odd-groups", nhwc(2, 9, 12, 13), (15, 3, 3, 3), groups=3, **SAME, bias="float32"),
+    conv("few-odd-groups", nhwc(2, 12, 23, 22), (48, 6, 3, 3), groups=2, stride=(2, 2), **SAME, bias="compute"),
+    conv("depthwise-multiplied", nhwc(2, 24, 12, 13), (48, 1, 3, 3), groups=24, **SAME, bias="float32"),
+    conv("depthwise-odd", nhwc(2, 13, 11, 12), (13, 1, 3, 3), groups=13, **SAME, bias="float32", activation="silu"),
+    conv("depthwise-even", nhwc(2, 34, 11, 12), (34, 1, 7, 7), groups=34, padding=(3, 3, 3, 3), residual="compute"),
     conv("groups-of-points", nhwc(2, 64, 12, 13), (64, 16, 1, 1), groups=4, bias="float32", activation="silu"),
     conv(
         "float",
@@ -110,4 +114,19 @@ CASES = [
         out_dtype="float32",
         activation="relu",
     ),
+    transposed("transposed", (2, 64, 7, 9), (64, 40, 4, 4), stride=(2, 2), padding=(1, 1), bias="float32"),
+    transposed("transposed-patches", (1, 48, 6, 5), (48, 16, 3, 2), stride=(3, 2), bias="compute"),
+    transposed(
+        "transposed-odd",
+        (2, 21, 9, 8),
+        (21, 5, 3, 3),
+        stride=(2, 2),
+        padding=(1, 1),
+        output_padding=(1, 1),
+        bias="compute",
+    ),
+    transposed("transposed-dilated", (1, 24, 11, 12), (24, 16, 3, 3), padding=(1, 3), dilation=(2, 3)),
+    transposed("transposed-row", (2, 32, 1, 50), (32, 16, 1, 16), stride=(1, 8), padding=(0, 4), bias="float32"),
+    transposed("transposed-groups", (2, 128, 9, 8), (128, 64, 4, 4), stride=(2, 2), padding=(1, 1), groups=2),
+    transposed("transposed-depthwise", (2, 24, 7, 6), (24, 1, 4, 4), stride=(2, 2), padding=(1, 1), groups=24),
 ]

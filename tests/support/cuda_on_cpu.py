@@ -20,12 +20,15 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 
 _SHIM = """
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+using std::max, std::min;
 #define __device__
 #define __global__
 #define __forceinline__ inline
 #define __shared__ static
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 struct Size { unsigned x, y, z; };
 static thread_local Size threadIdx;
@@ -44,6 +47,7 @@ _ASSEMBLY = {
 # For kernels whose threads know nothing of each other: one after the other.
 _ALONE = """
 static void __syncthreads() {}
+template <typename T> T __shfl_sync(unsigned, T value, int) { return value; }
 template <typename T> T __shfl_xor_sync(unsigned, T value, int) { return value; }
 """
 _LAUNCH_ALONE = """
@@ -66,13 +70,16 @@ struct Warp { std::barrier<> turn{32}; unsigned words[32]; };
 static std::unique_ptr<std::barrier<>> everyone;
 static std::vector<std::unique_ptr<Warp>> warps;
 static void __syncthreads() { everyone->arrive_and_wait(); }
-template <typename T> T __shfl_xor_sync(unsigned, T value, int step) {
+template <typename T> T __shfl_sync(unsigned, T value, int lane) {
     Warp &warp = *warps[threadIdx.x / 32];
     std::memcpy(&warp.words[threadIdx.x % 32], &value, 4);
     warp.turn.arrive_and_wait();
-    std::memcpy(&value, &warp.words[threadIdx.x % 32 ^ step], 4);
+    std::memcpy(&value, &warp.words[lane], 4);
     warp.turn.arrive_and_wait();
     return value;
+}
+template <typename T> T __shfl_xor_sync(unsigned all, T value, int step) {
+    return __shfl_sync(all, value, threadIdx.x % 32 ^ step);
 }
 """
 _LAUNCH_TOGETHER = """
@@ -118,13 +125,15 @@ def _run(call: KernelCall, source: str, memory: dict[str, np.ndarray], folder: P
     views = (*call.inputs, *call.outputs)
     if not library.exists():
         text = re.sub(r"asm(?: volatile)?\((.*?)\);", _plain, source, flags=re.DOTALL)
+        shared = kernel_launch_of(call).shared
+        text = re.sub(r"extern (__shared__ .*)\[\];", rf"\1[{shared}];", text)
         (declared,) = re.findall(rf'extern "C" __global__ void .*?{call.kernel}\((.*?)\)', text)[-1:] or [""]
         types = [each.replace("__restrict__", "").rsplit("*", 1)[0] for each in declared.split(", ")]
-        if len(types) != len(views):  # a template, whose signature is a macro
+        if not declared or len(types) != len(views):  # a template, whose signature is a macro
             (declared,) = re.findall(r"#define WAITING_KERNEL\(name\) .* name\((.*)\)", text)
             types = [each.replace("__restrict__", "").rsplit("*", 1)[0] for each in declared.split(", ")]
         arguments = ", ".join(f"({kind} *)operands[{at}]" for at, kind in enumerate(types))
-        alone = "reduce_team" not in text
+        alone = re.search(r"__shared__ .*\[", text) is None
         launch = (
             (_LAUNCH_ALONE if alone else _LAUNCH_TOGETHER)
             .replace("KERNEL_NAME", call.kernel)

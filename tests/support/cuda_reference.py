@@ -60,6 +60,8 @@ class ReferenceBackend(CPUBackend):
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         if call.kernel == "squeeze_excite":
             return self._squeeze_excite(call, [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0])))
+        if "spread" in call.params:
+            return self._spread_convolution(call, [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0])))
         if call.kernel == "groupnorm_kernel" and "activation" in call.params:
             params = dict(call.params)
             name, normed = params.pop("activation"), view_tensor(bind(outputs[0]))
@@ -85,6 +87,25 @@ class ReferenceBackend(CPUBackend):
             )
             out.zero_()
             out[:, : squares.shape[1]].copy_(squares)
+
+        return launch
+
+    def _spread_convolution(self, call: KernelCall, operands: list[torch.Tensor], out: torch.Tensor) -> Launch:
+        """A convolution whose windows make several pixels, which become a larger image that is cropped."""
+        x, weight, *addends = operands
+        params, (_, made, rows, columns) = call.params, out.shape
+        (down, right), (top, left), parts = params["spread"], params["crop"], params["groups"]
+        above, below, before, beyond = params["padding"]
+
+        def launch() -> None:
+            padded = F.pad(x.float(), (before, beyond, above, below))
+            sums = F.conv2d(padded, weight.float(), None, 1, 0, params["dilation"], parts)
+            assert list(sums.shape[2:]) == params["windows"]
+            pixels = sums.unflatten(1, (parts, down, right, made // parts)).flip(2, 3).permute(0, 1, 4, 5, 2, 6, 3)
+            image = pixels.flatten(5, 6).flatten(3, 4).flatten(1, 2)[:, :, top : top + rows, left : left + columns]
+            for addend in addends:
+                image = image + (addend.float()[:, None, None] if addend.ndim == 1 else addend.float())
+            out.copy_(activated(image, params["activation"]))
 
         return launch
 

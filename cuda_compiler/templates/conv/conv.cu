@@ -194,42 +194,50 @@ KERNEL(conv2d_kernel) {
 }
 
 #kernel conv_transpose2d_kernel
-// One output element: the sum over the input pixels whose window it lies in. weight is [I, O/groups, kh, kw].
+#include "conv/pixels.cuh"
+
+// One output pixel's `pack` channels, more than one in depthwise convolutions only: the sum over the input pixels whose window it
+// lies in. weight is [I, O/groups, kh, kw].
 KERNEL(conv_transpose2d_kernel) {
-    const index_t element = blockIdx.x * index_t(THREADS) + threadIdx.x;
-    if (element >= Out::numel) {
+    const Pixel own = own_pixel();
+    if (!own.exists) {
         return;
     }
     constexpr unsigned group_outputs = unsigned(Weight::size(1));
     constexpr unsigned group_inputs = unsigned(X::size(1)) / param::groups;
-    const unsigned out_column = unsigned(element % Out::size(3));
-    const unsigned out_row = unsigned(element / Out::size(3) % Out::size(2));
-    const unsigned plane = unsigned(element / Out::size(3) / Out::size(2));
-    const unsigned channel = plane % unsigned(Out::size(1));
-    const unsigned group = channel / group_outputs;
-    const X::type *image = x + plane / unsigned(Out::size(1)) * X::stride(0) + group * group_inputs * X::stride(1);
+    static_assert(pack == 1 || group_inputs == 1 && group_outputs == 1, "");
+    const unsigned group = own.channel / group_outputs;
+    const X::type *image = x + own.image * X::stride(0) + group * group_inputs * X::stride(1);
     const Weight::type *corner =
-        weight + group * group_inputs * Weight::stride(0) + channel % group_outputs * Weight::stride(1);
-    float sum = 0.0f;
+        weight + group * group_inputs * Weight::stride(0) + own.channel % group_outputs * Weight::stride(1);
+    float sums[pack] = {};
     if constexpr (Bias::present) {
-        sum = to_float(bias[channel * Bias::stride(0)]);
+#pragma unroll
+        for (unsigned i = 0; i < pack; i++) {
+            sums[i] = to_float(bias[(own.channel + i) * Bias::stride(0)]);
+        }
     }
     for (unsigned ky = 0; ky < Weight::size(2); ky++) {
         // Before the first row it is a large number, as is its quotient.
-        const unsigned scaled_row = out_row + unsigned(param::padding(0)) - ky * param::dilation(0);
+        const unsigned scaled_row = own.row + unsigned(param::padding(0)) - ky * param::dilation(0);
         const unsigned row = scaled_row / param::stride(0);
         for (unsigned kx = 0; kx < Weight::size(3); kx++) {
-            const unsigned scaled_column = out_column + unsigned(param::padding(1)) - kx * param::dilation(1);
+            const unsigned scaled_column = own.column + unsigned(param::padding(1)) - kx * param::dilation(1);
             const unsigned column = scaled_column / param::stride(1);
             const bool meets = row * param::stride(0) == scaled_row && column * param::stride(1) == scaled_column;
             if (meets && row < X::size(2) && column < X::size(3)) {
                 const X::type *value = image + row * X::stride(2) + column * X::stride(3);
                 const Weight::type *factor = corner + ky * Weight::stride(2) + kx * Weight::stride(3);
                 for (unsigned c = 0; c < group_inputs; c++) {
-                    sum = fmaf(to_float(value[c * X::stride(1)]), to_float(factor[c * Weight::stride(0)]), sum);
+                    float values[pack];
+                    load_floats(values, value + c * X::stride(1));
+#pragma unroll
+                    for (unsigned i = 0; i < pack; i++) {
+                        sums[i] = fmaf(values[i], to_float(factor[(c + i) * Weight::stride(0)]), sums[i]);
+                    }
                 }
             }
         }
     }
-    out[Out::offset(element)] = from<Out::type>(sum);
+    store_floats(out + place_in<Out>(own, own.row, own.column), sums);
 }

@@ -127,7 +127,7 @@ __device__ __forceinline__ void finish_pair(
         if constexpr (FETCHES) {
             y = __fadd_rn(y, residual_value(fetched.item[i], own[1]));
         } else if constexpr (Residual::present) {
-            const unsigned number = min(tile.first_pixel + row, ROWS - 1);
+            const unsigned number = min(tile.first_window + row, ROWS - 1);
             const unsigned channel = min(tile.first_channel + column + i, CHANNELS - 1);
             y = __fadd_rn(y, residual_value(residual[pixel_place<Residual>(number, channel)], own[1]));
         }
@@ -143,8 +143,8 @@ __device__ __forceinline__ void for_own_vectors(const Tile &tile, const Function
     for (int i = threadIdx.x; i < OWN_ROWS * row_vectors; i += THREADS) {
         const int row = int(tile.sharer) * OWN_ROWS + i / row_vectors;
         const int column = i % row_vectors * vector;
-        if (tile.first_pixel + row < ROWS && tile.first_channel + column < CHANNELS) {
-            function(row, column, tile.first_pixel + row);
+        if (tile.first_window + row < ROWS && tile.first_channel + column < CHANNELS) {
+            function(row, column, tile.first_window + row);
         }
     }
 }

@@ -10,11 +10,14 @@ __device__ __forceinline__ index_t place(unsigned image, unsigned channel, unsig
 
 constexpr unsigned PIXELS = unsigned(Out::size(2) * Out::size(3));
 
-// Where an output pixel's window begins in the input, possibly in the padding.
-__device__ __forceinline__ int first_row(unsigned pixel) {
-    return int(pixel / unsigned(Out::size(3)) * param::stride(0)) - param::padding(0);
+// Where a window begins in the input, possibly in the padding. Windows are numbered by rows of `columns`; as many as output pixels
+// make one of these each.
+template <unsigned columns = unsigned(Out::size(3))>
+__device__ __forceinline__ int first_row(unsigned window) {
+    return int(window / columns * param::stride(0)) - param::padding(0);
 }
 
-__device__ __forceinline__ int first_column(unsigned pixel) {
-    return int(pixel % unsigned(Out::size(3)) * param::stride(1)) - param::padding(2);
+template <unsigned columns = unsigned(Out::size(3))>
+__device__ __forceinline__ int first_column(unsigned window) {
+    return int(window % columns * param::stride(1)) - param::padding(2);
 }

@@ -54,11 +54,11 @@ __device__ __forceinline__ void sum_products(
     Offset corners[tile_m / PASS];
 #pragma unroll
     for (int pass = 0; pass < tile_m / PASS; pass++) {
-        const unsigned number = tile.first_pixel + row + pass * PASS;
-        const unsigned pixel = number % PIXELS;
-        rows[pass] = first_row(pixel);
-        columns[pass] = first_column(pixel);
-        corners[pass] = Offset(number / PIXELS * X::stride(0)) + rows[pass] * Offset(X::stride(2)) +
+        const unsigned number = tile.first_window + row + pass * PASS;
+        const unsigned window = number % WINDOWS;
+        rows[pass] = first_row<unsigned(window_columns)>(window);
+        columns[pass] = first_column<unsigned(window_columns)>(window);
+        corners[pass] = Offset(number / WINDOWS * X::stride(0)) + rows[pass] * Offset(X::stride(2)) +
             columns[pass] * Offset(X::stride(3)) + Offset(tile.first_input);
         if (number >= ROWS) {
             rows[pass] = -(1 << 30);  // far outside of the image

@@ -29,6 +29,7 @@ __device__ __forceinline__ void add_product(float &sum, Half left, Half right) {
 #kernel conv_tiled conv_wgmma
 #include "conv/tile_sums.cuh"
 #include "conv/shared_sums.cuh"
+#include "conv/spread.cuh"
 
 // Channels that a thread finishes at a time; one where rows of the result are not aligned.
 constexpr int FINISHED = aligned ? PACK : 1;
@@ -51,14 +52,18 @@ WAITING_KERNEL(TILED) {
     for (int i = threadIdx.x; i < own_rows * (tile_n / FINISHED); i += THREADS) {
         const int tile_row = int(tile.sharer) * own_rows + i / (tile_n / FINISHED);
         const int tile_column = i % (tile_n / FINISHED) * FINISHED;
-        const unsigned number = tile.first_pixel + tile_row;
+        const unsigned number = tile.first_window + tile_row;
         const unsigned channel = tile.first_channel + tile_column;
         if (number >= ROWS || channel >= tile.end_channel) {
             continue;
         }
+        const Target target = target_of(number % WINDOWS, channel);
+        if (!target.exists) {
+            continue;
+        }
         float values[FINISHED];
         whole_sums(values, partial + tile_row * SUM_STAGE + tile_column);
-        finish(values, bias, residual, out, number / PIXELS, channel, number % PIXELS);
+        finish(values, bias, residual, out, number / WINDOWS, target.channel, target.pixel);
     }
     part_from_cluster();
 }

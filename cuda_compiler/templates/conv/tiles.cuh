@@ -1,8 +1,8 @@
-// How convolutions over channels-last images are cut into tiles: as a matrix product of patches[pixels, DEPTH] and
+// How convolutions over channels-last images are cut into tiles: as a matrix product of patches[windows, DEPTH] and
 // weight[channels, DEPTH], for each group of channels, whose terms are ordered by tap, then by input channel, side by side in
-// both.
+// both. A window makes one output pixel, or in a transposed convolution spread_down × spread_right of them (`spread.cuh`).
 //
-// A block makes tile_m pixels × tile_n channels from its share of the terms, 128 bytes of a row at a time, `stages` copies
+// A block makes tile_m windows × tile_n channels from its share of the terms, 128 bytes of a row at a time, `stages` copies
 // on their way. The `splits` blocks of a cluster share the terms of a tile, and each of them finishes some of its rows from
 // the partial sums in all their shared memories. GPUs without clusters leave the work to the first of them.
 //
@@ -10,13 +10,14 @@
 // bytes of what lies outside of an image.
 #include "conv/places.cuh"
 
-constexpr unsigned ROWS = unsigned(Out::size(0)) * PIXELS;
-constexpr unsigned CHANNELS = unsigned(Out::size(1));
+constexpr unsigned WINDOWS = unsigned(window_rows * window_columns);  // of an image
+constexpr unsigned ROWS = unsigned(Out::size(0)) * WINDOWS;
+constexpr unsigned CHANNELS = unsigned(Out::size(1)) * unsigned(spread_down * spread_right);
 constexpr unsigned TILES_M = (ROWS + tile_m - 1) / tile_m;
 constexpr unsigned GROUP_CHANNELS = CHANNELS / param::groups;
 constexpr unsigned GROUP_TILES = (GROUP_CHANNELS + tile_n - 1) / tile_n;  // a tile's channels are of one group
 constexpr unsigned TILES_N = GROUP_TILES * param::groups;
-constexpr unsigned BAND = 16;  // tiles of pixels whose tiles run at about the same time, so that they share the cache
+constexpr unsigned BAND = 16;  // tiles of windows whose tiles run at about the same time, so that they share the cache
 constexpr int ROW_BYTES = 128;  // of a staged row
 constexpr unsigned UNIT = UNIT_BYTES / sizeof(Weight::type);
 constexpr unsigned CHANNEL_UNITS = unsigned(Weight::size(1)) / UNIT;
@@ -60,7 +61,7 @@ __device__ __forceinline__ int staged(int row, int byte) {
 // What a block makes.
 struct Tile {
     unsigned sharer;
-    unsigned first_pixel;
+    unsigned first_window;
     unsigned first_channel;
     unsigned end_channel;  // of its group
     unsigned first_input;  // channel of x
