@@ -23,8 +23,8 @@ def expert_linear(
     """Multiply rows by their experts' matrices: out[m] = input[m · R // M] · weight[e]ᵀ + bias[e], e = experts[m].
 
     Input [R, K], weight [count · N, K] or [count, N, K], experts [M], bias [count, N] → [M, N]. M is a multiple of R:
-    each row has M / R experts, one after the other. A result whose expert is not in 0..count - 1 is 0. The trace of a model has this as
-    one op, which `npu_compiler.ops.experts.lower_expert_linear` lowers.
+    each row has M / R experts, one after the other. A result whose expert is not in 0..count - 1 is 0. The trace of a
+    model has this as one op, which `npu_compiler.ops.experts.lower_expert_linear` lowers.
 
     Args:
         count: Number of experts.

@@ -401,11 +401,12 @@ def _common_product(parts: Sequence[_Part]) -> tuple[Tensor, Tensor] | None:
     first = parts[0].factors
     if first is None or len(parts) != len(first[1]):
         return None
-    alike = all(
-        part.number == number and part.factors is not None and all(a is b for a, b in zip(part.factors, first, strict=True))
-        for number, part in enumerate(parts)
-    )
-    return first if alike else None
+    for number, part in enumerate(parts):
+        if part.number != number or part.factors is None:
+            return None
+        if any(own is not other for own, other in zip(part.factors, first, strict=True)):
+            return None
+    return first
 
 
 def _each(vector: Tensor) -> Iterator[Tensor]:

@@ -109,9 +109,7 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize("function", [by_experts, by_numbers, by_sizes])
 @pytest.mark.parametrize("experts", [2, 3, 300])
-def test_a_loop_over_any_number_of_experts_is_one_product(
-    function: Callable[..., Tensor], experts: int
-) -> None:
+def test_a_loop_over_any_number_of_experts_is_one_product(function: Callable[..., Tensor], experts: int) -> None:
     generator = torch.Generator().manual_seed(experts)
     x = torch.randn(5, 4, generator=generator)
     weights = torch.randn(experts, 4, 4, generator=generator)
