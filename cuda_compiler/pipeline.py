@@ -20,6 +20,7 @@ from cuda_compiler.passes.operand_orders import order_operands
 from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
+from cuda_compiler.passes.routing import join_routing
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.matmul import CUBLAS_GEMM
@@ -54,6 +55,7 @@ def cuda_stages(gpu: GPU) -> list[PlanStage]:
         ("absorb_epilogues", absorb_epilogues),
         ("write_in_place", write_in_place),
         *([("join_squeeze_excite", join_squeeze_excite)] if gpu.has_clusters else []),
+        ("join_routing", join_routing),
         ("products_as_convolutions", products_as_convolutions),
         ("round_biases", round_biases),
         ("order_operands", order_operands),

@@ -26,6 +26,7 @@ _ROWS_BY_LOAD = ((3, 8), (8, 16))  # most rows of an expert, on average, for whi
 _MOST_ROWS_OF_DENSE, _MOST_ROWS_OF_CODES = 32, 4
 _ALONE = 8  # experts for each row, from which on few rows have the same one
 _FEWEST_STEPS = 4  # of a warp, four spans each
+_ROUTE_WARPS = 4  # of a block, each with a row
 _STATIC_SHARED = 48 * 1024  # bytes
 _SPAN_SCALE_BYTES = 8
 
@@ -146,4 +147,23 @@ def _tiles(
     )
 
 
-RULES: dict[str, Rule] = {"expert_matmul_kernel": _dense, "quantized_expert_matmul_kernel": _quantized}
+def _route(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    (x,), (order, weights) = call.inputs, call.outputs
+    return [
+        make.kernel(
+            call,
+            "sorting/route.cu",
+            inputs={"x": x},
+            outputs={"order": order, "weights": weights},
+            grid=(groups(x.shape[0], _ROUTE_WARPS), 1, 1),
+            block=(_ROUTE_WARPS * WARP, 1, 1),
+            constants=dict(call.params),
+        )
+    ]
+
+
+RULES: dict[str, Rule] = {
+    "expert_matmul_kernel": _dense,
+    "quantized_expert_matmul_kernel": _quantized,
+    "route": _route,
+}

@@ -228,11 +228,10 @@ class _Matrices:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        x, own, *bias = (*args, *(kwargs or {}).values(), None, None)
-        if func is torch.nn.functional.linear and isinstance(own, _Matrices):
-            product = own.product(x)
-            return product if bias[0] is None else product + bias[0]
-        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm) and isinstance(own, _Matrices):
+        x, own, bias = (*args, *(kwargs or {}).values(), None, None)[:3]
+        if isinstance(own, _Matrices) and func is torch.nn.functional.linear:
+            return own.product(x) if bias is None else own.product(x) + bias
+        if isinstance(own, _Matrices) and func in _PRODUCTS:
             return own.T.product(x)
         raise InputError(f"its loop over experts uses their matrices in '{func.__name__}', which is not supported")
 
@@ -240,7 +239,11 @@ class _Matrices:
         """Multiply rows [pairs, K] by their experts' matrices."""
         if x.dim() != 2 or x.shape[0] != self.experts.shape[0]:
             raise InputError("its loop over experts multiplies other rows than those that it selects")
-        return expert_linear(x, self.every, self.experts, None, self.every.shape[0])
+        result: Tensor = expert_linear(x, self.every, self.experts, None, self.every.shape[0])
+        return result
+
+
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 
 
 class _Sizes:
