@@ -27,6 +27,7 @@ _MOST_ROWS_OF_DENSE, _MOST_ROWS_OF_CODES = 32, 4
 _ALONE = 8  # experts for each row, from which on few rows have the same one
 _FEWEST_STEPS = 4  # of a warp, four spans each
 _ROUTE_WARPS = 4  # of a block, each with a row
+_SUM_BLOCK = 64  # few threads, so that one row's sums are on several multiprocessors
 _STATIC_SHARED = 48 * 1024  # bytes
 _SPAN_SCALE_BYTES = 8
 
@@ -162,8 +163,28 @@ def _route(make: Specializer, call: KernelCall) -> list[KernelCall]:
     ]
 
 
+def _weighted_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    x, weights, *residual = call.inputs
+    (out,) = call.outputs
+    pack = min(min(vector_width(view), _WIDEST // itemsize(view.dtype)) for view in (x, out, *residual))
+    while out.shape[1] % pack:
+        pack //= 2
+    return [
+        make.kernel(
+            call,
+            "reductions/weighted_sum.cu",
+            inputs={"x": x, "weights": weights, "residual": residual[0] if residual else None},
+            outputs={"out": out},
+            grid=(groups(out.numel // pack, _SUM_BLOCK), 1, 1),
+            block=(_SUM_BLOCK, 1, 1),
+            constants={"pack": pack},
+        )
+    ]
+
+
 RULES: dict[str, Rule] = {
     "expert_matmul_kernel": _dense,
     "quantized_expert_matmul_kernel": _quantized,
     "route": _route,
+    "weighted_sum": _weighted_sum,
 }

@@ -1,4 +1,4 @@
-"""Choices of experts on the GPU: the experts and weights that the CPU device chooses, in one kernel."""
+"""Choices of experts, and the weighted sums of their rows, on the GPU: those of PyTorch, each in one kernel."""
 
 from __future__ import annotations
 
@@ -53,3 +53,25 @@ def test_a_choice_is_that_of_pytorch(form: str, rows: int, experts: int, choices
     expected = {"divided": values / values.sum(-1, keepdim=True), "after": values.softmax(-1)}.get(form, values)
     torch.testing.assert_close(chosen.long() - 1, order)
     torch.testing.assert_close(weights, expected, atol=1e-5, rtol=2.0**-8)
+
+
+class WeightedSum(nn.Module):
+    def forward(self, x: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+        return residual + (x * weights.reshape(-1, 1)).view(*weights.shape, -1).sum(1)
+
+
+@pytest.mark.parametrize(("rows", "choices", "width"), [(1, 8, 2048), (5, 3, 56), (70, 4, 7)])
+def test_a_weighted_sum_is_that_of_pytorch(rows: int, choices: int, width: int) -> None:
+    (backend,) = cuda_backends()
+    generator = torch.Generator().manual_seed(rows)
+    shapes = (rows * choices, width), (rows, choices), (rows, width)
+    given = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    ir = plain_ir(trace(export(WeightedSum(), tuple(given)), "sum"))
+    program = npu_compiler.compile(ir, backend.target, CompileOptions("bfloat16"))
+    assert [call.kernel for call in program.kernels] == ["weighted_sum"]
+    names = [spec.name for spec in program.input_specs]
+    values = {name: x.float().numpy().astype(ml_dtypes.bfloat16) for name, x in zip(names, given, strict=True)}
+    (found,) = Executor(program, backend).run(values, {}).values()
+    x, weights, residual = (value.float() for value in given)
+    expected = WeightedSum()(x, weights, residual)
+    torch.testing.assert_close(torch.from_numpy(found.to_numpy().astype(np.float32)), expected, atol=1e-2, rtol=2.0**-8)
