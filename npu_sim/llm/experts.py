@@ -61,7 +61,7 @@ def routed_experts(
     else:
         inner = module.act_fn(product(hidden_states, "up_proj"))
     outer = product(inner, "down_proj")
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         outer = module.post_expert_norm(outer)
     weighted = outer * top_k_weights.reshape(-1, 1)
     result: torch.Tensor = weighted.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
