@@ -13,7 +13,9 @@ paged one and are compared with PyTorch, whose layers `torch.compile` compiles a
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -231,7 +233,7 @@ def _print_account(rows: list[tuple[str, float, float]], steps: int) -> None:
         print(f"    {milliseconds / steps:.4f} ms, {calls / steps:5.1f} × {name[:70]}", flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=DECODERS, default=list(DECODERS))
     parser.add_argument("--layers", type=int, help="number of layers (default: all)")
@@ -241,19 +243,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    status = 0
     for name in options.models:
         decoder = DECODERS[name]
         layers = options.layers or decoder.layers
-        models = SeededDecoder(f"{name} ({layers} of {decoder.layers} layers)", decoder, layers)
-        for sequences in options.sequences:
-            if sequences == 1:
-                measure_one(models, decoder.context, 1e12 * options.bandwidth, options.rounds)
-            else:
-                measure_several(models, sequences, options.context, 1e12 * options.bandwidth, options.rounds)
-        del models
+        try:
+            models = SeededDecoder(f"{name} ({layers} of {decoder.layers} layers)", decoder, layers)
+            for sequences in options.sequences:
+                if sequences == 1:
+                    measure_one(models, decoder.context, 1e12 * options.bandwidth, options.rounds)
+                else:
+                    measure_several(models, sequences, options.context, 1e12 * options.bandwidth, options.rounds)
+            del models
+        except Exception:  # the others are measured all the same
+            traceback.print_exc()
+            status = 1
         torch.cuda.empty_cache()
+    return status
 
 
 if __name__ == "__main__":
     with torch.no_grad():
-        main()
+        sys.exit(main())
