@@ -1,6 +1,7 @@
 """Decode of mixtures of experts and of models with windows on a GPU, against the bytes that a step must read.
 
     python -m benchmarks.cuda.decoders [--models qwen3-moe gpt-oss mistral gemma3] [--layers 8] [--sequences 1 32]
+    python -m benchmarks.cuda.decoders --products
 
 The configurations are those of Qwen3-30B-A3B, gpt-oss-20B (experts in MXFP4), Mistral-7B and Gemma-3-4B, with seeded
 weights that are made on the GPU. `--layers` takes the first layers only, with their true sizes; the floor is then that
@@ -8,35 +9,53 @@ of these layers and of the output layer. The floor is the time in which the GPU 
 but the embedding table and the experts that no token chooses (on average, where there are several sequences), MXFP4 in
 4.25 bits, and of keys and values those within a layer's window. One sequence has a contiguous cache, several have a
 paged one and are compared with PyTorch, whose layers `torch.compile` compiles and whose step is one CUDA graph.
+`--products` times the products by experts alone, by the format of the weights: gpt-oss-20B's 32 experts, each for one
+row, which are more than the GPU's cache holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+import npu_compiler
 from benchmarks.cuda.batches import BLOCK, STEPS, fastest_attention, our_steps
 from benchmarks.cuda.llm import Models
 from benchmarks.cuda.timing import Contender, account, medians, time_in_turn, torch_contender
 from benchmarks.figures import COMPILED, OURS
 from benchmarks.peers import ATTENTION, compiled_by_layer
 from benchmarks.timing import interleave, wall_time
+from cuda_runtime import CUDABackend
+from npu_compiler import CompileOptions
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
-from npu_runtime import Device
-from npu_sim.llm.experts import joined_parameters
+from npu_runtime import Device, Executor, NPUBuffer, load_weights
+from npu_sim.llm.experts import expert_linear, joined_parameters
 from npu_sim.llm.graph import layer_states, meta_model
+from npu_sim.module.trace import export, plain_ir, trace
 from npu_sim.serving.paged_model import PagedModel
 
 MXFP4 = QuantizedFormat("float4_e2m1", 32, "bfloat16")
+FORMATS = (
+    None,
+    QuantizedFormat("int8"),
+    QuantizedFormat("float8_e4m3"),
+    QuantizedFormat("int4", 32, "float16"),
+    MXFP4,
+    QuantizedFormat("float4_e2m1", 16, "float32"),
+    QuantizedFormat("iq4_nl", 32, "float16"),
+)
 _ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
 
 
@@ -155,15 +174,16 @@ def _codes(name: str, shape: tuple[int, ...]) -> QuantizedArray | None:
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return None
     n, k = shape
-    if (n, k) not in _SHARED:
-        parts = MXFP4.parts((n, k))
-        codes = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 24, np.uint8), parts["codes"][0])
-        scales = np.full(parts["scales"][0], 2.0**-8, np.float32).astype(parts["scales"][1])
-        _SHARED[n, k] = QuantizedArray(MXFP4, (n, k), codes, scales)
-    return _SHARED[n, k]
+    return _seeded_codes(n, k, MXFP4)
 
 
-_SHARED: dict[tuple[int, int], QuantizedArray] = {}
+@cache
+def _seeded_codes(n: int, k: int, format: QuantizedFormat) -> QuantizedArray:
+    parts = format.parts((n, k))
+    codes = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 24, np.uint8), parts["codes"][0])
+    codes &= 0xF7  # no float8 is NaN
+    scales = np.full(parts["scales"][0], 2.0**-8, np.float32).astype(parts["scales"][1])
+    return QuantizedArray(format, (n, k), codes.view(parts["codes"][1]), scales)
 
 
 class AdoptingModel(PagedModel):
@@ -221,6 +241,47 @@ def measure_several(models: SeededDecoder, sequences: int, context: int, bandwid
     print(f"    {COMPILED} {taken[COMPILED]:.3f} ms, {taken[COMPILED] / taken[OURS]:.2f} times ours", flush=True)
 
 
+class _Product(torch.nn.Module):
+    """A product by experts, of bfloat16 rows."""
+
+    def __init__(self, count: int, rows: int, width: int) -> None:
+        super().__init__()
+        self.count = count
+        self.weight = torch.nn.Parameter(torch.empty(count * rows, width, dtype=torch.bfloat16, device="meta"))
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = expert_linear(x, self.weight, experts, None, self.count)
+        return result
+
+
+def measure_products(bandwidth: float, rounds: int) -> None:
+    """Print the time of gpt-oss-20B's products by 32 experts of one row each, for several formats of the weights."""
+    backend, count, choices = CUDABackend(), 32, 4
+    for (n, k), tokens in itertools.product(((5760, 2880), (2880, 2880)), (8, 64)):
+        x = torch.empty(tokens, k, dtype=torch.bfloat16, device="meta")
+        experts = torch.empty(tokens * choices, dtype=torch.long, device="meta")
+        ir = plain_ir(trace(export(_Product(count, n, k), (x, experts)), "product"))
+        chosen = np.stack([np.random.default_rng(i).permutation(count) for i in range(tokens * choices // count)])
+        given = {"x": np.zeros((tokens, k), ml_dtypes.bfloat16) + 1, "experts": chosen.reshape(-1).astype(np.int32)}
+        for format in FORMATS:
+            options = CompileOptions("bfloat16", None if format is None else {"weight": format})
+            program = npu_compiler.compile(ir, backend.target, options)
+            dense = torch.randn(count * n, k, device="cuda", dtype=torch.bfloat16) if format is None else None
+            weight = dense if format is None else _seeded_codes(count * n, k, format)
+            weights = load_weights({"weight": weight}, program, backend)
+            inputs = {spec.name: NPUBuffer.from_numpy(given[spec.name], backend, spec) for spec in program.input_specs}
+            run = partial(Executor(program, backend).run, inputs, weights)
+            taken = 1e3 * medians(time_in_turn({OURS: Contender(run, backend.timed)}, rounds))[OURS]
+            size = count * n * k * 2 if format is None else format.size_bytes((count * n, k))
+            floor = 1e6 * size / bandwidth
+            kernels = ", ".join(call.kernel for call in program.plan.calls)
+            print(
+                f"{tokens * choices} rows by {count} experts [{n}, {k}] in {format or 'bfloat16'}: {taken:.1f} µs, "
+                f"floor {floor:.1f} µs, {100 * floor / taken:.0f} % of it ({kernels})",
+                flush=True,
+            )
+
+
 def _torch_step(models: SeededDecoder, sequences: int, context: int) -> Callable[[], object]:
     name, peer = fastest_attention(models, sequences, context + STEPS), models.peer
     peer.prepare(context + STEPS, ATTENTION[name], sequences)
@@ -241,9 +302,13 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each of several sequences in the cache")
     parser.add_argument("--bandwidth", type=float, default=3.10, help="TB/s that the GPU reads (default: an H100's)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--products", action="store_true", help="measure products by experts alone")
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     status = 0
+    if options.products:
+        measure_products(1e12 * options.bandwidth, options.rounds)
+        return status
     for name in options.models:
         decoder = DECODERS[name]
         layers = options.layers or decoder.layers
