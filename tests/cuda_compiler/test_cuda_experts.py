@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import cuda_toolchain
 import pytest
+from cuda_on_cpu import EmulatedBackend
+from drawn import drawn
 from ir_builder import IRBuilder
+from metal_cases import experts as expert_cases
+from metal_cases.quantized import FORMATS as STORED
+from metal_harness import Case, run_case
 
 from cuda_compiler import GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import kernel_launch_of
@@ -71,6 +79,27 @@ def test_an_expert_with_several_rows_has_the_blocks_of_one(
     """Of four experts and ten columns, one tile; the fifth job is that of rows without an expert."""
     (call,) = (x for x in compiled(format, "bfloat16", 64, tokens).kernels if "expert" in x.kernel)
     assert kernel_launch_of(call).grid == (jobs, 1, 1)
+
+
+# Rows of experts of their own, of none, and more of one than a block holds. The emulator has no float8 on tensor cores.
+CASES = [
+    expert_cases.dense("own", 1, 2, 4, 20, 64),
+    expert_cases.dense("shared", 6, 2, 3, 18, 40, bias="compute"),
+    expert_cases.dense("many", 20, 1, 2, 5, 32, bias="float32"),
+    *(
+        expert_cases.quantized(f"tiles-{name}", tokens, 2, experts, 18, k, group, format, bias=bias)
+        for format in STORED
+        if format[0] != "float8_e4m3"
+        for name, tokens, experts, k, group, bias in (("own", 1, 4, 128, 64, None), ("shared", 9, 3, 64, 64, "compute"))
+    ),
+    *(expert_cases.quantized("tiles-small-groups", 2, 2, 3, 18, 64, 16, format) for format in STORED[-2:]),
+]
+
+
+@pytest.mark.parametrize("case", drawn(CASES, 1 / 10, lambda case: case.id))
+def test_products_are_those_of_the_reference(case: Case, tmp_path: Path) -> None:
+    """x becomes integers of 15 bits for codes, which is less exact than the reference."""
+    run_case(replace(case, atol=2.0**-12), EmulatedBackend(tmp_path), "bfloat16", 1)
 
 
 @pytest.mark.parametrize(("turn", "format"), list(enumerate(FORMATS)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import cuda_toolchain
 import pytest
 import torch
+from cuda_on_cpu import run_on_cpu
 from torch import Tensor, nn
 from zoo_runs import extract
 
@@ -61,6 +63,21 @@ def test_a_choice_is_one_kernel(form: Callable[[Tensor], tuple[Tensor, ...]], ro
     first, *others = kernels(form, rows)
     assert first == "route"
     assert not any(name.startswith(("softmax", "argsort", "gather", "sum", "fused_true_divide")) for name in others)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_choice_is_that_of_pytorch(form: Callable[[Tensor], tuple[Tensor, ...]], tmp_path: Path) -> None:
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    x[0, 3], x[1, 5] = x[0].max(), 9.0
+    x[2] = x[2].round()  # of equal ones the first
+    plan = program(form).plan
+    memory = run_on_cpu(plan, {"x": x.numpy()}, tmp_path)
+    weights, chosen = (torch.from_numpy(memory[view.buffer]).reshape(view.shape) for view in plan.output_views.values())
+    order = x.sort(dim=-1, descending=True, stable=True)[1][:, :4]
+    torch.testing.assert_close(chosen.long() - 1, order)
+    values = (x if form in (plain, after) else x.softmax(-1)).gather(1, order)
+    sums = {divided: values / values.sum(-1, keepdim=True), after: values.softmax(-1)}
+    torch.testing.assert_close(weights, sums.get(form, values), equal_nan=True)
 
 
 @pytest.mark.parametrize("turn", range(3))

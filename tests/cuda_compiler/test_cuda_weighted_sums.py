@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import cuda_toolchain
 import pytest
 import torch
+from cuda_on_cpu import run_on_cpu
 from torch import Tensor, nn
 from zoo_runs import extract
 
@@ -48,6 +50,20 @@ def added(x: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [alone, added])
 def test_a_weighted_sum_is_one_kernel(function: Function, tokens: int) -> None:
     assert kernels(function, tokens) == ["weighted_sum"]
+
+
+@pytest.mark.parametrize("width", [39, 40])
+@pytest.mark.parametrize("function", [alone, added])
+def test_a_weighted_sum_is_that_of_pytorch(function: Function, width: int, tmp_path: Path) -> None:
+    plan = program(function, 3, width).plan
+    shapes = {"x": (12, width), "weights": (3, 4), "residual": (1, 3, width)}
+    generator = torch.Generator().manual_seed(width)
+    given = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
+    memory = run_on_cpu(plan, {name: value.numpy() for name, value in given.items()}, tmp_path)
+    (view,) = plan.output_views.values()
+    expected = function(*(value.float() for value in given.values()))
+    found = torch.from_numpy(memory[view.buffer]).reshape(view.shape).float()
+    torch.testing.assert_close(found, expected, atol=4e-3, rtol=2.0**-10)
 
 
 @pytest.mark.parametrize("turn", range(3))
