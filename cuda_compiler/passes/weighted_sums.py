@@ -76,7 +76,7 @@ def _only(call: KernelCall, readers: _Readers) -> int | None:
 
 
 def _residual(call: KernelCall, total: View) -> View | None:
-    """What a call adds to the total, in the same order in memory; None if it does something else."""
+    """The view that a call adds to the total, in the same order in memory; None if it does something else."""
     others = [view for view in call.inputs if view.buffer != total.buffer]
     if not _is_plain(call, "add") or len(call.inputs) != 2 or len(others) != 1 or call.params.get("alpha", 1) != 1:
         return None

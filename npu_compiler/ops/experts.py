@@ -1,7 +1,7 @@
 """Mixture-of-experts products: each row is multiplied with the matrix of the expert that it is routed to.
 
 The CPU device sorts the rows by expert, so that it reads the matrix of each expert once, and none of an expert without
-rows. CUDA's kernels compute some rows of an expert together. Metal's read a matrix for each row.
+rows. GPU kernels compute some rows of an expert together, or read a matrix for each row.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class _Turn:
         return self.indices
 
     def of_pairs(self, every: Tensor) -> Any:
-        """What each pair's expert has of a parameter of all experts: matrices, or rows that are gathered."""
+        """The part of a parameter of all experts that each pair's expert has: matrices, or rows that are gathered."""
         if every.dim() == 3:
             return _Matrices(every, self.experts)
         own = every[self.experts.clamp(0, every.shape[0] - 1)]

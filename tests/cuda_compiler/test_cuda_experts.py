@@ -76,7 +76,7 @@ def test_a_warp_for_each_result_computes_what_tensor_cores_do_not_take(
 def test_an_expert_with_several_rows_has_the_blocks_of_one(
     format: QuantizedFormat | None, tokens: int, jobs: int
 ) -> None:
-    """Of four experts and ten columns, one tile; the fifth job is that of rows without an expert."""
+    """Four experts have one tile of ten columns each; the fifth job is that of rows without an expert."""
     (call,) = (x for x in compiled(format, "bfloat16", 64, tokens).kernels if "expert" in x.kernel)
     assert kernel_launch_of(call).grid == (jobs, 1, 1)
 

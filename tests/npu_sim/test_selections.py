@@ -126,7 +126,7 @@ def test_a_loop_over_any_number_of_experts_is_one_product(function: Callable[...
 
 
 def test_matrices_of_experts_that_no_row_has_are_not_read() -> None:
-    """They are NaN, which any product with them would show."""
+    """The other matrices are NaN, which any product with them would show."""
     weights = torch.full((300, 4, 4), torch.nan)
     chosen = torch.tensor([[7, 250], [250, 3]])
     weights[chosen.flatten()] = torch.randn(4, 4, 4)
