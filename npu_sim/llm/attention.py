@@ -357,8 +357,9 @@ def attend_with_sinks(
     batch, heads, rows, width = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, width)
     scores = (grouped @ key.transpose(2, 3)).view(batch, heads, rows, -1) * scale + mask
-    beside = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(batch, heads, rows, 1)
-    weights = torch.softmax(torch.cat([scores, beside], -1), -1)[..., :-1]
+    # Scores of -inf fill up the rows, so that those of the weights begin where a product can read whole vectors.
+    beside = torch.nn.functional.pad(sinks.to(scores.dtype).reshape(1, -1, 1, 1), (0, 7), value=-torch.inf)
+    weights = torch.softmax(torch.cat([scores, beside.expand(batch, heads, rows, 8)], -1), -1)[..., :-8]
     attended = weights.reshape(batch, key.shape[1], -1, key.shape[2]) @ value
     return attended.view(batch, heads, rows, -1).transpose(1, 2)
 
