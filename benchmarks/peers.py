@@ -216,7 +216,7 @@ def quantized_by_torchao(model: StaticLanguageModel, weights: str, head: str) ->
 
 def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows [M, K] by weight [E, N, K]; the rows of expert e end before row `ends[e]`."""
-    result: Tensor = torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)  # type: ignore[attr-defined]
+    result: Tensor = torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     return result
 
 
@@ -236,8 +236,8 @@ def _layer(state: Mapping[str, Tensor], prefix: str) -> nn.Module:
             joined = state[f"{prefix}mlp.experts.{name}_proj"]
             layer.register_buffer(name, joined.view(len(router), -1, joined.shape[-1]))
     else:
-        parts = [state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        layer.register_buffer("gate_up", torch.cat(parts))
+        factors = [state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        layer.register_buffer("gate_up", torch.cat(factors))
         layer.register_buffer("down", state[f"{prefix}mlp.down_proj.weight"])
     layer.register_buffer("norm_in", state[f"{prefix}input_layernorm.weight"])
     layer.register_buffer("norm_mid", state[f"{prefix}post_attention_layernorm.weight"])

@@ -80,23 +80,22 @@ def qwen3_moe(layers: int) -> Any:
     """Return the configuration of Qwen3-30B-A3B."""
     from transformers import Qwen3MoeConfig
 
+    fields: dict[str, Any] = {"head_dim": 128, "rope_parameters": _ROPE, "dtype": "bfloat16"}
     return Qwen3MoeConfig(
         hidden_size=2048,
         intermediate_size=6144,
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
         vocab_size=151936,
         max_position_embeddings=40960,
-        rope_parameters=_ROPE,
         rms_norm_eps=1e-6,
         tie_word_embeddings=False,
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         norm_topk_prob=True,
-        dtype="bfloat16",
+        **fields,
     )
 
 
@@ -156,7 +155,7 @@ class SeededDecoder(Models):
     def least_bytes(self, sequences: int, context: int) -> float:
         """Return the bytes that a step must read, with `context` tokens of each sequence in the cache."""
         config, experts, total = self.checkpoint.config, self.experts, 0.0
-        count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 1)
+        count: int = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
         share = 1 - (1 - getattr(config, "num_experts_per_tok", 1) / count) ** sequences
         for name, value in self.checkpoint.state.items():
             if name == "model.embed_tokens.weight" and not config.tie_word_embeddings:

@@ -149,7 +149,7 @@ class Models:
 
     def __init__(self, name: str, config: Any, seed: int, in_few_bits: InFewBits | None = None) -> None:
         self.checkpoint = seeded_checkpoint(name, config, seed, in_few_bits)
-        self.state = {
+        self.state: dict[str, Any] = {
             name: x if isinstance(x, QuantizedArray) else torch.as_tensor(x)
             for name, x in state_with_buffers(self.checkpoint).items()
         }
